@@ -76,6 +76,8 @@ class ConvertArgs:
     """Largest file of weights, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
     step: int | None = None
     """Checkpoint of a run that is taken; default: the newest."""
+    attention: str | None = None
+    """The model.attention of ``from`` where that is code of your own, which no file is trusted to name."""
     name: str | None = None
     """Name of the model and of its YAML file; default: the name of ``to``."""
     overwrite: bool = False
@@ -191,13 +193,13 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
         dtypes = dict.fromkeys((piece.ours for piece in opened.pieces), opened.dtype())  # one for all
         return Source(kind, opened.config, dtypes, _hf_reader(opened), ids, folder / TOKENIZER)
     if kind is FolderKind.graphmoe:
-        weights = open_weights(folder)
+        weights = open_weights(folder, args.attention)
         shapes = shapes_of(weights.config)
         weights.files.check(own_pieces(shapes), shapes)
         dtypes = {name: weights.files.dtype([name]) for name in shapes}
         ids = weights.meta.token_ids or {}
         return Source(kind, weights.config, dtypes, weights.files.read, ids, folder / TOKENIZER)
-    config, state, step = read_run(folder, args.step)
+    config, state, step = read_run(folder, args.step, args.attention)
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = _run_tokenizer(folder)
     ids = {} if end is None else {"eos_token_id": end}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -10,22 +11,25 @@ import torch
 import yaml
 
 from graphmoe.checkpoint import CheckpointError
+from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.command.hydra import load_config
-from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES, OPTIMIZERS
+from graphmoe.config.choices import ATTENTIONS, DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES, OPTIMIZERS
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.info import show
+from graphmoe.model.attention import KINDS
 from graphmoe.ops.grouped_mlp import BACKENDS
 from graphmoe.optim import RULES, rule_of
 from graphmoe.optim.lr_schedule import DECAYS
 from graphmoe.pipeline_view import __main__ as pipeline_view
+from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
 from graphmoe.plan.layout import ALONE
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
-from graphmoe.project.memory import exact_memory
+from graphmoe.project.memory import exact_memory, projected_memory
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from graphmoe.runtime.ranks import Ranks
@@ -235,6 +239,41 @@ def test_an_optimizer_on_two_ranks(own, tmp_path):
         assert_same(case, found[str(case)], alone)
 
 
+OWN_ATTENTION = ("model.attention=own_attention:Mine", "model.num_heads=2")
+
+
+@pytest.fixture
+def own_attention(own):
+    """Write the example of CONTRIBUTING: gqa with as many key-value heads, of one size."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    own("own_attention", re.search(r"```python\n# my_attention.py\n(.*?)```", text, re.S)[1])
+
+
+def test_an_attention(own_attention, tmp_path):
+    head = config().model.hidden_size // 2
+    same = ("model.attention=gqa", "model.num_heads=2", "model.num_kv_heads=2", f"model.head_dim={head}")
+    losses = []
+    for name, words in (("gqa", same), ("mine", OWN_ATTENTION)):
+        train_in(tmp_path / name, *QUIET, *COMPILED, *words, "train.steps=3", "compile.cache=false")
+        losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len({*losses[0]}) == 3
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_an_axis_that_an_attention_does_not_declare_is_refused(axis, own_attention):
+    said = rf"parallel.{axis}=2 .* model.attention=own_attention:Mine .* use parallel.{axis}=1, or .* or gqa"
+    with pytest.raises(ConfigError, match=said):
+        check(config(*OWN_ATTENTION, f"parallel.{axis}=2", "launch.nproc=2"))
+
+
+def test_memory_that_an_attention_does_not_declare_is_not_projected_and_it_has_no_family(own_attention):
+    run = config(*OWN_ATTENTION, "compile.enabled=true")
+    why_not = projected_memory(plan_of(run, 1))["why_not"]
+    assert "the facts of model.attention=own_attention:Mine do not say what its backward keeps" in why_not
+    with pytest.raises(ConfigError, match="no Hugging Face family .*=own_attention:Mine; .* gqa"):
+        to_hf_config(run.model)
+
+
 def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
     own("strange_experts", "raise AssertionError\n")
     plan = plan_of(config(), 1)
@@ -243,9 +282,9 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
     assert "name that as moe.experts on the command line" in caplog.text
 
 
-KEYS = ["data.source", "optim.name", "optim.schedule", "moe.experts", "moe.dispatcher", "pipeline.schedule"]
-ASKED = ("moe.dispatcher", "pipeline.schedule")
+ASKED = ("model.attention", "moe.dispatcher", "pipeline.schedule")
 """Keys whose facts the rules ask."""
+KEYS = ["data.source", "optim.name", "optim.schedule", "moe.experts", *ASKED]
 
 
 @pytest.mark.parametrize("key", [*KEYS, "passes.extra"])
@@ -290,6 +329,7 @@ def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, 
 
 
 def test_names_of_choices_are_the_rows_of_their_tables():
+    assert {*ATTENTIONS.names} == {*attention.FACTS} == {*KINDS}
     assert {*OPTIMIZERS.names} == {*RULES}
     assert {*LR_SCHEDULES.names} == {*DECAYS, "constant"}
     assert {*EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}

@@ -2,6 +2,7 @@
 
 import enum
 import importlib
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ SOURCES = {
     "memmap": SourceFacts(("paths",), endless=False),
     "synthetic": SourceFacts(),
 }
+ATTENTIONS = OneOf(("mla", "gqa"))
 DATA_SOURCES = OneOf(tuple(SOURCES))
 DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))
@@ -30,9 +32,10 @@ OPTIMIZERS = OneOf(("adamw",))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
-def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object) -> Any:
+def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object, attribute: str = "") -> Any:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 
+    Of the object, ``attribute`` stands for the row where it is given.
     Imports it, so `graphmoe.command.hydra.load_config` refuses a file that names code that its reader does
     not. *Raises* ConfigError where there is no such row, or nothing of this kind to import.
     """
@@ -42,7 +45,7 @@ def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object
         raise ConfigError(no_such_choice(key, choice, table))
     module, _, name = choice.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = operator.attrgetter(f"{name}.{attribute}".strip("."))(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{key}={choice} cannot be imported ({error}); write package.module:NAME, with the package on "
@@ -53,11 +56,6 @@ def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object
             f"{key}={choice} is a {type(found).__name__}; name a {kind.__module__}.{kind.__name__}"
         )
     return found
-
-
-class AttentionKind(enum.Enum):
-    mla = "mla"
-    gqa = "gqa"
 
 
 class AttentionBackend(enum.Enum):

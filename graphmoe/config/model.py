@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from graphmoe.config.choices import (
+    ATTENTIONS,
     AttentionBackend,
-    AttentionKind,
     AuxLoss,
     GroupScore,
     RopeScaling,
@@ -32,8 +32,8 @@ class ModelConfig:
     """Leading layers whose MLP is dense, 0 to num_layers."""
     dense_ffn_size: Size = 704
     """Intermediate width of the dense MLP, > 0."""
-    attention: AttentionKind = AttentionKind.mla
-    """Attention: mla (multi-head latent) or gqa (grouped query)."""
+    attention: Annotated[str, ATTENTIONS] = "mla"
+    """Attention: mla (multi-head latent), gqa (grouped query), or package.module:NAME."""
     num_heads: Size = 4
     """Query heads, > 0."""
     num_kv_heads: Annotated[int, INT32] = 4

@@ -112,12 +112,16 @@ def type_rules(field: SchemaField) -> Iterator[str]:
     """Name values with which other rules cannot compute.
 
     They are items of another type than their list's and texts that are not UTF-8, which OmegaConf takes,
-    integers of more than 64 bits, and those above the limit that stands beside the field.
+    names that no table has, integers of more than 64 bits, and those above the limit beside the field.
     """
     key, values = field.key, field.value
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
         wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
         yield f"{key}={values} must be a list of {wanted}"
+    for mark in field.marks:
+        names = mark.names if isinstance(mark, OneOf) else ()
+        if names and field.value not in names and not OWN_CODE.fullmatch(field.value):
+            yield no_such_choice(field.key, field.value, names)
     texts = [*values, *values.values()] if isinstance(values, dict) else field.items
     if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
         yield f"{key}={ascii(values)} has half a character; write it in UTF-8"
@@ -132,11 +136,8 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse names that no table has and numbers out of their range, as infinity and NaN always are."""
+    """Refuse numbers out of their range, as infinity and NaN always are."""
     for mark in field.marks:
-        names = mark.names if isinstance(mark, OneOf) else ()
-        if names and field.value not in names and not OWN_CODE.fullmatch(field.value):
-            yield no_such_choice(field.key, field.value, names)
         if not isinstance(mark, Range) or field.value is None:
             continue
         if not math.isfinite(field.value):

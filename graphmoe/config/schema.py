@@ -23,7 +23,6 @@ from graphmoe.config.choices import (
     SourceFacts,
 )
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
-from graphmoe.config.choices import AttentionKind as AttentionKind
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DpShard as DpShard

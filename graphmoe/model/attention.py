@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphmoe.config.schema import AttentionBackend, AttentionKind, ModelConfig
+from graphmoe.config.choices import look_up
+from graphmoe.config.schema import AttentionBackend, ModelConfig
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
 from graphmoe.ops.ring_attention import ring_attention
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import part
 
@@ -31,17 +32,14 @@ LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V
 
 def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
     """Build the attention module that the configuration names."""
-    return KINDS[config.attention].module(config, layout)
-
-
-def rotary_dim(config: ModelConfig) -> int:
-    """Head elements that the rotary embedding turns."""
-    return KINDS[config.attention].rotary_dim(config)
+    module: nn.Module = look_up(KINDS, config.attention, "model.attention")(config, layout)
+    return module
 
 
 def check_backend(config: ModelConfig, device_type: str) -> None:
     """Raise ConfigError where the requested attention backend cannot run the model's heads on the device."""
-    _backend(config.attention_backend, device_type, *KINDS[config.attention].head_dims(config))
+    facts = attention_facts(config)
+    _backend(config.attention_backend, device_type, facts.head, facts.value)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBackend) -> Tensor:
@@ -218,25 +216,8 @@ class GroupedQueryAttention(nn.Module):
         return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)
 
 
-class Kind(NamedTuple):
-    """A kind of attention; each is a row of ``KINDS``."""
-
-    module: Callable[[ModelConfig, Layout], nn.Module]
-    head_dims: Callable[[ModelConfig], tuple[int, int]]
-    """Sizes of a query and of a value head."""
-    rotary_dim: Callable[[ModelConfig], int]
-    """Elements of a query head that the rotary embedding turns."""
-
-
-KINDS = {
-    AttentionKind.mla: Kind(
-        LatentAttention,
-        lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
-        lambda config: config.qk_rope_head_dim,
-    ),
-    AttentionKind.gqa: Kind(
-        GroupedQueryAttention,
-        lambda config: (config.head_dim, config.head_dim),
-        lambda config: config.head_dim,
-    ),
+KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
+    "mla": LatentAttention,
+    "gqa": GroupedQueryAttention,
 }
+"""Modules of attention, with the facts of `graphmoe.plan.attention.FACTS`."""

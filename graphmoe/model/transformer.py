@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
-from graphmoe.model.attention import rotary_dim
 from graphmoe.model.blocks import IGNORED, Embedding, RMSNorm, column_parallel, cross_entropy_sum, tie_head
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput, MtpLayer
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.rope import own_positions, rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import ALONE, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 from graphmoe.segments import Executor, Segment, run_segments
@@ -278,7 +278,7 @@ class Transformer(nn.Module):
         """
         if self._rope is None or len(self._rope[0]) < seq_len or self._rope[0].device != device:
             with torch.inference_mode(False):  # a table made while generating serves a later backward too
-                self._rope = rope_tables(self.config, rotary_dim(self.config), seq_len, device)
+                self._rope = rope_tables(self.config, attention_facts(self.config).rotary, seq_len, device)
             self._own_rope = None
         cos_SP, sin_SP = (table_SP[:seq_len] for table_SP in self._rope)
         if not self.layout.ring:

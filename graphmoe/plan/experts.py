@@ -84,10 +84,8 @@ FACTS: dict[str, DispatcherFacts] = {
 
 def dispatcher_facts(choice: str) -> DispatcherFacts:
     """Return the facts of a dispatcher that is not auto; a user's object has them as ``facts``."""
-    if choice not in FACTS and ":" not in choice:
-        return DispatcherFacts(reads_peers=False)  # a word that the rules refuse
-    row = look_up(FACTS, choice, "moe.dispatcher")
-    return row if choice in FACTS else row.facts
+    facts: DispatcherFacts = look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
+    return facts
 
 
 def has_experts(model: ModelConfig) -> bool:

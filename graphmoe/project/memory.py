@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.choices import ATTENTIONS
 from graphmoe.config.schema import (
-    AttentionKind,
     ConfigError,
     DpShard,
     RunConfig,
@@ -20,6 +20,7 @@ from graphmoe.config.schema import (
 from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
@@ -125,6 +126,11 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
     if not config.compile.enabled:
         problems.append("compile.enabled=false keeps what autograd keeps; use compile.enabled=true")
+    if attention_facts(config.model).kept is None:
+        problems.append(
+            f"the facts of model.attention={config.model.attention} do not say what its backward keeps; "
+            f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
+        )
     if config.passes.enabled is not None or config.passes.disabled:
         problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
     if problems:
@@ -170,10 +176,10 @@ def own_buffer_bytes(
     layers, model = _layers(sizes, stages), sizes.model
     moe = sum(i >= model.num_dense_layers for i in layers)
     working = _working_bytes(sizes, Recompute.of(config.recompute), stages)
-    width = model.head_dim if model.attention is AttentionKind.gqa else model.qk_rope_head_dim
+    of_rotation = 4 * sizes.seq_len * sizes.attention.rotary
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
     return {
-        "tables": 4 * sizes.seq_len * width + of_router * moe,  # rotary ones, and those of routers
+        "tables": of_rotation + of_router * moe,
         "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if moe else 0,
         "working": working,
         "graph_pool": _graph_pool(
@@ -223,13 +229,8 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
 
 def _attention_work(sizes: Sizes) -> float:
     """Bytes of the gradients of queries, keys, values and of attention's result."""
-    model = sizes.model
-    if model.attention is AttentionKind.gqa:
-        width = sizes.heads(2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    else:
-        head = model.qk_nope_head_dim + model.qk_rope_head_dim
-        value = head if sizes.pads_values else model.v_head_dim
-        width = 2 * sizes.heads(model.num_heads) * (head + value)
+    heads = sizes.heads(sizes.model.num_heads + sizes.kv_heads)
+    width = heads * (sizes.attention.head + sizes.value_head)
     return sizes.element_bytes * sizes.attended * width + 3 * sizes.state
 
 

@@ -30,6 +30,7 @@ from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
 from graphmoe.checkpoint.store import check_fit
+from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
@@ -95,7 +96,7 @@ def load_weights(
     shapes = {**shapes_of(config), **own_shapes}  # other ranks may have other layers
     kind = kind_of(folder)
     if kind is FolderKind.run:
-        theirs = run_config(folder)
+        theirs = run_config(folder, config.attention)
         _refuse_other_tie(folder, theirs, config)
         places = _places_in_run(folder, state)
         with explained_mismatch(folder, config):
@@ -114,7 +115,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     if kind is not FolderKind.run:
         _open_files(folder, kind, config, shapes)
         return
-    _refuse_other_tie(folder, run_config(folder), config)
+    _refuse_other_tie(folder, run_config(folder, config.attention), config)
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     with explained_mismatch(folder, config):
         check_fit(folder, _places_in_run(folder, state), partial=True)
@@ -128,7 +129,7 @@ def _open_files(
         source = open_hf(folder, shaped_as=config)
         theirs, files, found = source.config, source.files, source.pieces
     else:
-        theirs, files, _ = open_weights(folder)
+        theirs, files, _ = open_weights(folder, config.attention)
         found = own_pieces(shapes)
     _refuse_other_tie(folder, theirs, config)
     files.check(found, shapes, hints=same_function(config, theirs))
@@ -157,7 +158,7 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
     except MismatchError as error:
         if config_file(folder) is None:
             raise
-        changes = different_keys(run_config(folder), ours)
+        changes = different_keys(run_config(folder, ours.attention), ours)
         listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
         why = (
             f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
@@ -187,8 +188,11 @@ class WeightsFolder(NamedTuple):
     meta: WeightsMeta
 
 
-def open_weights(folder: Path) -> WeightsFolder:
-    """Read the headers of a folder of our own format. *Raises* ConfigError."""
+def open_weights(folder: Path, attention: str | None = None) -> WeightsFolder:
+    """Read the headers of a folder of our own format, ``attention`` as for `model_from`.
+
+    *Raises* ConfigError.
+    """
     meta = read_json(folder / META_FILE, WeightsMeta)
     if meta.format != FORMAT:
         raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
@@ -198,7 +202,8 @@ def open_weights(folder: Path) -> WeightsFolder:
             f"{folder / META_FILE}: model={meta.model} must be a file in {OPTIONS}/ of its folder"
         )
     path = folder / OPTIONS / name
-    config, files = model_from(read_yaml(path, dict[str, Any]), f"{path}: "), TensorFiles(folder, STEM)
+    config = model_from(read_yaml(path, dict[str, Any]), f"{path}: ", attention)
+    files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
     return WeightsFolder(config, files, meta)
 
@@ -290,14 +295,17 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
     return path, read_yaml(path, StoredRun)
 
 
-def run_config(folder: Path) -> ModelConfig:
+def run_config(folder: Path, attention: str | None = None) -> ModelConfig:
     """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
     path, run = read_stored_run(folder)
-    return model_from(run.model, f"{path}: model.")
+    return model_from(run.model, f"{path}: model.", attention)
 
 
-def model_from(plain: dict[str, Any], where: str) -> ModelConfig:
-    """Return the model that these keys describe. *Raises* ConfigError, with ``where`` before the key."""
+def model_from(plain: dict[str, Any], where: str, attention: str | None = None) -> ModelConfig:
+    """Return the model that these keys describe. *Raises* ConfigError, with ``where`` before the key.
+
+    ``attention`` is the code outside the package that the reader has named, and no other is imported.
+    """
     for key, value in plain.items():
         if "${" in str(value):
             raise FileError(
@@ -311,15 +319,22 @@ def model_from(plain: dict[str, Any], where: str) -> ModelConfig:
         key = getattr(error, "full_key", None) or ""
         raise FileError(f"{where}{key} is of no model of this version: {reason}") from error
     assert isinstance(config, ModelConfig)
+    if OWN_CODE.fullmatch(config.attention) and config.attention != attention:
+        raise FileError(
+            f"{where}attention={config.attention} is code outside the package; if you trust it, name it on "
+            f"the command line: attention={config.attention}, or model.attention of a run"
+        )
     wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
     if wrong:
         raise FileError(f"{where}* has values that cannot be: {'; '.join(wrong)}")
     return config
 
 
-def read_run(folder: Path, step: int | None) -> tuple[ModelConfig, dict[str, Tensor], int]:
+def read_run(
+    folder: Path, step: int | None, attention: str | None = None
+) -> tuple[ModelConfig, dict[str, Tensor], int]:
     """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
-    config = run_config(folder)
+    config = run_config(folder, attention)
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
     places = _places_in_run(folder, state)
     found = CheckpointStore.open_any(folder).load(places, step, partial=True)

@@ -37,8 +37,8 @@ def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
 
 def _maker(choice: str) -> Maker:
     """The row of `MAKERS`; a user's object has it as ``make``."""
-    row = look_up(MAKERS, choice, "moe.dispatcher")
-    return row if choice in MAKERS else row.make
+    maker: Maker = look_up(MAKERS, choice, "moe.dispatcher", attribute="make")
+    return maker
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:

@@ -41,8 +41,8 @@ CASES = [
     ("train.steps=null", "train.steps on the command line: field 'train.steps' is not Optional"),
     ("data.paths=a", "a list is wanted; type it in brackets and quotes: 'data.paths=[a,b]'"),
     (
-        "model.attention=mha",
-        "model.attention on the command line: Invalid value 'mha', expected one of [mla,",
+        "model.rope_scaling=ntk",
+        "model.rope_scaling on the command line: Invalid value 'ntk', expected one of [none,",
     ),
     ("format=xml", "format on the command line: Invalid value 'xml', expected one of [text, json]"),
     ("optim.lr=${nope}", "optim.lr on the command line: Interpolation key 'nope' not found"),

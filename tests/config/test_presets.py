@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config.schema import AttentionKind, AuxLoss, ModelConfig
+from graphmoe.config.schema import AuxLoss, ModelConfig
 from graphmoe.model.sizes import count_parameters
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
@@ -48,7 +48,7 @@ def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_
     assert load_preset(f"moe_{name}") == ModelConfig(
         name=f"moe_{name}", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64,
         num_experts=experts, top_k=top_k, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0,
-        vocab_size=100352, attention=AttentionKind.gqa, head_dim=128, num_kv_heads=8, context_length=4096,
+        vocab_size=100352, attention="gqa", head_dim=128, num_kv_heads=8, context_length=4096,
         aux_loss=AuxLoss.sequence, aux_loss_coef=0.001,
     )  # fmt: skip
 

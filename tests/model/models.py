@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from graphmoe.config.schema import AttentionKind, ModelConfig, ScoreFunction
+from graphmoe.config.schema import ModelConfig, ScoreFunction
 
 B, S, V = 2, 12, 60
 MLA = ModelConfig(
@@ -14,7 +14,7 @@ MLA = ModelConfig(
     shared_ffn_size=12, init_std=0.3,
 )  # fmt: skip
 GQA = dataclasses.replace(
-    MLA, attention=AttentionKind.gqa, num_kv_heads=1, head_dim=8, qk_norm=True,
+    MLA, attention="gqa", num_kv_heads=1, head_dim=8, qk_norm=True,
     score_function=ScoreFunction.sigmoid, renormalise=True, selection_bias=True,
 )  # fmt: skip
 CONFIGS = {"mla": MLA, "gqa": GQA}

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from graphmoe.config.schema import AttentionKind, ModelConfig, RopeScaling
-from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, rotary_dim
+from graphmoe.config.schema import ModelConfig, RopeScaling
+from graphmoe.model.attention import LATENT_NORM_EPS, build_attention
 from graphmoe.model.rope import inverse_frequencies, rope_tables
+from graphmoe.plan.attention import attention_facts
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S = 2, 19
@@ -22,9 +23,7 @@ MLA = ModelConfig(
     v_head_dim=14,
     norm_eps=1e-3,
 )
-GQA = ModelConfig(
-    attention=AttentionKind.gqa, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, norm_eps=1e-3
-)
+GQA = ModelConfig(attention="gqa", hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, norm_eps=1e-3)
 YARN = {
     "rope_scaling": RopeScaling.yarn,
     "rope_theta": 100.0,
@@ -59,7 +58,16 @@ def make_case(name):
             else:
                 parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
     x = torch.randn(B, S, config.hidden_size, generator=generator).requires_grad_()
-    return module, x, rope_tables(config, rotary_dim(config), S, torch.device("cpu"))
+    return module, x, rope_tables(config, attention_facts(config).rotary, S, torch.device("cpu"))
+
+
+@every_config
+def test_the_facts_have_the_matrices_of_the_module(name):
+    module, facts = build_attention(CONFIGS[name]), attention_facts(CONFIGS[name])
+    matrices = {key: tuple(m.weight.shape) for key, m in module.named_children() if hasattr(m, "weight")}
+    expected = {weight.name: (weight.columns, weight.rows) for weight in facts.weights}
+    assert {key: shape for key, shape in matrices.items() if len(shape) == 2} == expected
+    assert {*facts.up} <= {*expected} and facts.problems == ()
 
 
 def yarn_correction(factor, coefficient):
@@ -171,7 +179,7 @@ def test_values_and_all_gradients_match_a_plain_fp64_implementation(name):
     out = module(x, *rope)
     exact_x = x.detach().double().requires_grad_()
     exact = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
-    reference = mla_reference if CONFIGS[name].attention is AttentionKind.mla else gqa_reference
+    reference = mla_reference if CONFIGS[name].attention == "mla" else gqa_reference
     expected = reference(exact_x, exact, CONFIGS[name])
     assert_forward_close(out, expected)
     assert_forward_close(out - x, expected - exact_x)  # what attention adds, without the residual

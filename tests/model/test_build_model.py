@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphmoe.config.schema import AttentionKind, ModelConfig
+from graphmoe.config.schema import ModelConfig
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import Layout, layout_of, own_part
 
@@ -52,7 +52,7 @@ VARIANTS = {  # name: (changes of CONFIG, expected names and shapes)
     ),
     "gqa with qk-norm, no bias, no shared experts": (
         {
-            "attention": AttentionKind.gqa, "num_heads": 4, "num_kv_heads": 2, "head_dim": 10,
+            "attention": "gqa", "num_heads": 4, "num_kv_heads": 2, "head_dim": 10,
             "qk_norm": True, "selection_bias": False, "shared_ffn_size": 0,
         },
         under("", OUTER) | under("layers.0.", DENSE, GROUPED) | under("layers.1.", MOE, EXPERTS, GROUPED),

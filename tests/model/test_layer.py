@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.config.schema import AttentionKind, MoEConfig
+from graphmoe.config.schema import MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
 from tests.model.models import MLA, B, S
 from tests.tolerances import assert_gradient_close
@@ -25,7 +25,7 @@ LAYERS = {  # name: (config, dense layer, segment names)
         MOE_NAMES.replace("shared_experts ", ""),
     ),
     "gqa": (
-        dataclasses.replace(CONFIG, attention=AttentionKind.gqa, num_kv_heads=1, head_dim=8),
+        dataclasses.replace(CONFIG, attention="gqa", num_kv_heads=1, head_dim=8),
         False,
         MOE_NAMES,
     ),
@@ -46,7 +46,7 @@ def make_layer(name, seed=0):
 def make_tensors(name, seed=0):
     """Inputs of the first segment: residual stream and rotary tables."""
     config = LAYERS[name][0]
-    rotary = config.head_dim if config.attention is AttentionKind.gqa else config.qk_rope_head_dim
+    rotary = config.head_dim if config.attention == "gqa" else config.qk_rope_head_dim
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(B, S, config.hidden_size, generator=generator).requires_grad_()
     angle = torch.rand(S, rotary // 2, generator=generator)

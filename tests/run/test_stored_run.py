@@ -48,6 +48,28 @@ def test_what_a_strangers_file_would_look_up_here_is_refused_where_it_is_needed(
         assert str(run / "resolved.yaml") in message
 
 
+def test_an_attention_that_a_file_names_is_imported_only_where_its_reader_names_it(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "strange_code.py").write_text("raise AssertionError\n")
+    document = to_plain(config())
+    document["model"]["attention"] = "strange_code:it"
+    write(run, document)
+    folder = own_folder(tmp_path / "own")
+    (folder / "model" / "m.yaml").write_text(yaml.safe_dump(document["model"]))
+    for call in (
+        lambda *named: generate.main([f"run={run}", *named]),
+        lambda *named: convert.main([f"from={run}", f"to={tmp_path / 'to'}", *named]),
+        lambda *named: convert.main([f"from={folder}", f"to={tmp_path / 'to'}", "target=hf", *named]),
+    ):
+        for named in ((), ("attention=strange_code:other",)):
+            with pytest.raises(ConfigError, match=r"yaml: .*attention=strange_code:it is code outside the"):
+                call(*named)
+        with pytest.raises(AssertionError):
+            call("attention=strange_code:it")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

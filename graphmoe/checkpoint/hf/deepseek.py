@@ -3,7 +3,7 @@
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
-from graphmoe.config.schema import AttentionKind, AuxLoss, GroupScore, ModelConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
 BEST_IN_GROUP = 2  # scores that DeepSeek-V3's published code sums for a group, whatever top-k is
 
@@ -80,6 +80,19 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def attention_names(config: ModelConfig) -> dict[str, str]:
+    """Our names of the attention's tensors by the published ones."""
+    query = {"q_proj": "q_proj"}
+    if config.q_lora_rank:
+        query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
+    return query | {
+        "kv_a_proj_with_mqa": "kv_down",
+        "kv_a_layernorm": "kv_norm",
+        "kv_b_proj": "kv_up",
+        "o_proj": "out_proj",
+    }
+
+
 def _read_common(keys: Keys) -> dict[str, Any]:
     keys.only("moe_layer_freq", 1)
     sizes: dict[str, Any] = {field: keys.int(key) for key, field in SIZES.items()}
@@ -87,12 +100,12 @@ def _read_common(keys: Keys) -> dict[str, Any]:
     keys.require("q_lora_rank", null="none")
     keys.require("n_shared_experts", null="none")
     return sizes | {
-        "attention": AttentionKind.mla,
+        "attention": "mla",
         "q_lora_rank": keys.int("q_lora_rank", default=0),
         "num_experts": keys.int("n_routed_experts", "num_local_experts", "num_experts"),
         "shared_ffn_size": sizes["expert_ffn_size"] * keys.int("n_shared_experts", default=0),
         "norm_eps": keys.float("rms_norm_eps", 1e-6),
-        **read_rope(keys, AttentionKind.mla, default_theta=10000.0, context=sizes["context_length"]),
+        **read_rope(keys, default_theta=10000.0, context=sizes["context_length"], scales_scores=True),
         **_read_aux_loss(keys),
     }
 
@@ -123,5 +136,5 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         "aux_loss_alpha": config.aux_loss_coef if with_loss else 0.0,
         "seq_aux": config.aux_loss is AuxLoss.sequence,
         "rms_norm_eps": config.norm_eps,
-        **write_rope(config),
+        **write_rope(config, scales_scores=True),
     }

@@ -8,7 +8,8 @@ from typing import Any
 
 from graphmoe.checkpoint.hf import deepseek, grouped_query
 from graphmoe.checkpoint.hf.keys import Keys
-from graphmoe.config.schema import AttentionKind, ConfigError, GroupScore, ModelConfig, RopeScaling
+from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig, RopeScaling
+from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.rules.model import model_problems
 
 
@@ -19,7 +20,8 @@ class Family:
     name: str
     """model_type in config.json."""
     architecture: str
-    attention: AttentionKind
+    attention: str
+    attention_names: Callable[[ModelConfig], dict[str, str]]
     read: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     moe: str = "mlp"
@@ -30,23 +32,23 @@ class Family:
     """Further model_types with the same code."""
 
 
-MLA, GQA = AttentionKind.mla, AttentionKind.gqa
+LATENT = "mla", deepseek.attention_names
+GROUPED = "gqa", grouped_query.attention_names
 FAMILIES = (
-    Family("deepseek_v2", "DeepseekV2ForCausalLM", MLA, deepseek.read_v2, deepseek.write_v2),
+    Family("deepseek_v2", "DeepseekV2ForCausalLM", *LATENT, deepseek.read_v2, deepseek.write_v2),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", MLA, deepseek.read_v3, deepseek.write_v3, aliases=("kimi_k2",)
+        "deepseek_v3", "DeepseekV3ForCausalLM", *LATENT, deepseek.read_v3, deepseek.write_v3,
+        aliases=("kimi_k2",),
     ),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", GQA, grouped_query.read_qwen3, grouped_query.write_qwen3),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", *GROUPED, grouped_query.read_qwen3, grouped_query.write_qwen3),
     Family(
-        "mixtral", "MixtralForCausalLM", GQA, grouped_query.read_mixtral, grouped_query.write_mixtral,
+        "mixtral", "MixtralForCausalLM", *GROUPED, grouped_query.read_mixtral, grouped_query.write_mixtral,
         moe="block_sparse_moe", gate_up_down=("w1", "w3", "w2"),
     ),
 )  # fmt: skip
 TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """Keys that a config.json does not say, or says about training only."""
-MLA_KEYS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-GQA_KEYS = {"num_kv_heads", "head_dim", "qk_norm"}
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -81,12 +83,18 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """
     attempts = []
     for family in FAMILIES:
-        if family.attention is config.attention:
+        if family.attention == config.attention:
             raw = _common_keys(family, config) | family.write(config)
             lost = _lost(config, family, raw)
             if not lost:
                 return family, raw
             attempts.append((len(lost), family, lost))
+    if not attempts:
+        known = " or ".join(dict.fromkeys(family.attention for family in FAMILIES))
+        raise ConfigError(
+            f"no Hugging Face family is known that has model.attention={config.attention}; those that are "
+            f"have {known}"
+        )
     _, family, lost = min(attempts, key=lambda attempt: attempt[0])
     lines = [f"no Hugging Face family can express this model; {family.name} comes nearest but for:", *lost]
     raise ConfigError("\n  ".join(lines))
@@ -164,7 +172,7 @@ def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]
 def _effective(config: ModelConfig) -> dict[str, Any]:
     """The keys that decide what the model computes, in one spelling for each computation."""
     keys = dataclasses.asdict(config)
-    dropped = TRAINING_KEYS | (GQA_KEYS if config.attention is MLA else MLA_KEYS)
+    dropped = TRAINING_KEYS | keys_of_others(config)
     if config.softmax_after_topk:
         keys |= {"softmax_after_topk": False, "renormalise": True}
     if config.topk_groups >= config.num_groups:

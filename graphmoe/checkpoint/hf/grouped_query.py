@@ -3,7 +3,7 @@
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
-from graphmoe.config.schema import AttentionKind, AuxLoss, ModelConfig, ScoreFunction
+from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 
 
 def read_qwen3(keys: Keys) -> dict[str, Any]:
@@ -57,13 +57,19 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def attention_names(config: ModelConfig) -> dict[str, str]:
+    """Our names of the attention's tensors by the published ones."""
+    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
+    return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
+
+
 def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dict[str, Any]:
     heads, width = keys.int("num_attention_heads"), keys.int("hidden_size")
     context = keys.int("max_position_embeddings")
     keys.require("num_key_value_heads", null="num_attention_heads")
     with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
     return {
-        "attention": AttentionKind.gqa,
+        "attention": "gqa",
         "num_dense_layers": 0,
         "num_heads": heads,
         "num_kv_heads": keys.int("num_key_value_heads", default=heads),
@@ -75,7 +81,7 @@ def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dic
         "norm_eps": keys.float("rms_norm_eps", default_eps),
         "aux_loss": AuxLoss.micro_batch if with_loss else AuxLoss.none,
         "aux_loss_coef": keys.float("router_aux_loss_coef", 0.001),
-        **read_rope(keys, AttentionKind.gqa, default_theta=default_theta, context=context),
+        **read_rope(keys, default_theta=default_theta, context=context, scales_scores=False),
     }
 
 
@@ -96,5 +102,5 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": None,
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,
-        **write_rope(config),
+        **write_rope(config, scales_scores=False),
     }

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from graphmoe.checkpoint.hf.families import Family
-from graphmoe.config.schema import AttentionKind, ModelConfig
+from graphmoe.config.schema import ModelConfig
 
 Index = tuple[int | slice, ...]
 WHOLE: Index = (slice(None),)
@@ -58,8 +58,7 @@ def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterato
 
 
 def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
-    names = _latent_attention(config) if config.attention is AttentionKind.mla else _grouped_attention(config)
-    for their_name, our_name in names.items():
+    for their_name, our_name in family.attention_names(config).items():
         yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
     yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
     block = f"{theirs}.{family.moe}"
@@ -91,20 +90,3 @@ def _swiglu(theirs: str, ours: str, width: int) -> Iterator[Piece]:
     yield Piece(f"{theirs}.gate_proj.weight", f"{ours}.gate_up.weight", (slice(0, width),))
     yield Piece(f"{theirs}.up_proj.weight", f"{ours}.gate_up.weight", (slice(width, 2 * width),))
     yield Piece(f"{theirs}.down_proj.weight", f"{ours}.down.weight")
-
-
-def _latent_attention(config: ModelConfig) -> dict[str, str]:
-    query = {"q_proj": "q_proj"}
-    if config.q_lora_rank:
-        query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
-    return query | {
-        "kv_a_proj_with_mqa": "kv_down",
-        "kv_a_layernorm": "kv_norm",
-        "kv_b_proj": "kv_up",
-        "o_proj": "out_proj",
-    }
-
-
-def _grouped_attention(config: ModelConfig) -> dict[str, str]:
-    norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
-    return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}

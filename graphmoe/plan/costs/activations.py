@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.config.schema import AttentionKind
+from graphmoe.plan.attention import Latents
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
@@ -107,34 +107,34 @@ def _kept(
 def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
     """Yield the tensors of attn, and its result, which the next segment reads."""
     tokens, e, d = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size
-    is_latent = sizes.model.attention is AttentionKind.mla
+    latents, own = sizes.attention.latents, sizes.attention.kept or 0
     yield Kept("attn", 4 * tokens, part="layernorm")
-    if is_latent or sizes.layout.tp == 1:
+    yield Kept("attn", e * sizes.gathered * own // sizes.layout.tp)
+    if latents or sizes.layout.tp == 1:
         yield Kept("attn", e * tokens * d, part="layernorm")
     else:
         yield Kept("attn", e * sizes.gathered * d)
-    yield from _latent_heads(sizes) if is_latent else _grouped_heads(sizes)
+    yield from _latent_heads(sizes, latents) if latents else _heads(sizes)
     yield Kept("attn", sizes.state, (next_segment,))
 
 
-def _grouped_heads(sizes: Sizes) -> Iterator[Kept]:
-    model, e = sizes.model, sizes.element_bytes
-    size, heads, groups = model.head_dim, model.num_heads, model.num_kv_heads
-    attended = e * sizes.attended * size
-    if model.qk_norm:
-        for count in (heads // sizes.layout.tp, groups // sizes.layout.tp):
-            yield Kept("attn", e * sizes.gathered * count * size)
-            yield Kept("attn", 4 * sizes.gathered * count, part="layernorm")
-    yield Kept("attn", attended * (sizes.heads(heads) + sizes.heads(groups)))
+def _heads(sizes: Sizes) -> Iterator[Kept]:
+    e, facts = sizes.element_bytes, sizes.attention
+    heads, groups = sizes.model.num_heads, sizes.kv_heads
+    if facts.normed_heads:
+        normed = sizes.gathered * (facts.normed_heads // sizes.layout.tp)
+        yield Kept("attn", e * normed * facts.head)
+        yield Kept("attn", 4 * normed, part="layernorm")
+    yield Kept("attn", e * sizes.attended * facts.head * (sizes.heads(heads) + sizes.heads(groups)))
     # after an exchange, values are a part of what came with queries and keys
     values = sizes.heads(groups) if sizes.exchanging == 1 else sizes.heads(heads + 2 * groups)
-    yield Kept("attn", attended * values)
-    yield from _attention_result(sizes, size, size)
+    yield Kept("attn", e * sizes.attended * sizes.value_head * values)
+    yield from _attention_result(sizes)
 
 
-def _latent_heads(sizes: Sizes) -> Iterator[Kept]:
-    model, layout, e = sizes.model, sizes.layout, sizes.element_bytes
-    tokens, rank, latent, rope = sizes.tokens, model.q_lora_rank, model.kv_lora_rank, model.qk_rope_head_dim
+def _latent_heads(sizes: Sizes, latents: Latents) -> Iterator[Kept]:
+    model, layout, e, facts = sizes.model, sizes.layout, sizes.element_bytes, sizes.attention
+    tokens, (rank, latent), rope = sizes.tokens, latents, facts.rotary
     if rank:
         yield Kept("attn", e * tokens * rank)
         yield Kept("attn", 4 * tokens, part="layernorm")
@@ -143,7 +143,7 @@ def _latent_heads(sizes: Sizes) -> Iterator[Kept]:
     of_queries = rank or model.hidden_size
     if sizes.exchanging > 1:
         yield Kept("attn", e * sizes.attended * (latent + rope))
-        up = sizes.heads(model.num_heads) * (model.qk_nope_head_dim + model.v_head_dim)
+        up = sizes.heads(model.num_heads) * (facts.head - rope + facts.value)
         yield Kept("attn", e * latent * up)
     elif layout.tp == 1:
         yield Kept("attn", e * tokens * latent, part="layernorm")
@@ -152,16 +152,17 @@ def _latent_heads(sizes: Sizes) -> Iterator[Kept]:
         yield Kept("attn", e * sizes.gathered * (of_queries + with_keys))
     elif rank:
         yield Kept("attn", e * tokens * rank, part="layernorm")
-    heads, size, value = sizes.heads(model.num_heads), model.qk_nope_head_dim + rope, model.v_head_dim
     # values that are not padded are a part of what keys come from
-    of_values = size if sizes.pads_values else model.qk_nope_head_dim + value
-    yield Kept("attn", e * sizes.attended * heads * (2 * size + of_values), part="mla_up_proj")
-    yield from _attention_result(sizes, size if sizes.pads_values else value, value)
+    of_values = facts.head if sizes.pads_values else facts.head - rope + facts.value
+    of_heads = sizes.heads(model.num_heads) * (2 * facts.head + of_values)
+    yield Kept("attn", e * sizes.attended * of_heads, part="mla_up_proj")
+    yield from _attention_result(sizes)
 
 
-def _attention_result(sizes: Sizes, size: int, value: int) -> Iterator[Kept]:
+def _attention_result(sizes: Sizes) -> Iterator[Kept]:
     """Yield attention's results for its backward, and the last projection's input where that is a copy."""
     e, heads = sizes.element_bytes, sizes.model.num_heads
+    size, value = sizes.value_head, sizes.attention.value
     yield Kept("attn", e * sizes.attended * sizes.heads(heads) * size, part="core_attn")
     yield Kept("attn", 4 * sizes.attended * sizes.heads(heads), part="core_attn")
     if size != value or sizes.exchanging > 1:

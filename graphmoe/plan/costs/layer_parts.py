@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from graphmoe.config.schema import AttentionKind, ModelConfig
+from graphmoe.config.schema import ModelConfig
+from graphmoe.plan.attention import AttentionFacts, attention_facts
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import FP32, Product, Sides, Speeds
 from graphmoe.plan.costs.sizes import Sizes
@@ -42,21 +43,20 @@ class AttentionParts:
 
 def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
     """Compute the parts of attn."""
-    model, layout, rates = sizes.model, sizes.layout, speeds.rates
-    *before, last = attention_products(model, layout.tp)
-    is_latent = model.attention is AttentionKind.mla
-    head = model.qk_nope_head_dim + model.qk_rope_head_dim if is_latent else model.head_dim
-    flops = sizes.tokens * attention_scores(model, sizes.seq_len)
+    facts, rates = sizes.attention, speeds.rates
+    *before, last = attention_products(facts, sizes.layout.tp)
+    up = [sides for weight, sides in zip(facts.weights, before, strict=False) if weight.name in facts.up]
+    flops = sizes.tokens * attention_scores(sizes.model, sizes.seq_len)
     scores = Product(
-        speeds.seconds(flops, rates.attention_forward, head, sizes.seq_len),
-        speeds.seconds(2 * flops, rates.attention_backward, head, sizes.seq_len),
+        speeds.seconds(flops, rates.attention_forward, facts.head, sizes.seq_len),
+        speeds.seconds(2 * flops, rates.attention_backward, facts.head, sizes.seq_len),
     )
     return AttentionParts(
         speeds.dense(sizes.gathered, before),
-        speeds.dense(sizes.gathered, mla_up_products(model, layout.tp) if is_latent else []),
+        speeds.dense(sizes.gathered, up),
         scores,
         speeds.dense(sizes.gathered, [last]),
-        _latents_gathered(sizes, speeds) if is_latent else along_tp(sizes, speeds),
+        _latents_gathered(sizes, speeds) if facts.latents else along_tp(sizes, speeds),
         along_tp(sizes, speeds),
         _heads_exchanged(sizes, speeds),
         _ring(sizes, speeds, scores),
@@ -104,11 +104,9 @@ def travelling_bytes(sizes: Sizes) -> float:
 
 
 def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
-    model, tp = sizes.model, sizes.layout.tp
-    of_queries, of_keys = (
-        model.q_lora_rank or model.hidden_size,
-        model.kv_lora_rank + model.qk_rope_head_dim,
-    )
+    tp, latents = sizes.layout.tp, sizes.attention.latents
+    assert latents is not None
+    of_queries, of_keys = latents.queries or sizes.model.hidden_size, latents.keys + sizes.attention.rotary
     if sizes.exchanging == 1:
         return speeds.gather(sizes.element_bytes * sizes.gathered * (of_queries + of_keys), tp)
     return speeds.gather(sizes.element_bytes * sizes.gathered * of_queries, tp) + speeds.gather(
@@ -116,20 +114,12 @@ def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
     )
 
 
-def _key_sizes(sizes: Sizes) -> tuple[int, int]:
-    model = sizes.model
-    if model.attention is AttentionKind.gqa:
-        return model.head_dim, model.head_dim
-    return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-
-
 def _heads_exchanged(sizes: Sizes, speeds: Speeds) -> float:
     """Seconds to send queries and get results back; keys and values go too where no latents were gathered."""
-    model, layout = sizes.model, sizes.layout
-    head, value = _key_sizes(sizes)
-    of_keys = model.num_kv_heads * (head + value) if model.attention is AttentionKind.gqa else 0
-    here = sizes.element_bytes * sizes.gathered / layout.tp
-    return speeds.exchange(here * (model.num_heads * (head + value) + of_keys), sizes.exchanging, layout.tp)
+    facts, tp = sizes.attention, sizes.layout.tp
+    heads = sizes.model.num_heads + (0 if facts.latents else sizes.kv_heads)
+    here = sizes.element_bytes * sizes.gathered / tp
+    return speeds.exchange(here * (heads * (facts.head + facts.value)), sizes.exchanging, tp)
 
 
 def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
@@ -138,11 +128,10 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     Each block goes on to the next rank while the products with it run; backward, its fp32 gradients go too.
     The last gradients go home when all products are done (`graphmoe.ops.ring_attention`).
     """
-    model, layout, e = sizes.model, sizes.layout, sizes.element_bytes
+    facts, layout, e = sizes.attention, sizes.layout, sizes.element_bytes
     if not layout.ring:
         return 0.0, 0.0
-    groups = model.num_kv_heads if model.attention is AttentionKind.gqa else model.num_heads
-    block = e * sizes.gathered / layout.tp * groups * sum(_key_sizes(sizes))
+    block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
     passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= GPUS_PER_NODE)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
@@ -157,38 +146,18 @@ def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
 
 def attention_scores(model: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs of one token's scores and weighted values in one layer, causal."""
-    if model.attention is AttentionKind.gqa:
-        per_key = 2 * model.num_heads * 2 * model.head_dim
-    else:
-        qk_head_dim = model.qk_nope_head_dim + model.qk_rope_head_dim
-        per_key = 2 * model.num_heads * (qk_head_dim + model.v_head_dim)
-    return per_key * seq_len // 2
+    facts = attention_facts(model)
+    return 2 * model.num_heads * (facts.head + facts.value) * seq_len // 2
 
 
-def attention_products(model: ModelConfig, tp: int) -> list[Sides]:
+def attention_products(facts: AttentionFacts, tp: int) -> list[Sides]:
     """Return the weights of a layer's attention, with a rank's share of the heads along tp.
 
     A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
     of that weight, which is the same work.
     """
-    d, heads = model.hidden_size, model.num_heads
-    if model.attention is AttentionKind.gqa:
-        queries, keys = heads * model.head_dim, model.num_kv_heads * model.head_dim
-        return [(d, queries / tp), (d, keys / tp), (d, keys / tp), (queries / tp, d)]
-    queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
-    rank, latent = model.q_lora_rank, model.kv_lora_rank
-    of_queries: list[Sides] = [(d, rank / tp), (rank, queries / tp)] if rank else [(d, queries / tp)]
-    of_keys: list[Sides] = [
-        (d, (latent + model.qk_rope_head_dim) / tp),
-        (latent, heads * (model.qk_nope_head_dim + model.v_head_dim) / tp),
-    ]
-    return [*of_queries, *of_keys, (heads * model.v_head_dim / tp, d)]
-
-
-def mla_up_products(model: ModelConfig, tp: int) -> list[Sides]:
-    """Return the weights among `attention_products` that make heads from latents."""
-    *_, up_of_keys, _ = products = attention_products(model, tp)
-    return [products[1 if model.q_lora_rank else 0], up_of_keys]
+    *before, last = facts.weights
+    return [*((rows, columns / tp) for _, rows, columns in before), (last.rows / tp, last.columns)]
 
 
 def swiglu_products(model: ModelConfig, inner: int, tp: int) -> list[Sides]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from graphmoe.config.schema import (
     AttentionBackend,
-    AttentionKind,
     ComputeDtype,
     ModelConfig,
     RunConfig,
     Transport,
 )
+from graphmoe.plan.attention import AttentionFacts, attention_facts
 from graphmoe.plan.experts import Load, balanced_load, blocks_of, capacity, routed_tokens, transport_of
 from graphmoe.plan.layout import Layout
 
@@ -50,7 +51,7 @@ class Sizes:
         choice = config.moe.dispatcher
         travels = choice not in ("local", "alltoall")
         backend = config.model.attention_backend
-        unequal = config.model.attention is AttentionKind.mla
+        facts = attention_facts(config.model)
         asked = backend is AttentionBackend.padded_flash
         model, tokens, block = config.model, routed_tokens(config, layout), 0
         if travels:
@@ -69,9 +70,24 @@ class Sizes:
             config.data.seq_len,
             room,
             travels,
-            unequal and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
+            facts.head != facts.value and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
             block,
         )
+
+    @functools.cached_property
+    def attention(self) -> AttentionFacts:
+        """Facts of the model's attention."""
+        return attention_facts(self.model)
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.attention.kv_heads or self.model.num_heads
+
+    @property
+    def value_head(self) -> int:
+        """Elements of a value head as attention takes it."""
+        return self.attention.head if self.pads_values else self.attention.value
 
     @property
     def tokens(self) -> int:

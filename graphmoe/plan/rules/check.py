@@ -40,6 +40,7 @@ RULES = (
     experts.vendor_dispatch_rules,
     experts.stage_rules,
     experts.overlap_rules,
+    parallel.attention_rules,
     parallel.tensor_parallel_rules,
     parallel.shard_rules,
     parallel.context_parallel_rules,

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 from graphmoe.config.ranges import fields_of, range_rules, type_rules
 from graphmoe.config.schema import (
-    AttentionKind,
     GroupScore,
     ModelConfig,
     RopeScaling,
     RunConfig,
     ScoreFunction,
 )
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import divisors
 
 
@@ -33,18 +33,7 @@ def model_rules(config: RunConfig) -> Iterator[str]:
             f"model.num_dense_layers={model.num_dense_layers} exceeds model.num_layers={model.num_layers}; "
             f"use 0 to {model.num_layers}"
         )
-    if model.attention is AttentionKind.gqa:
-        if model.num_kv_heads < 1 or model.num_heads % max(model.num_kv_heads, 1):
-            yield (
-                f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}; "
-                f"use one of {divisors(model.num_heads)}"
-            )
-        if model.head_dim % 2:
-            yield f"model.head_dim={model.head_dim} must be even for the rotary embedding"
-    elif model.qk_rope_head_dim % 2:
-        yield f"model.qk_rope_head_dim={model.qk_rope_head_dim} must be even for the rotary embedding"
-    if model.attention is AttentionKind.mla and model.qk_norm:
-        yield "model.qk_norm=true applies to model.attention=gqa only; use qk_norm=false"
+    yield from attention_facts(model).problems
     if model.rope_scaling is RopeScaling.yarn:
         if not 1 <= model.yarn_factor < math.inf:
             yield f"model.yarn_factor={model.yarn_factor} must be 1 or greater"

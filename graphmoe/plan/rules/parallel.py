@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterator
 
+from graphmoe.config.choices import ATTENTIONS
 from graphmoe.config.schema import (
     AttentionBackend,
-    AttentionKind,
     ConfigError,
     ContextMethod,
     DpShard,
@@ -14,6 +14,7 @@ from graphmoe.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.rules.experts import splits_backward
@@ -90,6 +91,18 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
+def attention_rules(config: RunConfig) -> Iterator[str]:
+    """Yield the axes whose ranks cannot share the model's attention."""
+    parallel, kind, axes = config.parallel, config.model.attention, attention_facts(config.model).axes
+    for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
+        if size > 1 and axis not in axes:
+            yield (
+                f"parallel.{axis}={size} shares attention between ranks, and the facts of model.attention="
+                f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
+                f"{' or '.join(ATTENTIONS.names)}"
+            )
+
+
 def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
     """Yield the sizes that the ranks of tp should share equally and cannot."""
     parallel = config.parallel
@@ -160,17 +173,19 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
 
 def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str, int] | None:
     """Return key and number of the heads that ranks of cp and tp cannot share equally, if any."""
-    kinds = [("model.num_heads", model.num_heads)]
-    if model.attention is AttentionKind.gqa:
-        kinds.append(("model.num_kv_heads", model.num_kv_heads))
     ranks = max(parallel.cp * parallel.tp, 1)
-    return next((kind for kind in kinds if kind[1] % ranks), None)
+    return next(((key, count) for key, count, _ in _heads(model) if count % ranks), None)
+
+
+def _heads(model: ModelConfig) -> Iterator[tuple[str, int, str]]:
+    yield "model.num_heads", model.num_heads, "attention heads"
+    groups = attention_facts(model).kv_heads
+    if groups is not None:
+        yield "model.num_kv_heads", groups, "key-value heads"
 
 
 def _shared(model: ModelConfig, seq_len: int) -> Iterator[tuple[str, int, str]]:
-    yield "model.num_heads", model.num_heads, "attention heads"
-    if model.attention is AttentionKind.gqa:
-        yield "model.num_kv_heads", model.num_kv_heads, "key-value heads"
+    yield from _heads(model)
     if model.num_dense_layers > 0:
         yield "model.dense_ffn_size", model.dense_ffn_size, "width of the dense MLP"
     if model.mtp_depth > 0 or model.num_layers > model.num_dense_layers:

@@ -6,13 +6,13 @@ from typing import Any
 
 from graphmoe.config.schema import (
     AttentionBackend,
-    AttentionKind,
     ConfigError,
     DpShard,
     ModelConfig,
     RunConfig,
     TrainConfig,
 )
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
@@ -257,6 +257,6 @@ def _layers_with(name: str, model: ModelConfig) -> range:
     having = {
         "mlp": range(model.num_dense_layers),
         "shared_experts": moe if model.shared_ffn_size else range(0),
-        "mla_up_proj": range(end if model.attention is AttentionKind.mla else 0),
+        "mla_up_proj": range(end if attention_facts(model).up else 0),
     }
     return having.get(name, moe if name.startswith("moe_") else range(end))

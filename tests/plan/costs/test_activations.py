@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.activations import RECEIVED, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
@@ -75,9 +76,7 @@ class EndOfForward(MemoryLog):
 
 
 def rotary_bytes(run: Any) -> int:
-    model = run.model
-    width = model.head_dim if model.attention.value == "gqa" else model.qk_rope_head_dim
-    whole = 4 * model.context_length * width
+    whole = 4 * run.model.context_length * attention_facts(run.model).rotary
     return whole + (whole // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0)
 
 

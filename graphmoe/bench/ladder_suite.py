@@ -86,14 +86,7 @@ def ladder_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[R
             raise ConfigError(
                 f"overrides={word}: the suite has all GPUs of one node along parallel.ep; use nproc=..."
             )
-    shape = ("data.seq_len=16", *TINY)
-    if full:
-        shape = (
-            *DATA,
-            "model=deepseek_v2_lite",
-            "data.seq_len=4096",
-            "recompute.ops=[layernorm,mla_up_proj]",
-        )
+    shape = FULL if full else ("data.seq_len=16", *TINY)
     sizes = numbers("micro_batch_sizes", args.micro_batch_sizes) or ([2, 4] if full else [1, 2])
     larger = [Rung(f"micro_batch_{size}", f"{size} sequences at once", ()) for size in sizes[1:]]
     cases: list[RunCase] = []

@@ -33,7 +33,7 @@ def write(folder: Path, document: dict) -> None:
 def test_what_a_strangers_file_would_look_up_here_is_refused_where_it_is_needed(
     run, tmp_path, monkeypatch, key
 ):
-    monkeypatch.setenv("A_SECRET", "never-shown")
+    monkeypatch.setenv("A_SECRET", "s3cr3t")
     document = to_plain(config())
     document["model"][key] = "${oc.env:A_SECRET}"
     write(run, document)
@@ -44,7 +44,7 @@ def test_what_a_strangers_file_would_look_up_here_is_refused_where_it_is_needed(
         with pytest.raises(ConfigError) as caught:
             call()
         message = str(caught.value)
-        assert f"model.{key}=${{oc.env:A_SECRET}} would be looked up" in message and "never-shown" not in message
+        assert f"model.{key}=${{oc.env:A_SECRET}} would be looked up" in message and "s3cr3t" not in message
         assert str(run / "resolved.yaml") in message
 
 

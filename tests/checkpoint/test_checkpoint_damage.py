@@ -144,6 +144,24 @@ def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path, mo
     assert store.latest() == [3]
 
 
+def test_a_small_disk_that_runs_full_keeps_its_checkpoints(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        store = make_store(tmp_path, keep_last=999)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_steps(store, *range(1, 999))
+        steps = store.latest()
+        assert len(steps) > 10 and load_step(store) == steps[0]
+        big = {"x": torch.zeros(2_000_000), "step": 0}
+        with pytest.raises(CheckpointError, match=r"needs 7\.63 MiB"):
+            store.save(5000, big, wait=True)
+        assert store.latest() == steps and len(list(tmp_path.iterdir())) == len(steps)
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def _fail(*arguments):
     raise OSError(errno.EIO, "disk on fire")
 

@@ -1,5 +1,6 @@
 """Checkpoints that somebody else wrote: nothing in them runs, and nothing unchecked is read."""
 
+import builtins
 import functools
 import hashlib
 import io
@@ -73,6 +74,9 @@ def payloads(mark: str) -> dict[str, bytes]:
     command, code = f"mkdir {mark}", f"__import__('os').mkdir({mark!r})"
     pickled = {
         "os.system": Calls(os.system, command),
+        "eval": Calls(builtins.eval, code),
+        "exec": Calls(builtins.exec, code),
+        "mkdir": Calls(os.mkdir, mark),
         "partial": Calls(functools.partial(os.system, command)),
         "inside our own class": Metadata({}, planner_data=Calls(os.mkdir, mark)),
         "as the state of our own class": {"state": Calls(os.mkdir, mark), "x": TensorProperties()},

@@ -85,6 +85,13 @@ def test_the_default_command_compiles_and_prints_what_it_did(tmp_path):
         assert name in text, name
 
 
+def test_a_pass_that_does_not_exist_stops_the_run_with_one_line(tmp_path):
+    run = command(tmp_path, *TINY, *COMPILED, "passes.disabled=[fuse_rooter]", "hydra.run.dir=run")
+    assert run.wait() == 2
+    assert "there is no pass fuse_rooter; there are fuse_permutation" in run.err.read_text()
+    assert "Traceback" not in run.err.read_text()
+
+
 def test_keys_that_do_nothing_are_named(tmp_path, caplog):
     trainer_in(tmp_path / "eager", "moe.experts=triton", "passes.dump=true", "passes.disabled=[fuse_loss]")
     trainer_in(tmp_path / "unfused", *COMPILED, "moe.experts=triton", "passes.disabled=[fuse_experts]")

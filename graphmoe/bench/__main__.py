@@ -19,38 +19,37 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphmoe.bench.arguments import BenchArgs, Suite, check
-from graphmoe.bench.calibrate_suite import measure_rates, rates_of_rows, render_calibration
+from graphmoe.bench.arguments import BenchArgs, SuiteName, check
+from graphmoe.bench.calibrate_suite import CALIBRATE, rates_of_rows
 from graphmoe.bench.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
-    Measured,
     is_first,
     rows_file,
+    table,
     without_folders,
 )
-from graphmoe.bench.dispatch_suite import measure_exchanges, render_dispatch
-from graphmoe.bench.ladder_suite import draw_ladder, measure_rungs, render_ladder
-from graphmoe.bench.ops_suite import measure_operations, render_operations
-from graphmoe.bench.projection_suite import measure_projections, render_projections
-from graphmoe.bench.step_suite import measure_steps, render_steps
+from graphmoe.bench.dispatch_suite import DISPATCH
+from graphmoe.bench.ops_suite import OPS
+from graphmoe.bench.runs import LADDER, PROJECTION, STEP
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.run.machine import describe
 
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
-SUITES: dict[Suite, tuple[Callable[..., Measured], Callable[[dict[str, Any]], Iterator[str]]]] = {
-    Suite.ops: (measure_operations, render_operations),
-    Suite.step: (measure_steps, render_steps),
-    Suite.dispatch: (measure_exchanges, render_dispatch),
-    Suite.ladder: (measure_rungs, render_ladder),
-    Suite.calibrate: (measure_rates, render_calibration),
-    Suite.projection: (measure_projections, render_projections),
+SUITES = {
+    SuiteName.ops: OPS,
+    SuiteName.step: STEP,
+    SuiteName.dispatch: DISPATCH,
+    SuiteName.ladder: LADDER,
+    SuiteName.calibrate: CALIBRATE,
+    SuiteName.projection: PROJECTION,
 }
 
 
@@ -68,7 +67,7 @@ def main(argv: list[str]) -> None:
             raise ConfigError(f"cannot write out={args.out}: {error}") from error
         rows_file(args.out).unlink(missing_ok=True)
     emit(document, render(document), args.format)
-    if args.suite is Suite.ladder and args.out is not None:
+    if args.suite is SuiteName.ladder and args.out is not None:
         draw_ladder(document, args.out.with_suffix(".png"))
     if has_failed:
         sys.exit(1)
@@ -83,8 +82,8 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     started = time.monotonic()
     if args.out is not None and is_first():
         rows_file(args.out).unlink(missing_ok=True)
-    rows, left_out, method = SUITES[args.suite][0](args, device, full)
-    found = {"rates": rates_of_rows(rows)} if args.suite is Suite.calibrate else {}
+    rows, left_out, method = SUITES[args.suite].measure(args, device, full)
+    found = {"rates": rates_of_rows(rows)} if args.suite is SuiteName.calibrate else {}
     return {
         "suite": args.suite.name,
         "environment": _environment(device, argv),
@@ -105,11 +104,13 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with its legend below."""
-    facts, warning = document["environment"], document["method"]["warning"]
+    suite, facts = SUITES[SuiteName[document["suite"]]], document["environment"]
+    warning = document["method"]["warning"]
     packages, command = facts["packages"], " ".join(facts["command"])
     return "\n".join(
         [
-            *SUITES[Suite[document["suite"]]][1](document),
+            *table(suite.columns, document["rows"]),
+            *suite.legend(document),
             *([f"Warning: {warning}."] if warning else []),
             f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16.",
             f"Commit: {facts['git_commit'] or 'not in a git checkout'}; command: {command}",
@@ -117,6 +118,32 @@ def render(document: dict[str, Any]) -> str:
             f"{document['seconds']:.1f} s in all.",
         ]
     )
+
+
+def draw_ladder(document: dict[str, Any], path: Path) -> None:
+    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError where it cannot be written."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in document["rows"] if row.get("tokens_per_s")]
+    figure = Figure(figsize=(9, 0.45 * max(len(rows), 3) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([row["rung"] for row in rows], [row["tokens_per_s"] for row in rows], color="#4477aa")
+    gains = ["" if row["gain"] is None else f"  x{row['gain']:.2f}" for row in rows]
+    axes.bar_label(
+        bars, [f" {row['tokens_per_s']:,.0f}{gain}" for row, gain in zip(rows, gains, strict=True)]
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    given = dict(word.split("=", 1) for word in document["rows"][0]["overrides"] if "=" in word)
+    ranks, device = document["method"]["ranks"], document["environment"]["device"]
+    axes.set(
+        xlabel="tokens/s/GPU",
+        title=f"{given.get('model')}, {ranks} x {device}, EP {ranks}, S {given.get('data.seq_len')}",
+    )
+    try:
+        figure.savefig(path, dpi=130, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write the chart {path}: {error}") from error
 
 
 def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:

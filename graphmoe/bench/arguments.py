@@ -16,7 +16,7 @@ from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_t
 BLOCKS = "0.5,0.8,0.95,1.1"
 
 
-class Suite(enum.Enum):
+class SuiteName(enum.Enum):
     ops = "ops"
     step = "step"
     dispatch = "dispatch"
@@ -35,7 +35,7 @@ class ShapeChoice(enum.Enum):
 class BenchArgs:
     """Arguments of the tool."""
 
-    suite: Suite = Suite.ops
+    suite: SuiteName = SuiteName.ops
     """The measured things: operations alone; training by graph.scope; by torchrun, how tokens travel;
     training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
     between its GPUs too; or short runs beside what is projected of them."""
@@ -76,15 +76,15 @@ class BenchArgs:
 MOST_S = 86_400
 """A day: the longest that a row may be given."""
 CPU_RANKS = 2
-OF_RUNS = (Suite.step, Suite.ladder, Suite.projection)
+OF_RUNS = (SuiteName.step, SuiteName.ladder, SuiteName.projection)
 OF_SUITES = {
-    "scopes": (Suite.step,),
-    "seq_lens": (Suite.step,),
-    "micro_batch_sizes": (Suite.step, Suite.ladder),
+    "scopes": (SuiteName.step,),
+    "seq_lens": (SuiteName.step,),
+    "micro_batch_sizes": (SuiteName.step, SuiteName.ladder),
     "overrides": OF_RUNS,
-    "limit_s": (*OF_RUNS, Suite.calibrate),
-    "rates": (Suite.projection,),
-    "blocks": (Suite.dispatch,),
+    "limit_s": (*OF_RUNS, SuiteName.calibrate),
+    "rates": (SuiteName.projection,),
+    "blocks": (SuiteName.dispatch,),
     "nproc": OF_RUNS,
 }
 """Suites that an argument has an effect with."""
@@ -120,7 +120,7 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
     if args.shapes is ShapeChoice.full and not on_gpu:
         yield "shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto"
     yield from file_problems("out", args.out, f"{args.suite.value}.json")
-    brings_chart = args.suite is Suite.ladder and args.out is not None
+    brings_chart = args.suite is SuiteName.ladder and args.out is not None
     if brings_chart and not is_installed("matplotlib"):
         yield f"out={args.out} brings a chart, which needs matplotlib: {FOR_PLOTS}"
 
@@ -128,12 +128,12 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
 def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
     """Yield the problems of the number of processes, and of ranks of jobs; ``gpus`` is 0 on a CPU."""
     size, name = int(os.environ.get("WORLD_SIZE", "1")), f"suite={args.suite.name}"
-    if args.suite is Suite.dispatch and size == 1:
+    if args.suite is SuiteName.dispatch and size == 1:
         yield (
             "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
             "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
         )
-    if args.suite not in (Suite.dispatch, Suite.calibrate):
+    if args.suite not in (SuiteName.dispatch, SuiteName.calibrate):
         if size > 1:
             yield f"{name} is for one process; start it with python -m graphmoe.bench"
     elif size != int(os.environ.get("LOCAL_WORLD_SIZE", size)):
@@ -142,7 +142,7 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
     if args.suite not in OF_RUNS:
         return
-    is_ladder = args.suite is Suite.ladder
+    is_ladder = args.suite is SuiteName.ladder
     wanted = args.nproc if args.nproc is not None else (gpus or CPU_RANKS) if is_ladder else 1
     if is_ladder and wanted < 2:
         given = f"nproc={wanted}" if args.nproc is not None else f"{wanted} visible GPU"

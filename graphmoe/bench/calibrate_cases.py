@@ -87,10 +87,10 @@ def experts(shape: MlpShape) -> CalibrateCase:
 
     def make(device: torch.device) -> Calls:
         generator = torch.Generator(device).manual_seed(0)
-        routing, weight_TK = route(T, E, K, generator, device)
+        _, plan, weight_TK = route(T, E, K, generator, device)
         backends = choose_backends("auto", shape, device, None)
         forward, dgrad, wgrad = (
-            random_inputs(direction, shape, weight_TK, routing.plan, generator)
+            random_inputs(direction, shape, weight_TK, plan, generator)
             for direction in ("forward", "dgrad", "wgrad")
         )
         totals = [torch.zeros(size, device=device) for size in ((E, 2 * F, D), (E, D, F))]

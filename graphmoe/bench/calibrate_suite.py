@@ -11,20 +11,10 @@ import torch.distributed as dist
 
 from graphmoe.bench.arguments import BenchArgs, card_of_device
 from graphmoe.bench.calibrate_cases import CalibrateCase, full_cases, tiny_cases
-from graphmoe.bench.cases import (
-    Measured,
-    Row,
-    chosen,
-    free_memory,
-    is_first,
-    keep,
-    one_by_one,
-    reason,
-    table,
-)
-from graphmoe.bench.jobs import UNREAD, JobFailed, compose_config, train
-from graphmoe.bench.rank_group import RankGroup, RanksFailed, joined_ranks, samples_ms
-from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.bench.cases import Case, Cell, Measured, Row, Suite, is_first, run_cases
+from graphmoe.bench.jobs import UNREAD, compose_config, train
+from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms
+from graphmoe.config.schema import ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import Card
@@ -48,25 +38,22 @@ WORK = {"attention_backward": 2}
 def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=calibrate``: rows of calls, each with its share of the card's peak or ``value_us``."""
     card = card_of_device(device)
-    cases = [*(full_cases() if full else tiny_cases())]
     rows: list[Row] = []
+
+    def add(cases: Sequence[Case], only: Sequence[str] = ()) -> None:
+        rows.extend(run_cases(cases, lambda row: f"{row['call']} {_share_or_time(row)}", args.out, only))
+
     if is_first():
-        rows += one_by_one(
-            chosen(cases, args.only),
-            lambda case: run_calibrate_case(case, card, device, args.repeats),
-            lambda row: f"{row['call']} {row['share']:.3g}",
-            args.out,
-        )
-        rows.append(_time_row("kernel", "segment_us", lambda: (None, _segment_us(device))))
-        keep(args.out, rows[-1:])
+        cases = [*(full_cases() if full else tiny_cases())]
+        add([_case(case, card, device, args.repeats) for case in cases], args.only)
+        add([_time_case("kernel", "segment_us", lambda: (None, _segment_us(device)))])
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         left_out = ["node: one rank sends nothing; start it with torchrun --nproc-per-node=8"]
-        rows.append(_time_row("host", "host_us", lambda: _host_times(device, args.limit_s)))
+        add([_time_case("host", "host_us", lambda: _host_times(device, args.limit_s))])
     else:
         left_out = ["host_us: it is measured by one process; start it with python -m graphmoe.bench"]
         with joined_ranks(device) as ranks:
-            rows.append(exchange_row(ranks, card, args.repeats))
-    keep(args.out, rows[-1:])
+            add([exchange_case(ranks, card, args.repeats)])
     method = {"card": card.name, "kernels_of_segment": KERNELS_OF_SEGMENT, "launched": " ".join(LAUNCHED)}
     return rows, left_out, method
 
@@ -77,11 +64,11 @@ def calibrate_row(case: str, rate: str, call: str, kind: float = 0, size: float 
     return about | {"median_ms": None, "share": None, "value_us": None, "error": None}
 
 
-def run_calibrate_case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> list[Row]:
-    """Rows of all calls of a case, which take turns. Raises nothing."""
-    rows: list[Row] = []
-    try:
-        calls = case.make(device)
+def _case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> Case:
+    """Time all calls of a case, which take turns."""
+
+    def run() -> list[Row]:
+        calls, rows = case.make(device), []
         for call in calls.values():
             for _ in range(WARM_UP_CALLS):
                 call()
@@ -89,26 +76,20 @@ def run_calibrate_case(case: CalibrateCase, card: Card, device: torch.device, re
             rate, ms = name.partition("/")[0], statistics.median(samples)
             work = case.work * WORK.get(rate, 1)
             peak = card.hbm_tb_per_s * 1e12 if rate == "hbm" else card.tflops * 1e12
-            row = calibrate_row(case.name, rate, name, case.kind, case.size, work)
-            rows.append(row | {"median_ms": ms, "share": work / ms * 1e3 / peak})
-        del calls, call
-    except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
-        row = calibrate_row(case.name, case.name, "", case.kind, case.size, case.work)
-        rows = [row | {"error": reason(error)}]
-    free_memory(device, rows)
-    return rows
+            rows.append({"rate": rate, "call": name, "work": work, "median_ms": ms})
+            rows[-1]["share"] = work / ms * 1e3 / peak
+        return rows
+
+    return Case(case.name, calibrate_row(case.name, case.name, "", case.kind, case.size, case.work), run)
 
 
-def _time_row(case: str, rate: str, measured: Callable[[], tuple[float | None, float]]) -> Row:
-    """The row of a rate that is a time, in us; ``measured`` gives it after milliseconds. Raises nothing."""
-    row = calibrate_row(case, rate, rate)
-    try:
-        row["median_ms"], row["value_us"] = measured()
-    except (ConfigError, JobFailed) as error:
-        row["error"] = " ".join(str(error).split())
-    except Exception as error:
-        row["error"] = reason(error)
-    return row
+def _time_case(case: str, rate: str, measured: Callable[[], tuple[float | None, float]]) -> Case:
+    """A rate that is a time, in us; ``measured`` gives it after milliseconds."""
+
+    def run() -> list[Row]:
+        return [dict(zip(("median_ms", "value_us"), measured(), strict=True))]
+
+    return Case(case, calibrate_row(case, rate, rate), run)
 
 
 def _segment_us(device: torch.device) -> float:
@@ -150,25 +131,22 @@ def num_segments(model: ModelConfig) -> int:
     return 2 + dense * len(DENSE_SEGMENTS) + (model.num_layers + model.mtp_depth - dense) * len(of_moe)
 
 
-def exchange_row(ranks: RankGroup, card: Card, repeats: int) -> Row:
-    """An all-to-all of all ranks, equal on all of them. Collective. Raises nothing."""
+def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
+    """An all-to-all of all ranks, equal on all of them. Collective."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
-    row = calibrate_row("all_to_all", "node", "node", ranks.size, size, out)
 
-    def median_ms() -> float:
+    def samples() -> list[float]:
         sent = torch.zeros(size, dtype=torch.uint8, device=ranks.device)
         received = torch.empty_like(sent)
         turns = [(lambda: dist.all_to_all_single(received, sent), None)]
-        samples = samples_ms(ranks, turns, repeats=repeats, captures=False)
-        return statistics.median(samples)
+        return samples_ms(ranks, turns, repeats=repeats, captures=False)
 
-    try:
-        ms = ranks.together(median_ms)
-        row |= {"median_ms": ms, "share": out / ms * 1e3 / (card.node_gb_per_s * 1e9)}
-    except RanksFailed as failed:
-        row["error"] = str(failed)
-    return row
+    def run() -> list[Row]:
+        ms = statistics.median(ranks.together(samples))
+        return [{"median_ms": ms, "share": out / ms * 1e3 / (card.node_gb_per_s * 1e9)}]
+
+    return Case("all_to_all", calibrate_row("all_to_all", "node", "node", ranks.size, size, out), run)
 
 
 def rates_of_rows(rows: Sequence[Row]) -> dict[str, Any]:
@@ -201,15 +179,24 @@ def _share(rows: Sequence[Row]) -> float:
     return min(float(f"{mean:.4g}"), 1.0)
 
 
-def render_calibration(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table, and the rates below it."""
+def _share_or_time(row: Row) -> str:
+    return f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
 
-    def share(row: Row) -> str:
-        return f"{row['share']:.3g}" if row["share"] is not None else f"{row['value_us']:.1f} us"
 
-    columns = {"case": "{case}", "call": "{call}", "ms": "{median_ms:.4f}"}
-    yield from table({**columns, "share of peak": share}, document["rows"], named=2)
+_CALIBRATE_COLUMNS: dict[str, Cell] = {
+    "case": "{case}",
+    "call": "{call}",
+    "ms": "{median_ms:.4f}",
+    "share of peak": _share_or_time,
+}
+
+
+def _calibrate_legend(document: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the rates."""
     yield (
         f"Shares of the peaks of {document['method']['card']}. python -m graphmoe.project rates=FILE reads "
         f"the document that out=FILE writes; it has {', '.join(document['rates']) or 'no rates'}."
     )
+
+
+CALIBRATE = Suite(measure_rates, _CALIBRATE_COLUMNS, _calibrate_legend)

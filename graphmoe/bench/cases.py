@@ -1,4 +1,4 @@
-"""Cases of operations with their alternatives, and the rows and the table that every suite makes.
+"""Cases of all suites: one runner, one table; those of operations have alternatives, which take turns.
 
 Before anything is timed, each alternative's results are compared with those of the first; one that computes
 something else is reported and not timed.
@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from graphmoe.bench.arguments import BenchArgs
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.timing import WARM_UP_CALLS, spread, time_in_turns
 
@@ -36,6 +37,22 @@ Row = dict[str, Any]
 """Numbers of one measurement as the JSON document has them; ``error`` is None where it did not fail."""
 Measured = tuple[list[Row], list[str], dict[str, Any]]
 """Rows of a suite, lines on what was left out, and the facts of how it was measured."""
+
+
+class CaseFailed(Exception):
+    """The reason, in words, why a case has no result."""
+
+
+class Case(NamedTuple):
+    """One measured thing of a suite."""
+
+    name: str
+    about: Row
+    """Facts that each of its rows begins with, also the one of a case that fails."""
+    run: Callable[[], list[Row]]
+    """Return what rows have beyond that. *Raises* anything, which becomes the error of a row."""
+
+
 Results = tuple[Tensor | None, ...]
 """Results of a call, in the order of the case's ``results``; None is not compared."""
 
@@ -48,7 +65,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class Operation:
     """One operation at one shape, and the least that the device has to do for it."""
 
     name: str
@@ -67,42 +84,35 @@ class Case:
         """Milliseconds at the rate that was measured on an H200."""
         return self.amount / (FLOPS_PER_S if self.kind == "FLOPs" else BYTES_PER_S) * 1e3
 
+    def case(self, device: torch.device, repeats: int) -> Case:
+        """Its case, whose alternatives are timed ``repeats`` times each."""
+        about: Row = {"case": self.name, "shape": self.shape, "floor_kind": self.kind}
+        about |= {"floor_amount": self.amount, "floor_ms": self.floor_ms, "alternative": "all"}
+        return Case(self.name, about, lambda: self._rows(device, repeats))
 
-def run_case(case: Case, device: torch.device, repeats: int) -> list[Row]:
-    """Check, warm up and time the alternatives of a case, ``repeats`` times each. Raises nothing.
-
-    A failure becomes the error of its row, and the others go on.
-    """
-    about = {"case": case.name, "shape": case.shape, "floor_kind": case.kind, "floor_amount": case.amount}
-    about |= {"floor_ms": case.floor_ms, "error": None}
-    try:
-        alternatives = case.make()
-    except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
-        return [about | {"alternative": "all", "error": reason(error)}]
-    rows: dict[str, Row] = {name: about | {"alternative": name} for name in alternatives}
-    calls: dict[str, Callable[[], Results]] = {}
-    expected: Results | None = None
-    for name, bind in alternatives.items():
-        row = rows[name]
-        try:
-            run = bind()
-            results = _warm(run, device)
-            row["error"] = compare(case.results, results, expected)
-            if row["error"] is None:
-                expected = results if expected is None else expected
-                row |= {"memory_kind": case.memory, "memory_bytes": _memory(case, run, device)}
-                calls[name] = run.call
-        except Exception as error:
-            row["error"] = reason(error)
-        results = ()
-    del expected
-    try:
+    def _rows(self, device: torch.device, repeats: int) -> list[Row]:
+        """Check, warm up and time the alternatives; one that fails is a row, and the others go on."""
+        rows: dict[str, Row] = {}
+        calls: dict[str, Callable[[], Results]] = {}
+        expected: Results | None = None
+        for name, bind in self.make().items():
+            row = rows[name] = {"alternative": name, "error": None}
+            try:
+                run = bind()
+                results = _warm(run, device)
+                row["error"] = compare(self.results, results, expected)
+                if row["error"] is None:
+                    expected = results if expected is None else expected
+                    memory = memory_bytes(self.memory, run, device)
+                    row |= {"memory_kind": self.memory, "memory_bytes": memory}
+                    calls[name] = run.call
+            except Exception as error:  # whatever a kernel, a compiler or the allocator may raise
+                row["error"] = reason(error)
+            results = ()
+        del expected
         for name, samples in time_in_turns(calls, repeats, device).items():
-            rows[name] |= times_of(samples, case.floor_ms)
-    except Exception as error:
-        for name in calls:
-            rows[name]["error"] = reason(error)
-    return list(rows.values())
+            rows[name] |= times_of(samples, self.floor_ms)
+        return [*rows.values()]
 
 
 def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:
@@ -116,14 +126,6 @@ def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:
         "time_over_floor": median / floor_ms,
         "share_of_floor_rate": floor_ms / median,
     }
-
-
-def free_memory(device: torch.device, rows: Sequence[Row]) -> None:
-    """Return what the case of some rows held to the device, so that the next one starts as the first did."""
-    if any(row["error"] for row in rows):  # a traceback holds its frames, and those the tensors
-        gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def compare(names: Sequence[str], results: Results, expected: Results | None) -> str | None:
@@ -148,7 +150,9 @@ def compare(names: Sequence[str], results: Results, expected: Results | None) ->
 
 
 def reason(error: BaseException) -> str:
-    """The kind and first line of an error, without folders of this machine."""
+    """The kind and first line of an error, without folders of this machine; all of one that is in words."""
+    if isinstance(error, (CaseFailed, ConfigError)):
+        return " ".join(str(error).split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return without_folders(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
@@ -162,18 +166,19 @@ def _warm(run: Run, device: torch.device) -> Results:
     results = run.call()
     for _ in range(WARM_UP_CALLS - 1):
         run.call()
-    synchronize(device)  # an error of a kernel is raised here
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # an error of a kernel is raised here
     return results
 
 
-def _memory(case: Case, run: Run, device: torch.device) -> int | None:
+def memory_bytes(kind: Literal["kept", "peak"] | None, run: Run, device: torch.device) -> int | None:
     """Bytes by the device's allocator; None on a CPU, which has none to ask."""
-    if case.memory is None or device.type != "cuda":
+    if kind is None or device.type != "cuda":
         return None
-    synchronize(device)
+    torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
-    if case.memory == "kept":
-        assert run.forward is not None, case.name
+    if kind == "kept":
+        assert run.forward is not None
         output = run.forward()
         return torch.cuda.memory_allocated(device) - before - output.nbytes
     torch.cuda.reset_peak_memory_stats(device)
@@ -182,36 +187,35 @@ def _memory(case: Case, run: Run, device: torch.device) -> int | None:
     return peak - before - sum(result.nbytes for result in results[1:] if result is not None)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; a CPU has nothing to wait for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-AnyCase = TypeVar("AnyCase", bound=Named)
-
-
-def one_by_one(
-    cases: Sequence[AnyCase],
-    run: Callable[[AnyCase], list[Row]],
-    brief: Callable[[Row], str],
-    out: Path | None,
+def run_cases(
+    cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = ()
 ) -> list[Row]:
-    """The rows of all cases, each logged, ``brief`` if it has no error, and kept as soon as it is there."""
+    """The rows of the chosen cases, each logged, ``brief`` if it has no error, and kept beside ``out``.
+
+    What a case raises is its row's error, and the others go on. *Raises* ConfigError for an ``only`` that is
+    the begin of no case's name.
+    """
+    unknown = [prefix for prefix in only if not any(case.name.startswith(prefix) for case in cases)]
+    if unknown:
+        names = ", ".join(case.name for case in cases)
+        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {names}")
+    cases = [case for case in cases if not only or case.name.startswith(tuple(only))]
     rows: list[Row] = []
     for number, case in enumerate(cases, start=1):
         started = time.monotonic()
-        found = run(case)
+        try:
+            found = [{**case.about, "error": None, **row} for row in case.run()]
+        except Exception as error:  # whatever a kernel, a job or the allocator may raise
+            found = [{**case.about, "error": reason(error)}]
         seconds = time.monotonic() - started
         said = ", ".join(row["error"] or brief(row) for row in found)
         log.info("[%d/%d] %s: %s (%.1f s)", number, len(cases), case.name, said, seconds)
         keep(out, found)
         rows += found
+        if any(row["error"] for row in found):  # a traceback holds its frames, and those the tensors
+            gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return rows
 
 
@@ -231,15 +235,6 @@ def rows_file(out: Path) -> Path:
     return out.with_suffix(".rows.jsonl")
 
 
-def chosen(cases: Sequence[AnyCase], prefixes: Sequence[str]) -> list[AnyCase]:
-    """Cases whose name starts with one of the prefixes. *Raises* ConfigError for a prefix of none."""
-    unknown = [prefix for prefix in prefixes if not any(case.name.startswith(prefix) for case in cases)]
-    if unknown:
-        names = ", ".join(case.name for case in cases)
-        raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {names}")
-    return [case for case in cases if not prefixes or case.name.startswith(tuple(prefixes))]
-
-
 def is_first() -> bool:
     """Return whether this process prints and writes, the first of those of torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
@@ -249,44 +244,43 @@ Cell = str | Callable[[Row], str]
 """A format of a row's numbers by name, or a function of a row; a cell without its numbers is empty."""
 
 
-def table(columns: Mapping[str, Cell], rows: Sequence[Row], *, named: int = 1) -> Iterator[str]:
-    """Lines of a Markdown table; a failed row has its first ``named`` cells and the reason."""
+class Suite(NamedTuple):
+    """A suite: what measures it, and how its rows are shown."""
+
+    measure: Callable[[BenchArgs, torch.device, bool], Measured]
+    """(arguments, device, whether shapes are full). *Raises* ConfigError."""
+    columns: Mapping[str, Cell]
+    legend: Callable[[dict[str, Any]], Iterator[str]]
+    """Lines below the table, from the whole document."""
+
+
+def table(columns: Mapping[str, Cell], rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of a Markdown table; a failed row has its first cells and the reason."""
     yield f"| {' | '.join(columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in rows:
-        forms = list(columns.values())[: named if row["error"] else None]
-        cells = [_cell(form, row) for form in forms]
+        cells = [_cell(form, row) for form in columns.values()]
         if row["error"]:
-            cells += [f"failed: {row['error'].replace('|', '/')}", *[""] * (len(columns) - named - 1)]
-        yield f"| {' | '.join(cells)} |"
+            named = cells.index(None)
+            cells[named:] = [f"failed: {row['error'].replace('|', '/')}", *[""] * (len(cells) - named - 1)]
+        yield f"| {' | '.join(cell or '' for cell in cells)} |"
     yield ""
 
 
-def _cell(form: Cell, row: Row) -> str:
+def _cell(form: Cell, row: Row) -> str | None:
     try:
         return form(row) if callable(form) else form.format_map(row)
-    except TypeError:  # None has no format of numbers
-        return ""
-
-
-class Routing(NamedTuple):
-    """The experts of each slot, and the plan that the operations take; R = T * K are the routed rows."""
-
-    expert_TK: Tensor
-    slot_R: Tensor
-    row_TK: Tensor
-    ends_E: Tensor
-
-    @property
-    def plan(self) -> tuple[Tensor, Tensor, Tensor]:
-        """slot_R, row_TK and ends_E, as the operations take them."""
-        return self.slot_R, self.row_TK, self.ends_E
+    except (KeyError, TypeError):  # None has no format of numbers
+        return None
 
 
 def route(
     T: int, E: int, K: int, generator: torch.Generator, device: torch.device, *, skewed: bool = False
-) -> tuple[Routing, Tensor]:
-    """A random routing of T tokens to K of E experts, and its weights [T, K] fp32: softmax of random logits.
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """A random routing of T tokens to K of E experts: experts, plan, and weights [T, K] fp32.
+
+    Weights are the softmax of random logits; the plan is slot_R, row_TK and ends_E, as the operations take
+    it, with R = T * K.
 
     Natural: the K largest. Skewed: expert 0 is chosen by exactly ``SKEW * T * K / E`` tokens (which must be
     whole and at most T), the other slots go to the largest of the rest.
@@ -305,4 +299,4 @@ def route(
     weight_TK = logits_TE.softmax(dim=-1).gather(1, expert_TK)
     expert_TK = expert_TK.int()
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK, E)
-    return Routing(expert_TK, slot_R, row_TK, ends_E), weight_TK
+    return expert_TK, (slot_R, row_TK, ends_E), weight_TK

@@ -15,28 +15,21 @@ import torch
 from graphmoe.bench import dispatch_ways as ways
 from graphmoe.bench import rank_group
 from graphmoe.bench.arguments import BLOCKS, BenchArgs
-from graphmoe.bench.cases import (
-    Cell,
-    Measured,
-    Row,
-    chosen,
-    free_memory,
-    one_by_one,
-    route,
-    table,
-    times_of,
-)
+from graphmoe.bench.cases import Case, CaseFailed, Cell, Measured, Row, Suite, route, run_cases, times_of
 from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
-from graphmoe.bench.rank_group import Call, RankGroup, RanksFailed, Turn, joined_ranks, samples_ms
+from graphmoe.bench.rank_group import Call, RankGroup, Turn, joined_ranks, samples_ms
 from graphmoe.config.packages import VENDORS as VENDOR_PACKAGES
 from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError
+from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
-from graphmoe.plan.experts import FACTS
+from graphmoe.plan.experts import FACTS, Load
 from graphmoe.runtime.dispatch import close_dispatcher, open_buffer
-from graphmoe.runtime.dispatch.symm import make_peers
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.deepep import DeepEP
+from graphmoe.runtime.dispatch.symm import Symm, make_peers
 
 FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
 TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
@@ -114,14 +107,13 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Meas
     """Run ``suite=dispatch``. Equal on all ranks."""
     shapes = FULL if full else TINY
     vendors, left_out = vendors_of(device, shapes)
-    cases = chosen(dispatch_cases(shapes, args.blocks, vendors), args.only)
+    cases = dispatch_cases(shapes, args.blocks, vendors)
     with joined_ranks(device) as ranks:
         if ranks.rank:
             logging.getLogger().setLevel(logging.WARNING)
         suite = DispatchSuite(ranks, args.repeats)
-        rows = one_by_one(
-            cases, suite.run, lambda row: f"{row['exchange']} {row['median_ms']:.3f} ms", args.out
-        )
+        made = [suite.case(case) for case in cases]
+        rows = run_cases(made, "{exchange} {median_ms:.3f} ms".format_map, args.out, args.only)
         close_dispatcher()
     method = {
         "ranks": ranks.size,
@@ -148,31 +140,22 @@ class DispatchSuite:
         """Backends of the experts' products: forward, dgrad, wgrad."""
         self._products_of = functools.cache(lambda shape: ranks.together(lambda: self._bind_products(shape)))
         self._open = functools.cache(lambda way, hidden: open_buffer(VENDORS[way], ranks.mesh, hidden))
+        use_groups(ranks.mesh)
         use_peers(make_peers(ranks.mesh, ranks.device))
 
-    def run(self, case: DispatchCase) -> list[Row]:
-        """The rows of a case: each exchange, and all four. Collective. Raises nothing.
+    def case(self, case: DispatchCase) -> Case:
+        """Measure each exchange of a case, and all four. Collective.
 
         Before anything is timed, the case's results must be those of `alltoall` in every bit.
         """
-        ranks, shape = self._ranks, case.shape
-        if shape.E % ranks.size or shape.K * ranks.size > shape.E:
-            error = f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks"
-            return [self._row(case, ways.ALL_FOUR) | {"error": error}]
-        try:
-            rows = self._measured(case)
-        except RanksFailed as failed:
-            rows = [self._row(case, ways.ALL_FOUR) | {"error": str(failed)}]
-        free_memory(ranks.device, rows)
-        return rows
-
-    def _row(self, case: DispatchCase, exchange: str) -> Row:
-        about = {"case": case.place, "way": case.way, "exchange": exchange, "ranks": self._ranks.size}
         sizes = {name: size for name, size in asdict(case.shape).items() if name != "dtype"}
-        return about | {"shape": sizes, "error": None}
+        about = {"case": case.place, "way": case.way, "exchange": ways.ALL_FOUR, "ranks": self._ranks.size}
+        return Case(case.name, about | {"shape": sizes}, lambda: self._measured(case))
 
     def _measured(self, case: DispatchCase) -> list[Row]:
         ranks, shape = self._ranks, case.shape
+        if shape.E % ranks.size or shape.K * ranks.size > shape.E:
+            raise CaseFailed(f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks")
         tokens = ranks.together(lambda: ways.tokens_of(shape, case.routing, ranks))
         sent_PP = ranks.gather(tokens.plan.send_counts_P.tolist())
         mean = sum(map(sum, sent_PP)) / ranks.size**2
@@ -180,14 +163,14 @@ class DispatchSuite:
         rows, experts = ways.rows_of(sent_PP, mean, block), shape.E // ranks.size
 
         def made() -> ways.Way:
-            reference = ways.by_alltoall(tokens, ranks.mesh, shape.E)
+            reference = ways.way_of(AllToAll(ranks.mesh, shape.E), tokens)
             if case.way == "alltoall":
                 return reference
             if case.way in VENDORS:
                 self._open(case.way, shape.D)
-                way = ways.by_buffer(tokens, ranks.size, experts)
+                way = ways.way_of(DeepEP(Load(ranks.size * shape.T, 0), experts), tokens)
             else:
-                way = ways.by_symm(tokens, rows, experts, block)
+                way = ways.way_of(Symm(Load(rows, 0), experts, 1, block), tokens)
             if differ := ways.differing(way, reference):
                 raise RuntimeError(f"not what alltoall gives: {', '.join(differ)}")
             return way
@@ -203,7 +186,7 @@ class DispatchSuite:
                 self._alltoall_ms[case.place, name] = times["median_ms"]
             baseline = self._alltoall_ms.get((case.place, name))
             found.append(
-                self._row(case, name)
+                {"exchange": name}
                 | {"block": block or None, "captured": way.captures, "out_bytes": out_bytes}
                 | {"floor_ms": floor_ms, **times, "bytes_per_s": out_bytes / times["median_ms"] * 1e3}
                 | {"time_over_alltoall": times["median_ms"] / baseline if baseline else None}
@@ -230,9 +213,9 @@ class DispatchSuite:
         choice = choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
         self.backends = self._ranks.gather(choice)[0]
         generator = torch.Generator(device).manual_seed(0)
-        routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device)
+        _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, device)
         inputs = {
-            direction: random_inputs(direction, shape, weight_TK, routing.plan, generator)
+            direction: random_inputs(direction, shape, weight_TK, plan, generator)
             for direction in ("forward", "dgrad")
         }
         return {
@@ -241,23 +224,23 @@ class DispatchSuite:
         }
 
 
-def render_dispatch(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table and its legend."""
-    columns: dict[str, Cell] = {
-        "case": "{case}",
-        "way": "{way}",
-        "exchange": "{exchange}",
-        "ms": "{median_ms:.4f}",
-        "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
-        "MB out": lambda row: f"{row['out_bytes'] / 1e6:,.1f}",
-        "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
-        "of alltoall": "{time_over_alltoall:.2f}",
-        "time / floor": "{time_over_floor:.2f}",
-        "experts ms": "{products_ms:.4f}",
-        "both ms": "{both_ms:.4f}",
-        "hidden %": lambda row: f"{100 * row['hidden']:.1f}",
-    }
-    yield from table(columns, document["rows"], named=3)
+_DISPATCH_COLUMNS: dict[str, Cell] = {
+    "case": "{case}",
+    "way": "{way}",
+    "exchange": "{exchange}",
+    "ms": "{median_ms:.4f}",
+    "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
+    "MB out": lambda row: f"{row['out_bytes'] / 1e6:,.1f}",
+    "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
+    "of alltoall": "{time_over_alltoall:.2f}",
+    "time / floor": "{time_over_floor:.2f}",
+    "experts ms": "{products_ms:.4f}",
+    "both ms": "{both_ms:.4f}",
+    "hidden %": lambda row: f"{100 * row['hidden']:.1f}",
+}
+
+
+def _dispatch_legend(document: dict[str, Any]) -> Iterator[str]:
     method = document["method"]
     yield (
         f"{method['ranks']} ranks. Times: of a round, medians of {method['repeats']} samples of "
@@ -269,3 +252,6 @@ def render_dispatch(document: dict[str, Any]) -> Iterator[str]:
         f"experts) / ms. Experts run on {method['experts']}: their forward beside dispatch and combine, row "
         "gradients beside the gradients of these; beside all four these one after the other."
     )
+
+
+DISPATCH = Suite(measure_exchanges, _DISPATCH_COLUMNS, _dispatch_legend)

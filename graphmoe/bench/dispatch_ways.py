@@ -5,21 +5,17 @@ Suffixes: T tokens, K slots, P ranks, W places of a token in the send plan, N ro
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import graphmoe.ops.symm  # noqa: F401  # registers the operations
 from graphmoe.bench.cases import route
 from graphmoe.bench.rank_group import RankGroup
-from graphmoe.ops.dispatch import SendPlan, send_plan
+from graphmoe.ops.dispatch import Dispatcher, SendPlan, send_plan
 from graphmoe.ops.grouped_mlp.choice import MlpShape
 from graphmoe.ops.router import round_robin
-from graphmoe.runtime.dispatch.alltoall import AllToAll
-from graphmoe.runtime.ranks import Mesh
 
-ops = torch.ops.graphmoe
 ALL_FOUR = "all four"
 ROOM = 1.5
 """Rows of the received tensors over those that arrive on average, as `moe.receive_budget` has it."""
@@ -49,62 +45,27 @@ class Way(NamedTuple):
     """True if the exchanges can be part of a graph."""
 
 
-def by_alltoall(tokens: Tokens, mesh: Mesh, num_experts: int) -> Way:
-    """The dispatcher `alltoall`, whose host waits for counts in each dispatch."""
-    dispatcher, plan = AllToAll(mesh, num_experts), tokens.plan
-    leaves = tokens.h_TD.clone().requires_grad_(), tokens.weight_TK.clone().requires_grad_()
-    received_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(*leaves, tokens.expert_TK, *plan)
-    sum_ND = received_ND.detach().requires_grad_()
+def way_of(dispatcher: Dispatcher, tokens: Tokens) -> Way:
+    """A dispatcher's exchanges of these tokens, each called once for its results."""
+    h_TD, weight_TK, expert_TK, plan = tokens
+    leaves = h_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
+    received_ND, weight_NK, number_NK, *rest = dispatcher.dispatch(*leaves, expert_TK, *plan)
+    handle, sum_ND = rest[-len(dispatcher.handle) :], received_ND.detach().requires_grad_()
     y_TD = dispatcher.combine(sum_ND, *plan, *handle)
-    of_rows = received_ND.detach(), of_experts_here(weight_NK.detach(), number_NK)
-    return _way(
-        lambda: dispatcher.dispatch(tokens.h_TD, tokens.weight_TK, tokens.expert_TK, *plan),
-        lambda of_N=of_rows[0]: dispatcher.combine(of_N, *plan, *handle),
-        lambda: torch.autograd.grad(y_TD, sum_ND, tokens.h_TD, retain_graph=True)[0],
-        lambda: torch.autograd.grad((received_ND, weight_NK), leaves, of_rows, retain_graph=True),
-        captures=False,
-    )
-
-
-def by_symm(tokens: Tokens, rows: int, experts: int, block: int) -> Way:
-    """The operations of `symm`: the first ``block`` rows for each rank go by copy engines, others by pull."""
-    *given, plan = tokens
-
-    def dispatch() -> tuple[Tensor, ...]:
-        return ops.symm_dispatch(*given, *plan, rows, experts, 1, block)
-
-    received_ND, weight_NK, number_NK, arrivals_PP = dispatch()
-    dweight_NK, back = of_experts_here(weight_NK, number_NK), (plan.send_ends_P, plan.send_row_TW)
-    return _way(
-        dispatch,
-        lambda of_N=received_ND: ops.symm_combine(of_N, *plan, arrivals_PP, block),
-        lambda: ops.symm_combine_grad(tokens.h_TD, *plan, arrivals_PP, rows, block),
-        lambda: ops.symm_dispatch_grad(received_ND, dweight_NK, *back, arrivals_PP, block),
-        captures=tokens.h_TD.is_cuda,
-    )
-
-
-def by_buffer(tokens: Tokens, ranks: int, experts: int) -> Way:
-    """The operations of `deepep` and `turbo`, through the buffer in use, with room for the worst case."""
-    *given, _ = tokens
-
-    def dispatch() -> tuple[Tensor, ...]:
-        return ops.buffer_dispatch(*given, ranks * len(tokens.h_TD), experts)
-
-    received_ND, weight_NK, number_NK, _, *handle = dispatch()
-    dweight_NK = of_experts_here(weight_NK, number_NK)
-    return _way(
-        dispatch,
-        lambda of_N=received_ND: ops.buffer_combine(of_N, *handle),
-        lambda: ops.buffer_combine_grad(tokens.h_TD, *handle),
-        lambda: ops.buffer_dispatch_grad(received_ND, dweight_NK, number_NK, *handle),
-        captures=tokens.h_TD.is_cuda,
-    )
-
-
-def of_experts_here(weight_NK: Tensor, number_NK: Tensor) -> Tensor:
-    """Set weights of slots of experts elsewhere, which a way may send or not, to 0."""
-    return weight_NK.masked_fill(number_NK < 0, 0)
+    # A way may send the weights of slots of experts elsewhere, or not
+    of_rows = received_ND.detach(), weight_NK.detach().masked_fill(number_NK < 0, 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "dispatch": lambda: dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan),
+        "combine": lambda: dispatcher.combine(of_rows[0], *plan, *handle),
+        "combine_grad": lambda: torch.autograd.grad(y_TD, sum_ND, h_TD, retain_graph=True)[0],
+        "dispatch_grad": lambda: torch.autograd.grad(
+            (received_ND, weight_NK), leaves, of_rows, retain_graph=True
+        ),
+    }
+    again_TD = dispatcher.combine(calls["combine_grad"](), *plan, *handle)
+    dh_TD, dweight_TK = calls["dispatch_grad"]()
+    results = {"y": calls["combine"](), "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
+    return Way(calls, results, captures=h_TD.is_cuda and dispatcher.capacity is not None)
 
 
 def differing(actual: Way, expected: Way) -> list[str]:
@@ -112,33 +73,14 @@ def differing(actual: Way, expected: Way) -> list[str]:
     return [name for name, wanted in expected.results.items() if not actual.results[name].equal(wanted)]
 
 
-def _way(
-    dispatch: Callable[[], tuple[Tensor, ...]],
-    combine: Callable[..., Tensor],
-    combine_grad: Callable[[], Tensor],
-    dispatch_grad: Callable[[], tuple[Tensor, ...]],
-    *,
-    captures: bool,
-) -> Way:
-    """The four exchanges, each called once for its results; `combine` takes other rows too."""
-    y_TD = combine().detach()
-    again_TD = combine(combine_grad())
-    dh_TD, dweight_TK = dispatch_grad()
-    results = {"y": y_TD, "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
-    calls: dict[str, Callable[[], object]] = dict(
-        zip(EXCHANGES, (dispatch, combine, combine_grad, dispatch_grad), strict=True)
-    )
-    return Way(calls, results, captures)
-
-
 def tokens_of(shape: MlpShape, routing: str, ranks: RankGroup) -> Tokens:
     """This rank's tokens in bf16, routed at random or to all experts alike."""
     T, D, E, K = shape.T, shape.D, shape.E, shape.K
     generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
     h_TD = torch.randn(T, D, generator=generator, device=ranks.device).to(shape.dtype)
-    drawn, weight_TK = route(T, E, K, generator, ranks.device)
+    drawn_TK, _, weight_TK = route(T, E, K, generator, ranks.device)
     balanced = routing == "balanced"
-    expert_TK = round_robin(T, K, E, ranks.device) if balanced else drawn.expert_TK
+    expert_TK = round_robin(T, K, E, ranks.device) if balanced else drawn_TK
     return Tokens(h_TD, weight_TK, expert_TK, send_plan(expert_TK, E, ranks.size, 1))
 
 

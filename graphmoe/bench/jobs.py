@@ -3,6 +3,7 @@
 A process takes its memory and the caches of the device with it.
 """
 
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.bench.arguments import OF_SUITES, BenchArgs
-from graphmoe.bench.cases import FLOPS_PER_S, Cell, Row, chosen, one_by_one, times_of
+from graphmoe.bench.cases import FLOPS_PER_S, Case, CaseFailed, Cell, Measured, Row, run_cases, times_of
 from graphmoe.command.errors import explain
 from graphmoe.command.hydra import to_config
 from graphmoe.config.schema import ConfigError, RunConfig
@@ -82,7 +83,7 @@ SHOWN = 4000
 
 
 class RunCase(NamedTuple):
-    """One run: the row to fill, whose overrides are all that the run sets."""
+    """One run: the facts of its row, whose overrides are all that the run sets."""
 
     name: str
     row: Row
@@ -127,29 +128,27 @@ def run_case(
     return RunCase(name, row | {"overrides": words}, config)
 
 
-def run_cases(
-    cases: Sequence[RunCase],
+def measure(
     args: BenchArgs,
-    numbers_of: Callable[[Row, RunConfig], Row],
-    brief: Callable[[Row], str],
-) -> list[Row]:
-    """Rows of the chosen runs with the numbers that ``numbers_of`` gives of a row and its configuration.
-
-    A run that fails leaves the reason there. *Raises* ConfigError where none of all can run.
-    """
+    cases: Sequence[RunCase],
+    ranks: int,
+    numbers_of: Callable[[RunConfig, Trained], Row],
+    brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
+    **method: Any,
+) -> Measured:
+    """Rows of the chosen runs with the numbers of what they left. *Raises* ConfigError if none can run."""
     if isinstance(cases[0].config, ConfigError) and all(isinstance(c.config, ConfigError) for c in cases):
         raise cases[0].config
 
     def run(case: RunCase) -> list[Row]:
-        row = case.row | {"error": None}
-        try:
-            if isinstance(case.config, ConfigError):
-                raise case.config
-            return [row | numbers_of(row, case.config)]
-        except (ConfigError, JobFailed, OSError) as error:
-            return [row | {"error": " ".join(str(error).split())}]
+        if isinstance(case.config, ConfigError):
+            raise case.config
+        return [numbers_of(case.config, train(case.row["overrides"], args.limit_s))]
 
-    return one_by_one(chosen(cases, args.only), run, brief, args.out)
+    made = [Case(case.name, case.row, functools.partial(run, case)) for case in cases]
+    rows = run_cases(made, brief.format_map, args.out, args.only)
+    warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
+    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **method}
 
 
 def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary: Row) -> Row:
@@ -168,16 +167,6 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
         "peak_gib": summary["peak_memory_gib"],
         "device_gib": summary["device_memory_gib"],
     }
-
-
-def brief(row: Row) -> str:
-    return f"{row['median_ms']:.2f} ms, {row['tokens_per_s']:,.0f} tokens/s a GPU"
-
-
-def method(args: BenchArgs, ranks: int, **more: Any) -> dict[str, Any]:
-    """Facts of how runs are measured."""
-    warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
-    return {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **more}
 
 
 def compose_config(*words: str) -> RunConfig:
@@ -237,14 +226,10 @@ def numbers(key: str, text: str | None) -> list[int]:
     return [int(word) for word in words]
 
 
-class JobFailed(Exception):
-    """The reason why a job gave no result."""
-
-
 def train(overrides: Sequence[str], limit_s: float) -> Trained:
     """Run a training job as a user starts it.
 
-    *Raises* JobFailed, also where it has not ended in time, and OSError where it left no rows or summary.
+    *Raises* CaseFailed, also where it has not ended in time, and OSError where it left no rows or summary.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "run")
@@ -272,7 +257,7 @@ def _run_job(words: Sequence[str], limit_s: float, printed: Path) -> None:
             status = job.wait(limit_s)
         except subprocess.TimeoutExpired:
             late = f"not done after limit_s={limit_s:g} seconds, compilation included; use more"
-            raise JobFailed(late) from None
+            raise CaseFailed(late) from None
         finally:
             _end(job)
     if status:
@@ -281,7 +266,7 @@ def _run_job(words: Sequence[str], limit_s: float, printed: Path) -> None:
         found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
         last = text.rpartition("\n")[2]
         how = f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
-        raise JobFailed(found[1] if found else f"its process {how}: {last}")
+        raise CaseFailed(found[1] if found else f"its process {how}: {last}")
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -15,18 +15,15 @@ from graphmoe.bench.arguments import BenchArgs
 from graphmoe.bench.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
-    Case,
     Cell,
     Measured,
+    Operation,
     Results,
     Row,
     Run,
-    chosen,
-    free_memory,
-    one_by_one,
+    Suite,
     route,
-    run_case,
-    table,
+    run_cases,
 )
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
@@ -93,20 +90,14 @@ TINY = Shapes(
 def measure_operations(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run ``suite=ops``."""
     cases, left_out = ops_suite(FULL if full else TINY, device)
-    cases = chosen(cases, args.only)
-
-    def run(case: Case) -> list[Row]:
-        found = run_case(case, device, args.repeats)
-        free_memory(device, found)
-        return found
-
-    rows = one_by_one(cases, run, lambda row: f"{row['alternative']} {row['median_ms']:.3f} ms", args.out)
+    made = [case.case(device, args.repeats) for case in cases]
+    rows = run_cases(made, "{alternative} {median_ms:.3f} ms".format_map, args.out, args.only)
     flushed = FLUSH_BYTES if device.type == "cuda" else 0
     method = {"warm_up_calls": WARM_UP_CALLS, "max_s_per_case": MAX_CASE_S, "cache_flush_bytes": flushed}
     return rows, left_out, method
 
 
-def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Case], list[str]]:
+def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Operation], list[str]]:
     """All cases, and one line for each backend that is left out."""
     backends, left_out = ["torch"], ["triton, turbo, te: a CPU has the torch backend only"]
     if device.type == "cuda":
@@ -131,7 +122,7 @@ def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Case], list[st
 
 def _mlp_case(
     label: str, shape: MlpShape, skewed: bool, direction: str, device: torch.device, backends: Sequence[str]
-) -> Case:
+) -> Operation:
     """A direction at a shape, with natural routing or with one expert at 4 times the mean.
 
     A training step is timed with the mix of backends that ``moe.experts=auto`` takes, too.
@@ -140,19 +131,19 @@ def _mlp_case(
 
     def make() -> Alternatives:
         generator, op = _seeded(device), "forward" if is_step else direction
-        routing, weight_TK = route(shape.T, shape.E, shape.K, generator, device, skewed=skewed)
+        _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, device, skewed=skewed)
         dy_TD, names = None, {name: name for name in backends}
         if is_step:
             dy_TD = torch.randn(shape.T, shape.D, generator=generator, device=device, dtype=shape.dtype)
             mix = choose_backends("auto", shape, device, None)
             names[f"auto={mix}"] = mix
-        inputs = random_inputs(op, shape, weight_TK, routing.plan, generator)
+        inputs = random_inputs(op, shape, weight_TK, plan, generator)
         return {
             name: functools.partial(_bind_mlp, op, inputs, dy_TD, backend) for name, backend in names.items()
         }
 
     flops = 3 * 2 * (shape.T * shape.K) * shape.F * shape.D  # of the products of gate, up and down
-    return Case(
+    return Operation(
         f"grouped_mlp/{label}{'_skewed' if skewed else ''}/{direction}",
         {name: size for name, size in vars(shape).items() if name != "dtype"},
         flops * (3 if is_step else 1),
@@ -178,7 +169,7 @@ def _bind_mlp(direction: str, inputs: Sequence[Tensor], dy_TD: Tensor | None, ba
     return Run(call, forward)
 
 
-def _row_cases(shape: Sizes, device: torch.device) -> Iterator[Case]:
+def _row_cases(shape: Sizes, device: torch.device) -> Iterator[Operation]:
     """The plan, and rows out and back. Each input and output is counted once, a token's rows as one token."""
     T, D, E, K = shape.values()
     tokens, rows, index = T * D * BF16, T * K * D * BF16, T * K * I32
@@ -191,20 +182,20 @@ def _row_cases(shape: Sizes, device: torch.device) -> Iterator[Case]:
 
     def make(name: str) -> Alternatives:
         generator, ops = _seeded(device), torch.ops.graphmoe
-        routing, weight_TK = route(T, E, K, generator, device)
+        expert_TK, plan, weight_TK = route(T, E, K, generator, device)
         if name == "routing_plan":
-            return _own(lambda: ops.routing_plan(routing.expert_TK, E))
+            return _own(lambda: ops.routing_plan(expert_TK, E))
         if name == "permute":
             x_TD = _random(generator, T, D)
-            return _own(lambda: (ops.permute(x_TD, *routing.plan),))
+            return _own(lambda: (ops.permute(x_TD, *plan),))
         y_RD, weights = _random(generator, T * K, D), weight_TK if name == "unpermute_weighted" else None
-        return _own(lambda: (ops.unpermute(y_RD, *routing.plan, weights),))
+        return _own(lambda: (ops.unpermute(y_RD, *plan, weights),))
 
     for name, (amount, results) in amounts.items():
-        yield Case(name, shape, amount, "bytes", results, functools.partial(make, name))
+        yield Operation(name, shape, amount, "bytes", results, functools.partial(make, name))
 
 
-def _swiglu_cases(shape: Sizes, device: torch.device) -> Iterator[Case]:
+def _swiglu_cases(shape: Sizes, device: torch.device) -> Iterator[Operation]:
     R, F = shape.values()
     h, a, weight = 2 * R * F * BF16, R * F * BF16, R * F32
 
@@ -225,10 +216,10 @@ def _swiglu_cases(shape: Sizes, device: torch.device) -> Iterator[Case]:
         ("backward", a + h + weight + h + weight, ("dh", "dweight")),
     ):
         bound = functools.partial(make, direction)
-        yield Case(f"swiglu/{direction}", shape, amount, "bytes", results, bound)
+        yield Operation(f"swiglu/{direction}", shape, amount, "bytes", results, bound)
 
 
-def _router_cases(label: str, shape: Sizes, device: torch.device) -> Iterator[Case]:
+def _router_cases(label: str, shape: Sizes, device: torch.device) -> Iterator[Operation]:
     """The backward has gradients of the weights and of the shares, which the balance loss is made of."""
     T, B, E, K, *groups = shape.values()
     grouped = groups[0] > 1
@@ -261,10 +252,10 @@ def _router_cases(label: str, shape: Sizes, device: torch.device) -> Iterator[Ca
         ("backward", logits + 2 * slots + sums + logits, ("dlogits",)),
     ):
         bound = functools.partial(make, direction)
-        yield Case(f"router/{label}/{direction}", shape, amount, "bytes", results, bound)
+        yield Operation(f"router/{label}/{direction}", shape, amount, "bytes", results, bound)
 
 
-def _loss_case(shape: Sizes, device: torch.device) -> Case:
+def _loss_case(shape: Sizes, device: torch.device) -> Operation:
     """Forward and backward; the floor is the three products, each 2 * T * D * V."""
     T, S, D, V = shape.values()
 
@@ -284,7 +275,7 @@ def _loss_case(shape: Sizes, device: torch.device) -> Case:
         return _own(call)
 
     name, results = "linear_cross_entropy/forward_backward", ("total", "dh", "dw")
-    return Case(name, shape, 3 * 2 * T * D * V, "FLOPs", results, make, "peak")
+    return Operation(name, shape, 3 * 2 * T * D * V, "FLOPs", results, make, "peak")
 
 
 def _own(call: Callable[[], Results]) -> Alternatives:
@@ -299,23 +290,23 @@ def _random(generator: torch.Generator, *size: int) -> Tensor:
     return torch.randn(size, generator=generator, device=generator.device, dtype=torch.bfloat16)
 
 
-def render_operations(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines of the table and its legend."""
+def _memory(row: Row) -> str:
+    count = row["memory_bytes"]
+    return "" if count is None else f"{count / 2**20:,.0f} {row['memory_kind']}"
 
-    def memory(row: Row) -> str:
-        count = row["memory_bytes"]
-        return "" if count is None else f"{count / 2**20:,.0f} {row['memory_kind']}"
 
-    columns: dict[str, Cell] = {
-        "case": "{case}",
-        "alternative": "{alternative}",
-        "median ms": "{median_ms:.4f}",
-        "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
-        "floor ms": "{floor_ms:.4g}",
-        "time / floor": "{time_over_floor:.2f}",
-        "memory MiB": memory,
-    }
-    yield from table(columns, document["rows"], named=2)
+_OPS_COLUMNS: dict[str, Cell] = {
+    "case": "{case}",
+    "alternative": "{alternative}",
+    "median ms": "{median_ms:.4f}",
+    "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
+    "floor ms": "{floor_ms:.4g}",
+    "time / floor": "{time_over_floor:.2f}",
+    "memory MiB": _memory,
+}
+
+
+def _ops_legend(document: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Times: medians of up to {document['method']['repeats']} calls with cold caches, alternatives in "
         f"turns. Floors: FLOPs at {FLOPS_PER_S / 1e12:.0f} TFLOP/s (grouped_mlp, linear_cross_entropy), "
@@ -325,3 +316,6 @@ def render_operations(document: dict[str, Any]) -> Iterator[str]:
         "Memory: kept for the backward beside x and y (kept); most in use above the inputs and the "
         "gradients dh and dw (peak)."
     )
+
+
+OPS = Suite(measure_operations, _OPS_COLUMNS, _ops_legend)

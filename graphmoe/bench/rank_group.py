@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from graphmoe.bench.cases import reason
+from graphmoe.bench.cases import CaseFailed, reason
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.host.environment import MULTICAST
@@ -37,10 +37,6 @@ Turn = tuple[Call | None, Call | None]
 """An exchange, and products beside it."""
 
 
-class RanksFailed(Exception):
-    """Errors by rank; raised on all ranks."""
-
-
 class RankGroup:
     """All ranks of the job, each with the experts of one index of ``ep``. Making one is collective."""
 
@@ -56,7 +52,7 @@ class RankGroup:
         self._signal = torch.zeros(1, device=device)
 
     def together(self, action: Callable[[], T]) -> T:
-        """Return the action's result here, once all ranks have done it. Collective. *Raises* RanksFailed.
+        """Return the action's result here, once all ranks have done it. Collective. *Raises* CaseFailed.
 
         That is raised on every rank. An error is printed with its rank at once. Where the others wait for
         that rank in a collective of the action, and so do not come here within `PATIENCE`, the process
@@ -78,7 +74,7 @@ class RankGroup:
             os._exit(1)  # other ends of a process wait for its GPU, which may wait for other ranks
         if any(errors):
             found = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-            raise RanksFailed("; ".join(found))
+            raise CaseFailed("; ".join(found))
         return result  # type: ignore[return-value]
 
     def gather(self, item: T) -> list[T]:

@@ -5,16 +5,14 @@ import json
 import logging
 import math
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench import cases as cases_module
 from graphmoe.bench import ops_suite as ops
 from graphmoe.bench.arguments import BenchArgs
-from graphmoe.bench.cases import Case, Run, keep, one_by_one, route, run_case, without_folders
+from graphmoe.bench.cases import Case, Operation, Run, keep, memory_bytes, route, run_cases, without_folders
 from graphmoe.bench.jobs import split_list
 from graphmoe.config.arguments import run_tool
 
@@ -141,21 +139,21 @@ def test_a_floor_is_what_a_hand_calculation_gives():
 
 def test_routings_are_of_the_largest_shares_or_give_one_expert_four_times_the_mean():
     logits_TE = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
-    routing, weight_TK = route(64, 8, 2, torch.Generator().manual_seed(3), CPU)
+    expert_TK, _, weight_TK = route(64, 8, 2, torch.Generator().manual_seed(3), CPU)
     expected = logits_TE.softmax(-1).topk(2)
-    assert torch.equal(routing.expert_TK.long(), expected.indices)
+    assert torch.equal(expert_TK.long(), expected.indices)
     torch.testing.assert_close(weight_TK, expected.values)
     for shape in ops.FULL.mlp.values():
         generator = torch.Generator().manual_seed(1)
-        routing, weight_TK = route(shape.T, shape.E, shape.K, generator, CPU, skewed=True)
-        counts = torch.bincount(routing.expert_TK.flatten(), minlength=shape.E)
+        expert_TK, plan, _ = route(shape.T, shape.E, shape.K, generator, CPU, skewed=True)
+        counts = torch.bincount(expert_TK.flatten(), minlength=shape.E)
         assert int(counts.max()) == int(counts[0]) == 4 * shape.T * shape.K // shape.E
-        assert bool((routing.expert_TK.sort(dim=1).values.diff(dim=1) > 0).all())  # a token's experts differ
-        assert int(routing.ends_E[-1]) == shape.T * shape.K
+        assert bool((expert_TK.sort(dim=1).values.diff(dim=1) > 0).all())  # a token's experts differ
+        assert int(plan[2][-1]) == shape.T * shape.K
 
 
 def case_of(**alternatives):
-    return Case("made_up", {"T": 3}, 1000, "bytes", ("y", "dx"), lambda: alternatives)
+    return Operation("made_up", {"T": 3}, 1000, "bytes", ("y", "dx"), lambda: alternatives)
 
 
 def gives(*values):
@@ -171,7 +169,7 @@ def test_a_failing_alternative_is_a_row_with_the_reason_and_the_others_go_on():
     case = case_of(
         reference=gives(1.0, 2.0), broken=fails, wrong=gives(1.0, 2.2), nan=nan, right=gives(1.001, 2.0)
     )
-    rows = run_case(case, CPU, 2)
+    rows = run_cases([case.case(CPU, 2)], str, None)
     assert {row["alternative"]: row["error"] for row in rows} == {
         "reference": None,
         "broken": "RuntimeError: no kernel in kernels.py for you",
@@ -207,8 +205,7 @@ def test_memory_is_what_the_allocator_holds_beside_output_or_gradients(monkeypat
     for memory, device, expected in (
         ("kept", cuda, 700), ("peak", cuda, 5000 - 1024), (None, cuda, None), ("kept", CPU, None),
     ):  # fmt: skip
-        case = dataclasses.replace(case_of(), memory=memory)
-        assert cases_module._memory(case, run, device) == expected
+        assert memory_bytes(memory, run, device) == expected
 
 
 def test_absolute_paths_lose_their_folders():
@@ -217,29 +214,31 @@ def test_absolute_paths_lose_their_folders():
     assert without_folders("only=grouped_mlp/v2_lite/forward") == "only=grouped_mlp/v2_lite/forward"
 
 
-class Named(NamedTuple):
-    name: str
+def made_up(name: str) -> Case:
+    def run():
+        if name == "killed":
+            raise KeyboardInterrupt
+        return [{}, {"case": f"{name} again", "error": "no"}]
 
-
-def run_named(case: Named):
-    if case.name == "killed":
-        raise KeyboardInterrupt
-    return [{"case": case.name, "error": None}, {"case": f"{case.name} again", "error": "no"}]
+    return Case(name, {"case": name}, run)
 
 
 def test_rows_are_kept_as_soon_as_they_are_there_by_the_first_rank_alone(tmp_path, monkeypatch, caplog):
     out, file = tmp_path / "ops.json", tmp_path / "ops.rows.jsonl"
-    cases = [Named("first"), Named("second"), Named("killed"), Named("never")]
+    cases = [made_up(name) for name in ("first", "second", "killed", "never")]
     with pytest.raises(KeyboardInterrupt):
-        one_by_one(cases, run_named, str, out)
+        run_cases(cases, str, out)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
-    assert kept == [*run_named(cases[0]), *run_named(cases[1])] and not out.exists()
+    assert [(row["case"], row["error"]) for row in kept] == [
+        ("first", None), ("first again", "no"), ("second", None), ("second again", "no"),
+    ]  # fmt: skip
+    assert not out.exists()
     keep(tmp_path / "gone" / "ops.json", kept)
     assert "rows are not kept meanwhile" in caplog.text
     file.unlink()
-    one_by_one(cases[:1], run_named, str, None)
+    run_cases(cases[:1], str, None)
     monkeypatch.setenv("RANK", "1")
-    assert one_by_one(cases[:1], run_named, str, out) == run_named(cases[0])
+    assert run_cases(cases[:1], str, out) == kept[:2]
     assert not [*tmp_path.iterdir()]
 
 

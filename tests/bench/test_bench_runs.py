@@ -13,12 +13,21 @@ import psutil
 import pytest
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench import projection_suite
-from graphmoe.bench.arguments import BenchArgs, Suite
-from graphmoe.bench.jobs import WARM_UP_STEPS, JobFailed, Trained, compose_config, key_of, train
-from graphmoe.bench.ladder_suite import RUNGS, draw_ladder, ladder_cases, rung_numbers, take_gains
-from graphmoe.bench.projection_suite import projected_run, projection_cases
-from graphmoe.bench.step_suite import RECORDED_STEPS, step_cases, step_numbers
+from graphmoe.bench import jobs
+from graphmoe.bench.arguments import BenchArgs, SuiteName
+from graphmoe.bench.cases import CaseFailed
+from graphmoe.bench.jobs import WARM_UP_STEPS, Trained, compose_config, key_of, train
+from graphmoe.bench.runs import (
+    RECORDED_STEPS,
+    RUNGS,
+    ladder_cases,
+    projected_run,
+    projection_cases,
+    rung_numbers,
+    step_cases,
+    step_numbers,
+    take_gains,
+)
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.project.memory import allocated_bytes
@@ -32,7 +41,7 @@ SUMMARY = {"peak_memory_gib": 2.0, "device_memory_gib": 4.0, "time_to_first_step
 
 
 def test_a_step_without_capture_is_measured_first_and_last_at_each_shape():
-    cases = step_cases(BenchArgs(Suite.step, scopes="[[attn,loss],none]"), "cpu", full=True)
+    cases = step_cases(BenchArgs(SuiteName.step, scopes="[[attn,loss],none]"), "cpu", full=True)
     assert [case.name for case in cases] == [
         f"{shape}/{scope}"
         for shape in ("mbs1_s4096", "mbs4_s4096", "mbs1_s512")
@@ -45,7 +54,9 @@ def test_the_words_of_the_user_replace_those_of_the_suite_and_steps_are_enough()
         "model=tiny,train.global_batch_size=6,passes.disabled=[fuse_loss,fuse_router],graph.warmup_steps=200"
     )
     sizes = {"micro_batch_sizes": "3", "seq_lens": "64", "repeats": 500}
-    (case,) = step_cases(BenchArgs(Suite.step, overrides=given, scopes="layer", **sizes), "cpu", full=True)
+    (case,) = step_cases(
+        BenchArgs(SuiteName.step, overrides=given, scopes="layer", **sizes), "cpu", full=True
+    )
     assert case.name == "mbs3_s64/layer"
     config = compose_config(*case.row["overrides"])
     assert (config.model.name, config.model.num_layers) == ("tiny", 4)  # not 6: another model's number
@@ -102,7 +113,7 @@ def test_a_row_has_both_floors_and_what_the_recorded_steps_say(tmp_path):
 
 
 def rungs(full=False, device="cpu", ranks=2, **given):
-    return ladder_cases(BenchArgs(Suite.ladder, **given), device, full, ranks)
+    return ladder_cases(BenchArgs(SuiteName.ladder, **given), device, full, ranks)
 
 
 def test_every_rung_can_run_and_keeps_what_those_before_it_set():
@@ -152,7 +163,7 @@ def test_gains_pass_over_rungs_that_failed_and_a_ladder_of_failures_has_a_chart(
     take_gains(rows)
     assert [row["gain"] for row in rows] == [None, None, 1.5, 0.8]
     document = {"rows": [{"overrides": []}], "method": {"ranks": 2}, "environment": {"device": "cpu"}}
-    draw_ladder(document, tmp_path / "nothing.png")
+    bench.draw_ladder(document, tmp_path / "nothing.png")
     assert (tmp_path / "nothing.png").stat().st_size > 0
 
 
@@ -179,7 +190,7 @@ def endless() -> list[str]:
 @pytest.mark.slow
 def test_a_job_that_is_late_is_ended_with_its_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(JobFailed, match="not done after limit_s=15 seconds, compilation included"):
+    with pytest.raises(CaseFailed, match="not done after limit_s=15 seconds, compilation included"):
         train(endless(), 15)
     wait_until(lambda: not of_folder(tmp_path), 30)
 
@@ -200,28 +211,28 @@ def test_a_benchmark_that_is_killed_leaves_no_job(tmp_path, number):
 
 @pytest.mark.slow
 def test_every_run_of_the_projection_suite_can_be_projected():
-    cases = projection_cases(BenchArgs(Suite.projection), "cuda", full=True)
+    cases = projection_cases(BenchArgs(SuiteName.projection), "cuda", full=True)
     assert len(cases) >= 6
     for case in cases:
         places, step = projected_run(compose_config(*case.row["overrides"]), H200, None, 1)
         assert 0 < allocated_bytes(places[0]) < 141e9 and step["step_time_s"] > 0, case.name
-    of_eight = projection_cases(BenchArgs(Suite.projection, nproc=8), "cpu", full=False)
+    of_eight = projection_cases(BenchArgs(SuiteName.projection, nproc=8), "cpu", full=False)
     config = compose_config(*of_eight[-1].row["overrides"])
     assert config.train.global_batch_size == 8 * config.train.micro_batch_size
 
 
 def test_rows_say_how_far_a_projection_is_from_what_the_job_wrote_and_which_words_a_run_refuses(monkeypatch):
-    case, _ = projection_cases(BenchArgs(Suite.projection, repeats=2), "cpu", full=False)
+    case, _ = projection_cases(BenchArgs(SuiteName.projection, repeats=2), "cpu", full=False)
     places, step = projected_run(compose_config(*case.row["overrides"]), H200, None, 1)
     gib, step_s = allocated_bytes(places[0]) / 2**30, step["step_time_s"]
 
     def fake_train(overrides, limit_s):
         if "recompute.all=true" in overrides:
-            raise JobFailed("no memory")
+            raise CaseFailed("no memory")
         rows = [{"loss": 1, "step_s": seconds} for seconds in (9, 9, step_s / 1.05, step_s / 1.05)]
         return Trained(rows, {"peak_memory_gib": gib / 1.2, "device_memory_gib": 2 * gib}, {}, None)
 
-    monkeypatch.setattr(projection_suite, "train", fake_train)
+    monkeypatch.setattr(jobs, "train", fake_train)
     document = documented("suite=projection", "device=cpu", "repeats=2")
     row, failed = document["rows"]
     assert (row["memory_error"], row["time_error"]) == (pytest.approx(0.2), pytest.approx(0.05, rel=1e-2))
@@ -229,7 +240,7 @@ def test_rows_say_how_far_a_projection_is_from_what_the_job_wrote_and_which_word
     text = bench.render(document)
     assert "+20.0% miss" in text and "| recompute | failed: no memory" in text
     assert "Misses, memory beyond 5% or time beyond 10%: plain." in text
-    args = BenchArgs(Suite.projection, overrides="parallel.ep=2,moe.dispatcher=alltoall", nproc=2)
+    args = BenchArgs(SuiteName.projection, overrides="parallel.ep=2,moe.dispatcher=alltoall", nproc=2)
     refused = [
         case for case in projection_cases(args, "cuda", full=True) if isinstance(case.config, ConfigError)
     ]

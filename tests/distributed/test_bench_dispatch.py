@@ -13,12 +13,13 @@ import torch
 
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import dispatch_ways
-from graphmoe.bench.cases import Row
+from graphmoe.bench.cases import Row, run_cases
 from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
 from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES
 from graphmoe.bench.rank_group import RankGroup
 from graphmoe.config.arguments import run_tool
 from graphmoe.runtime.dispatch import close_dispatcher
+from graphmoe.runtime.dispatch.symm import Symm
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.fake_vendors import fake_package
 from tests.distributed.ranks import run_ranks
@@ -35,22 +36,22 @@ class Suite:
     broken: bool = False
 
     def __call__(self, ranks: Ranks, folder: Path) -> list[Row]:
-        whole = dispatch_ways.by_symm
+        whole = dispatch_ways.way_of
 
-        def by_symm(*given) -> dispatch_ways.Way:
-            way = whole(*given)
-            way.results["dh"].add_(self.broken * ranks.rank)
+        def way_of(dispatcher, tokens) -> dispatch_ways.Way:
+            way = whole(dispatcher, tokens)
+            way.results["dh"].add_(self.broken * ranks.rank * isinstance(dispatcher, Symm))
             return way
 
         package = cast(ModuleType, fake_package(*PACKAGES["deepep"]))
         with (
-            mock.patch.object(dispatch_ways, "by_symm", by_symm),
+            mock.patch.object(dispatch_ways, "way_of", way_of),
             mock.patch.dict(sys.modules, {"deep_ep": package}),
         ):
             suite = DispatchSuite(RankGroup(CPU), repeats=2)
             cases = dispatch_cases(TINY, "0.8", ["deepep"])
-            prefix = "v2_lite/natural" if self.broken else ""
-            rows = [row for case in cases if case.name.startswith(prefix) for row in suite.run(case)]
+            only = ["v2_lite/natural"] if self.broken else []
+            rows = run_cases([suite.case(case) for case in cases], str, None, only)
             close_dispatcher()
         return rows
 
@@ -58,7 +59,8 @@ class Suite:
 def too_few_experts(ranks: Ranks, folder: Path) -> list[Row]:
     """Run a shape with fewer experts than ranks and slots need."""
     shape = dataclasses.replace(TINY["v2_lite"], E=2)
-    return DispatchSuite(RankGroup(CPU), repeats=1).run(DispatchCase("small", shape, "natural", "pull"))
+    case = DispatchCase("small", shape, "natural", "pull")
+    return run_cases([DispatchSuite(RankGroup(CPU), repeats=1).case(case)], str, None)
 
 
 @pytest.fixture(scope="module")

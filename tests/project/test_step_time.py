@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from graphmoe.bench.jobs import compose_config
-from graphmoe.bench.projection_suite import projected_run
+from graphmoe.bench.runs import projected_run
 from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X

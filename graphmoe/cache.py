@@ -20,18 +20,11 @@ from rich.markup import escape
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
+from graphmoe.runtime.cache.entries import Entry
 from graphmoe.runtime.cache.folders import TAG_FILE
 from graphmoe.runtime.cache.key import BASE, differences
 from graphmoe.runtime.cache.store import CompileCache
-from graphmoe.runtime.cache.upkeep import (
-    Held,
-    Pruned,
-    bytecode_sizes,
-    holdings,
-    prune,
-    total_bytes,
-    verify,
-)
+from graphmoe.runtime.cache.upkeep import Held, bytecode_sizes, holdings, prune, total_bytes, verify
 
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
@@ -69,28 +62,17 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
     cache = CompileCache(folder)
     if args.action is Action.list:
-        held = holdings(cache)
+        held = [*holdings(cache)]
         document = list_document(cache, held)
         emit(document, list_text(document, held), args.format)
     elif args.action is Action.verify:
-        found = verify(cache)
-        document = {"files": found.num_files, "damaged": found.damaged, "lacking": found.lacking}
+        document = verify(cache)
         emit(document, verify_text(document), args.format)
-        if found.damaged or found.lacking:
+        if document["damaged"] or document["lacking"]:
             sys.exit(1)
     else:
-        gone = prune(cache, max_bytes)
-        document = {
-            "bytes_before": gone.bytes_before,
-            "bytes_after": gone.bytes_after,
-            "entries": [entry.key for entry in gone.entries],
-            "files": gone.num_files,
-            "waiting_bytes": gone.waiting_bytes,
-            "damaged": gone.num_damaged,
-            "work_folders": gone.work_folders,
-            "bytecode_folders": gone.bytecode_folders,
-        }
-        emit(document, prune_text(gone), args.format)
+        document, gone = prune(cache, max_bytes)
+        emit(document, prune_text(document, gone), args.format)
 
 
 def parse_size(text: str) -> int:
@@ -164,20 +146,21 @@ def verify_text(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prune_text(gone: Pruned) -> str:
+def prune_text(document: dict[str, Any], gone: list[Entry]) -> str:
     lines = [
         f"entry {entry.key} ({entry.notes.get('model', '?')}, last used {_date(entry.last_used)}) is gone"
-        for entry in gone.entries
+        for entry in gone
     ]
-    lines += [f"the work folder {name} of a killed job is gone" for name in gone.work_folders]
-    if gone.bytecode_folders:
-        lines.append(f"Python's bytecode of packages removed, folders: {len(gone.bytecode_folders)}")
-    if gone.num_damaged:
-        lines.append(f"damaged files removed: {gone.num_damaged}")
-    if gone.waiting_bytes:
-        lines.append(f"{shown_size(gone.waiting_bytes)} stay for an hour: a job may be about to name them")
-    sizes = f"{shown_size(gone.bytes_before)} -> {shown_size(gone.bytes_after)}"
-    return "\n".join([*lines, f"{sizes}; stored files removed: {gone.num_files}"])
+    lines += [f"the work folder {name} of a killed job is gone" for name in document["work_folders"]]
+    if folders := document["bytecode_folders"]:
+        lines.append(f"Python's bytecode of packages removed, folders: {len(folders)}")
+    if document["damaged"]:
+        lines.append(f"damaged files removed: {document['damaged']}")
+    if document["waiting_bytes"]:
+        size = shown_size(document["waiting_bytes"])
+        lines.append(f"{size} stay for an hour: a job may be about to name them")
+    sizes = f"{shown_size(document['bytes_before'])} -> {shown_size(document['bytes_after'])}"
+    return "\n".join([*lines, f"{sizes}; stored files removed: {document['files']}"])
 
 
 def shown_size(num_bytes: int) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from graphmoe.config.untrusted import open_at_once
-from graphmoe.runtime.host.files import age_s
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +54,11 @@ class Blobs:
         """
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
-        if not self._renew(path, len(content)):
-            write_whole(path, content)
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == len(content):  # else torn, and found before anyone read it
+                os.utime(path)  # somebody is about to name it
+                return digest
+        write_whole(path, content)
         return digest
 
     def get(self, digest: str) -> bytes:
@@ -76,38 +78,18 @@ class Blobs:
     def remove(self, blob: Blob) -> bool:
         """Remove a blob that nobody has stored again since it was listed; returns whether it went."""
         path = self.path(blob.digest)
-        try:
-            if path.stat().st_mtime > blob.written:
-                return False
-            path.unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime <= blob.written:
+                path.unlink()
+                return True
+        return False
 
     def __iter__(self) -> Iterator[Blob]:
         for path in self._folder.glob("??/*"):
-            if path.suffix == DRAFT:
-                continue
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            yield Blob(path.name, status.st_size, status.st_mtime)
-
-    def old_drafts(self) -> list[Path]:
-        """Return the drafts that killed writers left."""
-        drafts = self._folder.glob(f"??/*{DRAFT}")
-        return [draft for draft in drafts if age_s(draft) > ORPHAN_AGE_S]
-
-    def _renew(self, path: Path, num_bytes: int) -> bool:
-        """Tell whether the blob is there; its time then says that somebody is about to name it."""
-        try:
-            if path.stat().st_size != num_bytes:  # torn, and found before anyone read it
-                return False
-            os.utime(path)
-        except OSError:
-            return False
-        return True
+            if path.suffix != DRAFT:
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    yield Blob(path.name, status.st_size, status.st_mtime)
 
 
 def read_or_damaged(path: Path) -> bytes:
@@ -123,15 +105,25 @@ def read_or_damaged(path: Path) -> bytes:
         raise
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write the file so that nobody sees a part of it. *Raises* OSError, and then leaves nothing."""
+def write_whole(path: Path, content: bytes, *, first: bool = False) -> None:
+    """Write the file so that nobody sees a part of it. *Raises* OSError, and then leaves nothing.
+
+    ``first`` leaves a file that is there. Of two such writers at the same moment the first one's holds; on a
+    file system without links the last one's.
+    """
     make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:
         draft.write_bytes(content)
         if path.parent.stat().st_mode & stat.S_IWGRP:  # compile.cache_shared, whatever the umask
             draft.chmod(0o660)
-        draft.replace(path)
+        if first:
+            with contextlib.suppress(OSError):
+                os.link(draft, path)
+        if first and path.exists():
+            draft.unlink()
+        else:
+            draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

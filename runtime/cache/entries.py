@@ -9,13 +9,14 @@ import contextlib
 import json
 import logging
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import read_document, write_whole
-from graphmoe.runtime.host.files import process_name
+from graphmoe.runtime.host.files import age_s, process_name
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +42,12 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """The union of an entry's documents; report and notes are the newest."""
+class Entry(Document):
+    """The union of an entry's documents; report, notes and time are the newest."""
 
     key: str
-    facts: dict[str, Any]
-    files: dict[str, str]
-    report: Any
-    notes: dict[str, Any]
-    created: float
     last_used: float
-    documents: tuple[Path, ...] = field(default=())
+    documents: tuple[Path, ...]
     """Newest first."""
 
 
@@ -74,24 +70,23 @@ class Entries:
     def read(self, key: str) -> Entry | None:
         """Return the entry, or None where it has no whole document. A file that is none is set aside."""
         for _ in range(READS):
-            documents = {path: self._document(path) for path in self._documents(key)}
-            if documents and all(path.exists() for path, document in documents.items() if document is None):
+            found = {p: read_document(p, _checked, self._damaged) for p in self._documents(key)}
+            if found and all(path.exists() for path, document in found.items() if document is None):
                 break  # else another process has put it into a document of its own meanwhile
-        whole = [(path, document) for path, document in documents.items() if document is not None]
+        whole = [(path, document) for path, document in found.items() if document is not None]
         if not whole:
             return None
-        whole.sort(key=lambda pair: pair[1].created, reverse=True)
-        newest = whole[0][1]
-        reports = (document.report for _, document in whole if document.report is not None)
+        paths, newest_first = zip(*sorted(whole, key=lambda pair: -pair[1].created), strict=True)
+        newest, used = newest_first[0], self.folder(key) / USED
         return Entry(
-            key,
             newest.facts,
-            union([document.files for _, document in whole]),
-            next(reports, None),
-            {name: value for _, document in reversed(whole) for name, value in document.notes.items()},
+            union(document.files for document in newest_first),
+            next((document.report for document in newest_first if document.report is not None), None),
+            {name: value for document in newest_first[::-1] for name, value in document.notes.items()},
             newest.created,
-            self._last_used(key, newest.created),
-            tuple(path for path, _ in whole),
+            key,
+            max(newest.created, time.time() - age_s(used) if used.exists() else 0.0),
+            paths,
         )
 
     def __iter__(self) -> Iterator[Entry]:
@@ -113,24 +108,12 @@ class Entries:
         """Remove an entry's documents; others that are published meanwhile stay."""
         for path in self._documents(key):
             path.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):
             (self.folder(key) / USED).unlink(missing_ok=True)
             self.folder(key).rmdir()
-        except OSError:
-            pass
 
     def _documents(self, key: str) -> list[Path]:
         return sorted(self.folder(key).glob("*.json"))
-
-    def _document(self, path: Path) -> Document | None:
-        """Return the content of the file; None where it is gone or damaged."""
-        return read_document(path, _checked, self._damaged)
-
-    def _last_used(self, key: str, created: float) -> float:
-        try:
-            return max(created, (self.folder(key) / USED).stat().st_mtime)
-        except OSError:
-            return created
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -11,19 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphmoe.runtime.cache.blobs import Blobs, make_folder, read_document
+from graphmoe.runtime.cache.blobs import Blobs, make_folder, read_document, write_whole
 from graphmoe.runtime.cache.entries import Entries, Entry
 from graphmoe.runtime.cache.folders import TEMPORARY, make_cache, point_torch_at
 from graphmoe.runtime.cache.key import Facts, differences, key_of, may_share
-from graphmoe.runtime.cache.work import Nearest, WorkFolder
-from graphmoe.runtime.host.files import (
-    make_process_folder,
-    make_temporary_folder,
-    process_name,
-    remove_dead,
-)
+from graphmoe.runtime.cache.work import WorkFolder
+from graphmoe.runtime.host.files import make_process_folder, make_temporary_folder, remove_dead
 
-__all__ = ["CompileCache", "Nearest", "WorkFolder", "point_torch_at"]
+__all__ = ["CompileCache", "WorkFolder", "point_torch_at"]
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +47,7 @@ class CompileCache:
         source = entry or _nearest(ours, [other for other in others if may_share(ours, other.facts)])
         work = self._filled(ours, source, found=entry is not None)
         near = _nearest(ours, others)
-        work.nearest = Nearest(near.key, tuple(differences(ours, near.facts))) if near else None
+        work.differences = differences(ours, near.facts) if near else []
         if entry:
             self.entries.touch(entry.key)
         return work
@@ -122,7 +117,8 @@ class Choices:
         """Keep an answer that is not None, unless there is one; returns the one that holds."""
         document = {"name": name, "facts": dict(facts), "answer": answer}
         try:
-            self._write_first(self._path(name, facts), json.dumps(document, indent=1))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(self._path(name, facts), json.dumps(document, indent=1).encode(), first=True)
         except OSError as error:
             log.warning("compile cache: the answer for %s cannot be kept: %s", name, error)
         holds = self.recall(name, facts)
@@ -130,23 +126,3 @@ class Choices:
 
     def _path(self, name: str, facts: Facts) -> Path:
         return self._folder / f"{key_of({'name': name, 'facts': dict(facts)})}.json"
-
-    def _write_first(self, path: Path, text: str) -> None:
-        """Write the file as a whole unless it is there. *Raises* OSError."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        draft = self._folder / f"{process_name()}.draft"
-        try:
-            draft.write_text(text, encoding="utf-8")
-            _link(draft, path)
-        finally:
-            draft.unlink(missing_ok=True)
-
-
-def _link(draft: Path, path: Path) -> None:
-    try:
-        os.link(draft, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without links: of two at the same moment the last one holds
-        if not path.exists():
-            draft.replace(path)

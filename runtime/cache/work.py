@@ -8,7 +8,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ MANY_DOCUMENTS = 4
 """Documents of one entry above which a job joins them though it has nothing new."""
 
 
-@dataclass(frozen=True)
-class Nearest:
-    """The entry whose facts differ least from those that were asked for."""
-
-    key: str
-    differences: tuple[str, ...]
-
-
 class WorkFolder:
     """Folder that the processes of a job compile to. ``CompileCache.open`` makes it."""
 
@@ -55,8 +46,8 @@ class WorkFolder:
         """True where `publish` writes: not in a cache that is read-only, full or none."""
         self.found = False
         """True where there was an entry of these facts."""
-        self.nearest: Nearest | None = None
-        """Without an entry: the one whose facts differ least, which may be of another base."""
+        self.differences: list[str] = []
+        """Without an entry: those to the facts that differ least, which may be of another base."""
         self.shared_from: str | None = None
         """Key of the other entry whose files lie here."""
         self.num_files = self.num_bytes = 0
@@ -91,14 +82,14 @@ class WorkFolder:
             if problem:
                 self._refuse(path, digest, source.key, problem)
         broken = {unit_of(path) for path in self.damaged}
-        broken |= {unit_of(path) for path in wanted if not _has_its_group(self.path / path)}
-        placed = {path: digest for path, digest in wanted.items() if unit_of(path) not in broken}
-        for path in wanted.keys() - placed.keys():
-            (self.path / path).unlink(missing_ok=True)
-        self._files = placed
-        statuses = {path: (self.path / path).stat() for path in placed}
-        self._seen = {path: (status.st_size, status.st_mtime_ns) for path, status in statuses.items()}
-        self.num_files, self.num_bytes = len(placed), sum(size for size, _ in self._seen.values())
+        for path, digest in wanted.items():
+            place = self.path / path
+            if unit_of(path) in broken:
+                place.unlink(missing_ok=True)
+            else:
+                self._files[path], status = digest, place.stat()
+                self._seen[path] = status.st_size, status.st_mtime_ns
+        self.num_files, self.num_bytes = len(self._files), sum(size for size, _ in self._seen.values())
 
     def clear(self) -> None:
         """Make the folder as it is where there is no entry."""
@@ -147,8 +138,13 @@ class WorkFolder:
         except OSError as error:
             return f"is missing ({error.strerror})"
         target = self.path / path
+        if target.name.startswith(GROUP_FILE):
+            moved = _moved_group(content, "", f"{self.path / TRITON}/")
+            if moved is None:
+                return "is no group of kernels"
+            content = moved
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(_placed_form(target, content, self.path))
+        target.write_bytes(content)
         return None
 
     def _refuse(self, path: str, digest: str, key: str, problem: str) -> None:
@@ -183,26 +179,28 @@ class WorkFolder:
             try:
                 status = path.stat()
                 known = (status.st_size, status.st_mtime_ns)
-                if self._seen.get(name) == known:
-                    continue
-                content = _stored_form(path, path.read_bytes(), self.path)
+                content = None if self._seen.get(name) == known else self._stored_form(path)
             except FileNotFoundError:  # replaced meanwhile
                 continue
-            if content is None:
-                continue
-            digest = self._blobs.put(content)
-            self._seen[name] = known
-            if self._files.get(name) != digest:
-                self._files[name] = self._new[name] = digest
+            if content is not None:
+                digest = self._blobs.put(content)
+                self._seen[name] = known
+                if self._files.get(name) != digest:
+                    self._files[name] = self._new[name] = digest
 
     def _restore(self) -> None:
         """Store files again that were pruned while we ran, or before an entry named them."""
         for name, digest in self._files.items():
             path = self.path / name
-            if not self._blobs.has(digest) and path.exists():
-                content = _stored_form(path, path.read_bytes(), self.path)
-                if content is not None:
-                    self._blobs.put(content)
+            content = None if self._blobs.has(digest) or not path.exists() else self._stored_form(path)
+            if content is not None:
+                self._blobs.put(content)
+
+    def _stored_form(self, path: Path) -> bytes | None:
+        """Return a file without the place of the work folder; None for a group that is not whole here."""
+        content = path.read_bytes()
+        is_group = path.name.startswith(GROUP_FILE)
+        return _moved_group(content, f"{self.path / TRITON}/", "") if is_group else content
 
 
 def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
@@ -222,46 +220,17 @@ def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
                     yield path.relative_to(work).as_posix(), path
 
 
-def _stored_form(path: Path, content: bytes, work: Path) -> bytes | None:
-    """Return the content without the place of the work folder; None for what holds only at this place.
+def _moved_group(content: bytes, old: str, new: str) -> bytes | None:
+    """Return a group file of Triton's with its children below another folder; None for any other file.
 
-    A group file gets the names of its children in Triton's folder, which must all be there.
+    Below ``old``, unless it is empty, all of them must be there.
     """
-    group = _group(path, content)
-    if group is None:
-        return content
-    children: dict[str, str] = {}
-    for name, child in group[CHILDREN].items():
-        inside = Path(child).is_relative_to(work / TRITON)
-        if not inside or not os.path.exists(child):
-            return None
-        children[name] = Path(child).relative_to(work / TRITON).as_posix()
-    return json.dumps({**group, CHILDREN: children}, sort_keys=True).encode()
-
-
-def _placed_form(path: Path, content: bytes, work: Path) -> bytes:
-    """Return a stored content with the place of this work folder, which `_stored_form` took away."""
-    group = _group(path, content)
-    if group is None:
-        return content
-    children = {name: str(work / TRITON / child) for name, child in group[CHILDREN].items()}
-    return json.dumps({**group, CHILDREN: children}).encode()
-
-
-def _has_its_group(path: Path) -> bool:
-    """Return False for a placed group file, one of whose children is not there."""
-    if not path.name.startswith(GROUP_FILE) or not path.exists():
-        return True
-    group = _group(path, path.read_bytes())
-    return group is not None and all(os.path.exists(child) for child in group[CHILDREN].values())
-
-
-def _group(path: Path, content: bytes) -> dict[str, Any] | None:
-    """Return the content of a group file of Triton's; None for any other file."""
-    if not path.name.startswith(GROUP_FILE):
-        return None
     try:
         group = json.loads(content)
-        return group if isinstance(group[CHILDREN], dict) else None
-    except (ValueError, KeyError, TypeError):
+        children = {name: str(child) for name, child in group[CHILDREN].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    if not all(child.startswith(old) and (not old or os.path.exists(child)) for child in children.values()):
+        return None
+    moved = {name: f"{new}{child.removeprefix(old)}" for name, child in children.items()}
+    return json.dumps({**group, CHILDREN: moved}, sort_keys=True).encode()

@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ log = logging.getLogger(__name__)
 
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
 """Variable for torch's folder of compiled code; who sets it gets torch's own caches there."""
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """Message of the first rank of a node to the others."""
-
-    path: str
-    why: str
-    """Reason for which code is missing there."""
-    measured: dict[str, int] = field(default_factory=dict)
 
 
 class JobCache:
@@ -55,14 +44,14 @@ class JobCache:
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
-        opened = ranks.on_first_of_node(lambda: self._open(facts))
-        self.why, self.measured = opened.why, dict(opened.measured)
+        path, self.why, self.measured = ranks.on_first_of_node(lambda: self._open(facts))
         if ranks.local_index > 0:
-            point_torch_at(Path(opened.path))
+            point_torch_at(path)
         if ranks.local_size > 1:
-            self.turns = CompileTurns(Path(opened.path, "turns"))
+            self.turns = CompileTurns(path / "turns")
 
-    def _open(self, facts: Mapping[str, Any]) -> _Opened:
+    def _open(self, facts: Mapping[str, Any]) -> tuple[Path, str, dict[str, int]]:
+        """Open the work folder; return it, the reason why code is missing there, and what was measured."""
         self._work = work = self._cache.open(facts)
         work.activate()
         if work.num_files:
@@ -70,7 +59,7 @@ class JobCache:
             log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
         report = work.report if isinstance(work.report, dict) else {}
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
-        return _Opened(str(work.path), why, report.get("measured", {}))
+        return work.path, why, dict(report.get("measured", {}))
 
     def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.
@@ -108,6 +97,6 @@ def _why_compiled(work: WorkFolder) -> str:
         return f"{len(work.damaged)} damaged files were set aside"
     if work.found:
         return "no earlier run of this configuration came to them"
-    if work.nearest:
-        return "; ".join(work.nearest.differences)
+    if work.differences:
+        return "; ".join(work.differences)
     return "the cache has no code of these sources, versions and this device"

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_a_job_finds_the_files_that_an_earlier_one_published(cache):
     first = cache.open(FACTS)
-    assert (first.found, first.nearest, first.num_files, first.report) == (False, None, 0, None)
+    assert (first.found, first.differences, first.num_files, first.report) == (False, [], 0, None)
     write(first, a="1", b="22")
     assert first.publish({"passes": 6}, {"model": "tiny"}) == 2
     assert first.publish() == 0

@@ -76,7 +76,7 @@ def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_m
     errors = {name: fact.error for name, fact in facts.items() if fact.error}
     assert not errors, "\n\n".join(f"{name}: {error}" for name, error in errors.items())
     # Up to four words in the epilogue of a tile that fills the registers are no loss.
-    spills = 16 if file == "test_grouped_mlp_kernels" and target.startswith("sm") else 0
+    spills = 16 if file == "test_grouped_mlp" and target.startswith("sm") else 0
     wrong = {n: f for n, f in facts.items() if f.spills > spills or f.shared_bytes > SHARED_BYTES[target]}
     wrong |= {n: f for n, f in facts.items() if f.atomics}
     assert not wrong, f"spills, atomics or more than {SHARED_BYTES[target]} bytes of shared memory: {wrong}"
@@ -89,7 +89,7 @@ def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_m
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_bf16_products_use_matrix_instructions_and_wide_loads(target):
-    facts = compiled("tests.ops.test_grouped_mlp_kernels", target)
+    facts = compiled("tests.ops.test_grouped_mlp", target)
     for name, fact in facts.items():
         if "bf16" in name:
             # NVIDIA loads by asynchronous copies, and AMD may store straight from the matrix registers.

@@ -127,17 +127,17 @@ def layout_table(plan: Plan) -> Group:
 def timeline_document(panel: Panel) -> dict[str, Any]:
     """A timeline as plain values. ``stages`` is the number of ranks, as on the command line."""
     timeline = panel.timeline
-    ranks = range(timeline.placement.num_ranks)
+    ranks = range(timeline.table.placement.num_ranks)
     rows: list[dict[str, list[dict[str, Any]]]] = [{"compute": [], "comm": []} for _ in ranks]
     for span in timeline.spans:
         rows[span.rank][span.track] += _actions(span, panel.scale)
     return {
-        "schedule": timeline.schedule,
+        "schedule": timeline.table.schedule,
         "title": panel.title,
         "stages": len(ranks),
-        "virtual_stages": timeline.placement.num_stages // len(ranks),
-        "microbatches": timeline.num_micro_batches,
-        "ranks": [list(timeline.placement.stages_of(rank)) for rank in ranks],
+        "virtual_stages": timeline.table.placement.num_stages // len(ranks),
+        "microbatches": timeline.table.num_micro_batches,
+        "ranks": [list(timeline.table.placement.stages_of(rank)) for rank in ranks],
         "unit": panel.unit or None,
         "makespan": timeline.makespan * panel.scale,
         "bubble": timeline.bubble,
@@ -153,7 +153,7 @@ def timeline_table(panel: Panel) -> Group:
     """The numbers of each rank, below those of the whole."""
     timeline, rows = panel.timeline, []
     for rank, idle in enumerate(idle_shares(timeline)):
-        stages = " ".join(map(str, timeline.placement.stages_of(rank)))
+        stages = " ".join(map(str, timeline.table.placement.stages_of(rank)))
         rows.append((str(rank), stages, f"{1 - idle:.1%}", shown_peak(timeline, rank)))
     table = text_table(["rank", "stages", "busy", "peak"], rows, names=(1,), box=SIMPLE_HEAD)
     return Group(Text(f"{panel.title}: {summary(panel)}", "bold"), table)

@@ -82,7 +82,7 @@ class Bar(NamedTuple):
 
 def bars_of(panel: Panel) -> list[Bar]:
     """Return all bars of a panel, from left to right for each rank."""
-    spans, placement = panel.timeline.spans, panel.timeline.placement
+    spans, placement = panel.timeline.spans, panel.timeline.table.placement
     has_transfers = any(span.track == "comm" for span in spans)
     return [bar for span in spans for bar in _bars(span, placement, panel.scale, has_transfers)]
 
@@ -95,7 +95,7 @@ def text_colour(colour: str) -> str:
 
 def idle_shares(timeline: Timeline) -> list[float]:
     """Return for each rank the share of the makespan in which it computes nothing."""
-    busy = [0.0] * timeline.placement.num_ranks
+    busy = [0.0] * timeline.table.placement.num_ranks
     for span in timeline.spans:
         busy[span.rank] += span.end - span.start if span.track == "compute" else 0.0
     return [1 - time / timeline.makespan if timeline.makespan else 0.0 for time in busy]
@@ -121,7 +121,7 @@ def summary(panel: Panel) -> str:
     """A panel's numbers on one line."""
     timeline = panel.timeline
     peaks = timeline.peak_activations if timeline.peak_bytes is None else timeline.peak_bytes
-    most = max(range(timeline.placement.num_ranks), key=peaks.__getitem__)
+    most = max(range(timeline.table.placement.num_ranks), key=peaks.__getitem__)
     peak = shown_peak(timeline, most)
     return f"makespan {shown_makespan(panel)}, bubble {timeline.bubble:.1%}, peak {peak}"
 
@@ -163,7 +163,7 @@ def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
     """
     from matplotlib.figure import Figure
 
-    ranks = [panel.timeline.placement.num_ranks for panel in panels]
+    ranks = [panel.timeline.table.placement.num_ranks for panel in panels]
     figure = Figure((WIDTH_IN, sum(ROW_IN * n + HEAD_IN for n in ranks) + LEGEND_IN), layout="constrained")
     rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
     end = max((bar.end for panel in panels for bar in bars_of(panel)), default=1.0)

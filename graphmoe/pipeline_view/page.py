@@ -58,7 +58,7 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
     """
     from plotly.subplots import make_subplots
 
-    heights = [panel.timeline.placement.num_ranks * ROW_PX for panel in panels]
+    heights = [panel.timeline.table.placement.num_ranks * ROW_PX for panel in panels]
     plot_px = sum(heights) + GAP_PX * (len(panels) - 1)
     figure = make_subplots(
         rows=len(panels),
@@ -73,7 +73,7 @@ def timeline_figure(panels: Sequence[Panel]) -> Figure:
         for kind, bars in bars_by_kind(panel).items():
             figure.add_trace(_trace(kind, bars, panel, kind not in shown), row=row, col=1)
             shown.add(kind)
-        ranks = range(panel.timeline.placement.num_ranks)
+        ranks = range(panel.timeline.table.placement.num_ranks)
         figure.update_yaxes(
             range=[ranks.stop - 0.5, -0.5],
             tickvals=list(ranks),
@@ -135,7 +135,7 @@ def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:
     timelines = [panel.timeline for panel in panels]
     yield ["makespan", *(shown_makespan(panel) for panel in panels)]
     yield ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)]
-    yield ["micro-batches", *(str(timeline.num_micro_batches) for timeline in timelines)]
+    yield ["micro-batches", *(str(timeline.table.num_micro_batches) for timeline in timelines)]
     cells = [
         [
             f"{idle:.1%} idle, peak {shown_peak(timeline, rank)}"

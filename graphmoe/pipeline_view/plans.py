@@ -21,7 +21,7 @@ from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
 from graphmoe.plan.pipeline.plan import slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of, schedule_rules
-from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate, table_of
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
@@ -114,7 +114,7 @@ def _slower(args: ViewArgs, plan: Plan) -> str | None:
     shown, ranks = plan.panel.timeline, plan.placement.num_ranks
 
     def timeline_of(name: str) -> Timeline | None:
-        if name == shown.schedule:
+        if name == shown.table.schedule:
             return shown
         try:
             other = replace(args, schedule=[name], virtual_stages=None, layout=None, stages=ranks)
@@ -123,7 +123,7 @@ def _slower(args: ViewArgs, plan: Plan) -> str | None:
             return None
         return panel.timeline if panel else None
 
-    return slower_than_1f1b(shown.schedule, timeline_of)
+    return slower_than_1f1b(shown.table.schedule, timeline_of)
 
 
 def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> tuple[int, int]:
@@ -173,10 +173,9 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
             f"step={step} is not in {path}; use one of {', '.join(map(str, sorted(timelines)))}"
         )
     recorded = timelines[step]
-    costs, name = median_costs(timelines.values(), comm / MS_PER_US), recorded.schedule
-    table = table_of(name, recorded.placement, recorded.num_micro_batches, recorded.spans)
+    costs, name = median_costs(timelines.values(), comm / MS_PER_US), recorded.table.schedule
     try:
-        simulated = simulate(table, costs)
+        simulated = simulate(recorded.table, costs)
     except TableError as error:
         raise ConfigError(f"step {step} of {path} is no whole step: {error}") from error
     return [
@@ -196,7 +195,7 @@ def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
     pairs: list[tuple[Together, float]] = []
     num_stages = 0
     for timeline in timelines:
-        num_stages = timeline.placement.num_stages
+        num_stages = timeline.table.placement.num_stages
         for span in timeline.spans:
             took = span.end - span.start
             if span.track != "compute":

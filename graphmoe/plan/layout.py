@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -112,34 +111,15 @@ class Layout:
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of the axis; each rank is in one."""
         if axis == "embed":
-            return self._embed_groups()
-        return [*map(tuple, self._grid(axis).tolist())]
-
-    def first_group(self, axis: Axis) -> tuple[int, ...]:
-        """Return the group of rank 0, which holds the embedding, without a list of all others."""
-        if axis != "embed":
-            return tuple(self._grid(axis)[0].tolist())
-        of_place = self._grid("dp_cp")[0].tolist()
-        return tuple(place * self.size("stage") + rank for place in self.embed_on for rank in of_place)
-
-    def _grid(self, axis: Axis) -> npt.NDArray[np.int64]:
-        """Return all ranks, a row for each group of the axis."""
+            of_place = np.array(self.groups("dp_cp")).reshape(self.pp, self.tp, -1)
+            holders = np.concatenate([of_place[place] for place in self.embed_on], axis=1)
+            others = np.delete(of_place, self.embed_on, axis=0).reshape(-1, of_place.shape[2])
+            return [*map(tuple, holders.tolist()), *map(tuple, others.tolist())]
         folding, spanned = _SPANS[axis]
         ranks = np.arange(self.size("world")).reshape([getattr(self, name) for name in folding])
-        others = [i for i, name in enumerate(folding) if name not in spanned]
+        outside = [i for i, name in enumerate(folding) if name not in spanned]
         inside = [i for i, name in enumerate(folding) if name in spanned]
-        return ranks.transpose(others + inside).reshape(-1, self.size(axis))
-
-    def _embed_groups(self) -> list[tuple[int, ...]]:
-        holders: dict[int, tuple[int, ...]] = {}
-        others = []
-        for group in self.groups("dp_cp"):
-            if self.index("pp", group[0]) in self.embed_on:
-                place = self.index("tp", group[0])
-                holders[place] = (*holders.get(place, ()), *group)
-            else:
-                others.append(group)
-        return [*holders.values(), *others]
+        return [*map(tuple, ranks.transpose(outside + inside).reshape(-1, self.size(axis)).tolist())]
 
 
 ALONE = Layout()

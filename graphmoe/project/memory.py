@@ -289,7 +289,7 @@ def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
 @functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
     """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
-    return None if layout.size(axis) == 1 else layout.first_group(axis)
+    return None if layout.size(axis) == 1 else layout.groups(axis)[0]
 
 
 def write_projected_memory(folder: Path, plan: Plan) -> None:

@@ -8,6 +8,7 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,10 +218,8 @@ class PipelineProfile:
         dist.gather_object(part, parts, group=self._group, group_dst=0)
         if parts is None:
             return
-        table, peaks = self._table, [part.peak_bytes for part in parts if part.peak_bytes is not None]
-        self._timelines[number] = timeline_of(
-            table.schedule, table.placement, table.num_micro_batches, in_common_time(parts), peaks or None
-        )
+        peaks = [part.peak_bytes for part in parts if part.peak_bytes is not None]
+        self._timelines[number] = timeline_of(self._table, in_common_time(parts), peaks or None)
         for step in [*self._timelines][:-KEPT_STEPS]:
             del self._timelines[step]
         with dispensable(self._folder / FILE_NAME):
@@ -235,12 +234,10 @@ class PipelineProfile:
         except ConfigError as error:
             log.warning("%s, and is written anew", error)
             return {}
-        table = self._table
-        same = table.schedule, table.placement, table.num_micro_batches
         return {
             step: timeline
             for step, timeline in found.items()
-            if step <= done and (timeline.schedule, timeline.placement, timeline.num_micro_batches) == same
+            if step <= done and replace(timeline.table, ranks=self._table.ranks) == self._table
         }
 
 

@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
 from graphmoe.plan.pipeline.check import check, needs, result
-from graphmoe.plan.pipeline.schedules import forward_only
+from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs, specs_of

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -24,7 +25,7 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import read_json
-from graphmoe.plan.pipeline.actions import Action, Placement, Step, Together
+from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline, Track, timeline_of
 from graphmoe.runtime.host.files import replace_text
 
@@ -126,10 +127,8 @@ class _Recording(msgspec.Struct):
 
 def write_timelines(path: Path, timelines: Mapping[int, Timeline]) -> None:
     """Write the timelines of a run by step, all of one schedule; the file is there whole or not at all."""
-    first = next(iter(timelines.values()))
-    for timeline in timelines.values():
-        same = (timeline.schedule, timeline.placement, timeline.num_micro_batches)
-        assert same == (first.schedule, first.placement, first.num_micro_batches)
+    first = next(iter(timelines.values())).table
+    assert all(replace(timeline.table, ranks=first.ranks) == first for timeline in timelines.values())
     document = {
         "schedule": first.schedule,
         "rank_of": first.placement.rank_of,
@@ -156,12 +155,10 @@ def read_timelines(path: Path) -> dict[int, Timeline]:
         if ranks != set(range(len(ranks))):
             raise ValueError(f"rank_of={found.rank_of[:20]} must name each rank from 0 on")
         placement = Placement(tuple(found.rank_of), len(ranks))
-        timelines = {}
+        like, timelines = Table(found.schedule, placement, found.num_micro_batches, ()), {}
         for step in found.steps:
             spans = [_span(row, placement, found.num_micro_batches) for row in step.spans]
-            timelines[step.step] = timeline_of(
-                found.schedule, placement, found.num_micro_batches, spans, step.peak_bytes
-            )
+            timelines[step.step] = timeline_of(like, spans, step.peak_bytes)
         return timelines
     except ValueError as error:
         raise ConfigError(f"{path} is no recording of a pipeline: {error}") from error

@@ -39,7 +39,11 @@ def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     assert [*timelines] == [3, 6, 8]
     overtakes = []
     for timeline in timelines.values():
-        assert (timeline.schedule, timeline.num_micro_batches, timeline.peak_bytes) == ("zb1p", 2, None)
+        assert (timeline.table.schedule, timeline.table.num_micro_batches, timeline.peak_bytes) == (
+            "zb1p",
+            2,
+            None,
+        )
         done = sorted(str(span.step) for span in timeline.spans if span.track == "compute")
         assert done == sorted(f"{stage}{kind}{n}" for stage in range(2) for kind in "FIW" for n in range(2))
         at = {(span.track, str(span.step)): span for span in timeline.spans}

@@ -8,7 +8,8 @@ from torch.profiler import profile
 
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import peak_activations
-from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.runtime.pipeline.engine import Pipeline
 from graphmoe.runtime.pipeline.stages import Stage

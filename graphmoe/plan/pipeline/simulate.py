@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together, parts
@@ -28,29 +29,31 @@ class Span:
 class Timeline:
     """All spans of one step of training, and the numbers that follow from them."""
 
-    schedule: str
-    placement: Placement
-    num_micro_batches: int
+    table: Table
+    """Steps that each rank computed."""
     spans: tuple[Span, ...]
     """Spans in the order of ranks, then of time."""
     makespan: float
     """Time from the first start to the last end of any rank."""
-    bubble: float
-    """The share of makespan * ranks in which a rank computes nothing, 0 to 1."""
-    peak_activations: tuple[float, ...]
-    """Most that each rank kept at once, in activations of its whole stage for one micro-batch."""
+    busy: float
+    """Time that all ranks compute, in sum."""
     peak_bytes: tuple[float, ...] | None = None
     """Most bytes that each rank kept at once, where measured or where the size of an activation is known."""
 
+    @property
+    def bubble(self) -> float:
+        """The share of makespan * ranks in which a rank computes nothing, 0 to 1."""
+        offered = self.makespan * self.table.placement.num_ranks
+        return (offered - self.busy) / offered if offered else 0.0
 
-def timeline_of(
-    schedule: str,
-    placement: Placement,
-    num_micro_batches: int,
-    spans: Iterable[Span],
-    peak_bytes: Iterable[float] | None = None,
-) -> Timeline:
-    """Make a timeline of measured spans; times are counted from the first start.
+    @functools.cached_property
+    def peak_activations(self) -> tuple[float, ...]:
+        """Most that each rank kept at once, in activations of its whole stage for one micro-batch."""
+        return peak_activations(self.table)
+
+
+def timeline_of(like: Table, spans: Iterable[Span], peak_bytes: Iterable[float] | None = None) -> Timeline:
+    """Make a timeline of measured spans, of the schedule of a table; times are counted from the first start.
 
     The spans of one rank and track must not overlap. They may come in any order.
     """
@@ -59,34 +62,15 @@ def timeline_of(
         raise ValueError("a step has no spans")
     begin, end = min(span.start for span in measured), max(span.end for span in measured)
     moved = tuple(Span(s.rank, s.track, s.step, s.start - begin, s.end - begin) for s in measured)
-    busy = sum(span.end - span.start for span in moved if span.track == "compute")
-    table = table_of(schedule, placement, num_micro_batches, moved)
-    return _timeline(table, moved, end - begin, busy, peak_bytes)
-
-
-def _timeline(
-    table: Table, spans: tuple[Span, ...], makespan: float, busy: float, peak_bytes: Iterable[float] | None
-) -> Timeline:
-    offered = makespan * table.placement.num_ranks
-    return Timeline(
-        table.schedule,
-        table.placement,
-        table.num_micro_batches,
-        spans,
-        makespan,
-        (offered - busy) / offered if offered else 0.0,
-        peak_activations(table),
-        None if peak_bytes is None else tuple(map(float, peak_bytes)),
-    )
-
-
-def table_of(schedule: str, placement: Placement, num_micro_batches: int, spans: Iterable[Span]) -> Table:
-    """Return the steps that each rank computed; the spans of a rank are in the order of time."""
-    ranks: list[list[Step]] = [[] for _ in range(placement.num_ranks)]
-    for span in spans:
+    ranks: list[list[Step]] = [[] for _ in range(like.placement.num_ranks)]
+    busy = 0.0
+    for span in moved:
         if span.track == "compute":
             ranks[span.rank].append(span.step)
-    return Table(schedule, placement, num_micro_batches, tuple(map(tuple, ranks)))
+            busy += span.end - span.start
+    table = replace(like, ranks=tuple(map(tuple, ranks)))
+    peaks = None if peak_bytes is None else tuple(map(float, peak_bytes))
+    return Timeline(table, moved, end - begin, busy, peaks)
 
 
 @dataclass(frozen=True)
@@ -169,4 +153,4 @@ def simulate(table: Table, costs: Costs) -> Timeline:
         spans.append(Span(rank, "compute", step, start, free[rank]))
     in_time = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
     peak_bytes = None if costs.activation_bytes is None else peaks(table, costs.activation_bytes)
-    return _timeline(table, in_time, max(free), busy, peak_bytes)
+    return Timeline(table, in_time, max(free), busy, peak_bytes)

@@ -6,7 +6,8 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
 from graphmoe.plan.pipeline.check import TableError, check, peak_activations, peaks
-from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 

@@ -7,7 +7,8 @@ import pytest
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.check import check, peak_activations
-from graphmoe.plan.pipeline.schedules import SCHEDULES, forward_only, make_table
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
+from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 PUBLISHED = [

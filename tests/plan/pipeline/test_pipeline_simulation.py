@@ -8,7 +8,7 @@ from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 
 def rows(timeline: Timeline, track="compute"):
     """The spans of a track by rank, as text, start and end."""
-    num_ranks = timeline.placement.num_ranks
+    num_ranks = timeline.table.placement.num_ranks
     return [
         [
             (str(span.step), span.start, span.end)

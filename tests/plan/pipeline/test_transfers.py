@@ -6,7 +6,8 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import Placement, parts
 from graphmoe.plan.pipeline.check import needs, result
-from graphmoe.plan.pipeline.schedules import forward_only, make_table
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.transfers import HELD, channels_of, transfers_of
 
 TRAINING = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]

@@ -11,14 +11,8 @@ from graphmoe.config.choices import look_up
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Placement, Table
 from graphmoe.plan.pipeline.check import TableError, check
-from graphmoe.plan.pipeline.schedules.one_f_one_b import (
-    forward_only,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    zb1p,
-)
-from graphmoe.plan.pipeline.schedules.v_shaped import v_half, v_min, zbv
+from graphmoe.plan.pipeline.schedules.one_f_one_b import one_forward_one_backward, zb1p
+from graphmoe.plan.pipeline.schedules.v_shaped import folded
 from graphmoe.plan.pipeline.simulate import Costs
 
 Build = Callable[..., Table]
@@ -43,56 +37,49 @@ class Schedule:
     """True where ranks keep the activations of all micro-batches; a search tries no such schedule."""
 
 
+def _in_turns(name: str, description: str, virtual_stages: tuple[int, int | None]) -> Schedule:
+    build = partial(one_forward_one_backward, name)
+    return Schedule(build, description, virtual_stages, build_overlapped=partial(build, overlap=True))
+
+
+def _on_a_v(name: str, description: str, limit_of: Callable[[int], int]) -> Schedule:
+    return Schedule(
+        partial(folded, name, limit_of), description, (2, 2), splits_backward=True, is_folded=True
+    )
+
+
 SCHEDULES = {
-    "gpipe": Schedule(gpipe, "all forwards, then all backwards", keeps_all=True),
-    "1f1b": Schedule(
-        one_forward_one_backward,
-        "a forward and a backward in turns",
-        build_overlapped=partial(one_forward_one_backward, overlap=True),
+    "gpipe": Schedule(
+        partial(one_forward_one_backward, "gpipe", forwards_first=True),
+        "all forwards, then all backwards",
+        keeps_all=True,
     ),
-    "interleaved": Schedule(
-        interleaved,
+    "1f1b": _in_turns("1f1b", "a forward and a backward in turns", (1, 1)),
+    "interleaved": _in_turns(
+        "interleaved",
         "1f1b on several stages of each rank: less bubble, more messages and activations",
-        virtual_stages=(2, None),
-        build_overlapped=partial(interleaved, overlap=True),
+        (2, None),
     ),
     "zb1p": Schedule(
         zb1p,
         "1f1b with weight gradients where ranks would wait: a third of the bubble",
         splits_backward=True,
     ),
-    "zbv": Schedule(
-        zbv,
+    # With F = I = W, and no fewer micro-batches than ranks, the last rank waits for its first forward only.
+    "zbv": _on_a_v(
+        "zbv",
         "two stages on each rank, there and back: least bubble, with the activations of 1f1b",
-        virtual_stages=(2, 2),
-        splits_backward=True,
-        is_folded=True,
+        lambda num_ranks: 2 * num_ranks,
     ),
-    "v_half": Schedule(
-        v_half,
-        "zbv with half of the activations and some bubble",
-        virtual_stages=(2, 2),
-        splits_backward=True,
-        is_folded=True,
+    "v_half": _on_a_v(
+        "v_half", "zbv with half of the activations and some bubble", lambda num_ranks: num_ranks + 2
     ),
-    "v_min": Schedule(
-        v_min,
+    "v_min": _on_a_v(
+        "v_min",
         "zbv with a third of the activations and more bubble",
-        virtual_stages=(2, 2),
-        splits_backward=True,
-        is_folded=True,
+        lambda num_ranks: round(2 * (num_ranks + 4) / 3),
     ),
 }
-
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "forward_only",
-    "make_table",
-    "placement_of",
-    "schedule_of",
-    "schedule_rules",
-]
 
 
 def schedule_of(name: str) -> Schedule:

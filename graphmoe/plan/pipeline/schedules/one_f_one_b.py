@@ -8,49 +8,30 @@ from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Toget
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs
 
 
-def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Table:
-    """GPipe: each rank keeps the activations of all micro-batches (arXiv 1811.06965, section 2.3)."""
-    assert virtual_stages == 1
-    numbers = range(num_micro_batches)
-    ranks = tuple(
-        tuple(Action(kind, rank, number) for kind in ("F", "B") for number in numbers)
-        for rank in range(num_ranks)
-    )
-    return Table("gpipe", Placement.loop(num_ranks), num_micro_batches, ranks)
-
-
 def one_forward_one_backward(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, overlap: bool = False
+    schedule: str,
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    *,
+    overlap: bool = False,
+    forwards_first: bool = False,
 ) -> Table:
     """1F1B: a rank keeps as many activations as stages follow, its own included.
 
-    With overlap it keeps twice as many: see `_num_warm_up`.
+    With several stages of a rank it is interleaved: a rank takes micro-batches in rounds of ``num_ranks``,
+    each round through all of its stages. Where the last round is not full, the table is that of full rounds
+    without the missing micro-batches. All other actions keep their order, so the table can run, and it ends
+    no later than full rounds do. With overlap it keeps twice as many: see `_num_warm_up`.
+    ``forwards_first``: GPipe, which keeps all micro-batches (arXiv 1811.06965, section 2.3).
     """
-    assert virtual_stages == 1
-    return _table("1f1b", num_ranks, num_micro_batches, virtual_stages, overlap)
-
-
-def interleaved(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, overlap: bool = False
-) -> Table:
-    """1F1B on several stages of each rank: less bubble, for more messages and activations.
-
-    A rank takes micro-batches in rounds of ``num_ranks``, each round through all of its stages. Where the
-    last round is not full, the table is that of full rounds without the missing micro-batches. All other
-    actions keep their order, so the table can run, and it ends no later than full rounds do.
-    """
-    assert virtual_stages > 1
-    return _table("interleaved", num_ranks, num_micro_batches, virtual_stages, overlap)
-
-
-def _table(
-    schedule: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, overlap: bool
-) -> Table:
     ranks = []
     for rank in range(num_ranks):
         forwards, backwards = _turns(rank, num_ranks, num_micro_batches, virtual_stages)
         # In a single round the first ranks have fewer forwards than a whole warm-up: then all come first.
         warm_up = min(_num_warm_up(rank, num_ranks, virtual_stages, overlap), len(forwards))
+        if forwards_first:
+            warm_up = len(forwards)
         steps: list[Step] = [*forwards[:warm_up]]
         for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
             steps += (Together(forward, backward),) if overlap else (forward, backward)
@@ -123,7 +104,7 @@ def forward_only(like: Table | Placement, num_micro_batches: int) -> Table:
     return Table(FORWARD_ONLY, placement, num_micro_batches, tuple(map(tuple, ranks)))
 
 
-def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Table:
+def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
     """ZB-H1: a third of the bubble of 1F1B; all ranks keep as many activations as its first rank.
 
     Rank r is r micro-batches late with its weight gradients. The stages before it get their gradients the

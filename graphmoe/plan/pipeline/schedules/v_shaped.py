@@ -12,7 +12,7 @@ import functools
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table
@@ -31,35 +31,18 @@ SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
 """Shares of the longest time that such a leg could take from rank to rank."""
 
 
-def zbv(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
+def folded(
+    schedule: str,
+    limit_of: Callable[[int], int],
+    num_ranks: int,
+    num_micro_batches: int,
+    virtual_stages: int,
+    *,
+    costs: Costs | None = None,
 ) -> Table:
-    """ZB-V, which keeps as much as 1F1B. With F = I = W the last rank waits for its first forward only.
-
-    The latter holds for as many micro-batches as ranks, or more.
-    """
+    """Return a table whose ranks keep at most ``limit_of(num_ranks)`` activations of virtual stages."""
     assert virtual_stages == 2
-    return _table("zbv", num_ranks, num_micro_batches, 2 * num_ranks, costs)
-
-
-def v_half(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
-) -> Table:
-    """V-half: half of the activations of 1F1B, and one more."""
-    assert virtual_stages == 2
-    return _table("v_half", num_ranks, num_micro_batches, num_ranks + 2, costs)
-
-
-def v_min(
-    num_ranks: int, num_micro_batches: int, virtual_stages: int = 2, *, costs: Costs | None = None
-) -> Table:
-    """V-min: (num_ranks + 4) / 3 activations, rounded to half of one."""
-    assert virtual_stages == 2
-    return _table("v_min", num_ranks, num_micro_batches, round(2 * (num_ranks + 4) / 3), costs)
-
-
-def _table(schedule: str, num_ranks: int, num_micro_batches: int, limit: int, costs: Costs | None) -> Table:
-    """Return a table whose ranks keep at most ``limit`` activations of virtual stages."""
+    limit = limit_of(num_ranks)
     placement = Placement.folded(num_ranks)
     costs = costs or Costs.of_rank(placement, 1, 1, 1)
     costs = Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.comm)

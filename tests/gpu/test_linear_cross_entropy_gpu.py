@@ -8,7 +8,7 @@ import torch
 
 from graphmoe.ops import linear_cross_entropy as module
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
-from tests.ops.loss_cases import (
+from tests.ops.test_linear_cross_entropy import (
     Case,
     assert_close,
     assert_matches_fp64,

@@ -12,9 +12,9 @@ from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.ops.router import select_experts
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
-from tests.ops.router_cases import coarse_choices
 from tests.ops.row_cases import choose
 from tests.ops.test_grouped_mm import CASES, assert_matches_the_loop, make_inputs
+from tests.ops.test_router import coarse_choices
 
 B, S, V = 8, 512, 512  # 4096 tokens: beyond the size at which torch's embedding backward sorts
 CONFIG = ModelConfig(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
 from graphmoe.model.moe import Router
-from graphmoe.ops import router as ops
+from tests.ops.test_router import Case, choice_of, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S, D = 2, 9, 12
@@ -37,29 +37,11 @@ def make_input(seed=0, sequences=B):
     return torch.randn(sequences, S, D, generator=generator).requires_grad_()
 
 
-def expected_outputs(router, x, experts):
-    """h, weights, loss in fp64 for the experts that were chosen; written without the router's ops."""
-    config = router.config
+def normed(router, x):
+    """h [T, D] and logits [T, E] in fp64."""
     x, norm, gate = (t.detach().double() for t in (x, router.norm.weight, router.gate.weight))
-    h = (x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * norm).flatten(0, 1)
-    logits = h @ gate.T
-    sigmoid = config.score_function is ScoreFunction.sigmoid
-    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
-    weights = torch.stack([row[chosen] for row, chosen in zip(scores, experts.long(), strict=True)])
-    if config.softmax_after_topk:
-        weights = torch.stack([row[c].softmax(0) for row, c in zip(logits, experts.long(), strict=True)])
-    elif config.renormalise:
-        weights = weights / weights.sum(1, keepdim=True)
-    share = scores / scores.sum(1, keepdim=True)
-    balance = 0.0
-    # DeepSeek-V3, equation 18: the best scores count, without bias and groups.
-    counted = scores.topk(config.top_k).indices if config.selection_bias else experts.long()
-    for shares, slots in zip(share.chunk(len(x)), counted.chunk(len(x)), strict=True):
-        load = torch.bincount(slots.flatten(), minlength=config.num_experts) / slots.numel()
-        balance += config.num_experts * float((load.double() * shares.mean(0)).sum()) / len(x)
-    z = float(logits.logsumexp(-1).square().mean())
-    entropy = float(-(share * share.log()).sum(-1).mean())
-    return h, weights * config.routed_scale, torch.tensor([balance, z, entropy]).double()
+    h = (x * (x.square().mean(-1, keepdim=True) + router.config.norm_eps).rsqrt() * norm).flatten(0, 1)
+    return h, h @ gate.T
 
 
 @pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
@@ -78,32 +60,23 @@ def test_every_combination_of_options_matches_fp64(function, after, renormalise,
     )
     x = make_input()
     h, weights, experts, loss, stats = router(x)
-    expected_h, expected_weights, expected_stats = expected_outputs(router, x, experts)
-    choices = ops.scores_of(F.linear(h, router.gate.weight), function).detach()
-    choices = choices + router.selection_bias if bias else choices
-    assert torch.equal(experts, ops.select_experts(router.config, choices))
+    summed = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 4 // min(groups, 2)}
+    limit = (groups, min(groups, 2), summed[group_score])
+    case = Case(B, S, 16, 4, function.value, limit, renormalise, after, 1.5)
+    expected_h, logits = normed(router, x)
+    assert torch.equal(experts, choice_of(case, logits, router.selection_bias))
+    expected_weights, share_sum_BE, z_sum, entropy_sum = written_out(case, logits, experts)
+    # DeepSeek-V3, equation 18: the best scores count, without bias and groups.
+    counted = choice_of(case, logits, groups=(1, 1, 1)) if bias else experts
+    load_BE = torch.stack([torch.bincount(slots.flatten(), minlength=16) for slots in counted.split(S)])
+    balance = 16 * (load_BE / (4 * S) * share_sum_BE / S).sum(1).mean()
+    expected_stats = torch.stack([balance, z_sum / (B * S), entropy_sum / (B * S)])
     assert {weights.dtype, loss.dtype, stats.dtype} == {torch.float32} and experts.dtype == torch.int32
     assert_forward_close(h, expected_h)
     assert_forward_close(weights, expected_weights)
     assert_forward_close(stats, expected_stats)
     assert_forward_close(loss, 0.25 * expected_stats[0] + 0.125 * expected_stats[1])
     assert not stats.requires_grad
-
-
-@pytest.mark.parametrize("function", ScoreFunction)
-def test_the_bias_changes_the_choice_but_not_the_weights(function):
-    router = make_router(score_function=function, selection_bias=True)
-    x = make_input()
-    with torch.no_grad():
-        router.selection_bias.zero_()
-        router.selection_bias[5] = 10.0  # above every score
-        h, weights, experts, _, _ = router(x)
-    assert bool((experts[:, 0] == 5).all())
-    scores = ops.scores_of(F.linear(h, router.gate.weight), function)
-    assert torch.equal(weights, scores.gather(1, experts.long()))
-    with torch.no_grad():
-        router.selection_bias[5] = -10.0
-        assert not bool((router(x)[2] == 5).any())
 
 
 def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
@@ -121,9 +94,10 @@ def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("kind", [AuxLoss.sequence, AuxLoss.micro_batch, AuxLoss.global_batch])
-def test_the_balance_loss_counts_the_best_scores_whatever_the_bias_chooses(kind, groups):
+@pytest.mark.parametrize("function", ScoreFunction)
+def test_the_balance_loss_counts_the_best_scores_whatever_the_bias_chooses(function, kind, groups):
     router = make_router(
-        score_function=ScoreFunction.sigmoid, selection_bias=True, aux_loss=kind, aux_loss_coef=1.0,
+        score_function=function, selection_bias=True, aux_loss=kind, aux_loss_coef=1.0,
         num_groups=groups, topk_groups=min(groups, 2),
     )  # fmt: skip
     with torch.no_grad():
@@ -132,7 +106,8 @@ def test_the_balance_loss_counts_the_best_scores_whatever_the_bias_chooses(kind,
     for step in range(2):
         x = make_input(seed=step)
         h, _, experts, loss, *_ = router(x, *[seen.clone()] * router.reads_earlier)
-        exact = (h.double() @ router.gate.weight.double().T).sigmoid()
+        logits = h.double() @ router.gate.weight.double().T
+        exact = logits.sigmoid() if function is ScoreFunction.sigmoid else logits.softmax(-1)
         scores_before.append(exact.detach())
         expected = equation_18(exact, torch.cat(scores_before), kind)
         assert_forward_close(loss, expected)

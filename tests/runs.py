@@ -11,11 +11,12 @@ import importlib
 import inspect
 import io
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from graphmoe.checkpoint.entries import flatten
 from graphmoe.command.hydra import schema, to_config
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
+from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.trainer import Trainer
@@ -156,6 +158,41 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
     for name, value in one.items():
         same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
         assert same, name
+
+
+def assert_same_runs(
+    folder: Path, words: tuple[str, ...], of_plain: tuple[str, ...] = (), of_other: tuple[str, ...] = ()
+) -> None:
+    """Train in the folders plain and other: every row and the last state are the same bits."""
+    states = []
+    for name, more in (("plain", of_plain), ("other", of_other)):
+        train_in(folder / name, *words, *more)
+        states.append(final_state(folder / name, folder / f"{name}_scratch", *words))
+    assert numbers(folder / "other") == numbers(folder / "plain")
+    assert_same_state(*states)
+
+
+def spoil_steps(
+    monkeypatch: pytest.MonkeyPatch, trainer: Trainer, steps: Container[int], *, only_gradients: bool = False
+) -> None:
+    """Make loss and gradients, or gradients alone, NaN at some steps: by a number that a graph reads too."""
+    scale, whole, step = torch.ones(()), Transformer.loss, trainer._train_step
+
+    def loss(self: Transformer, *arguments: Any) -> Any:
+        output = whole(self, *arguments)
+        if not torch.is_grad_enabled():
+            return output
+        if only_gradients:
+            output.total.register_hook(lambda gradient: gradient * scale)
+            return output
+        return output._replace(total=output.total * scale, cross_entropy=output.cross_entropy * scale)
+
+    def train_step() -> None:
+        scale.fill_(math.nan if trainer.step + 1 in steps else 1.0)
+        step()
+
+    monkeypatch.setattr(Transformer, "loss", loss)
+    monkeypatch.setattr(trainer, "_train_step", train_step)
 
 
 STEP = "graphmoe.training.trainer:Trainer._train_step"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.segments import Segment, lowest_stage, run_segments, waiting_segments
+from graphmoe.segments import CAPTURABLE, Segment, lowest_stage, run_segments, segments_of, waiting_segments
 
 
 def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
@@ -12,6 +12,14 @@ def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
         "embed attn mlp moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine "
         "loss optimizer"
     )
+
+
+def test_words_stand_for_lists_of_segments():
+    assert segments_of("partial") == ("attn", "moe_router", "moe_preprocess")
+    assert set(segments_of("layer")) == set(CAPTURABLE) - {"embed", "loss"}
+    assert all(name.startswith("moe_") for name in segments_of("moe")) and len(segments_of("moe")) == 5
+    assert segments_of("none") == segments_of("full_iteration") == ()
+    assert segments_of(["loss", "attn"]) == ("attn", "loss")
 
 
 def test_tensors_are_handed_over_by_name_in_the_declared_order():

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import math
 import os
 import signal
 from types import SimpleNamespace
@@ -11,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe.model.transformer import Transformer
 from graphmoe.runtime.capture import graphs
 from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, CaptureReport, Span
 from graphmoe.runtime.capture.graphs import GraphMaker
-from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, trainer_in
+from graphmoe.runtime.capture.step import CapturedStep
+from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, spoil_steps, trainer_in
 
 pytestmark = pytest.mark.usefixtures("unmeasured", "as_traced")
 UNREAD = ("train.steps=9", "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1")
@@ -61,45 +60,22 @@ def test_nodes_are_what_the_driver_counts_or_nothing(monkeypatch, hip, function)
         count._obj.value = graph.value // 2
         return 0 if graph.value < 100 else 700
 
-    asked = []
-    library = SimpleNamespace(**{function: get_nodes})
+    def load(name, mode):
+        assert name.startswith("libamdhip64.so" if hip else "libcuda.so.1")
+        if not there:
+            raise OSError(f"{name}: no such file")
+        return there[0]
+
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: asked.append(name) or library)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    there = [SimpleNamespace(**{function: get_nodes})]
     assert graphs._count_nodes(42) == 21 and graphs._count_nodes(420) is None
-    assert set(asked) == {"libamdhip64.so" if hip else "libcuda.so.1"}
-    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: SimpleNamespace())
-    assert graphs._count_nodes(42) is None
-
-    def fail(name, mode):
-        raise OSError(f"{name}: no such file")
-
-    monkeypatch.setattr(ctypes, "CDLL", fail)
-    assert graphs._count_nodes(42) is None
+    for there[:] in ([SimpleNamespace()], []):
+        assert graphs._count_nodes(42) is None
 
 
-def test_what_is_watched_may_move_before_the_capture_and_not_after():
-    holder = {"weight": torch.zeros(3), "bias": torch.zeros(3)}
-    capture = Capture("layer", torch.device("cpu"), warmup_steps=2)
-    capture.watch({f"layers.0.attn.norm.{key}": (holder, key) for key in holder})
-    for _ in range(4):
-        if not capture.ready:
-            holder["weight"] = torch.zeros(3)
-        with capture.step():
-            holder["weight"].add_(1)  # in place
-    holder["weight"] = holder["weight"].clone()
-    moved = r"^layers.0.attn.norm.weight: at another address than when graph.scope=layer was captured"
-    with pytest.raises(RuntimeError, match=moved), capture.step():
-        raise AssertionError("the step ran")
-    del holder["bias"]
-    moved = r"^layers.0.attn.norm.weight and 1 more: .* change tensors in place, such as by copy_$"
-    with pytest.raises(RuntimeError, match=moved), capture.step():
-        raise AssertionError("the step ran")
-
-
-def test_gradients_buffers_moments_and_new_parameters_are_watched_too(tmp_path):
+def test_tensors_may_move_before_the_capture_and_not_after_and_the_error_names_them(tmp_path):
     trainer = trainer_in(tmp_path, *UNREAD, *FULL)
-    for _ in range(3):
-        trainer._train_step()
     model, optimizer = trainer.model, trainer.optimizer
     norm, router = model.layers[1].attn.norm, model.routers()[0]
     gradient = vars(optimizer.gradient_of(norm.weight))
@@ -114,13 +90,76 @@ def test_gradients_buffers_moments_and_new_parameters_are_watched_too(tmp_path):
         "the optimizer's exp_avg_sq": (optimizer.families[0].moments, "exp_avg_sq", torch.clone),
         "the optimizer's applied": (vars(optimizer), "applied", torch.clone),
     }
+    router.selection_bias = router.selection_bias.clone()
+    for _ in range(3):
+        trainer._train_step()
     for name, (holder, key, moved) in moves.items():
         old = holder[key]
         holder[key] = moved(old)
-        with pytest.raises(RuntimeError, match=f"^{name}: at another address"):
+        with pytest.raises(RuntimeError, match=f"^{name}: .* than when graph.scope=full_iteration was"):
             trainer._train_step()
         holder[key] = old
         trainer._train_step()
+    gradient["total"] = gradient["total"].clone()
+    del optimizer.applied
+    with pytest.raises(
+        RuntimeError, match=r"^the .* and 1 more: .* change tensors in place, such as by copy_$"
+    ):
+        trainer._train_step()
+    trainer.loader.close()
+
+
+def tokens(*values: int) -> list[torch.Tensor]:
+    return [torch.full((2, 3), value) for value in values]
+
+
+def captured(step, warmup_steps: int = 1) -> tuple[CapturedStep, Capture]:
+    cpu = torch.device("cpu")
+    capture = Capture("full_iteration", cpu, warmup_steps)
+    return CapturedStep(step, cpu, capture), capture
+
+
+def test_a_step_runs_on_static_buffers_and_its_result_stays_where_it_is():
+    seen = []
+
+    def step(batches):
+        seen.append([batch.data_ptr() for batch in batches])
+        return torch.stack([batch.sum() for batch in batches])
+
+    run, capture = captured(step, warmup_steps=2)
+    results = [run(tokens(number, 10 * number)) for number in range(1, 6)]
+    assert all(pointers == seen[0] for pointers in seen) and len(seen) == 5
+    assert results[0].tolist() == [6, 60] and results[1].tolist() == [12, 120]  # not replayed
+    assert len({result.data_ptr() for result in results[2:]}) == 1
+    assert results[-1].tolist() == [30, 300] and capture.report.graphs == 1
+    for other in (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 3)):
+        with pytest.raises(ValueError, match=r"micro-batch 0 are .* buffers are torch.int64 \[2, 3\]"):
+            run([other, *tokens(1)])
+
+
+def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
+    held = []
+
+    def step(batches):
+        return torch.stack([given.max() for given in held])
+
+    run, _ = captured(step)
+    for number in (1, 2):
+        held[:] = tokens(number)
+        result = run(held)
+    assert result.item() == torch.iinfo(torch.long).min  # 2 if nobody had noticed
+
+
+def test_metrics_are_written_a_step_late_and_completely(tmp_path):
+    words = ("train.steps=7", "train.val_batches=0", "checkpoint.interval=0", "train.log_interval=2")
+    trainer = trainer_in(tmp_path, *words, *FULL)
+    written = []
+    for _ in range(7):
+        trainer._train_step()
+        written.append(len(metrics(tmp_path)))
+    assert written == [0, 0, 2, 2, 4, 4, 7]  # the last step is written at once
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8))
+    assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in metrics(tmp_path))
     trainer.loader.close()
 
 
@@ -128,28 +167,20 @@ POISONED, STOPPED_AFTER = (4, 9), 5
 
 
 def run_with_bad_steps(folder, monkeypatch, words, stop_after=None):
-    """A trainer after a run in which a number on the device makes the gradients of some steps NaN."""
-    scale, whole = torch.ones(()), Transformer.loss
-
-    def loss(self, *arguments):
-        output = whole(self, *arguments)
-        return output._replace(total=output.total * scale) if torch.is_grad_enabled() else output
-
+    """A trainer after a run in which the gradients of some steps are NaN."""
     with monkeypatch.context() as patch:
-        patch.setattr(Transformer, "loss", loss)
         trainer = trainer_in(folder, *words)
+        spoil_steps(patch, trainer, POISONED)
         step, weights = trainer._train_step, trainer.optimizer.main
 
         def train_step() -> None:
-            poisoned = trainer.step + 1 in POISONED
-            scale.fill_(math.nan if poisoned else 1.0)
             before = [weight.clone() for weight in weights]
             step()
-            assert all(map(torch.equal, before, weights)) == poisoned
+            assert all(map(torch.equal, before, weights)) == (trainer.step in POISONED)
             if trainer.step == stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        trainer._train_step = train_step
+        patch.setattr(trainer, "_train_step", train_step)
         assert trainer.run() == (stop_after is None)
     return trainer
 

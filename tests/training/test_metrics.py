@@ -84,6 +84,7 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
 
 
 def writer(folder, done: int, **log) -> MetricsWriter:
+    folder.mkdir(parents=True, exist_ok=True)
     return MetricsWriter(folder, LogConfig(**log), "name", done, {"a": 1}, total_steps=6)
 
 
@@ -130,46 +131,50 @@ def test_a_full_disk_costs_rows_and_is_named_once_for_each_file(tmp_path, caplog
     assert caplog.text.count("TensorBoard gets no more rows (File too large)") == 1
 
 
-def test_weights_and_biases_without_its_package_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
-        writer(tmp_path, 0, tensorboard=False, wandb=True)
-    assert not list(tmp_path.iterdir())  # nothing that would take the folder from the next start
+@pytest.fixture
+def wandb(monkeypatch) -> types.SimpleNamespace:
+    """A package of Weights & Biases that keeps the words of each start, and the rows."""
+    fake = types.SimpleNamespace(started=[], rows=[])
+    fake.log = lambda scalars, step: fake.rows.append((step, scalars["loss"]))
+    fake.finish = lambda: None
+    fake.init = lambda **words: fake.started.append(words) or fake
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
 
 
-def test_weights_and_biases_that_does_not_take_rows_costs_the_rows(tmp_path, monkeypatch, caplog):
+WANDB = {"tensorboard": False, "wandb": True}
+
+
+def test_weights_and_biases_that_is_not_there_or_refuses_says_what_to_do(
+    tmp_path, monkeypatch, caplog, wandb
+):
     def refuse(*words, **named):
         raise ValueError("api_key not configured\nand more")
 
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **words: types.SimpleNamespace(log=refuse)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = writer(tmp_path, 0, tensorboard=False, wandb=True)
+    wandb.log = refuse
+    sink = writer(tmp_path / "run", 0, **WANDB)
     sink.write([row_of(1), row_of(2)])
     sink.close()
     assert caplog.text.count("W&B gets no more rows (api_key") == 1
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
-    fake.init = refuse
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    wandb.init = refuse
     with pytest.raises(ConfigError, match=r"log.wandb=true cannot begin \(api_key not configured\); log in"):
-        writer(tmp_path, 0, tensorboard=False, wandb=True)
+        writer(tmp_path / "other", 0, **WANDB)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
+        writer(tmp_path / "other", 0, **WANDB)
+    assert not list(tmp_path.glob("other/*"))  # nothing that would take the folder from the next start
 
 
-def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, monkeypatch):
-    started, logged = [], []
-    run = types.SimpleNamespace(
-        log=lambda scalars, step: logged.append((step, scalars["loss"])), finish=lambda: None
-    )
-    fake = types.ModuleType("wandb")
-    fake.init = lambda **words: started.append(words) or run
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, wandb):
     for step, parent in enumerate(("one", "other", "other")):
-        (tmp_path / parent / "0").mkdir(parents=True, exist_ok=True)
-        sink = writer(tmp_path / parent / "0", 0, tensorboard=False, wandb=True, wandb_project="mine")
+        sink = writer(tmp_path / parent / "0", 0, **WANDB, wandb_project="mine")
         sink.write([row_of(step)])
         sink.close()
-    assert started[0]["id"] != started[1]["id"] == started[2]["id"]
-    assert started[0]["project"] == "mine" and started[0]["config"] == {"a": 1}
-    assert logged == [(0, 2.5), (1, 2.5), (2, 2.5)]
+    one, other, again = wandb.started
+    assert one["id"] != other["id"] == again["id"]
+    assert one["project"] == "mine" and one["config"] == {"a": 1}
+    assert wandb.rows == [(0, 2.5), (1, 2.5), (2, 2.5)]
 
 
 def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():
@@ -194,10 +199,8 @@ def test_loads_of_experts_are_means_of_as_many_steps_as_keep_the_file_short(tmp_
     assert found[0]["load"] == [[2.0, 2.0], [1.0, 0.0]]
     ExpertLoads(tmp_path, 4, total).write(rows(5, 6))
     assert [row["step"] for row in read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)] == [3, 6]
-
-
-def test_a_model_without_experts_has_no_file_of_loads(tmp_path):
-    ExpertLoads(tmp_path, 0, 4).write([StepRow(1, 1.0, {}, torch.zeros(0, 8))])
+    (tmp_path / EXPERT_LOADS_FILE).unlink()
+    ExpertLoads(tmp_path, 0, 4).write([StepRow(1, 1.0, {}, torch.zeros(0, 8))])  # a model without experts
     assert not (tmp_path / EXPERT_LOADS_FILE).exists()
 
 

@@ -172,21 +172,6 @@ def test_a_signal_before_the_first_step_leaves_one_first_validation(tmp_path, mo
     assert row_keys(folder) == [(0, True), (1, False), (2, False), (2, True)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_notice_saves_as_a_demand_does(tmp_path, number):
-    trainer = trainer_in(tmp_path, "train.val_batches=0", "checkpoint.interval=0")
-    step = trainer.train_step.__class__.__call__
-
-    def notified(*arguments):
-        os.kill(os.getpid(), number)
-        return step(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.train_step.__class__, "__call__", notified)
-        assert not trainer.run()
-    assert (trainer.stopped_by, trainer.step, trainer.store.latest()) == (number.name, 1, [1])
-
-
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(tmp_path, undisturbed, caplog):
     folder = tmp_path / "run"
     trainer = trainer_in(folder, *LONG)
@@ -211,17 +196,23 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(tmp_pat
     assert numbers(folder) == numbers(undisturbed)
 
 
-def test_resume_from_takes_the_whole_state_of_another_run(tmp_path):
-    six = ("train.steps=6", "checkpoint.interval=3", "optim.schedule=constant")
-    nine = ("train.steps=9", *six[1:])
-    whole = train_in(tmp_path / "whole", *nine)
+TIED = ("model.tie_embeddings=true", "model.mtp_depth=1")
+
+
+@pytest.mark.parametrize(
+    "model", [(), TIED, (*TIED, "precision.compute=bf16")], ids=["fp32", "tied", "tied bf16"]
+)
+def test_resume_from_takes_the_whole_state_of_another_run(tmp_path, model):
+    six = (*model, "train.steps=6", "checkpoint.interval=3", "optim.schedule=constant")
+    nine = (*six, "train.steps=9")
+    train_in(tmp_path / "whole", *nine)
     train_in(tmp_path / "first", *six)
-    source = f"checkpoint.resume_from={tmp_path}/first"
-    second = train_in(tmp_path / "second", *nine, source)
-    later = [row for row in numbers(tmp_path / "whole") if row["step"] > 6]
-    assert numbers(tmp_path / "second") == later
-    for one, other in zip(whole.optimizer.weights, second.optimizer.weights, strict=True):
-        assert one.equal(other)
+    second = train_in(tmp_path / "second", *nine, f"checkpoint.resume_from={tmp_path}/first")
+    assert numbers(tmp_path / "second") == [row for row in numbers(tmp_path / "whole") if row["step"] > 6]
+    states = [final_state(tmp_path / name, tmp_path / f"of {name}", *model) for name in ("whole", "second")]
+    assert_same_state(*states)
+    tied = second.model.loss_head.head.weight is second.model.embed.weight
+    assert tied == bool(model) != any(name.endswith("loss_head.head.weight") for name in states[0])
 
 
 def test_fewer_steps_than_the_checkpoint_has_is_a_configuration_error(tmp_path):

@@ -10,10 +10,9 @@ import yaml
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.model.transformer import Transformer
 from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
 from graphmoe.training.trainer import Trainer
-from tests.runs import assert_same_state, config, final_state, train_in, trainer_in
+from tests.runs import assert_same_state, config, final_state, spoil_steps, train_in, trainer_in
 
 RUN = ("train.steps=12", "train.log_interval=1", "train.max_nonfinite=3", "checkpoint.interval=2")
 RUN = (*RUN, "train.val_batches=0")
@@ -136,15 +135,7 @@ def test_a_start_from_weights_that_are_not_finite_names_the_tensor_and_the_newes
 def test_checkpoints_from_before_skipped_steps_stay_until_a_step_is_applied_again(tmp_path, monkeypatch):
     overrides = (*RUN, "checkpoint.interval=1", "checkpoint.keep_last=1", "train.max_nonfinite=9")
     trainer = steps(trainer_in(tmp_path, *overrides), 3)
-    whole, skips = Transformer.loss, {4, 5, 6}
-
-    def loss(self, *arguments):
-        output = whole(self, *arguments)
-        if trainer.step + 1 not in skips:
-            return output
-        return output._replace(total=output.total * math.nan, cross_entropy=output.cross_entropy * math.nan)
-
-    monkeypatch.setattr(Transformer, "loss", loss)
+    spoil_steps(monkeypatch, trainer, {4, 5, 6})
     found = []
     for _ in range(4):
         steps(trainer, 1)

@@ -1,54 +1,46 @@
 """Steps whose loss or gradients are not finite: they change nothing, and too many in a row end the run."""
 
-import math
-
 import pytest
 import torch
 
-from graphmoe.model.transformer import Transformer
+from graphmoe.checkpoint.entries import flatten
 from graphmoe.training.saves import TrainingStopped
-from tests.runs import QUIET, TINY, command, metrics, train_in, trainer_in
+from tests.runs import QUIET, TINY, command, metrics, spoil_steps, train_in, trainer_in
 
-
-def spoil(monkeypatch, trainer, steps, *, only_gradients: bool = False) -> None:
-    """Make loss and gradients, or gradients alone, NaN at these steps of a trainer."""
-    whole = Transformer.loss
-
-    def loss(self, tokens_BS, labels_BS, execute):
-        output = whole(self, tokens_BS, labels_BS, execute)
-        if trainer.step + 1 not in steps or not torch.is_grad_enabled():
-            return output
-        if not only_gradients:
-            nan = output.cross_entropy * math.nan
-            return output._replace(total=output.total * math.nan, cross_entropy=nan)
-        output.total.register_hook(lambda grad: grad * math.nan)
-        return output
-
-    monkeypatch.setattr(Transformer, "loss", loss)
+BALANCED = ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Copies of weights, selection bias and moments."""
-    optimizer = trainer.optimizer.state_dict()
-    del optimizer["counters"]
-    parts = {"model": trainer.model.state_dict(), **optimizer}
-    return {f"{part}.{name}": t.clone() for part, tensors in parts.items() for name, t in tensors.items()}
+    """The bytes of all that a checkpoint holds and of the routers' counts, by name."""
+    tensors = {**flatten(trainer._state()).tensors, **dict(trainer.model.named_buffers())}
+    return {name: t.detach().clone().view(-1).view(torch.uint8) for name, t in tensors.items()}
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("only_gradients", [False, True])
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypatch, only_gradients, compute):
-    trainer = trainer_in(tmp_path, *QUIET, f"precision.compute={compute}")
-    spoil(monkeypatch, trainer, {3}, only_gradients=only_gradients)
+@pytest.mark.parametrize(
+    "words", [(), ("precision.compute=bf16",), BALANCED], ids=["fp32", "bf16", "balanced"]
+)
+@pytest.mark.parametrize("why", ["void", "loss", "gradients"])
+def test_a_step_that_is_void_or_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypatch, why, words):
+    trainer = trainer_in(tmp_path, *QUIET, *words)
+    optimizer = trainer.optimizer
+    if why != "void":
+        spoil_steps(monkeypatch, trainer, {3, 4}, only_gradients=why == "gradients")
     for _ in range(2):
         trainer._train_step()
     before = state_of(trainer)
     assert any(name.endswith("selection_bias") and t.count_nonzero() for name, t in before.items())
-    trainer._train_step()
+    optimizer.void.fill_(float(why == "void"))
+    for _ in range(2):
+        trainer._train_step()
     after = state_of(trainer)
-    assert [name for name, t in before.items() if not torch.equal(t, after[name])] == []
-    assert trainer.optimizer.applied.item() == 2 and trainer.optimizer.skipped.item() == 1
-    assert trainer.loader.place.consumed == 3 * 4
+    changed = {name for name, t in before.items() if not torch.equal(t, after[name])}
+    counters = {f"optimizer.counters.{name}" for name in ("skipped", "skipped_in_row", "longest_skip")}
+    assert changed - {n for n in before if n.endswith("earlier_counts")} == (
+        counters if why != "void" else set()
+    )
+    assert optimizer.applied.item() == 2 and optimizer.skipped.item() == 2 * (why != "void")
+    assert trainer.loader.place.consumed == 4 * 4
+    optimizer.void.zero_()
     trainer._train_step()
     assert not torch.equal(state_of(trainer)["model.embed.weight"], after["model.embed.weight"])
     trainer.loader.close()
@@ -56,7 +48,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypa
 
 def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch, caplog):
     trainer = trainer_in(tmp_path, "train.steps=8", "train.max_nonfinite=3", "train.log_interval=3")
-    spoil(monkeypatch, trainer, {2, 3, 6})
+    spoil_steps(monkeypatch, trainer, {2, 3, 6})
     caplog.set_level("INFO")
     assert trainer.run()
     rows = [row for row in metrics(tmp_path) if "loss" in row]
@@ -69,7 +61,7 @@ def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch
 @pytest.mark.parametrize("only_gradients", [False, True])
 def test_too_many_skips_in_a_row_end_the_run_also_between_two_reads(tmp_path, monkeypatch, only_gradients):
     trainer = trainer_in(tmp_path, "train.steps=9", "train.max_nonfinite=3", "train.log_interval=7")
-    spoil(monkeypatch, trainer, {4, 5, 6}, only_gradients=only_gradients)
+    spoil_steps(monkeypatch, trainer, {4, 5, 6}, only_gradients=only_gradients)
     with pytest.raises(TrainingStopped, match=r"3 steps in a row .*train.max_nonfinite=3.*lower optim.lr"):
         trainer.run()
     assert trainer.step == 6  # read at the validation of step 6
@@ -81,7 +73,7 @@ def test_a_stopped_run_without_checkpoints_names_the_one_that_it_began_from(tmp_
     train_in(tmp_path / "old", "train.steps=3")
     words = ("train.max_nonfinite=1", "train.log_interval=1", "checkpoint.enabled=false")
     trainer = trainer_in(tmp_path / "new", *words, f"checkpoint.resume_from={tmp_path / 'old'}")
-    spoil(monkeypatch, trainer, {4})
+    spoil_steps(monkeypatch, trainer, {4})
     began = tmp_path / "old" / "checkpoints" / "step_00000003"
     said = rf"nothing is saved \(checkpoint.enabled=false\); the run began from {began}\. "
     with pytest.raises(TrainingStopped, match=said):
@@ -91,7 +83,7 @@ def test_a_stopped_run_without_checkpoints_names_the_one_that_it_began_from(tmp_
 def test_a_run_whose_last_steps_were_all_skipped_is_not_finished_by_starting_it_again(tmp_path, monkeypatch):
     overrides = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1")
     trainer = trainer_in(tmp_path / "run", *overrides)
-    spoil(monkeypatch, trainer, {3, 4})
+    spoil_steps(monkeypatch, trainer, {3, 4})
     with pytest.raises(TrainingStopped, match="weights before them are saved at step 4"):
         trainer.run()
     monkeypatch.undo()

@@ -4,18 +4,24 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from graphmoe import save_hf, train
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
+from graphmoe.convert import ConvertArgs, convert
+from graphmoe.model.build import build_model
 from graphmoe.plan.plan import plan_of
+from graphmoe.run.weights import load_weights
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training
 from graphmoe.training.start_state import check_start
+from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.runs import TINY, config, train_in
 
 
@@ -35,29 +41,18 @@ def refusal(*words: str) -> str:
 
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])
-def test_a_run_is_refused_before_its_data_are_opened_and_the_error_names_the_key(tmp_path, monkeypatch, key):
+def test_a_start_is_refused_before_data_are_opened_or_a_folder_is_claimed(tmp_path, monkeypatch, capsys, key):
     monkeypatch.setattr("graphmoe.training.trainer.open_data", lambda *a, **k: pytest.fail("data are opened"))
-    with pytest.raises(ConfigError, match=f"^checkpoint.{key}=nowhere: nowhere (holds|is) no"):
-        training.run_worker(plan_of(config(f"checkpoint.{key}=nowhere"), 1), tmp_path, Ranks())
-
-
-@pytest.mark.parametrize("key", ["resume_from", "init_from"])
-@pytest.mark.parametrize("is_taken", [False, True])
-def test_the_command_refuses_before_there_is_a_folder(tmp_path, monkeypatch, capsys, key, is_taken):
-    from graphmoe import train
-
-    monkeypatch.chdir(tmp_path)
-    if is_taken:
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}')
     monkeypatch.setattr("graphmoe.run.folder.claim", lambda *a, **k: pytest.fail("a folder is claimed"))
+    said = f"checkpoint.{key}=nowhere: nowhere (holds|is) no"
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        training.run_worker(plan_of(config(f"checkpoint.{key}=nowhere"), 1), tmp_path, Ranks())
+    monkeypatch.chdir(tmp_path)
     words = ["graphmoe.train", *TINY, f"checkpoint.{key}=nowhere", "hydra.run.dir=run"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as caught:
         train.main()
-    assert caught.value.code == 2
-    err = capsys.readouterr().err
-    assert re.search(f"error: checkpoint.{key}=nowhere: nowhere (holds|is) no", err), err
+    assert caught.value.code == 2 and re.search(f"error: {said}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("place", ["", "/checkpoints", "/checkpoints/step_00000003"])
@@ -72,6 +67,30 @@ def test_another_model_is_refused_by_its_keys_and_tensors(first, key):
     head, *tensors = message.splitlines()
     assert head.startswith(f"checkpoint.{key}={first}: {first} is of another model")
     assert "model.expert_ffn_size: 8 -> 16" in head and any("moe_experts.w_down" in line for line in tensors)
+
+
+@pytest.mark.parametrize("ties", [True, False])
+def test_another_kind_of_head_is_refused_from_a_run_and_from_folders_of_weights(tmp_path, ties):
+    words = [f"model.tie_embeddings={str(kind).lower()}" for kind in (ties, not ties)]
+    trainer = train_in(tmp_path / "run", words[0], "train.steps=1", "train.val_batches=0")
+    (tmp_path / "run" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.config)))
+    resumed = refusal(f"checkpoint.resume_from={tmp_path}/run", words[1])
+    assert f"another model (model.tie_embeddings: {ties} -> {not ties}; its own -> this run's)" in resumed
+    assert "loss_head.head.weight" in resumed
+    started = refusal(f"checkpoint.init_from={tmp_path}/run", words[1])
+    assert f"{words[1]}, but " in started and f"; use {words[0]}, or" in started
+    own = replace(CONFIG, tie_embeddings=ties)
+    model = random_model(own)
+    save_hf(model, own, tmp_path / "hf")
+    convert(ConvertArgs(from_=tmp_path / "hf", to=tmp_path / "own"))
+    for folder in (tmp_path / "hf", tmp_path / "own"):
+        target, other = (build_model(replace(own, tie_embeddings=kind), seed=7) for kind in (ties, not ties))
+        load_weights(target, folder)
+        assert_same_weights(target.state_dict(), model.state_dict())
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(ConfigError, match=f"{words[1]}, but {folder} is"):
+            load_weights(other, folder)
+        assert_same_weights(other.state_dict(), before)
 
 
 def test_another_precision_is_refused_for_the_whole_state_and_fine_for_weights(first):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from graphmoe.checkpoint.entries import flatten
 from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
 from graphmoe.plan.layout import Layout
@@ -22,10 +21,9 @@ from tests.runs import (
     QUIET,
     TINY,
     Command,
-    assert_same_state,
+    assert_same_runs,
     command,
     config,
-    final_state,
     metrics,
     numbers,
     train_in,
@@ -91,29 +89,6 @@ def test_routers_are_told_of_the_slots_that_the_loss_counts_where_a_bias_moves_t
         assert bool((counted_LE[:, :-2].sum(dim=1) > 0).all()), "the best scores are others"
 
 
-@pytest.mark.parametrize("words", [(), ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")])
-def test_a_void_step_leaves_all_that_a_checkpoint_holds_and_the_routers_counts(tmp_path, words):
-    trainer = trainer_in(tmp_path, *QUIET, *words)
-
-    def state() -> dict[str, torch.Tensor]:
-        tensors = {**flatten(trainer._state()).tensors, **dict(trainer.model.named_buffers())}
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    trainer._train_step()
-    before = state()
-    trainer.optimizer.void.fill_(1.0)
-    for _ in range(2):
-        trainer._train_step()
-    after = state()
-    assert before.keys() == after.keys() and any("selection_bias" in name for name in before)
-    for name, tensor in before.items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), after[name].view(-1).view(torch.uint8)), name
-    trainer.optimizer.void.zero_()
-    trainer._train_step()
-    assert not torch.equal(state()["model.embed.weight"], before["model.embed.weight"])
-    trainer.loader.close()
-
-
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
     trainer = train_in(tmp_path, "optim.lr=1e-30", "model.selection_bias=false")
     rows = [row for row in metrics(tmp_path) if "val_loss" in row]
@@ -125,31 +100,29 @@ def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "interval, batches, steps", [(0, 1, [0, 5]), (2, 1, [0, 2, 4, 5]), (2, 0, []), (9, 1, [0, 5])]
+    "words, validations, checkpoints",
+    [
+        ("train.val_interval=0 checkpoint.interval=0 train.log_interval=1", [0, 7], [7]),
+        ("train.val_interval=2 checkpoint.interval=2 train.log_interval=4", [0, 2, 4, 6, 7], [2, 4, 6, 7]),
+        ("train.val_batches=0 checkpoint.interval=7 train.log_interval=1000000000", [], [7]),
+        ("train.val_interval=9 checkpoint.interval=9", [0, 7], [7]),
+    ],
 )
-def test_validation_comes_first_at_its_interval_and_last(tmp_path, interval, batches, steps):
-    train_in(tmp_path, "train.steps=5", f"train.val_interval={interval}", f"train.val_batches={batches}")
-    assert [row["step"] for row in metrics(tmp_path) if "val_loss" in row] == steps
-
-
-@pytest.mark.parametrize("interval, steps", [(0, [7]), (2, [2, 4, 6, 7]), (7, [7]), (9, [7])])
-def test_checkpoints_come_at_their_interval_and_last(tmp_path, interval, steps):
-    overrides = (f"checkpoint.interval={interval}", "checkpoint.keep_last=9", "train.steps=7")
-    assert train_in(tmp_path, *overrides).store.latest() == steps[::-1]
-
-
-@pytest.mark.parametrize("log_interval", [1, 4, 1_000_000_000])
-def test_every_step_has_its_row_whatever_the_log_interval(tmp_path, log_interval):
-    train_in(tmp_path, f"train.log_interval={log_interval}", "train.val_batches=0", "checkpoint.interval=0")
-    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+def test_validations_and_checkpoints_come_at_their_interval_and_last_and_each_step_has_its_row(
+    tmp_path, words, validations, checkpoints
+):
+    trainer = train_in(tmp_path, "train.steps=7", "checkpoint.keep_last=9", *words.split())
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows if "val_loss" in row] == validations
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 8)]
+    assert trainer.store.latest() == checkpoints[::-1]
 
 
 def test_what_is_saved_and_logged_does_not_change_the_numbers(tmp_path):
-    train_in(tmp_path / "a", "train.log_interval=1", "checkpoint.interval=1", "checkpoint.async_save=false")
-    train_in(tmp_path / "b", "train.log_interval=6", "checkpoint.interval=0", "data.prefetch=0")
-    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
-    one, other = (final_state(tmp_path / name, tmp_path / f"{name}2") for name in "ab")
-    assert_same_state(one, other)
+    often = ("train.log_interval=1", "checkpoint.interval=1", "checkpoint.async_save=false")
+    assert_same_runs(
+        tmp_path, (), often, ("train.log_interval=6", "checkpoint.interval=0", "data.prefetch=0")
+    )
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,34 @@ parallel.ep=2 model.num_dense_layers=4 | parallel.ep=2 shares out experts, and t
 parallel.ep=2 moe.dispatcher=local | use moe.dispatcher=auto or alltoall
 parallel.ep=0 | parallel.ep=0 must be greater than 0
 profile.steps=[[]] | profile.steps=[[]] must be a list of whole numbers
+launch.fake_world=8 launch.fake_rank=8 | use 0 to 7
+launch.fake_world=8 launch.fake_rank=-1 | launch.fake_rank=-1 is not among the ranks
+launch.fake_world=6 parallel.pp=4 | does not divide the 6 ranks
+launch.fake_world=8 parallel.pp=8 | the model has
+launch.fake_world=8 parallel.pp=2 pipeline.microbatches=3 train.global_batch_size=64
+    | use pipeline.microbatches=
+launch.fake_world=8 parallel.pp=2 pipeline.microbatches=0 train.global_batch_size=16 | greater than 0
+launch.fake_world=8 launch.nproc=2 | leave those two out
+launch.fake_world=8 launch.write_only=true | leave one of them out
+launch.fake_world=8 parallel.dp_shard=fsdp2 | counts what parallel.dp_shard=zero1 keeps
+launch.fake_world=0 | launch.fake_world=0 must be greater than 0
+launch.fake_world=8 launch.fake_memory_gb=0 | launch.fake_memory_gb=0.0 must be greater than 0
+launch.fake_world=8 train.global_batch_size=24 | use a multiple of
+profile.steps=[1,2,3] | has 3 numbers; use the first and the last, or one
+profile.steps=[0,2] | counted from 1, e.g. [10,12]
+profile.steps=[3,2] | must be the first and the last step
+profile.steps=[3,9] train.steps=5 | goes beyond train.steps=5; use at most [3, 5]
+profile.steps=[9] train.steps=5 | goes beyond train.steps=5; use at most [5]
+profile.steps=[1] profile.ranks=[] | must be ranks
+profile.steps=[1] profile.ranks=[0,0] | each once
+profile.steps=[1] profile.ranks=[-1] | counted from 0
+profile.steps=[1] launch.fake_world=8 | leave one of them out
+profile.steps=[1] profile.ranks=[0,2] launch.nproc=2 launch.nodes=1
+    | profile.ranks=[0, 2] has a rank that is none of 2; use 0 to 1
+graph.scope=[attn,optimizer] | has optimizer; use one of none, partial, moe, layer, full_iteration, or a list
+graph.scope=[] | names no segment; use graph.scope=none
+graph.scope=partial compile.enabled=false
+    | compile.enabled=true, graph.scope=full_iteration or graph.scope=none
 train.global_batch_size=65537 train.micro_batch_size=1 | of a rank in each step; use at most 65536
 VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1
 VENDOR moe.dispatcher=turbo parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1

@@ -1,4 +1,4 @@
-"""Damages of files, by a seed: of their bytes, of what they are, and of the values in JSON and YAML."""
+"""Damages of files, by a seed: of their bytes, of what they are, of values in JSON and YAML; a full disk."""
 
 import gzip
 import hashlib
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import traceback
@@ -91,6 +92,24 @@ def damage(folder: Path, rng: random.Random) -> str:
     if rng.random() < 0.7:  # by who made the folder, and not by a disk
         _fit_sums(folder)
     return f"{path.relative_to(folder)}: {told}"
+
+
+def flip_bit(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@contextmanager
+def no_file_beyond(num_bytes: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size: a write takes what still fits, the next one fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def fresh_copy(source: Path, to: Path) -> Path:

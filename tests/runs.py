@@ -133,6 +133,12 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
+def summary(folder: Path) -> dict[str, Any]:
+    """The summary.json of a run."""
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
 def numbers(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl without what differs from run to run."""
     return [{k: v for k, v in row.items() if k not in TIMED} for row in metrics(folder)]
@@ -239,6 +245,11 @@ class Command:
         while not reached() and self.process.is_alive():
             assert time.monotonic() < end, self.err.read_text()
             time.sleep(0.001)
+
+    def wait_for_rows(self, folder: Path, count: int) -> None:
+        """Wait for so many rows in the metrics.jsonl of a run."""
+        path = folder / "metrics.jsonl"
+        self.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
 
 
 def command(

@@ -10,6 +10,7 @@ import torch
 
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
+from tests.damage import flip_bit
 
 
 def make_store(folder: Path, **settings) -> CheckpointStore:
@@ -29,12 +30,6 @@ def load_step(store: CheckpointStore) -> int | None:
     return step
 
 
-def flip_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def test_damaged_checkpoints_are_reported_and_the_newest_whole_one_used(tmp_path, caplog):
     store = make_store(tmp_path, keep_last=9)
     save_steps(store, *range(1, 8))
@@ -42,8 +37,8 @@ def test_damaged_checkpoints_are_reported_and_the_newest_whole_one_used(tmp_path
     (tmp_path / "step_00000006" / "manifest.json").write_text('{"files": ')
     (tmp_path / "step_00000005" / "__0_0.distcp").unlink()
     os.truncate(tmp_path / "step_00000004" / "__0_0.distcp", 100)
-    flip_byte(tmp_path / "step_00000003" / "__0_0.distcp")
-    flip_byte(tmp_path / "step_00000002" / ".metadata")
+    flip_bit(tmp_path / "step_00000003" / "__0_0.distcp")
+    flip_bit(tmp_path / "step_00000002" / ".metadata")
     assert load_step(store) == 1
     for step, said in [
         (7, "manifest.json: cannot be read"),
@@ -67,7 +62,7 @@ def test_damaged_checkpoints_are_reported_and_the_newest_whole_one_used(tmp_path
 
 def test_a_damaged_checkpoint_does_not_push_a_good_one_out(tmp_path):
     save_steps(make_store(tmp_path), 1, 2)
-    flip_byte(tmp_path / "step_00000002" / "__0_0.distcp")
+    flip_bit(tmp_path / "step_00000002" / "__0_0.distcp")
     store = make_store(tmp_path)
     assert load_step(store) == 1
     save_steps(store, 3)
@@ -85,28 +80,29 @@ def test_pruning_keeps_the_last_and_each_nth(tmp_path, settings, kept):
     assert len(list(tmp_path.iterdir())) == len(kept)
 
 
-@pytest.mark.parametrize("name", [f"step_00000001.tmp-{10**30}", "step_00000001.replaced"])
-def test_files_and_links_named_as_leftovers_and_huge_process_numbers_are_passed_over(tmp_path, name):
+SPELLINGS = ("step_000000002", "step_\u0661" + "\u0660" * 7, "step_2", "step_00000002.old")
+"""Names that are no names of checkpoints."""
+
+
+def test_leftovers_of_dead_processes_go_and_others_stay_and_are_passed_over(tmp_path):
     save_steps(make_store(tmp_path), 1)
-    (tmp_path / name).write_text("no folder")
-    make_store(tmp_path)
-    (tmp_path / name).unlink()
-    (tmp_path / name).symlink_to(tmp_path)
-    assert load_step(make_store(tmp_path)) == 1
-    (tmp_path / name).unlink()
-    (tmp_path / name).mkdir()
-    assert load_step(make_store(tmp_path)) == 1 and not (tmp_path / name).exists()
-
-
-def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path):
     dead = subprocess.Popen(["true"])
     dead.wait()
-    gone = [f"step_00000001.tmp-{dead.pid}", f"step_00000002.tmp-{os.getpid()}"]
-    for name in [*gone, "step_00000003.tmp-1", "notes"]:
+    gone = [f"step_00000002.tmp-{pid}" for pid in (dead.pid, os.getpid(), 10**30)] + [
+        "step_00000002.replaced"
+    ]
+    stay = ["step_00000003.tmp-1", "notes", *SPELLINGS]
+    for name in [*gone, *stay]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "part").write_text("x")
-    make_store(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step_00000003.tmp-1"]
+    assert load_step(make_store(tmp_path)) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"step_00000001", *stay}
+    for name in gone[2:]:  # files and links are no leftovers
+        (tmp_path / name).write_text("no folder")
+        assert load_step(make_store(tmp_path)) == 1
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to(tmp_path)
+        assert load_step(make_store(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -164,12 +160,3 @@ def test_a_small_disk_that_runs_full_keeps_its_checkpoints(tmp_path):
 
 def _fail(*arguments):
     raise OSError(errno.EIO, "disk on fire")
-
-
-@pytest.mark.parametrize(
-    "name", ["step_000000002", "step_\u0661" + "\u0660" * 7, "step_2", "step_00000002.old"]
-)
-def test_other_spellings_of_a_step_are_no_checkpoints(tmp_path, name):
-    save_steps(make_store(tmp_path), 1)
-    (tmp_path / name).mkdir()
-    assert load_step(make_store(tmp_path)) == 1

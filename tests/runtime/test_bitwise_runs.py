@@ -33,7 +33,7 @@ CASES = {  # words of both runs, of the plain one and of the other
     "again": (EAGER, (), (EVERYTHING,)),
     "step again": (EAGER, (), (EVERYTHING, STEP)),
     "swinging": (SWINGING, (), ("graph.warmup_steps=2", STEP)),
-    "moe": ((*UNITS, UNVALIDATED, "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY),
+    "moe": ((*UNITS, "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY),
     "bf16": (
         (*UNITS, UNVALIDATED, "precision.compute=bf16", "graph.scope=[embed,moe_experts,loss]", TRACED),
         LATE,

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -100,15 +99,10 @@ def test_validation_runs_graphs_of_its_own_that_keep_nothing(compiled):
     assert {(report.graphs, code.graphs.backward) for code, report in found} == {(1, None)}
 
 
-def test_layers_alike_share_one_compilation(compiled):
+def test_layers_alike_share_one_compilation_and_nothing_is_compiled_after_the_first_step(compiled):
     used = {report.unit: report.shared_by for report in compiled.reports if report.trains}
     assert used["attn..moe_combine"] == 3 * used["attn..mlp"] > 0
-
-
-def test_nothing_is_compiled_after_the_first_step(compiled):
-    model = model_of("model.num_layers=4")
-    gradients(model, compiled)
-    before = len(compiled.reports)
+    model, before = model_of("model.num_layers=4"), len(compiled.reports)
     torch.compiler.set_stance("fail_on_recompile")  # should Dynamo take part one day
     try:
         for _ in range(3):
@@ -287,28 +281,3 @@ def test_gradients_of_gradients_are_refused():
     (y,) = made([Segment("mlp", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
     with pytest.raises(RuntimeError, match="no gradients of gradients; use compile.enabled=false"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-@pytest.mark.slow
-def test_a_layer_cut_at_its_dispatch_has_the_numbers_of_the_plain_one():
-    layer, made = model_of().layers[1], executor()
-    pieces = [replace(s, stream="comm") if s.name == "moe_dispatch" else s for s in layer.segments()]
-    x = torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(2))
-    held = {"cos": torch.rand(16, 2), "sin": torch.rand(16, 2)}
-    found = []
-    for execute in (made, run_segments):
-        leaf = x.clone().requires_grad_()
-        out, loss, counts = execute(pieces, {"x": leaf, **held}, ("x", "loss", "counts"))
-        found.append(
-            (out, loss, counts, torch.autograd.grad(out.sin().sum() + loss, [leaf, *layer.parameters()]))
-        )
-    (out, loss, counts, gradients), (plain_out, plain_loss, plain_counts, of_plain) = found
-    assert counts.equal(plain_counts)
-    assert_forward_close(out, plain_out)
-    assert_forward_close(loss, plain_loss)
-    for gradient, expected in zip(gradients, of_plain, strict=True):
-        assert_gradient_close(gradient, expected)
-    assert [report.unit for report in made.reports] == [
-        "attn..moe_preprocess", "moe_dispatch", "shared_experts..moe_combine"
-    ]  # fmt: skip
-    assert made.reports[1].graphs == 0  # it hands its input on

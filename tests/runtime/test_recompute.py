@@ -1,5 +1,6 @@
 """Recompute: bitwise the gradients without it, from fewer kept bytes, eagerly and compiled."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -9,8 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphmoe.config.schema import ConfigError
-from graphmoe.plan.recompute import Recompute, UnitRecompute
+from graphmoe.config.schema import ConfigError, RecomputeConfig
+from graphmoe.passes.table import PassRunner, select_passes
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.cut import root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import (
@@ -18,23 +20,50 @@ from graphmoe.runtime.compile.recompute import (
     executor_outside_graphs,
 )
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
-from tests.runtime.recomputed import (
-    ATTENTION,
-    GQA,
-    UNFUSED,
-    B,
-    D,
-    S,
-    executor,
-    kept_without,
-    layer_gradients,
-    recompute,
-)
+from tests.runs import config
 from tests.runtime.test_compiled import model_of
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
+B, S, D = 2, 16, 16
+ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+GQA = ("model.attention=gqa", "model.num_kv_heads=1", "model.head_dim=4", "model.qk_norm=true")
+UNFUSED = "passes.disabled=[fuse_experts]"
+
+
+def recompute(**named) -> Recompute:
+    return Recompute.of(RecomputeConfig(**named))
+
+
+def executor(wanted: Recompute | None = None, *overrides: str) -> CompiledSegments:
+    passes = config(*overrides).passes
+    knobs = {"fuse_loss": {"needs_grad": True}}
+    return CompiledSegments(lambda trains: PassRunner(select_passes(passes, knobs)), recompute=wanted)
+
+
+def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float32):
+    """Loss, and the gradients of the input and of every weight of one layer."""
+    model = model_of("model.num_layers=2", *overrides)
+    module = model.layers[layer].to(dtype)
+    for buffer in module.buffers():
+        buffer.data = buffer.data.float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(B, S, D, generator=generator).to(dtype).requires_grad_()
+    output = module(x, *model.rope(S, x.device), execute, layer)
+    loss = output.square().sum() if layer == 0 else output.x_BSD.square().sum() + output.loss
+    return loss, torch.autograd.grad(loss, [x, *module.parameters()])
+
+
+@functools.cache
+def kept_without(*overrides: str, layer: int = 1, dtype=torch.float32) -> tuple[int, list[torch.Tensor]]:
+    execute = executor(None, *(word for word in overrides if word.startswith("passes.")))
+    loss, gradients = layer_gradients(execute, *overrides, layer=layer, dtype=dtype)
+    assert execute.reports[0].recomputed == 0
+    return execute.reports[0].kept_bytes, [loss, *gradients]
+
 
 TOKENS = B * S * 4
 """Bytes of one fp32 number for each token."""
-VARIANTS = {  # name: (what is asked for, overrides, layer, bytes that are kept less; None: all of them)
+VARIANTS = {  # what is asked for, overrides, layer, bytes that are kept less; None: all
     "all": ({"all": True}, (), 1, None),
     "a dense layer": ({"layer_ids": [0]}, (), 0, None),
     "attn": ({"segments": ["attn"]}, (), 1, 4000),
@@ -52,51 +81,32 @@ VARIANTS = {  # name: (what is asked for, overrides, layer, bytes that are kept 
     "the part shared_experts": ({"ops": ["shared_experts"]}, (), 1, 3 * TOKENS * 8),
     "parts of gqa": ({"ops": ["layernorm", "core_attn"]}, GQA, 0, TOKENS * 16),
     "moe_experts, unfused": ({"segments": ["moe_experts"]}, ("passes.enabled=[]",), 1, 4 * TOKENS * 8),
+    "moe_preprocess keeps nothing": ({"segments": ["moe_preprocess"]}, (), 1, 0),
+    "moe_dispatch keeps nothing": ({"segments": ["moe_dispatch"]}, (), 1, 0),
+    "moe_combine keeps nothing": ({"segments": ["moe_combine"]}, (), 1, 0),
+    "fused experts keep nothing": ({"ops": ["moe_act"]}, (), 1, 0),
 }
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_are_bitwise_those_of_kept_values_from_fewer_bytes(name, graphs_as_they_are):
-    asked, overrides, layer, less = VARIANTS[name]
-    before, expected = kept_without(*overrides, layer=layer)
-    execute = executor(recompute(**asked), *(word for word in overrides if word.startswith("passes.")))
-    loss, gradients = layer_gradients(execute, *overrides, layer=layer)
-    assert all(torch.equal(a, b) for a, b in zip([loss, *gradients], expected, strict=True))
-    (report,) = execute.reports
-    assert report.recomputed > 0
-    if less is None:
-        assert report.kept_bytes == 0
-    else:
-        assert report.kept_bytes <= before - less
+IN_BF16 = ("all", "two regions", "mla_up_proj")
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [{"all": True}, {"segments": ["attn", "moe_experts"]}, {"ops": ["layernorm", "mla_up_proj"]}],
+    ("name", "dtype"),
+    [*((name, torch.float32) for name in VARIANTS), *((name, torch.bfloat16) for name in IN_BF16)],
     ids=str,
 )
-def test_bf16_is_bitwise_too(asked, graphs_as_they_are):
-    before, expected = kept_without(dtype=torch.bfloat16)
-    execute = executor(recompute(**asked))
-    loss, gradients = layer_gradients(execute, dtype=torch.bfloat16)
+def test_gradients_are_bitwise_those_of_kept_values_from_fewer_bytes(name, dtype, graphs_as_they_are):
+    asked, overrides, layer, less = VARIANTS[name]
+    before, expected = kept_without(*overrides, layer=layer, dtype=dtype)
+    execute = executor(recompute(**asked), *(word for word in overrides if word.startswith("passes.")))
+    loss, gradients = layer_gradients(execute, *overrides, layer=layer, dtype=dtype)
     assert all(torch.equal(a, b) for a, b in zip([loss, *gradients], expected, strict=True))
-    assert execute.reports[0].kept_bytes < before
-
-
-@pytest.mark.parametrize("name", ["moe_preprocess", "moe_dispatch", "moe_combine"])
-def test_segments_that_keep_nothing_of_their_own_cost_nothing(name, graphs_as_they_are):
-    before, expected = kept_without()
-    execute = executor(recompute(segments=[name]))
-    _, gradients = layer_gradients(execute)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, expected[1:], strict=True))
-    assert (execute.reports[0].kept_bytes, execute.reports[0].recomputed) == (before, 0)
-
-
-def test_the_fused_experts_are_no_activation_to_compute_again(graphs_as_they_are):
-    before, _ = kept_without()
-    execute = executor(recompute(ops=["moe_act"]))
-    layer_gradients(execute)
-    assert (execute.reports[0].kept_bytes, execute.reports[0].recomputed) == (before, 0)
+    (report,) = execute.reports
+    if "nothing" in name:
+        assert (report.kept_bytes, report.recomputed) == (before, 0)
+    else:
+        assert report.recomputed > 0
+        limit = 0 if less is None else before - less * dtype.itemsize // 4
+        assert report.kept_bytes <= limit and (report.kept_bytes < before or less == 0)
 
 
 def targets(graphs, *halves: str) -> Counter:
@@ -228,30 +238,36 @@ def test_eager_gradients_are_bitwise_those_of_kept_values(asked, dtype):
 
 
 @pytest.mark.parametrize(
-    "asked, covered",
+    "asked, again",
     [
-        (Recompute(), False),
-        (Recompute(all=True), True),
-        (Recompute(segments=frozenset(["attn"])), True),
-        (Recompute(segments=frozenset(["attn"]), parts=frozenset(["moe_act"])), True),
-        (Recompute(layers=frozenset([0])), True),
-        (Recompute(parts=frozenset(["moe_act"])), False),
-        (Recompute(parts=frozenset(["moe_act"]), layers=frozenset([0])), False),
+        ({}, ""),
+        ({"all": True}, "attn 0, mlp 0, attn 1, mlp 1"),
+        ({"segments": ["attn"]}, "attn 0, attn 1"),
+        ({"segments": ["attn"], "ops": ["moe_act"]}, "attn 0, attn 1"),
+        ({"layer_ids": [0]}, "attn 0, mlp 0"),
+        ({"segments": ["attn", "loss"], "layer_ids": [1]}, "attn 1"),
+        ({"ops": ["moe_act"]}, ""),
+        ({"ops": ["core_attn"], "layer_ids": [0]}, ""),
     ],
     ids=str,
 )
-def test_outside_graphs_segments_and_layers_are_computed_again_and_parts_are_not(asked, covered):
+def test_outside_graphs_segments_and_layers_are_computed_again_and_parts_are_not(asked, again):
     calls = []
 
-    def attn(x):
-        calls.append(x)
+    def called(name, x):
+        calls.append(name)
         return x.sin()
 
-    execute = executor_outside_graphs(asked)
-    x = torch.ones(3, requires_grad=True)
-    (y,) = execute([Segment("attn", attn, ("x",), ("x",), layer=0)], {"x": x}, ("x",))
+    places = [("embed", 0), ("attn", 0), ("mlp", 0), ("attn", 1), ("mlp", 1), ("loss", None)]
+    segments = [
+        Segment(name, functools.partial(called, f"{name} {layer}"), ("x",), ("x",), layer=layer)
+        for name, layer in places
+    ]
+    execute = executor_outside_graphs(recompute(**asked))
+    (y,) = execute(segments, {"x": torch.ones(3, requires_grad=True)}, ("x",))
+    forward, calls = calls, []
     y.sum().backward()
-    assert len(calls) == 1 + covered
+    assert len(forward) == len(places) and sorted(calls) == sorted(filter(None, again.split(", ")))
 
 
 def test_validation_is_not_computed_again():
@@ -271,28 +287,6 @@ def test_layers_treated_alike_share_a_compilation_and_others_do_not(graphs_as_th
         model.loss(*tokens(), execute)
     used = {r.unit: r.shared_by for r in execute.reports if not r.trains}
     assert used["attn..moe_combine"] == 4
-
-
-def test_recompute_covers_segments_by_their_names_and_layers():
-    def covered(wanted: Recompute) -> list[tuple[int | None, str]]:
-        return [(s.layer, s.name) for s in pieces if wanted.covers(s.name, s.layer)]
-
-    names = ("embed", "attn", "moe_router", "moe_experts", "loss")
-    pieces = [
-        Segment(n, torch.neg, ("x",), ("x",), layer=None if n == "loss" else i) for i in (0, 1) for n in names
-    ]
-    layers = [(i, name) for i in (0, 1) for name in names[1:4]]
-    assert covered(recompute()) == [] and not recompute()
-    assert covered(recompute(all=True)) == layers
-    assert covered(recompute(layer_ids=[1])) == layers[3:]
-    assert covered(recompute(segments=["attn"])) == [(0, "attn"), (1, "attn")]
-    assert covered(recompute(segments=["attn"], layer_ids=[0])) == [(0, "attn")]
-    assert covered(recompute(ops=["core_attn"], layer_ids=[0])) == []
-    of_unit = recompute(segments=["attn", "moe_router", "loss"], ops=["core_attn"], layer_ids=[0]).of_unit
-    assert of_unit(pieces[:5]) == UnitRecompute(
-        (frozenset({"attn", "moe_router"}),), frozenset({"core_attn"})
-    )
-    assert of_unit(pieces[5:]) == of_unit(pieces[4:5]) == UnitRecompute()
 
 
 class Noise(nn.Module):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from graphmoe.config.schema import DeviceChoice, RunConfig, Transport
+from graphmoe.config.schema import DeviceChoice, RunConfig
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
@@ -22,21 +22,6 @@ LAYOUT = Layout(dp=2, ep=2)
 
 
 @pytest.mark.parametrize(
-    ("words", "on_nvidia", "expected"),
-    [
-        ((*SYMM, *OVERLAP), True, Transport.copy_engine),
-        ((*SYMM, *OVERLAP), False, Transport.pull),
-        (SYMM, True, Transport.pull),
-        ((*SYMM, *OVERLAP, "moe.transport=pull"), True, Transport.pull),
-        ((*SYMM, "moe.transport=copy_engine"), False, Transport.copy_engine),
-        (("parallel.ep=2", "launch.nproc=2", "moe.transport=copy_engine"), True, None),
-    ],
-)
-def test_copies_are_taken_where_products_run_beside_them(words, on_nvidia, expected):
-    assert transport_of(config(*words), on_nvidia=on_nvidia) is expected
-
-
-@pytest.mark.parametrize(
     ("hip", "words", "copies"),
     [
         (None, (*SYMM, *OVERLAP), True),
@@ -44,6 +29,8 @@ def test_copies_are_taken_where_products_run_beside_them(words, on_nvidia, expec
         (None, (*SYMM, *OVERLAP, "run.device=cpu"), False),
         (None, (*SYMM, *OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
         (None, SYMM, False),
+        (None, (*SYMM, *OVERLAP, "moe.transport=pull"), False),
+        ("6.4", (*SYMM, "moe.transport=copy_engine"), True),
     ],
 )
 def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monkeypatch, hip, words, copies):
@@ -53,6 +40,11 @@ def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monke
     assert (dispatcher.block > 0) == copies
     sizes = Sizes.from_config(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
     assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
+
+
+def test_a_dispatcher_that_moves_no_rows_by_symm_has_no_transport():
+    words = ("parallel.ep=2", "launch.nproc=2", "moe.transport=copy_engine")
+    assert transport_of(config(*words), on_nvidia=True) is None
 
 
 def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():

@@ -18,7 +18,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, log_line, to_json
 from graphmoe.training.step_rows import OF_STEP, RECEIVED, SCALARS, StepRow, StepRows, device_row
-from tests.faulty_disk import no_file_beyond
+from tests.damage import no_file_beyond
 from tests.runs import config, metrics, train_in
 
 VALUES = {

@@ -1,6 +1,5 @@
 """A run that is killed, stopped or finds damage goes on bitwise as if nothing had happened."""
 
-import json
 import os
 import random
 import signal
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.damage import flip_bit
 from tests.runs import (
     COMPILED,
     SAVE,
@@ -19,6 +19,7 @@ from tests.runs import (
     final_state,
     metrics,
     numbers,
+    summary,
     train_in,
     trainer_in,
 )
@@ -38,10 +39,6 @@ def row_keys(folder: Path) -> list[tuple[int, bool]]:
 ALL_ROWS = [(0, True)] + [
     key for step in range(1, 41) for key in ((step, False), (step, True)) if not key[1] or step % 5 == 0
 ]
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +121,7 @@ def test_a_run_of_any_kind_that_is_killed_is_bitwise_the_whole_one(tmp_path, tex
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path, undisturbed, number):
     run, folder = Command(tmp_path, words("run", "checkpoint.interval=0"), slow={STEP: 0.1}), tmp_path / "run"
-    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 5)
+    run.wait_for_rows(folder, 6)
     run.kill(number)
     assert run.wait() == 0, run.err.read_text()
     stopped = summary(folder)
@@ -138,11 +135,9 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
 
 
 def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
-    run, folder = (
-        Command(tmp_path, words("run", "checkpoint.enabled=false"), slow={STEP: 0.1}),
-        tmp_path / "run",
-    )
-    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+    folder = tmp_path / "run"
+    run = Command(tmp_path, words("run", "checkpoint.enabled=false"), slow={STEP: 0.1})
+    run.wait_for_rows(folder, 3)
     run.kill(signal.SIGTERM)
     assert run.wait() == 0
     assert "; nothing is saved (checkpoint.enabled=false)" in run.err.read_text()
@@ -154,7 +149,7 @@ def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
 
 def test_a_second_signal_exits_at_once(tmp_path):
     run, folder = Command(tmp_path, words("run", "train.steps=100000")), tmp_path / "run"
-    run.wait_until(lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
+    run.wait_for_rows(folder, 3)
     # stopped in between, or a busy machine lets it save and end after the first
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         run.kill(number)
@@ -186,9 +181,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         trainer.run()
     victim = next((folder / "checkpoints" / "step_00000010").glob("*.distcp"))
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
+    flip_bit(victim)
     caplog.set_level("INFO")
     train_in(folder, *LONG)
     assert "step_00000010 is damaged" in caplog.text

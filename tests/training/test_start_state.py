@@ -22,6 +22,7 @@ from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import run as training
 from graphmoe.training.start_state import check_start
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
+from tests.damage import flip_bit
 from tests.runs import TINY, config, train_in
 
 
@@ -111,10 +112,7 @@ def test_damage_that_sizes_show_is_named(first, tmp_path):
 
 def test_damage_that_only_the_contents_show_names_the_key_too(first, tmp_path):
     shutil.copytree(first / "checkpoints" / "step_00000006", tmp_path / "copy" / "step_00000006")
-    path = tmp_path / "copy" / "step_00000006" / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_bit(tmp_path / "copy" / "step_00000006" / "__0_0.distcp")
     for key in ("resume_from", "init_from"):
         if key == "init_from":
             shutil.copy(first / "resolved.yaml", tmp_path / "copy")

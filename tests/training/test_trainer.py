@@ -16,7 +16,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.run import _summarise, sample_of, warn_of_unused
-from tests.faulty_disk import no_file_beyond
+from tests.damage import no_file_beyond
 from tests.runs import (
     QUIET,
     TINY,
@@ -26,6 +26,7 @@ from tests.runs import (
     config,
     metrics,
     numbers,
+    summary,
     train_in,
     trainer_in,
 )
@@ -155,7 +156,7 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     lifetime_s = time.time() - created
     document = json.loads(run.out.read_text())
     folder = tmp_path / "run"
-    assert document == json.loads((folder / "summary.json").read_text())
+    assert document == summary(folder)
     assert document["finished"] and document["steps"] == 4 and document["folder"] == str(folder)
     for key in (
         "final_loss",

@@ -15,6 +15,7 @@ import pytest
 from graphmoe.runtime.cache.blobs import DRAFT
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.cache.store import CompileCache
+from tests.damage import flip_bit
 from tests.runtime.cache.cache_contents import FACTS, blob_of, kept, read, warnings_of, write
 
 ROOT = Path(__file__).parents[3]
@@ -66,24 +67,21 @@ def test_a_damaged_file_is_named_set_aside_and_made_again(cache, caplog, damage)
     assert read(cache.open(FACTS)) == {"a": "1234", "b": "5678"} and warnings_of(caplog) == []
 
 
-def test_a_torn_document_is_set_aside_and_the_others_hold(cache, caplog):
-    kept(cache, a="1")
-    folder = cache.entries.folder(key_of(FACTS))
-    (folder / "other.json").write_text('{"facts": {')
-    (folder / "third.json").write_text(json.dumps({"facts": {}, "files": {"../x": "0"}, "report": 0}))
-    assert read(cache.open(FACTS)) == {"a": "1"}
-    assert len(warnings_of(caplog)) == 2 and "is damaged" in caplog.text
-    assert len(list((cache.folder / "damaged").iterdir())) == 2
+OUTSIDE = ("../x", "inductor/../../x", "/etc/x", "turns/x")
+"""Paths of files that no entry may name."""
 
 
-def test_a_document_cannot_name_files_outside_the_work_folder(cache, caplog):
+def test_a_document_that_is_torn_or_names_files_outside_is_set_aside_and_the_others_hold(cache, caplog):
     kept(cache, a="1")
     (document,) = cache.entries.read(key_of(FACTS)).documents
-    for path in ("../outside", "inductor/../../outside", "/etc/outside", "turns/x"):
-        text = json.loads(document.read_text()) | {"files": {path: "0" * 64}}
-        (document.parent / "bad.json").write_text(json.dumps(text))
+    whole = json.loads(document.read_text())
+    texts = ['{"facts": {', json.dumps(whole | {"facts": {}, "report": 0})]
+    texts += [json.dumps(whole | {"files": {path: "0" * 64}}) for path in OUTSIDE]
+    for number, text in enumerate(texts, start=1):
+        (document.parent / f"bad{number}.json").write_text(text)
         assert read(cache.open(FACTS)) == {"a": "1"}
-    assert len(warnings_of(caplog)) == 4
+        assert len([*(cache.folder / "damaged").iterdir()]) == len(warnings_of(caplog)) == number
+    assert caplog.text.count("is damaged") == len(texts)
 
 
 def publish_many(folder: Path, number: int) -> None:
@@ -119,27 +117,25 @@ def test_a_kill_while_publishing_leaves_the_old_entry_or_the_new_one(cache, monk
     kept(cache, a="1")
     work = cache.open(FACTS)
     write(work, b="2", c="3")
-    calls = iter(range(100))
-    write_bytes, replace, unlink = Path.write_bytes, Path.replace, Path.unlink
+    calls, write_bytes = iter(range(100)), Path.write_bytes
 
-    def torn(path, content):
-        if next(calls) == step:
-            write_bytes(path, content[:1])
-            raise Killed
-        return write_bytes(path, content)
-
-    def before(function):
+    def killing(function, die=lambda path, *arguments: None):
         def call(path, *arguments, **named):
+            if path.suffix == DRAFT and function is unlink:
+                return None  # who is killed tidies nothing up
             if next(calls) == step:
+                die(path, *arguments)
                 raise Killed
             return function(path, *arguments, **named)
 
         return call
 
+    unlink = Path.unlink
     with monkeypatch.context() as patch:
+        torn = killing(write_bytes, lambda path, content: write_bytes(path, content[:1]))
         patch.setattr(Path, "write_bytes", torn)
-        patch.setattr(Path, "replace", before(replace))
-        patch.setattr(Path, "unlink", lambda path, **named: path.suffix == DRAFT or before(unlink)(path))
+        for name in ("replace", "unlink"):
+            patch.setattr(Path, name, killing(getattr(Path, name)))
         with pytest.raises(Killed):
             work.publish()
     later = cache.open(FACTS)
@@ -208,21 +204,28 @@ def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_dam
     assert (result, made, runs) == ("1 0 True [] True", f"0 {code}", "0") and "compile cache" not in log
     (entry,) = cache.entries
     blob = cache.blobs.path(entry.files[path])
-    content = bytearray(blob.read_bytes())
-    content[len(content) // 2] ^= 1
-    blob.write_bytes(content)
+    flip_bit(blob)
     result, made, log, runs = job()
     assert (result, made, runs) == (f"1 0 True ['{path}'] True", f"1 {code}", "1")
     assert f"{path} of entry {entry.key} is damaged" in log
     assert [file.name.split(".")[0] for file in (cache.folder / "damaged").iterdir()] == [blob.name]
 
 
-def test_the_first_answer_that_is_remembered_holds(cache):
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_first_answer_that_is_remembered_holds(cache, monkeypatch, caplog, has_links):
+    def refuse(*arguments):
+        raise OSError(errno.EPERM, "no links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
     assert cache.recall("fastest", FACTS) is None
     assert cache.remember("fastest", FACTS, {"choice": "one"}) == {"choice": "one"}
     assert cache.remember("fastest", FACTS, {"choice": "two"}) == {"choice": "one"}
     assert cache.recall("fastest", FACTS | {"more": 1}) is None and cache.recall("other", FACTS) is None
-    assert len(list((cache.folder / "choices").iterdir())) == 1
+    (path,) = (cache.folder / "choices").iterdir()
+    path.write_text('{"answer"')
+    assert cache.recall("fastest", FACTS) is None and "is damaged" in caplog.text
+    assert cache.remember("fastest", FACTS, "three") == "three"
 
 
 def remember(folder: Path, number: int, answers) -> None:
@@ -235,23 +238,6 @@ def test_processes_that_remember_at_the_same_time_agree(cache):
     children = [context.Process(target=remember, args=(cache.folder, n, answers)) for n in range(1, 9)]
     for child in children:
         child.start()
-    found = [answers.get() for _ in children]
+    assert len({answers.get() for _ in children}) == 1
     for child in children:
         child.join()
-    assert len(set(found)) == 1
-
-
-def test_without_links_an_answer_is_kept_all_the_same(cache, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(errno.EPERM, "no links here")
-
-    monkeypatch.setattr(os, "link", refuse)
-    assert [cache.remember("fastest", FACTS, answer) for answer in ("one", "two")] == ["one", "one"]
-
-
-def test_a_damaged_answer_is_set_aside_and_found_anew(cache, caplog):
-    cache.remember("fastest", FACTS, "one")
-    (path,) = (cache.folder / "choices").iterdir()
-    path.write_text('{"answer"')
-    assert cache.recall("fastest", FACTS) is None and "is damaged" in caplog.text
-    assert cache.remember("fastest", FACTS, "two") == "two"

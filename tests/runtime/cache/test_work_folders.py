@@ -54,14 +54,36 @@ def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, mon
     assert not work.path.exists()
 
 
-def test_a_full_disk_is_a_warning(cache, monkeypatch, caplog):
+def fill(monkeypatch, folder: Path, room: int = 0) -> None:
+    """Let the disk of a folder take so many more files; of later ones it takes nothing."""
+    write_bytes, written = Path.write_bytes, []
+
+    def write(path, content):
+        if not path.is_relative_to(folder):
+            return write_bytes(path, content)
+        written.append(path)
+        if len(written) <= room:
+            return write_bytes(path, content)
+        write_bytes(path, content[:0])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+
+
+@pytest.mark.parametrize("case", ["nearly full", "fills up", "no disk has room"])
+def test_on_a_full_disk_the_work_folder_lies_elsewhere_or_is_empty(cache, monkeypatch, caplog, case):
     kept(cache, a="1")
-    usage = shutil.disk_usage(cache.folder)
+    nowhere, usage = case == "no disk has room", shutil.disk_usage(cache.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(work_folders.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
+        if case == "nearly full":
+            patch.setattr(work_folders.shutil, "disk_usage", lambda folder: usage._replace(free=2**20))
+        else:
+            fill(patch, Path("/") if nowhere else cache.folder)
         work = cache.open(FACTS)
-    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
-    assert "1 MiB are free" in caplog.text and "is not kept" in caplog.text
+    assert read(work) == ({} if nowhere else {"a": "1"}) and work.found != nowhere
+    assert not work.path.is_relative_to(cache.folder) and not [*(cache.folder / "work").iterdir()]
+    assert ("1 MiB are free" in caplog.text) == (case == "nearly full") and "is not kept" in caplog.text
+    assert ("nothing can be taken" in caplog.text) == nowhere
 
 
 @pytest.mark.parametrize("room", range(3))
@@ -69,17 +91,8 @@ def test_a_disk_that_fills_up_while_publishing_leaves_no_part(cache, monkeypatch
     kept(cache, a="1")
     work = cache.open(FACTS)
     write(work, b="2", c="3")
-    write_bytes, written = Path.write_bytes, []
-
-    def full(path, content):
-        written.append(path)
-        if len(written) <= room:
-            return write_bytes(path, content)
-        write_bytes(path, content[:0])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", full)
+        fill(patch, Path("/"), room)
         assert work.publish() == 0
     assert "not kept: [Errno 28] No space left" in caplog.text
     assert not list((cache.folder / "blobs").rglob("*.draft"))
@@ -143,8 +156,9 @@ def dead_pid() -> int:
 
 
 def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
-    live = cache.open(FACTS)
     work, host, dead = cache.folder / "work", socket.gethostname(), dead_pid()
+    held = cache.open(FACTS)
+    disguised = held.path.rename(work / f"{host}-{dead}-ff")  # alive, whatever its name says
     names = {
         f"{host}-{dead}-aa": 1.0,
         f"{host}-{dead}-bb": 0.0,  # young: its process may not have locked it yet
@@ -156,19 +170,15 @@ def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
     for name, days in names.items():
         (work / name / "inductor").mkdir(parents=True)
         old(work / name, days)
-    old(live.path, 8.0)
-    later = cache.open(FACTS)
+    old(disguised, 8.0)
+    live = cache.open(FACTS)
     left = {path.name for path in work.iterdir()}
-    gone = {f"{host}-{dead}-aa", f"other-host-{dead}-ee"}
-    assert left == {*names, live.path.name, later.path.name} - gone
-
-
-def test_a_work_folder_that_another_process_holds_is_alive_whatever_its_name_says(cache):
-    work = cache.open(FACTS)
-    disguised = work.path.rename(work.path.with_name(f"{socket.gethostname()}-{dead_pid()}-aa"))
-    assert not is_dead(old(disguised))
-    work._lock.release()
-    assert is_dead(old(disguised))
+    assert left == {
+        f"{host}-{dead}-bb", f"{host}-{os.getpid()}-cc", f"other-host-{dead}-dd", "not-a-work-folder",
+        disguised.name, live.path.name,
+    }  # fmt: skip
+    held._lock.release()
+    assert is_dead(disguised)
 
 
 def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):
@@ -183,29 +193,3 @@ def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):
     old(left)
     cache.open(FACTS)
     assert not left.exists()
-
-
-def test_where_no_disk_has_room_a_job_starts_with_nothing(cache, monkeypatch, caplog):
-    kept(cache, a="1")
-
-    def full(path, content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    work = cache.open(FACTS)
-    assert read(work) == {} and not work.found and "nothing can be taken" in caplog.text
-
-
-def test_a_disk_that_fills_up_while_opening_moves_the_work_folder(cache, monkeypatch, caplog):
-    kept(cache, a="1")
-    write_bytes = Path.write_bytes
-
-    def full(path, content):
-        if path.is_relative_to(cache.folder):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write_bytes(path, content)
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    work = cache.open(FACTS)
-    assert read(work) == {"a": "1"} and not work.path.is_relative_to(cache.folder)
-    assert list((cache.folder / "work").iterdir()) == []

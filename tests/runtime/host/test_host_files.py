@@ -12,7 +12,7 @@ import pytest
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host import files
 from graphmoe.runtime.host.files import FileLock, LineFile, dispensable, replace_text
-from tests.faulty_disk import no_file_beyond
+from tests.damage import no_file_beyond
 from tests.runs import ROOT
 
 

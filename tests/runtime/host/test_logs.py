@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from graphmoe.runtime.host.logs import LogFile
-from tests.faulty_disk import no_file_beyond
+from tests.damage import no_file_beyond
 from tests.runs import ROOT, TINY
 
 

@@ -1,6 +1,5 @@
 """Workers in processes of their own: what they leave, signals, errors, orphans, and many nodes."""
 
-import json
 import os
 import platform
 import signal
@@ -20,14 +19,10 @@ from graphmoe.runtime.launch.failures import RunFailed, first_failure, write_fai
 from graphmoe.runtime.launch.nodes import find_nodes
 from tests.faults import HOLD, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
-from tests.runs import ROOT, TINY, Command, command, metrics, numbers
+from tests.runs import ROOT, TINY, Command, command, metrics, numbers, summary
 
 TWO = ("launch.nproc=2", "train.steps=8", "checkpoint.interval=2", "hydra.run.dir=run")
 SLOW = {STEP_S: "0.15"}
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 def workers_of(run: Command) -> list[psutil.Process]:
@@ -41,11 +36,6 @@ def assert_gone(workers: list[psutil.Process]) -> None:
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in workers):
         assert time.monotonic() < end, workers
         time.sleep(0.02)
-
-
-def wait_for_rows(run: Command, folder: Path, count: int) -> None:
-    path = folder / "metrics.jsonl"
-    run.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +72,7 @@ def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed
 def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path, undisturbed):
     folder, words = tmp_path / "run", (*TINY, *TWO, *FAULTY)
     killed = Command(tmp_path, words, environment=SLOW)
-    wait_for_rows(killed, folder, 3)
+    killed.wait_for_rows(folder, 3)
     workers = workers_of(killed)
     killed.kill(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL and len(workers) == 2
@@ -302,20 +292,6 @@ def test_a_slurm_step_of_another_shape_is_refused(step, monkeypatch, launch, tas
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
     with pytest.raises(ConfigError, match=said):
         find_nodes(launch)
-
-
-@pytest.mark.slow
-def test_a_notice_to_all_processes_makes_them_save_once(tmp_path):
-    words = (*TINY, *TWO, *FAULTY, "launch.hang_timeout_s=null")  # no worker writes its stacks at SIGUSR1
-    run, folder = Command(tmp_path, words, environment=SLOW), tmp_path / "run"
-    wait_for_rows(run, folder, 2)
-    for each in [psutil.Process(run.pid), *workers_of(run)]:
-        each.send_signal(signal.SIGUSR1)
-    run.kill(signal.SIGHUP)
-    assert run.wait() == 0, run.err.read_text()
-    step = summary(folder)["steps"]
-    assert summary(folder)["stopped_by"] == "SIGTERM" and step < 8
-    assert (folder / "checkpoints" / f"step_{step:08d}" / "manifest.json").exists()
 
 
 def test_a_worker_whose_launcher_was_gone_before_it_could_ask_ends_at_once():

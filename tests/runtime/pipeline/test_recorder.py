@@ -27,33 +27,21 @@ def step(recorder):
             time.sleep(0.004)
 
 
-def test_spans_have_the_times_of_their_blocks_in_microseconds():
-    recorder = Recorder(CPU)
-    step(recorder)
+def test_spans_have_the_times_of_their_blocks_from_the_last_start_behind_the_barrier():
+    calls = []
+    recorder, later = Recorder(CPU, lambda: calls.append(time.time_ns())), Recorder(CPU)
+    for made in (recorder, recorder, later):
+        step(made)
     spans = recorder.spans(3)
     assert [(s.rank, s.track, s.step) for s in spans] == [
         (3, track, action) for action in (F0, B0) for track in ("comm", "compute")
     ]
-    assert all(s.end - s.start >= (2000 if s.track == "comm" else 4000) for s in spans)
+    assert all(s.end - s.start >= (2000 if s.track == "comm" else 4000) for s in spans)  # microseconds
     ends = [0.0, *(s.end for s in spans)]
     assert all(before <= s.start for before, s in zip(ends, spans, strict=False))
-
-
-def test_a_start_forgets_the_step_before_and_waits_for_the_barrier_first():
-    calls = []
-    recorder = Recorder(CPU, lambda: calls.append(time.time_ns()))
-    for _ in range(2):
-        step(recorder)
-    assert len(recorder.spans(0)) == 4 and len(calls) == 2 and recorder.began_ns >= calls[1]
-
-
-def test_spans_of_two_recorders_can_be_put_on_one_axis():
-    first, second = Recorder(CPU), Recorder(CPU)
-    step(first)
-    step(second)
-    origin = first.began_ns
-    assert first.spans(0, origin) == first.spans(0)
-    assert first.spans(0, origin)[-1].end <= second.spans(1, origin)[0].start
+    assert len(calls) == 2 and recorder.began_ns >= calls[1]
+    assert recorder.spans(3, recorder.began_ns) == spans
+    assert spans[-1].end <= later.spans(1, recorder.began_ns)[0].start
 
 
 def simulated(name: str, *, overlap: bool = False) -> Timeline:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.moe import update_selection_bias
+from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.table import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
+from graphmoe.segments import Segment, run_segments
 from tests.tolerances import TOLERANCES, relative_error
 
 LOSS = torch.tensor(1.0)
@@ -249,28 +251,6 @@ def test_fp32_main_weights_collect_updates_below_the_resolution_of_bf16():
     assert not torch.equal(net.matrix, start[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_restored_optimizer_goes_on_bitwise(dtype):
-    first, second = Net(dtype), Net(dtype)
-    one = optimizer_of(first, lr=1e-2)
-    two = optimizer_of(second, lr=1e-2)
-    for step in range(2):
-        backward(first, gradients(first, step))
-        one.step(LOSS)
-    saved = copy.deepcopy({"optimizer": one.state_dict(), "weights": dict(first.named_parameters())})
-    with torch.no_grad():
-        for target, source in zip(tensors_of(two.state_dict()), tensors_of(saved["optimizer"]), strict=True):
-            target.copy_(source)
-        if dtype == torch.float32:
-            second.load_state_dict(saved["weights"])
-    two.restored()
-    for net, optimizer in ((first, one), (second, two)):
-        backward(net, gradients(net, 3))
-        optimizer.step(LOSS)
-    for a, b in zip(tensors_of(snapshot(one)), tensors_of(snapshot(two)), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_the_selection_bias_moves_towards_balance_unless_the_step_is_skipped():
     bias = torch.tensor([0.5, -0.5, 0.0])
     counts = torch.tensor([9, 0, 3], dtype=torch.int32)
@@ -312,3 +292,18 @@ def test_an_optimizer_is_freed_with_its_model_though_hooks_of_the_weights_call_i
     del net, optimizer
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+def test_segments_wait_for_the_weights_of_their_modules_and_methods_and_for_no_others():
+    one, other, third = (nn.Linear(1, 1, bias=False) for _ in range(3))
+    events: list[object] = []
+
+    def execute(segments, tensors, keep):
+        events.append("run")
+        return run_segments(segments, tensors, keep)
+
+    run = ArrivingWeights(execute, lambda weights: events.extend(map(id, weights)))
+    for calls in ([("attn", one), ("mlp", other.forward)], [("embed", torch.sin)], [("loss", third.forward)]):
+        segments = [Segment(name, function, ("x",), ("x",)) for name, function in calls]
+        run(segments, {"x": torch.ones(1)}, ("x",))
+    assert events == [id(one.weight), id(other.weight), "run", "run", id(third.weight), "run"]

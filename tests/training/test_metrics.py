@@ -1,4 +1,4 @@
-"""Records of a step: metrics.jsonl, the log line, TensorBoard, the summary."""
+"""Records of a step: metrics.jsonl, the log line, TensorBoard, the summary, and its time without pauses."""
 
 import json
 import math
@@ -6,6 +6,9 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +17,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from graphmoe.config.schema import ConfigError, LogConfig
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
+from graphmoe.plan.layout import Layout
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
+from graphmoe.training import profile as pipeline_profile
 from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, log_line, to_json
-from graphmoe.training.step_rows import OF_STEP, RECEIVED, SCALARS, StepRow, StepRows, device_row
+from graphmoe.training.profile import PipelineProfile
+from graphmoe.training.step_rows import (
+    OF_STEP,
+    RECEIVED,
+    SCALARS,
+    StepClock,
+    StepRow,
+    StepRows,
+    device_row,
+    seconds,
+)
 from tests.damage import no_file_beyond
-from tests.runs import config, metrics, train_in
+from tests.runs import config, metrics, train_in, trainer_in
 
 VALUES = {
     "loss": 2.5, "mtp_loss": 3.25, "grad_norm": 0.75, "lr": 1e-3, "skipped": 0.0, "skipped_total": 2.0,
@@ -226,3 +241,86 @@ def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(mon
     ]  # fmt: skip
     assert len(rows) == 1 and rows.values(3)["receive_load"] == 300.0
     assert [(row.step, row.seconds, row.load) for row in rows.read()] == [(3, 4.0, [1.5])]
+
+
+class Time:
+    """Clock of the host and of an instant device: it advances only where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(
+            "graphmoe.training.step_rows.time", SimpleNamespace(perf_counter=lambda: self.now)
+        )
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+        self._monkeypatch = monkeypatch
+
+    def takes(self, owner: object, name: str, seconds: float) -> None:
+        """Let each call of this function take so much longer."""
+        function: Callable[..., Any] = getattr(owner, name)
+
+        def slow(*arguments: Any, **named: Any) -> Any:
+            self.now += seconds
+            return function(*arguments, **named)
+
+        self._monkeypatch.setattr(owner, name, slow)
+
+    def _event(self, enable_timing: bool) -> SimpleNamespace:
+        assert enable_timing
+        event = SimpleNamespace(elapsed_time=lambda end: (end.at - event.at) * 1e3)
+        event.record = lambda: setattr(event, "at", self.now)
+        return event
+
+
+@pytest.fixture
+def fake_time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    return Time(monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_pause_is_in_no_interval_and_those_before_it_stay(fake_time, device):
+    clock = StepClock(torch.device(device))
+    for step_s in (1.0, 2.0):
+        fake_time.now += step_s
+        clock.mark()
+    for pause_s in (100.0, 200.0):
+        fake_time.now += 0.25
+        with clock.paused():
+            fake_time.now += pause_s
+    fake_time.now += 0.5
+    clock.mark()
+    fake_time.now += 8.0
+    clock.mark()
+    assert [seconds(interval) for interval in clock.hand_over(4)] == [1.0, 2.0, 1.0, 8.0]
+
+
+def test_the_profiler_and_the_report_of_the_first_step_are_in_the_time_of_no_step(fake_time, tmp_path):
+    words = ("train.steps=7", "train.log_interval=7", "train.val_batches=0", "checkpoint.enabled=false")
+    trainer = trainer_in(tmp_path, *words, "profile.steps=[3,4]")
+    fake_time.takes(trainer.steps, "run", 1.0)
+    for name in ("_started", "_write"):
+        fake_time.takes(trainer.trace, name, 1000.0)
+    for name in ("report", "keep_code"):
+        fake_time.takes(trainer.execution, name, 100.0)
+    fake_time.takes(trainer.ranks, "gather", 10.0)  # other ranks start and write
+    assert trainer.run()
+    assert [row["step_s"] for row in metrics(tmp_path)] == [1.0] * 7
+    assert fake_time.now >= 7 + 2 * (1000 + 100 + 10)
+
+
+def test_bringing_a_recorded_pipeline_together_is_in_the_time_of_no_step(fake_time, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline_profile.dist, "new_subgroups_by_enumeration", lambda *a, **k: (None, []))
+    layout = Layout(dp=1, cp=1, tp=1, pp=2, ep=1, etp=1)
+    mesh = SimpleNamespace(rank=0, layout=layout, index=lambda axis: 0)
+    clock = StepClock(torch.device("cpu"))
+    run = config("train.steps=4", "train.log_interval=2")
+    plan = SimpleNamespace(config=run, pipeline=SimpleNamespace(table=None))
+    profile = PipelineProfile(plan, SimpleNamespace(), torch.device("cpu"), mesh, clock, tmp_path, 0)
+    kept: list[int] = []
+    monkeypatch.setattr(profile, "_keep", lambda number, part: kept.append(number))
+    fake_time.takes(profile._recorder, "spans", 100.0)
+    fake_time.takes(profile, "_keep", 1000.0)
+    for number in range(1, 5):
+        with profile.step(number):
+            fake_time.now += 1.0
+            clock.mark()
+    assert kept == [2, 4] and [seconds(interval) for interval in clock.hand_over(4)] == [1.0] * 4

@@ -1,29 +1,41 @@
-"""Folders to start from are looked at before data are tokenised and before a run has a folder."""
+"""Before the first step: folders to start from, sizes and experts that are refused, and what is imported."""
 
+import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
 import yaml
 
 from graphmoe import save_hf, train
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, HostConfig, ModelConfig
 from graphmoe.convert import ConvertArgs, convert
 from graphmoe.model.build import build_model
+from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
+from graphmoe.run.machine import check_processes
 from graphmoe.run.weights import load_weights
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.training import executor as execution
 from graphmoe.training import run as training
-from graphmoe.training.start_state import check_start
+from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
+from graphmoe.training.start_state import check_memory, check_start
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.damage import flip_bit
-from tests.runs import TINY, config, train_in
+from tests.runs import ROOT, TINY, config, train_in
 
 
 @pytest.fixture(scope="module")
@@ -123,3 +135,190 @@ def test_damage_that_only_the_contents_show_names_the_key_too(first, tmp_path):
 def test_a_run_that_goes_on_in_its_folder_does_not_ask_for_where_it_began(first):
     check_start(config("checkpoint.resume_from=nowhere"), first)
     assert CheckpointStore.open_any(first).latest() == [6, 3]
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
+    small = config()
+    check_memory(plan_of(small, 1), torch.device("cpu"))
+    huge = dataclasses.replace(small, model=ModelConfig(num_layers=10_000, num_experts=512))
+    with pytest.raises(ConfigError, match=r"10000 has [\d,]+ parameters.* GiB, and this cpu has .* GiB"):
+        check_memory(plan_of(huge, 1), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB on each of 8 ranks, and this cpu has"):
+        check_memory(plan_of(huge, 8), torch.device("cpu"))
+
+
+def test_ranks_that_share_the_state_need_less_of_it(monkeypatch):
+    run = config("precision.compute=bf16")
+    bytes_of = 18 * count_parameters(run.model).total.full
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.6 * bytes_of))
+    with pytest.raises(ConfigError):
+        check_memory(plan_of(run, 1), torch.device("cpu"))
+    with pytest.raises(ConfigError):
+        check_memory(plan_of(run, 2), torch.device("cpu"))  # (6 + 18 / 2) / 18 = 0.83
+    check_memory(plan_of(run, 8), torch.device("cpu"))  # (6 + 18 / 8) / 18 = 0.46
+
+
+def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypatch):
+    run = config(
+        "launch.nproc=4", "parallel.pp=4", "pipeline.layout=E|t|tttt|tL", "model.num_layers=6",
+        "train.global_batch_size=8",
+    )  # fmt: skip
+    plan = plan_of(run, 4)
+    assert plan.pipeline is not None
+    needed = [
+        sum(state_bytes(run.model, plan.layout, stages, rounded=False).values())
+        for stages in plan.pipeline.stages_of_places
+    ]
+    assert max(needed) == needed[2] > 1.5 * sum(needed) / 4
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.99 * max(needed)))
+    with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
+        check_memory(plan, torch.device("cpu"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=max(needed)))
+    check_memory(plan, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("data.seq_len=32000000 model.context_length=32000000", "data.seq_len=32000000: the hidden states"),
+        ("data.prefetch=300000000", "data.prefetch=300000000: the batches that are read ahead"),
+        ("train.val_batches=300000000", "train.val_batches=300000000: the batches of a validation"),
+        (
+            "train.log_interval=2000000000 train.steps=1000000000",
+            "train.log_interval=1000000000: the metrics",
+        ),
+    ],
+)
+def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words, message, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**31))
+    asked = config(*TINY, *words.split())
+    with pytest.raises(
+        ConfigError, match=rf"{message} .*alone take [\d.]+ GiB, and there are 2.0 GiB"
+    ) as told:
+        check_memory(plan_of(asked, 1), torch.device("cpu"))
+    smaller = str(told.value).rpartition("use at most ")[2]
+    whole_batches = smaller.replace("micro", "global")
+    check_memory(plan_of(config(*TINY, *words.split(), smaller, whole_batches), 1), torch.device("cpu"))
+
+
+def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    check_processes(HostConfig(threads=32), 32)
+    for host, nproc, named in (
+        (HostConfig(threads=33), 1, "host.threads=33"),
+        (HostConfig(), 33, "launch.nproc=33"),
+    ):
+        with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
+            check_processes(host, nproc)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"
+PASS = "compile.enabled=true with the pass fuse_experts"
+
+
+@pytest.mark.parametrize(
+    ("words", "fuses", "needed"),
+    [
+        (("moe.sync_free_stage=2",), False, PASS),
+        ((STAGE_3,), False, PASS),
+        ((COMPILED, STAGE_3, "moe.experts=torch"), True, "moe.experts=auto"),
+        ((STAGE_3, "moe.experts=torch"), False, f"{PASS} and moe.experts=auto"),
+        # fused experts, lower stages and dense models do not wait
+        ((COMPILED, "graph.scope=layer"), True, ""),
+        ((COMPILED, "graph.scope=moe"), True, ""),
+        ((COMPILED, "graph.scope=[moe_experts]"), True, ""),
+        ((COMPILED, STAGE_3, "moe.experts=triton"), True, ""),
+        (("moe.sync_free_stage=1",), False, ""),
+        ((COMPILED, "moe.experts=torch"), True, ""),
+        ((COMPILED, "graph.scope=partial"), True, ""),
+        ((STAGE_3, "model.num_dense_layers=2"), False, ""),
+    ],
+    ids=str,
+)
+def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(monkeypatch, words, fuses, needed):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # Hopper
+    plans = {dtype: plan_of(config(*words, f"precision.compute={dtype}"), 1) for dtype in ("bf16", "fp32")}
+    refuse_waiting_experts(plans["bf16"], GPU, fuses=fuses)
+    refuse_waiting_experts(plans["fp32"], CPU, fuses=fuses)
+    with pytest.raises(ConfigError) if needed else nullcontext() as caught:
+        refuse_waiting_experts(plans["fp32"], GPU, fuses=fuses)
+    if needed:
+        stage = plans["fp32"].config.moe.sync_free_stage
+        assert str(caught.value).startswith(f"moe.sync_free_stage={stage} (graph.scope=")
+        ways = f"use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
+        assert str(caught.value).endswith(f"torch.float32 on this device; {ways}")
+
+
+@pytest.mark.parametrize(
+    "words, auto, torchs",
+    [
+        (("graph.scope=none",), False, False),
+        (("graph.scope=partial",), False, False),
+        (("moe.sync_free_stage=2",), True, True),
+        (("graph.scope=layer",), True, True),
+        (("graph.scope=full_iteration",), True, True),
+    ],
+    ids=str,
+)
+def test_backends_that_wait_are_left_out_where_the_stage_forbids_them(monkeypatch, words, auto, torchs):
+    asked = []
+
+    def choose(requested, *rest, sync_free):
+        asked.append((requested, sync_free))
+        return requested
+
+    monkeypatch.setattr(execution, "choose_backends", choose)
+    for remembered, requested in (("torch,torch,torch", "auto"), ("", "auto"), ("", "torch")):
+        run = config(*words, COMPILED, f"moe.experts={requested}")
+        assert chosen_experts(plan_of(run, 1), CPU, None, remembered) == (remembered or requested)
+    # auto takes only those that never wait, whatever the stage; a checkpoint's and named ones may at 0 and 1
+    assert asked == [("torch,torch,torch", auto), ("auto", True), ("torch", torchs)]
+
+
+@pytest.mark.parametrize(
+    "layout, tokens, width, experts, top_k",
+    [
+        (Layout(dp=4), 32, 8, 4, 2),
+        (Layout(dp=4, ep=2), 64, 8, 2, 1),
+        (Layout(dp=4, ep=4), 64, 8, 1, 1),
+        (Layout(dp=4, etp=2), 64, 4, 4, 2),
+        (Layout(dp=2, tp=2, ep=2, etp=2), 64, 4, 2, 1),
+    ],
+    ids=str,
+)
+def test_kernels_are_measured_for_the_experts_of_a_rank(layout, tokens, width, experts, top_k):
+    sizes = [f"parallel.{name}={getattr(layout, name)}" for name in ("tp", "ep", "etp")]
+    words = ("model.top_k=2", "train.micro_batch_size=2", "data.seq_len=16", "train.global_batch_size=8")
+    shape = mlp_shape(plan_of(config(*words, *sizes), layout.dp * layout.tp))
+    assert (tokens, width, experts, top_k) == (shape.T, shape.F, shape.E, shape.K)
+    # of all ranks together, a row for each slot of each token on each of the etp ranks of its expert
+    assert shape.T * shape.K * layout.size("stage") == 32 * 2 * layout.dp * layout.etp
+
+
+COMPILERS = {
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.runtime.triton_heuristics",
+}
+
+
+def imported_by(code: str) -> set[str]:
+    """Names of the modules of a new process that has run some code."""
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    line = [sys.executable, "-c", script]
+    ran = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(ran.stdout.split())
+
+
+def test_a_trainer_imports_no_compiler_until_it_compiles():
+    assert not imported_by("import graphmoe.training.trainer, graphmoe.training.dry_run") & COMPILERS
+    assert (
+        imported_by("from graphmoe.runtime import torch_compat; torch_compat.import_compilers()") >= COMPILERS
+    )
+
+
+def test_a_model_is_built_without_the_compiler():
+    imports = "from graphmoe.config.schema import ModelConfig; from graphmoe.model.build import build_model"
+    code = f"{imports}; build_model(ModelConfig())"
+    assert "torch._dynamo" not in imported_by(code)

@@ -1,4 +1,4 @@
-"""The compile cache, by small files in the place of compiled code, and once by torch itself."""
+"""The compile cache, by small files in the place of compiled code, and by torch and Triton themselves."""
 
 import errno
 import json
@@ -16,9 +16,18 @@ from graphmoe.runtime.cache.blobs import DRAFT
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.cache.store import CompileCache
 from tests.damage import flip_bit
-from tests.runtime.cache.cache_contents import FACTS, blob_of, kept, read, warnings_of, write
-
-ROOT = Path(__file__).parents[3]
+from tests.runs import ROOT
+from tests.runtime.cache.cache_contents import (
+    FACTS,
+    GROUP,
+    KERNEL,
+    blob_of,
+    kept,
+    read,
+    warnings_of,
+    write,
+    write_kernel,
+)
 
 
 def test_a_job_finds_the_files_that_an_earlier_one_published(cache):
@@ -182,18 +191,22 @@ JOB = """
 """
 
 
+def ran(folder: Path, code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """A process that has run a file of this code in a folder."""
+    (folder / "job.py").write_text(textwrap.dedent(code))
+    words, environment = [sys.executable, "job.py"], {**environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.slow
 def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_damaged(cache, tmp_path):
     def job() -> tuple[str, ...]:
         """Return the output of a process that compiles, its log, and its number of runs of the compiler."""
         runs = tmp_path / "compiler.runs"
         runs.write_text("")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-        command = [sys.executable, "-c", textwrap.dedent(JOB)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        done = ran(tmp_path, JOB, {**os.environ, "TORCHINDUCTOR_VEC_ISA_OK": "0"})
         return *done.stdout.splitlines(), done.stderr, str(len(runs.read_text()))
 
     result, made, _, runs = job()
@@ -241,3 +254,100 @@ def test_processes_that_remember_at_the_same_time_agree(cache):
     assert len({answers.get() for _ in children}) == 1
     for child in children:
         child.join()
+
+
+def test_locks_and_what_is_half_written_are_not_kept(cache):
+    work = cache.open(FACTS)
+    names = "inductor/locks/a.lock inductor/ab/.12.34.tmp inductor/ab/b.lock triton/ABC/lock"
+    names += (
+        " triton/ABC/tmp.pid_1_2/kernel.cubin triton/tmp.12/kernel.cubin turns/abc inductor/__pycache__/a.pyc"
+    )
+    for name in names.split():
+        (work.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (work.path / name).write_text("")
+    assert work.publish() == 0 and not list(cache.blobs)
+
+
+def test_a_kernel_of_tritons_is_moved_with_the_paths_of_its_group(cache):
+    first = cache.open(FACTS)
+    write_kernel(first)
+    assert first.publish() == 3
+    assert str(first.path).encode() not in blob_of(cache, GROUP).read_bytes()
+    first.close()
+    second = cache.open(FACTS)
+    group = json.loads((second.path / GROUP).read_text())
+    assert group == {
+        "child_paths": {n: str(second.path / "triton/ABC" / n) for n in ("kernel.json", "kernel.cubin")}
+    }
+    assert second.publish() == 0
+
+
+def test_a_kernel_with_a_damaged_file_is_left_out_as_a_whole(cache, caplog):
+    first = cache.open(FACTS)
+    write_kernel(first)
+    first.publish()
+    blob_of(cache, KERNEL).write_bytes(b"?")
+    second = cache.open(FACTS)
+    assert not any(path.is_file() for path in (second.path / "triton").rglob("*"))
+    second.publish()
+    assert cache.entries.read(second.key).files == {}
+    assert len(warnings_of(caplog)) == 2  # kernel.json has the content of kernel.cubin here
+
+
+def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
+    kept(cache, FACTS | {"model.num_experts": 16, "model.top_k": 4}, far="far")
+    kept(cache, FACTS | {"model.num_experts": 16}, used="1", unused="2")
+    kept(cache, FACTS | {"base.torch": "2.11.0"}, foreign="never")
+    work = cache.open(FACTS)
+    assert read(work) == {"far": "far", "used": "1", "unused": "2"} and not work.found
+    assert work.shared_from == key_of(FACTS | {"model.num_experts": 16})
+    assert set(work.differences) <= {
+        "model.num_experts changed: 16 -> 8",
+        "torch changed: 2.11.0 -> 2.13.0",
+    }
+
+
+def test_lent_files_join_the_new_entry(cache):
+    kept(cache, FACTS | {"model.num_experts": 16}, a="1", b="2")
+    cache.open(FACTS).publish()
+    assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}
+
+
+KERNEL_JOB = """
+import sys
+from pathlib import Path
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from graphmoe.runtime.cache.store import CompileCache
+
+@triton.jit
+def double(x, BLOCK: tl.constexpr):
+    places = x + tl.arange(0, BLOCK)
+    tl.store(places, tl.load(places) * 2)
+
+def refuse(*arguments, **named):
+    raise AssertionError("compiled again")
+
+work = CompileCache(Path("cache")).open({"base.triton": triton.__version__})
+work.activate()
+if work.found:
+    ASTSource.make_ir = refuse
+source = ASTSource(double, {"x": "*fp32", "BLOCK": "constexpr"}, {(1,): 64})
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+print(work.found, kernel.metadata.name, len(kernel.asm["cubin"]), work.publish() > 4)
+"""
+
+
+@pytest.mark.slow
+def test_triton_takes_a_kernel_that_it_has_compiled_in_another_work_folder(cache, tmp_path):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def job() -> list[str]:
+        return ran(tmp_path, KERNEL_JOB, environment).stdout.split()
+
+    found, name, size, keeps = job()
+    assert (found, name, keeps) == ("False", "double", "True")
+    assert job() == ["True", "double", size, "False"]

@@ -1,8 +1,10 @@
-"""The compile cache of a job: ranks with different layers, and kernels with one key in every job."""
+"""The compile cache of a job: one rank compiles a graph, and keys are the same in every job."""
 
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -11,9 +13,10 @@ import torch
 from torch._inductor.runtime import compile_tasks
 
 from graphmoe.runtime.compile import job_cache as job
+from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.runtime.torch_compat import set_key_tag, tuned_kernels
+from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag, tuned_kernels
 from tests.runtime.cache.cache_contents import FACTS, write
 
 
@@ -80,3 +83,39 @@ def test_a_tag_takes_the_place_of_the_last_one_and_keeps_the_users(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     set_key_tag("three")
     assert torch.compiler.config.cache_key_tag.strip() == "graphmoe three"
+
+
+def graph(width: int = 4, factor: float = 2.0):
+    with fake_mode():
+        return make_fx(lambda x: x * factor)(torch.empty(width))
+
+
+def test_the_second_waits_until_the_first_is_done(tmp_path):
+    order: list[str] = []
+    begun = threading.Event()
+
+    def first() -> None:
+        with CompileTurns(tmp_path).turn(graph()) as turn:
+            assert not turn.elsewhere
+            begun.set()
+            time.sleep(0.2)
+            order.append("first")
+
+    rank = threading.Thread(target=first)
+    rank.start()
+    assert begun.wait(10)
+    with CompileTurns(tmp_path).turn(graph()) as turn:
+        assert turn.elsewhere
+        order.append("second")
+    rank.join()
+    assert order == ["first", "second"]
+
+
+def test_who_fails_or_never_ends_or_compiles_another_graph_is_not_waited_for(tmp_path, caplog):
+    with pytest.raises(ValueError), CompileTurns(tmp_path).turn(graph()):
+        raise ValueError
+    turns = CompileTurns(tmp_path, patience_s=0)
+    with turns.turn(graph()), turns.turn(graph(width=8)), turns.turn(graph(factor=3.0)):
+        assert not caplog.text
+        with turns.turn(graph(width=8)):
+            assert "waited 0 s for another rank's code; compiling it here" in caplog.text

@@ -179,17 +179,3 @@ def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
     }  # fmt: skip
     held._lock.release()
     assert is_dead(disguised)
-
-
-def test_a_killed_process_leaves_a_work_folder_that_the_next_one_removes(cache):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, str(CompileCache(cache.folder).open(FACTS).path).encode())
-        os.kill(os.getpid(), 9)
-    os.waitpid(child, 0)
-    left = Path(os.read(reader, 4096).decode())
-    assert left.exists()
-    old(left)
-    cache.open(FACTS)
-    assert not left.exists()

@@ -82,39 +82,32 @@ def test_nothing_is_bound_where_the_user_says_so(machine):
     assert line == HostLine("threads run on any CPU (host.numa=none)") and machine.allowed == ALL
 
 
-def alone_in_the_job(number: int) -> list[int]:
-    """Return the list that the only rank gathers."""
-    return [number]
+@pytest.mark.parametrize(
+    ("asked", "omp", "workers", "others", "threads", "text"),
+    [
+        (None, None, 1, [], 4, "4 threads for operations on the CPU (torch's own choice)"),
+        (None, None, 2, [], 2, "2 threads for operations on the CPU (4 cores, 2 workers)"),
+        (None, None, 3, [], 1, "1 thread for operations on the CPU (4 cores, 3 workers)"),
+        (None, None, 8, [], 1, "1 thread for operations on the CPU (4 cores, 8 workers)"),
+        (3, None, 2, [], 3, "host.threads=3"),
+        (None, "1", 1, [], 1, "OMP_NUM_THREADS=1"),
+        (2, "1", 2, [], 2, "host.threads=2"),
+        (None, None, 1, [3], 3, "the least of all ranks, 4 here"),
+    ],
+)
+def test_ranks_take_the_threads_that_were_asked_for_or_share_the_cores_and_all_the_least(
+    machine, monkeypatch, asked, omp, workers, others, threads, text
+):
+    if omp:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+        torch.set_num_threads(int(omp))
+    line = set_threads(HostConfig(threads=asked), workers, 4, lambda number: [number, *others])
+    assert machine.num_threads == threads and text in line.text
 
 
-def test_a_torch_of_one_worker_keeps_its_threads_unless_it_is_bound_to_fewer_cores(machine):
-    alone = [line.text for line in start_host(HostConfig(), torch.device("cpu"), 1, alone_in_the_job)]
-    assert alone[1] == "4 threads for operations on the CPU (torch's own choice)" and machine.num_threads == 4
-    start_host(HostConfig(), GPU, 1, alone_in_the_job)
+def test_a_worker_that_is_bound_to_fewer_cores_takes_fewer_threads(machine):
+    start_host(HostConfig(), GPU, 1, lambda number: [number])
     assert machine.num_threads == 2
-
-
-@pytest.mark.parametrize(("workers", "threads"), [(2, 2), (3, 1), (8, 1)])
-def test_workers_of_a_node_share_its_cores(machine, workers, threads):
-    line = set_threads(HostConfig(), workers, 4, alone_in_the_job)
-    assert machine.num_threads == threads
-    words = "thread" if threads == 1 else "threads"
-    assert line.text == f"{threads} {words} for operations on the CPU (4 cores, {workers} workers)"
-
-
-def test_a_number_that_was_asked_for_is_taken(machine, monkeypatch):
-    set_threads(HostConfig(threads=3), 2, 4, alone_in_the_job)
-    assert machine.num_threads == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    set_threads(HostConfig(), 1, 4, alone_in_the_job)
-    assert machine.num_threads == 1
-    text = set_threads(HostConfig(threads=2), 2, 4, alone_in_the_job).text
-    assert machine.num_threads == 2 and "host.threads=2" in text
-
-
-def test_all_ranks_take_the_least_number(machine):
-    line = set_threads(HostConfig(), 1, 4, lambda number: [number, 3])
-    assert machine.num_threads == 3 and "the least of all ranks, 4 here" in line.text
 
 
 def test_threads_that_run_and_threads_to_come_are_bound():
@@ -143,17 +136,15 @@ def test_a_list_of_cpus_is_read():
     assert {text: cpu_list(text) for text in lists} == lists
 
 
-def test_threads_of_one_core_count_once(machine):
+def test_threads_of_one_core_count_once_and_a_container_has_no_more_than_its_quota(machine):
+    for quota, cores in (("max 100000", 4), ("350000 100000", 3), ("50000 100000", 1)):
+        machine.write("fs/cgroup/cpu.max", quota)
+        assert cores_here() == cores
+    machine.write("fs/cgroup/cpu.max", "max 100000")
     for cpu in range(4):
         siblings = f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         machine.write(siblings, f"{cpu % 2},{cpu % 2 + 2}")
     assert cores_here() == 2
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("350000 100000", 3), ("50000 100000", 1)])
-def test_a_container_has_no_more_cores_than_its_quota(machine, quota, cores):
-    machine.write("fs/cgroup/cpu.max", quota)
-    assert cores_here() == cores
 
 
 def test_the_cores_and_nodes_of_this_machine_can_be_read():

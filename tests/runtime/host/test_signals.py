@@ -1,8 +1,10 @@
-"""Signals that ask a run to stop, in one process."""
+"""Signals that ask a run to stop, in one process and in a launcher that passes them on."""
 
 import contextlib
 import os
 import signal
+import subprocess
+import time
 
 import pytest
 
@@ -16,15 +18,7 @@ from graphmoe.runtime.host.signals import (
     ends_at_signals,
     heard,
 )
-
-
-def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch):
-    monkeypatch.setenv(ELASTIC, "x")
-    monkeypatch.setattr("graphmoe.runtime.host.signals._heard._at", -2.0)
-    with StopSignal() as stop:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-    assert stop.received == "SIGTERM"
+from graphmoe.runtime.launch.elastic import _Forwarding
 
 
 @pytest.fixture
@@ -58,6 +52,14 @@ def test_notices_never_end_a_process_at_once_and_a_second_demand_does(ended):
     assert stop.received == "SIGUSR1" and ended == [130]
 
 
+def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch, ended):
+    monkeypatch.setenv(ELASTIC, "x")
+    monkeypatch.setattr("graphmoe.runtime.host.signals._heard._at", -2.0)
+    with StopSignal() as stop:
+        send(signal.SIGTERM, signal.SIGINT)
+    assert stop.received == "SIGTERM" and not ended
+
+
 def test_what_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -84,20 +86,41 @@ def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
         assert stop.received is None
 
 
-def test_a_notice_that_comes_again_before_the_first_step_does_not_end_the_tidying_up():
-    tidied = False
-    with pytest.raises(Interrupted), ends_at_signals():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_before_the_first_step_a_signal_raises_and_a_notice_does_not_end_the_tidying_up(number, ended):
+    before, tidied = signal.getsignal(number), False
+    with pytest.raises(Interrupted, match=number.name) as interrupted, ends_at_signals():
         try:
-            send(signal.SIGHUP)
+            send(number)
         finally:
-            send(signal.SIGHUP)
-            send(signal.SIGUSR1)
+            send(signal.SIGHUP, signal.SIGUSR1)
             tidied = True
-    assert tidied
+    assert tidied and not ended
+    assert interrupted.value.status == 128 + number and signal.getsignal(number) is before
 
 
-def test_outside_the_steps_a_signal_raises_and_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Interrupted, match="SIGTERM") as interrupted, ends_at_signals():
+def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monkeypatch):
+    workers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
+    ended: list[int] = []
+    monkeypatch.setattr("graphmoe.runtime.launch.elastic.os._exit", ended.append)
+    with _Forwarding(["sleep", "60"]) as forwarding:
+        while len(forwarding._workers()) < 2:  # a new process has no command line at once
+            time.sleep(0.001)
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert forwarding.received == "SIGUSR1" and not ended
+        assert [worker.wait(5) for worker in workers] == [-signal.SIGTERM] * 2
         os.kill(os.getpid(), signal.SIGTERM)
-    assert interrupted.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert ended == [128 + signal.SIGTERM]
+
+
+def test_a_notice_that_submitit_waits_for_reaches_it_when_the_workers_are_done():
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+    try:
+        with _Forwarding(["sleep", "60"]) as forwarding:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert forwarding.received == "SIGUSR2" and not told
+        assert told == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)

@@ -1,23 +1,29 @@
-"""The memory that GPUs share for symm: its layout, its growth and what captured graphs keep of it.
-
-Without GPUs: what torch gives is a stand-in on the CPU. tests/gpu/test_symm_gpu.py has the real one.
-"""
+"""Memory that GPUs share for symm, and the transport that moe.transport=auto picks for its rows."""
 
 import dataclasses
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
+from graphmoe.config.schema import DeviceChoice, RunConfig
 from graphmoe.ops import symm
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.symm.exchange import _take
 from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
+from graphmoe.plan.costs.sizes import Sizes as ProjectedSizes
+from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
+from graphmoe.plan.rules.check import resolve
+from graphmoe.project.memory import projected_memory, with_its_transport
+from graphmoe.runtime.dispatch import planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh
+from tests.runs import config
 
 SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)
 
@@ -148,3 +154,65 @@ def test_operations_say_what_is_missing():
 def test_torch_has_what_symmetric_memory_calls():
     called = "empty_strided_p2p", "rendezvous", "get_buffer", "barrier", "buffer_ptrs", "rank", "world_size"
     assert [name for name in called if not hasattr(_SymmetricMemory, name)] == []
+
+
+SYMM = ("moe.dispatcher=symm", "parallel.ep=2", "launch.nproc=2", "run.device=cuda")
+OVERLAP = ("pipeline.ep_overlap=true", "compile.enabled=true")
+LAYOUT = Layout(dp=2, ep=2)
+
+
+@pytest.mark.parametrize(
+    ("hip", "words", "copies"),
+    [
+        (None, (*SYMM, *OVERLAP), True),
+        ("6.4", (*SYMM, *OVERLAP), False),
+        (None, (*SYMM, *OVERLAP, "run.device=cpu"), False),
+        (None, (*SYMM, *OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
+        (None, SYMM, False),
+        (None, (*SYMM, *OVERLAP, "moe.transport=pull"), False),
+        ("6.4", (*SYMM, "moe.transport=copy_engine"), True),
+    ],
+)
+def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monkeypatch, hip, words, copies):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    run = config(*words)
+    dispatcher = planned_dispatcher(plan_of(run, 2))
+    assert (dispatcher.block > 0) == copies
+    sizes = ProjectedSizes.from_config(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
+    assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
+
+
+def test_a_dispatcher_that_moves_no_rows_by_symm_has_no_transport():
+    words = ("parallel.ep=2", "launch.nproc=2", "moe.transport=copy_engine")
+    assert transport_of(config(*words), on_nvidia=True) is None
+
+
+def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():
+    def shared_gib(*words: str) -> float:
+        run = config(*SYMM, *OVERLAP, "precision.compute=bf16", *words)
+        (place,) = projected_memory(plan_of(run, 2))["places"]
+        return place["dispatch"]
+
+    pulls, copies = (shared_gib(f"moe.transport={name}") for name in ("pull", "copy_engine"))
+    assert shared_gib("run.device=cpu") == pulls < copies == shared_gib()
+
+
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monkeypatch, hip):
+    """Include machines without such a GPU, where run.device=auto means the device that is there."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    found = []
+    for available in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
+        run = dry_config(*OVERLAP)
+        assert run.run.device is (DeviceChoice.cuda if available else DeviceChoice.cpu)
+        dispatcher = planned_dispatcher(plan_of(run, 2))
+        assert (dispatcher.block > 0) == (hip is None)
+        found.append(dispatcher)
+    assert found[0] == found[1]
+
+
+def dry_config(*words: str) -> RunConfig:
+    """Configuration of a dry run of two ranks, on the device that this machine is said to have."""
+    run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *words)
+    return resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))

@@ -147,16 +147,6 @@ def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     assert "(again: it saved nothing)" in again.err.read_text() and summary(folder)["finished"]
 
 
-def test_a_second_signal_exits_at_once(tmp_path):
-    run, folder = Command(tmp_path, words("run", "train.steps=100000")), tmp_path / "run"
-    run.wait_for_rows(folder, 3)
-    # stopped in between, or a busy machine lets it save and end after the first
-    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-        run.kill(number)
-    assert run.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert not (folder / "summary.json").exists()
-
-
 def test_a_signal_before_the_first_step_leaves_one_first_validation(tmp_path, monkeypatch):
     folder, overrides = tmp_path / "run", ("train.steps=2", "train.val_interval=0")
     stopped = trainer_in(folder, *overrides)

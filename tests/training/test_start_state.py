@@ -137,28 +137,37 @@ def test_a_run_that_goes_on_in_its_folder_does_not_ask_for_where_it_began(first)
     assert CheckpointStore.open_any(first).latest() == [6, 3]
 
 
-def test_a_model_larger_than_the_memory_is_refused_with_the_sizes():
-    small = config()
-    check_memory(plan_of(small, 1), torch.device("cpu"))
-    huge = dataclasses.replace(small, model=ModelConfig(num_layers=10_000, num_experts=512))
-    with pytest.raises(ConfigError, match=r"10000 has [\d,]+ parameters.* GiB, and this cpu has .* GiB"):
-        check_memory(plan_of(huge, 1), torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB on each of 8 ranks, and this cpu has"):
-        check_memory(plan_of(huge, 8), torch.device("cpu"))
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_ranks_that_share_the_state_need_less_of_it(monkeypatch):
+@pytest.fixture
+def memory(monkeypatch):
+    """Let the machine have so many bytes."""
+
+    def has(num_bytes: float) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+
+    return has
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_the_sizes_unless_ranks_share_them(memory):
+    check_memory(plan_of(config(), 1), CPU)
+    huge = dataclasses.replace(config(), model=ModelConfig(num_layers=10_000, num_experts=512))
+    for ranks, said in (
+        (1, r"10000 has [\d,]+ parameters.* GiB"),
+        (8, r"take [\d.]+ GiB on each of 8 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=f"{said}.*, and this cpu has .* GiB"):
+            check_memory(plan_of(huge, ranks), CPU)
     run = config("precision.compute=bf16")
-    bytes_of = 18 * count_parameters(run.model).total.full
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.6 * bytes_of))
-    with pytest.raises(ConfigError):
-        check_memory(plan_of(run, 1), torch.device("cpu"))
-    with pytest.raises(ConfigError):
-        check_memory(plan_of(run, 2), torch.device("cpu"))  # (6 + 18 / 2) / 18 = 0.83
-    check_memory(plan_of(run, 8), torch.device("cpu"))  # (6 + 18 / 8) / 18 = 0.46
+    memory(0.6 * 18 * count_parameters(run.model).total.full)
+    for ranks in (1, 2):  # of two (6 + 18 / 2) / 18 = 0.83
+        with pytest.raises(ConfigError):
+            check_memory(plan_of(run, ranks), CPU)
+    check_memory(plan_of(run, 8), CPU)  # (6 + 18 / 8) / 18 = 0.46
 
 
-def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypatch):
+def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(memory):
     run = config(
         "launch.nproc=4", "parallel.pp=4", "pipeline.layout=E|t|tttt|tL", "model.num_layers=6",
         "train.global_batch_size=8",
@@ -170,11 +179,11 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
         for stages in plan.pipeline.stages_of_places
     ]
     assert max(needed) == needed[2] > 1.5 * sum(needed) / 4
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=0.99 * max(needed)))
+    memory(0.99 * max(needed))
     with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
-        check_memory(plan, torch.device("cpu"))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=max(needed)))
-    check_memory(plan, torch.device("cpu"))
+        check_memory(plan, CPU)
+    memory(max(needed))
+    check_memory(plan, CPU)
 
 
 @pytest.mark.parametrize(
@@ -189,16 +198,13 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(monkeypat
         ),
     ],
 )
-def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words, message, monkeypatch):
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**31))
-    asked = config(*TINY, *words.split())
-    with pytest.raises(
-        ConfigError, match=rf"{message} .*alone take [\d.]+ GiB, and there are 2.0 GiB"
-    ) as told:
-        check_memory(plan_of(asked, 1), torch.device("cpu"))
+def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words, message, memory):
+    memory(2**31)
+    said = rf"{message} .*alone take [\d.]+ GiB, and there are 2.0 GiB"
+    with pytest.raises(ConfigError, match=said) as told:
+        check_memory(plan_of(config(*words.split()), 1), CPU)
     smaller = str(told.value).rpartition("use at most ")[2]
-    whole_batches = smaller.replace("micro", "global")
-    check_memory(plan_of(config(*TINY, *words.split(), smaller, whole_batches), 1), torch.device("cpu"))
+    check_memory(plan_of(config(*words.split(), smaller, smaller.replace("micro", "global")), 1), CPU)
 
 
 def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
@@ -212,7 +218,6 @@ def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkey
             check_processes(host, nproc)
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"
 PASS = "compile.enabled=true with the pass fuse_experts"
 
@@ -311,14 +316,9 @@ def imported_by(code: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_a_trainer_imports_no_compiler_until_it_compiles():
+def test_compilers_are_imported_by_what_compiles_alone():
     assert not imported_by("import graphmoe.training.trainer, graphmoe.training.dry_run") & COMPILERS
-    assert (
-        imported_by("from graphmoe.runtime import torch_compat; torch_compat.import_compilers()") >= COMPILERS
-    )
-
-
-def test_a_model_is_built_without_the_compiler():
-    imports = "from graphmoe.config.schema import ModelConfig; from graphmoe.model.build import build_model"
-    code = f"{imports}; build_model(ModelConfig())"
-    assert "torch._dynamo" not in imported_by(code)
+    compiles = "from graphmoe.runtime import torch_compat; torch_compat.import_compilers()"
+    assert imported_by(compiles) >= COMPILERS
+    builds = "from graphmoe.config.schema import ModelConfig; from graphmoe.model.build import build_model"
+    assert "torch._dynamo" not in imported_by(f"{builds}; build_model(ModelConfig())")

@@ -32,7 +32,7 @@ def wsd(step: int, fraction: float, floor: float) -> float:
     return 1.0 if step <= first else floor + (1 - floor) * (1 - math.sqrt((step - first) / (TOTAL - first)))
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("warmup", [0, 1, 7, 200])
 @pytest.mark.parametrize("floor", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("schedule", LR_SCHEDULES.names)
 def test_every_step_has_the_rate_of_the_formula(schedule, floor, warmup):
@@ -47,12 +47,6 @@ def test_every_step_has_the_rate_of_the_formula(schedule, floor, warmup):
         else:
             wanted = 1.0
         assert rate(config, step) == pytest.approx(3e-3 * wanted, rel=1e-5, abs=1e-9)
-
-
-@pytest.mark.parametrize("schedule", LR_SCHEDULES.names)
-def test_a_warm_up_longer_than_the_run_rises_to_its_end(schedule):
-    config = OptimConfig(lr=1.0, schedule=schedule, warmup_steps=200)
-    assert [rate(config, step) for step in (1, 25, 50)] == pytest.approx([1 / 200, 25 / 200, 50 / 200])
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 1.0])

@@ -192,13 +192,6 @@ def test_transfers_follow_each_other_and_only_their_readers_wait_for_them(monkey
     assert "copy a" in gpu.behind["reader of a"] and "copy b" in gpu.behind["reader of b"]
 
 
-def test_a_cpu_has_no_stream_of_transfers():
-    transfers = TransferStream(torch.device("cpu"))
-    assert transfers.run("a", lambda: "received", reads=None) == "received"
-    transfers.wait(["a"])
-    transfers.wait_for_all()
-
-
 def test_an_error_in_a_transfer_leaves_the_current_stream_and_no_products(monkeypatch):
     gpu = use_streams(monkeypatch)
     products, transfers = gpu.current, TransferStream(torch.device("cuda"))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.ranks import Ranks, sums
-from graphmoe.training.trainer import StopFlag
 from tests.distributed.ranks import run_ranks
 
 
@@ -62,25 +61,10 @@ def errors(ranks: Ranks, folder: Path) -> list[str]:
     ]
 
 
-def agreed(ranks: Ranks, folder: Path) -> list[str | None]:
-    """Answers of up to six calls, where rank 1 has a signal from the third on and rank 0 from the fourth."""
-    agreement = StopFlag(ranks)
-    names = ["SIGINT" if call >= 3 and ranks.rank else None for call in range(1, 7)]
-    if not ranks.rank:
-        names[3:] = ["SIGTERM"] * 3
-    answers: list[str | None] = []
-    for name in names:
-        answers.append(agreement.signal(name))
-        if answers[-1]:
-            break
-    agreement.close()
-    return answers
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Results of each case on two ranks."""
-    cases = {case.__name__: case for case in (summed, objects, errors, agreed)}
+    cases = {case.__name__: case for case in (summed, objects, errors)}
     return run_ranks(tmp_path_factory.mktemp("world"), cases)
 
 
@@ -103,15 +87,8 @@ def test_an_error_of_the_first_is_raised_on_every_rank_even_if_it_cannot_travel(
         assert found == ["ConfigError: of rank 0", "RuntimeError: Picky: 1 and 2", "ConfigError: of rank 0"]
 
 
-def test_a_signal_at_one_rank_is_known_to_all_one_call_later(two):
-    assert two["agreed"] == [[None, None, None, "SIGINT"]] * 2
-
-
-def test_one_rank_gives_back_what_it_got_and_knows_a_signal_at_once():
+def test_one_rank_gives_back_what_it_got():
     ranks, tensor = Ranks(), torch.ones(2)
     assert (ranks.rank, ranks.size, ranks.local_index, ranks.is_first) == (0, 1, 0, True)
     assert sums(None, tensor, tensor) == (tensor, tensor)
     assert ranks.gather(3) == [3] and ranks.on_first(lambda: 4) == ranks.on_first_of_node(lambda: 4) == 4
-    agreement = StopFlag(ranks)
-    assert agreement.signal(None) is None and agreement.signal("SIGTERM") == "SIGTERM"
-    agreement.close()

@@ -3,11 +3,9 @@
 import weakref
 from collections import Counter
 
-import pytest
 import torch
 
 from graphmoe.plan.pipeline.actions import parts
-from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.runtime.pipeline.channels import Spec
 from graphmoe.runtime.pipeline.engine import lanes_of
 from graphmoe.runtime.pipeline.stages import Stage
@@ -87,8 +85,3 @@ def test_the_first_micro_batch_of_each_stage_is_on_the_first_lane():
         for stage in table.placement.stages_of(rank):
             first = next(action for action in table.actions(rank) if action.stage == stage)
             assert lanes[stage, first.micro_batch] == 0
-
-
-@pytest.mark.parametrize("schedule, wanted", [("gpipe", 6), ("1f1b", 3), ("zb1p", 3)])
-def test_the_first_rank_has_as_many_lanes_as_activations(schedule, wanted):
-    assert len({*lanes_of(make_table(schedule, 3, 6), 0).values()}) == wanted

@@ -84,8 +84,7 @@ def test_a_document_that_is_torn_or_names_files_outside_is_set_aside_and_the_oth
     kept(cache, a="1")
     (document,) = cache.entries.read(key_of(FACTS)).documents
     whole = json.loads(document.read_text())
-    texts = ['{"facts": {', json.dumps(whole | {"facts": {}, "report": 0})]
-    texts += [json.dumps(whole | {"files": {path: "0" * 64}}) for path in OUTSIDE]
+    texts = ['{"facts": {', *(json.dumps(whole | {"files": {path: "0" * 64}}) for path in OUTSIDE)]
     for number, text in enumerate(texts, start=1):
         (document.parent / f"bad{number}.json").write_text(text)
         assert read(cache.open(FACTS)) == {"a": "1"}

@@ -166,6 +166,10 @@ def test_weights_and_biases_that_is_not_there_or_refuses_says_what_to_do(
     def refuse(*words, **named):
         raise ValueError("api_key not configured\nand more")
 
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
+        patch.setitem(sys.modules, "wandb", None)
+        writer(tmp_path / "run", 0, **WANDB)
+    assert not list(tmp_path.glob("run/*"))  # nothing that would take the folder from the next start
     wandb.log = refuse
     sink = writer(tmp_path / "run", 0, **WANDB)
     sink.write([row_of(1), row_of(2)])
@@ -175,10 +179,6 @@ def test_weights_and_biases_that_is_not_there_or_refuses_says_what_to_do(
     wandb.init = refuse
     with pytest.raises(ConfigError, match=r"log.wandb=true cannot begin \(api_key not configured\); log in"):
         writer(tmp_path / "other", 0, **WANDB)
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
-        writer(tmp_path / "other", 0, **WANDB)
-    assert not list(tmp_path.glob("other/*"))  # nothing that would take the folder from the next start
 
 
 def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_run(tmp_path, wandb):

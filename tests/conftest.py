@@ -121,22 +121,6 @@ def as_traced() -> Iterator[None]:
         yield
 
 
-BY_INDUCTOR = pytest.param("compiled", marks=(pytest.mark.exhaustive, pytest.mark.slow))
-
-
-@pytest.fixture(params=["as traced", BY_INDUCTOR])
-def mostly_traced(request: pytest.FixtureRequest) -> Iterator[tuple[str, ...]]:
-    """Words of compiled runs whose units run as they were traced, and by Inductor's code with -m exhaustive.
-
-    For runs that differ, from others which Inductor compiles in every suite, in what is traced only.
-    """
-    from tests.distributed.training import as_traced, unmeasured
-
-    traced = request.param == "as traced"
-    with as_traced() if traced else unmeasured():
-        yield ("compile.cache=false",) if traced else ()
-
-
 @pytest.fixture
 def swinging_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """About half of the micro-batches repeat one token, so that with top_k=1 one expert gets all rows.

@@ -51,11 +51,13 @@ def test_fifty_steps_with_all_passes_have_the_losses_of_the_plain_model(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["as_traced", pytest.param("unmeasured", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("enabled", [[], EXPERTS, *ALONE], ids=str)
 def test_fifty_steps_with_some_passes_have_the_losses_of_the_plain_model(
-    tmp_path, plain, enabled, mostly_traced
+    request, tmp_path, plain, enabled, way
 ):
-    words = (*UNVALIDATED, *mostly_traced, f"passes.enabled=[{','.join(enabled)}]")
+    request.getfixturevalue(way)
+    words = (*UNVALIDATED, f"compile.cache={way != 'as_traced'}", f"passes.enabled=[{','.join(enabled)}]")
     assert_within(losses(tmp_path / "run", *words), plain[:50], 1e-3)
 
 

@@ -11,6 +11,7 @@ from graphmoe.config.schema import ModelConfig, RopeScaling
 from graphmoe.model.attention import LATENT_NORM_EPS, build_attention
 from graphmoe.model.rope import inverse_frequencies, rope_tables
 from graphmoe.plan.attention import attention_facts
+from tests.ops.test_attention import reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 B, S = 2, 19
@@ -119,17 +120,8 @@ def rms_norm(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def softmax_attention(q, k, v, scale):
-    """Causal attention of one head for one query position after the other -> [B, S, V]."""
-    rows = []
-    for s in range(S):
-        score = torch.einsum("be,bte->bt", q[:, s], k[:, : s + 1]) * scale
-        rows.append(torch.einsum("bt,btv->bv", score.softmax(-1), v[:, : s + 1]))
-    return torch.stack(rows, dim=1)
-
-
 def mla_reference(x, w, config):
-    """DeepSeek-V2, equations 9 to 19, head by head."""
+    """DeepSeek-V2, equations 9 to 19."""
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     h = rms_norm(x, w["norm.weight"], config.norm_eps)
     if config.q_lora_rank:
@@ -137,40 +129,33 @@ def mla_reference(x, w, config):
         q = compressed @ w["q_up.weight"].T
     else:
         q = h @ w["q_proj.weight"].T
+    q = q.view(B, S, config.num_heads, nope + rope)
     down = h @ w["kv_down.weight"].T
     latent = rms_norm(down[..., : config.kv_lora_rank], w["kv_norm.weight"], LATENT_NORM_EPS)
-    shared_key = turned_neighbours(down[..., config.kv_lora_rank :].unsqueeze(2), config).squeeze(2)
-    kv = latent @ w["kv_up.weight"].T
-    scale = (nope + rope) ** -0.5
-    if config.rope_scaling is RopeScaling.yarn:
-        scale *= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
-    heads = []
-    for i in range(config.num_heads):
-        own_q = q[..., i * (nope + rope) : (i + 1) * (nope + rope)]
-        rotated = turned_neighbours(own_q[..., nope:].unsqueeze(2), config).squeeze(2)
-        own_kv = kv[..., i * (nope + value) : (i + 1) * (nope + value)]
-        key = torch.cat([own_kv[..., :nope], shared_key], dim=-1)
-        query = torch.cat([own_q[..., :nope], rotated], dim=-1)
-        heads.append(softmax_attention(query, key, own_kv[..., nope:], scale))
-    return x + torch.cat(heads, dim=-1) @ w["out_proj.weight"].T
+    shared_key = turned_neighbours(down[..., None, config.kv_lora_rank :], config)
+    kv = (latent @ w["kv_up.weight"].T).view(B, S, config.num_heads, nope + value)
+    key = torch.cat([kv[..., :nope], shared_key.expand(B, S, config.num_heads, rope)], dim=-1)
+    query = torch.cat([q[..., :nope], turned_neighbours(q[..., nope:], config)], dim=-1)
+    out = reference_attention(query, key, kv[..., nope:], scale=scale_of(config, nope + rope))
+    return x + out.flatten(2) @ w["out_proj.weight"].T
 
 
 def gqa_reference(x, w, config):
     size, eps = config.head_dim, config.norm_eps
     h = rms_norm(x, w["norm.weight"], eps)
-    q, k, v = (h @ w[f"{name}_proj.weight"].T for name in "qkv")
-    scale = size**-0.5
-    if config.rope_scaling is RopeScaling.yarn:
-        scale *= yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
-    heads = []
-    for i in range(config.num_heads):
-        group = i // (config.num_heads // config.num_kv_heads)
-        query, key = q[..., i * size : (i + 1) * size], k[..., group * size : (group + 1) * size]
-        if config.qk_norm:
-            query, key = rms_norm(query, w["q_norm.weight"], eps), rms_norm(key, w["k_norm.weight"], eps)
-        query, key = (turned_halves(t.unsqueeze(2), config).squeeze(2) for t in (query, key))
-        heads.append(softmax_attention(query, key, v[..., group * size : (group + 1) * size], scale))
-    return x + torch.cat(heads, dim=-1) @ w["out_proj.weight"].T
+    q, k, v = ((h @ w[f"{name}_proj.weight"].T).view(B, S, -1, size) for name in "qkv")
+    if config.qk_norm:
+        q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
+    q, k = turned_halves(q, config), turned_halves(k, config)
+    out = reference_attention(q, k, v, scale=scale_of(config, size))
+    return x + out.flatten(2) @ w["out_proj.weight"].T
+
+
+def scale_of(config, size):
+    """The scale of the logits."""
+    if config.rope_scaling is RopeScaling.none:
+        return size**-0.5
+    return size**-0.5 * yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
 
 
 @every_config

@@ -53,15 +53,6 @@ def make_tensors(name, seed=0):
     return {"x": x, "cos": angle.cos(), "sin": angle.sin()}
 
 
-def kept_names(name):
-    return ("x",) if LAYERS[name][1] else ("x", "loss", "stats", "counts")
-
-
-def outputs_of(layer, tensors):
-    out = layer(tensors["x"], tensors["cos"], tensors["sin"])
-    return (out,) if isinstance(out, torch.Tensor) else tuple(each for each in out if each is not None)
-
-
 @every_layer
 def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
     names = [segment.name for segment in make_layer(name).segments()]
@@ -91,66 +82,56 @@ def test_a_trace_says_which_operations_are_parts(name):
     assert {part for part, targets in of.items() if any("attention" in t for t in targets)} == {"core_attn"}
 
 
-def run_one(segment, values, later):
-    """Run one segment on nothing but what it declares; keep only what someone declares to read."""
-    results = segment.run(*[values[name] for name in segment.reads])
-    results = (results,) if isinstance(results, torch.Tensor) else results
-    values.update(zip(segment.writes, results, strict=True))
-    for name in set(values) - later:
-        del values[name]
+def by_segment(segments, batches, loss_of):
+    """Run and differentiate micro-batches in turns; tensors and gradients cross only where segments declare.
 
-
-@every_layer
-def test_interleaved_micro_batches_do_not_see_each_other(name):
-    layer = make_layer(name)
-    batches = [make_tensors(name, seed) for seed in (1, 2)]
-    expected = [outputs_of(layer, tensors) for tensors in batches]
-    values, segments = [dict(tensors) for tensors in batches], layer.segments()
-    for i, segment in enumerate(segments):
-        later = {read for other in segments[i + 1 :] for read in other.reads} | set(kept_names(name))
-        for own in values:
-            run_one(segment, own, later)
-            assert set(own) <= later
-    for own, outputs in zip(values, expected, strict=True):
-        for key, output in zip(kept_names(name), outputs, strict=True):
-            assert torch.equal(own[key], output)
-
-
-def backward_by_segment(segments, tensors, loss_of):
-    """Run and differentiate segment by segment; gradients cross only at the declared tensors."""
-    values, tape = dict(tensors), []
+    Returns all tensors and the gradient of x of each.
+    """
+    tapes = [(dict(tensors), []) for tensors in batches]
     for segment in segments:
-        inputs = [values[n].detach() for n in segment.reads]
-        inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
-        outputs = segment.run(*inputs)
-        outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-        values.update(zip(segment.writes, outputs, strict=True))
-        tape.append((segment, inputs, outputs))
-    ends = {n: t.detach().requires_grad_() for n, t in values.items() if t.is_floating_point()}
-    loss_of(ends).backward()
-    gradients = {n: t.grad for n, t in ends.items() if t.grad is not None}
-    for segment, inputs, outputs in reversed(tape):
-        incoming = {n: gradients.pop(n) for n in segment.writes if n in gradients}
-        pairs = [(t, incoming[n]) for n, t in zip(segment.writes, outputs, strict=True) if n in incoming]
-        pairs = [(t, g) for t, g in pairs if t.requires_grad]
-        if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True))
-        for n, t in zip(segment.reads, inputs, strict=True):
-            if t.grad is not None:
-                gradients[n] = gradients.get(n, 0) + t.grad
-    return gradients["x"]
+        for values, tape in tapes:
+            inputs = [values[n].detach() for n in segment.reads]
+            inputs = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+            outputs = segment.run(*inputs)
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            values.update(zip(segment.writes, outputs, strict=True))
+            tape.append((segment, inputs, outputs))
+    for values, tape in tapes:
+        ends = {n: t.detach().requires_grad_() for n, t in values.items() if t.is_floating_point()}
+        loss_of(ends).backward()
+        gradients = {n: t.grad for n, t in ends.items() if t.grad is not None}
+        for segment, inputs, outputs in reversed(tape):
+            incoming = {n: gradients.pop(n) for n in segment.writes if n in gradients}
+            pairs = [(t, incoming[n]) for n, t in zip(segment.writes, outputs, strict=True) if n in incoming]
+            pairs = [(t, g) for t, g in pairs if t.requires_grad]
+            if pairs:
+                torch.autograd.backward(*zip(*pairs, strict=True))
+            for n, t in zip(segment.reads, inputs, strict=True):
+                if t.grad is not None:
+                    gradients[n] = gradients.get(n, 0) + t.grad
+        yield values, gradients["x"]
 
 
 @every_layer
-def test_gradients_pass_through_the_declared_tensors_only(name):
+def test_micro_batches_in_turns_share_nothing_and_pass_gradients_through_the_declared_tensors_only(name):
     def loss_of(values):
         return values["x"].square().sum() + values.get("loss", 0.0)
 
-    layer, tensors = make_layer(name), make_tensors(name)
-    loss_of(dict(zip(kept_names(name), outputs_of(layer, tensors), strict=True))).backward()
+    layer = make_layer(name)
+    batches = [make_tensors(name, seed) for seed in (1, 2)]
+    kept = ("x",) if LAYERS[name][1] else ("x", "loss", "stats", "counts")
+    wholes = []
+    for tensors in batches:
+        out = layer(tensors["x"], tensors["cos"], tensors["sin"])
+        out = (out,) if isinstance(out, torch.Tensor) else [each for each in out if each is not None]
+        wholes.append(dict(zip(kept, out, strict=True)))
+        loss_of(wholes[-1]).backward()
     expected = {n: p.grad.clone() for n, p in layer.named_parameters()}
     layer.zero_grad()
-    assert_gradient_close(backward_by_segment(layer.segments(), tensors, loss_of), tensors["x"].grad)
+    found = by_segment(layer.segments(), batches, loss_of)
+    for (values, dx), tensors, whole in zip(found, batches, wholes, strict=True):
+        assert all(torch.equal(values[key], output) for key, output in whole.items())
+        assert_gradient_close(dx, tensors["x"].grad)
     for parameter_name, parameter in layer.named_parameters():
         assert bool(parameter.grad.any()), parameter_name
         assert_gradient_close(parameter.grad, expected[parameter_name])

@@ -7,7 +7,7 @@ F expert width, V vocabulary.
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -93,6 +93,12 @@ def operations(traced: Traced) -> Counter[str]:
     return Counter(getattr(target, "_opname", target.__name__) for target in calls)
 
 
+def call_of(traced: Traced, name: str) -> fx.Node:
+    """The one call of an operation of this project."""
+    (call,) = [node for node in traced.graph.graph.nodes if str(node.target).startswith(f"graphmoe.{name}")]
+    return call
+
+
 def row_sized(traced: Traced, rows: int) -> list[str]:
     """The index, silu and mul nodes over all routed rows."""
     found = []
@@ -123,8 +129,10 @@ def run(traced: Traced) -> Results:
     return Results(list(outputs), list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True)))
 
 
-def assert_same_numbers(fused: Traced, plain: Traced) -> None:
-    """Outputs and gradients agree as the passes promise."""
+def assert_same_numbers(fused: Traced, plain: Traced, *others: Sequence[Tensor]) -> None:
+    """Outputs and gradients agree as the passes promise, for other inputs too."""
+    for given in others:
+        assert_same_numbers(Traced(fused.graph, [*given]), Traced(plain.graph, [*given]))
     results, expected = run(fused), run(plain)
     assert len(results.outputs) == len(expected.outputs)
     assert len(results.gradients) == len(expected.gradients)

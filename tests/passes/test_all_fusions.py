@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from graphmoe.model.build import build_model
+from graphmoe.model.transformer import Transformer
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_loss import fuse_loss
@@ -20,6 +21,7 @@ from tests.passes.blocks import (
     T,
     Traced,
     assert_same_numbers,
+    call_of,
     operations,
     random,
     rewritten,
@@ -55,8 +57,7 @@ def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, option
     assert calls["router"] == calls["routing_plan"] == calls["grouped_mlp"] == 1
     gone = {"permute", "unpermute", "swiglu", "grouped_mm", "sort", "topk", "histc", "transpose", "_softmax"}
     assert not gone & set(calls)
-    (router,) = [node for node in fused.graph.graph.nodes if "graphmoe.router" in str(node.target)]
-    assert router.args[3:] == (1, 2, *options, False)
+    assert call_of(fused, "router").args[3:] == (1, 2, *options, False)
     if device == "cpu":
         assert_same_numbers(fused, plain)
 
@@ -69,17 +70,21 @@ def test_the_order_of_the_passes_before_the_last_does_not_matter(order):
     assert_same_numbers(fused, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_layer_and_loss_of_a_whole_model_matches(dtype):
-    run_config = config("model.num_layers=3", "model.mtp_depth=1")
+def model_of(dtype: torch.dtype, *words: str) -> Transformer:
+    run_config = config("model.aux_loss_coef=0.1", *words)
     options = {"dtype": dtype, "seed": 0, "execution": run_config.moe}
-    model = build_model(run_config.model, device=torch.device("cpu"), **options)
+    return build_model(run_config.model, device=torch.device("cpu"), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("words", ["model.shared_ffn_size=8", "model.shared_ffn_size=0"])
+def test_every_layer_and_loss_of_a_whole_model_matches_and_nothing_of_row_size_is_kept(words, dtype):
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(5))
 
     class Loss(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.model = model
+            self.model = model_of(dtype, "model.num_layers=3", "model.mtp_depth=1", words)
 
         def forward(self, tokens_BS, labels_BS):
             return tuple(self.model.loss(tokens_BS, labels_BS)[:-1])
@@ -88,34 +93,20 @@ def test_every_layer_and_loss_of_a_whole_model_matches(dtype):
     fused, results = rewritten(plain, *PASSES, fuse_loss)
     assert [result.matches for result in results] == [3, 12, 3, 3, 2]
     assert not any(result.left for result in results)
+    rows = 2 * 16 * 2
+    assert len(row_sized(plain, rows)) == 3 * 6 and row_sized(fused, rows) == []
+    assert operations(fused)["silu"] == (1 if "ffn_size=0" in words else 4)
     assert_same_numbers(fused, plain)
 
 
-def layer(dtype: torch.dtype, *words: str) -> Traced:
-    """A MoE layer of the model, attention included."""
-    run_config = config("model.aux_loss_coef=0.1", *words)
-    options = {"dtype": dtype, "seed": 0, "execution": run_config.moe}
-    model = build_model(run_config.model, device=torch.device("cpu"), **options)
-    return traced(
-        model.layers[1], random(2, T // 2, D, dtype=dtype), *model.rope(T // 2, torch.device("cpu"))
+def test_forward_and_backward_are_traced_from_the_rewritten_layer_with_forced_experts():
+    model, given = (
+        model_of(torch.bfloat16, "moe.force_balance=true"),
+        random(2, T // 2, D, dtype=torch.bfloat16),
     )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "words", ["model.shared_ffn_size=8", "model.shared_ffn_size=0", "moe.force_balance=true"]
-)
-def test_a_layer_of_the_model_keeps_nothing_of_row_size(words, dtype):
-    plain = layer(dtype, words)
-    fused, results = rewritten(plain, *PASSES)
-    assert [result.matches for result in results] == [1, 4, 1, 1]
-    assert len(row_sized(plain, R)) == 6 and row_sized(fused, R) == []
-    assert operations(fused)["silu"] == ("ffn_size=0" not in words)
-    assert_same_numbers(fused, plain)
-
-
-def test_forward_and_backward_are_traced_from_the_rewritten_layer():
-    fused, _ = rewritten(layer(torch.bfloat16), *PASSES)
+    layer = traced(model.layers[1], given, *model.rope(T // 2, torch.device("cpu")))
+    fused, _ = rewritten(layer, *PASSES)
+    assert_same_numbers(fused, layer)
     joint = Traced(joint_graph(fused.graph, fakes_of(fused.inputs)), [])
     calls = operations(joint)
     for name in ("router", "router_backward", "grouped_mlp", "grouped_mlp_dgrad", "grouped_mlp_wgrad"):

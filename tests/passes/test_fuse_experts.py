@@ -21,9 +21,9 @@ from tests.passes.blocks import (
     K,
     R,
     T,
-    Traced,
     assert_left,
     assert_same_numbers,
+    call_of,
     expert_weights,
     experts_of,
     operations,
@@ -66,9 +66,7 @@ def test_weights_in_the_activation_or_in_the_sum_give_the_same_numbers(where, dt
     fused, results = rewritten(plain, *BEHIND_PERMUTATION)
     assert [result.matches for result in results][1:] == [1, 1]
     assert operations(fused) == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
-    for routing in ROUTINGS:
-        given = inputs(dtype, routing)
-        assert_same_numbers(Traced(fused.graph, given), Traced(plain.graph, given))
+    assert_same_numbers(fused, plain, *(inputs(dtype, routing) for routing in ROUTINGS))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "torch,triton,torch"])
@@ -76,8 +74,7 @@ def test_fused_experts_run_on_the_backend_that_is_given(backend):
     passes = (*BEHIND_PERMUTATION[:2], functools.partial(fuse_experts, backend=backend))
     plain = traced(block(), *inputs())
     fused, _ = rewritten(plain, *passes)
-    (call,) = [node for node in fused.graph.graph.nodes if "grouped_mlp" in str(node.target)]
-    x, gate_up, down, weight, slot, row, ends, given = call.args
+    x, gate_up, down, weight, slot, row, ends, given = call_of(fused, "grouped_mlp").args
     assert given == backend
     shapes = [tuple(node.meta["val"].shape) for node in (x, gate_up, down, weight, slot, row, ends)]
     assert shapes == [(T, D), (E, 2 * WIDTH, D), (E, D, WIDTH), (T, K), (R,), (T, K), (E,)]

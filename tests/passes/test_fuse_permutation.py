@@ -15,9 +15,9 @@ from tests.passes.blocks import (
     K,
     R,
     T,
-    Traced,
     assert_left,
     assert_same_numbers,
+    call_of,
     experts_of,
     operations,
     random,
@@ -124,9 +124,7 @@ def test_every_spelling_becomes_three_operations_with_the_same_numbers(spelling,
     assert (calls["routing_plan"], calls["permute"], calls["unpermute"]) == (1, 1, 1)
     assert not MOVES & set(calls) and not result.left, (calls, result)
     assert operations(plain).total() > calls.total()
-    for routing in ROUTINGS:
-        given = list(inputs(dtype, routing))
-        assert_same_numbers(Traced(fused.graph, given), Traced(plain.graph, given))
+    assert_same_numbers(fused, plain, *(inputs(dtype, routing) for routing in ROUTINGS))
     again, (result,) = rewritten(fused, fuse_permutation)
     assert result.matches == 0 and operations(again) == calls
 
@@ -137,7 +135,7 @@ def test_an_unstable_sort_of_flat_ids_becomes_the_stable_order(stable):
     plain = traced(layer(**USUAL, stable=stable), x, weight, w, expert.flatten())
     fused, (result,) = rewritten(plain, fuse_permutation)
     assert result.matches == 4  # plan, rows, weights of the rows, return
-    (plan,) = [node for node in fused.graph.graph.nodes if "routing_plan" in str(node.target)]
+    plan = call_of(fused, "routing_plan")
     assert plan.args[0].meta["val"].shape == expert.shape  # K is what the order is divided by
     assert_same_numbers(fused, plain)
 
@@ -197,9 +195,7 @@ def test_the_models_own_plan_and_moves_match():
     plain = traced(run, x, weight, expert.int())
     fused, (result,) = rewritten(plain, fuse_permutation)
     assert result.matches == 4 and not MOVES & set(operations(fused))
-    for routing in ROUTINGS:
-        given = [x, weight, experts_of(routing).int()]
-        assert_same_numbers(Traced(fused.graph, given), Traced(plain.graph, given))
+    assert_same_numbers(fused, plain, *([x, weight, experts_of(routing).int()] for routing in ROUTINGS))
 
 
 def with_plan(body):
@@ -301,7 +297,7 @@ def test_rows_that_are_no_product_with_slot_weights_are_summed_as_they_are(name)
         return by_token(ROWS[name](x, x[order // K], order), inverse).sum(1)
 
     fused, _ = rewritten(plain := traced(with_plan(body), *inputs()), fuse_permutation)
-    (call,) = [node for node in fused.graph.graph.nodes if "unpermute" in str(node.target)]
+    call = call_of(fused, "unpermute")
     assert call.args[-1] is None and call.args[0].meta["val"].shape == (R, D)
     assert_same_numbers(fused, plain)
 

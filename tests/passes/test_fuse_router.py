@@ -16,6 +16,7 @@ from tests.passes.blocks import (
     Traced,
     assert_left,
     assert_same_numbers,
+    call_of,
     operations,
     random,
     rewritten,
@@ -37,13 +38,7 @@ def assert_fused(plain: Traced) -> fx.Node:
     assert INSIDE & set(before) and not INSIDE & set(after), after
     assert after.total() - after["getitem"] - after["_to_copy"] < before.total() - before["getitem"]
     assert_same_numbers(fused, plain)
-    return router_call(fused)
-
-
-def router_call(fused: Traced) -> fx.Node:
-    """The one call of the operation."""
-    (call,) = [node for node in fused.graph.graph.nodes if "graphmoe.router" in str(node.target)]
-    return call
+    return call_of(fused, "router")
 
 
 def routed(dtype=torch.float32, bias_E=None, **settings):
@@ -235,7 +230,7 @@ def test_what_no_router_makes_stays_beside_it(name):
     plain = traced(run, random(18, 8), random(18, 8, seed=1))
     fused, (result,) = rewritten(plain, fuse_router)
     assert result[:2] == (1 + ("second" in name), ()) and operations(fused)[stays] == count
-    assert stays != "div" or router_call(fused).args[-3] is False
+    assert stays != "div" or call_of(fused, "router").args[-3] is False
     assert_same_numbers(fused, plain)
 
 
@@ -258,7 +253,7 @@ def test_ids_from_elsewhere_are_given_experts_where_a_plan_begins_with_them(plan
         plain, _ = rewritten(plain, fuse_permutation)
         assert operations(plain)["routing_plan"] == 1 and operations(plain)["scatter_add"] == 0
     fused, (result,) = rewritten(plain, fuse_router)
-    assert result[:2] == (1, ()) and router_call(fused).args[2] is not None
+    assert result[:2] == (1, ()) and call_of(fused, "router").args[2] is not None
     assert_same_numbers(fused, plain)
 
 

@@ -52,7 +52,8 @@ def module(function) -> fx.GraphModule:
 def test_passes_run_in_order_and_say_what_they_did():
     graph = module(lambda x: torch.neg(torch.sin(torch.sin(x))))
     sizes = iter([100, 100, 40])
-    reports = PassRunner([SIN, NEG]).run("forward", graph, "mlp", ("mlp",), lambda _: next(sizes))
+    runner = PassRunner([SIN, replace(SIN, stage="joint"), NEG])
+    reports = runner.run("forward", graph, "mlp", ("mlp",), lambda _: next(sizes))
     assert [(r.name, r.matches, r.nodes_before, r.nodes_after) for r in reports] == [
         ("swap_sin", 1, 3, 3),
         ("drop_neg", 1, 3, 2),
@@ -61,11 +62,6 @@ def test_passes_run_in_order_and_say_what_they_did():
     assert reports[0].left == ("sin_1 is one too many",)
     x = torch.randn(3)
     assert graph(x).equal(x.cos().sin())
-
-
-def test_only_the_passes_of_the_stage_run():
-    graph = module(lambda x: torch.sin(x))
-    assert PassRunner([replace(SIN, stage="joint")]).run("forward", graph, "mlp") == []
 
 
 def test_an_expected_pass_that_changes_nothing_says_why(caplog, passes_may_miss):
@@ -137,7 +133,7 @@ def test_a_dump_shows_the_graph_before_and_after_each_change(tmp_path):
     assert "torch.sin(" in before and "torch.cos(" in after and "torch.sin(" not in after
 
 
-def test_every_pass_runs_unless_it_is_named_otherwise():
+def test_every_pass_runs_with_its_parameters_unless_it_is_named_otherwise():
     names = [spec.name for spec in PASSES]
     assert [spec.name for spec in select_passes(PassesConfig(), {})] == names
     assert select_passes(PassesConfig(enabled=[]), {}) == []
@@ -145,9 +141,6 @@ def test_every_pass_runs_unless_it_is_named_otherwise():
     assert [spec.name for spec in select_passes(only, {})] == [names[0], names[2]]
     without = PassesConfig(disabled=["fuse_loss"])
     assert [spec.name for spec in select_passes(without, {})] == [n for n in names if n != "fuse_loss"]
-
-
-def test_parameters_reach_the_pass_that_has_them():
     specs = {s.name: s for s in select_passes(PassesConfig(), {"fuse_experts": {"backend": "triton"}})}
     assert specs["fuse_experts"].knobs["backend"] == "triton"
 

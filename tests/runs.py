@@ -23,8 +23,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from rich.console import Console
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console, RenderableType
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
@@ -37,39 +39,19 @@ from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
+PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
+"""Options of the group ``model``."""
 
 TINY = (
-    "run.device=cpu",
-    "model.name=mini",
-    "model.vocab_size=64",
-    "model.hidden_size=16",
-    "model.num_layers=2",
-    "model.dense_ffn_size=16",
-    "model.num_heads=2",
-    "model.kv_lora_rank=8",
-    "model.qk_nope_head_dim=4",
-    "model.qk_rope_head_dim=4",
-    "model.v_head_dim=4",
-    "model.num_experts=4",
-    "model.expert_ffn_size=8",
-    "model.shared_ffn_size=8",
-    "model.context_length=16",
-    "model.selection_bias=true",
-    "data.source=synthetic",
-    "optim.lr=1e-2",
-    "optim.warmup_steps=0",
-    "train.steps=6",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=2",
-    "train.val_interval=3",
-    "train.val_batches=2",
-    "train.log_interval=2",
-    "checkpoint.interval=3",
-    "host.manual_gc=false",
-    "compile.enabled=false",
-    "log.tensorboard=false",
-    "log.report=false",
-)
+    "run.device=cpu", "model.name=mini", "model.vocab_size=64", "model.hidden_size=16",
+    "model.num_layers=2", "model.dense_ffn_size=16", "model.num_heads=2", "model.kv_lora_rank=8",
+    "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4", "model.v_head_dim=4", "model.num_experts=4",
+    "model.expert_ffn_size=8", "model.shared_ffn_size=8", "model.context_length=16",
+    "model.selection_bias=true", "data.source=synthetic", "optim.lr=1e-2", "optim.warmup_steps=0",
+    "train.steps=6", "train.global_batch_size=4", "train.micro_batch_size=2", "train.val_interval=3",
+    "train.val_batches=2", "train.log_interval=2", "checkpoint.interval=3", "host.manual_gc=false",
+    "compile.enabled=false", "log.tensorboard=false", "log.report=false",
+)  # fmt: skip
 COMPILED_MODEL = (
     "model.q_lora_rank=8",
     "model.aux_loss=sequence",
@@ -105,6 +87,36 @@ def config(*overrides: str) -> RunConfig:
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> RunConfig:
     return to_config(OmegaConf.merge(schema(), OmegaConf.from_dotlist([*TINY, *overrides])))
+
+
+def hydra_config(*words: str, with_hydra: bool = True) -> DictConfig:
+    """The configuration of words of a command line as Hydra composes it."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
+        return compose("config", list(words), return_hydra_config=with_hydra)
+
+
+def text_of(shown: RenderableType, width: int = 200) -> str:
+    """The text of tables on a terminal of so many columns."""
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def document_of(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """The JSON document that a tool prints."""
+    main([*words, "format=json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The error with which a tool ends, with status 2 and nothing on stdout."""
+    with pytest.raises(SystemExit) as end:
+        run_tool(main, [*words])
+    shown = capsys.readouterr()
+    assert end.value.code == 2 and shown.out == "" and "Traceback" not in shown.err
+    return shown.err
 
 
 def trainer_in(folder: Path, *overrides: str) -> Trainer:

@@ -14,14 +14,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, flag_override, open_dict
+from omegaconf import flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain
@@ -29,11 +27,11 @@ from graphmoe.command.hydra import Complete, to_config
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.ranges import OWN_CODE
-from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig, RunConfig
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
 from graphmoe.project.arguments import ProjectArgs, completed, split_words
+from tests.runs import ROOT, hydra_config
 
-ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 COMMAND = re.compile(r"(\$\()?\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))(.*)")
 TERMS = """
@@ -121,6 +119,10 @@ def words_for(override: Override) -> list[str]:
     return [str(override.input_line)]
 
 
+composed = functools.cache(hydra_config)
+"""The configuration of some options of groups; composing takes most of the time of a command line."""
+
+
 def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | None = None) -> None:
     """Compose and check each configuration that the words ask for."""
     args = get_args(list(words))
@@ -139,7 +141,7 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
     assert swept <= args.multirun, "a comma outside brackets is a sweep, which needs -m"
     for chosen in itertools.product(*map(words_for, parsed)):
         groups = tuple(word for word in chosen if is_of_a_group(word))
-        cfg = copy.deepcopy(composed(groups))
+        cfg = copy.deepcopy(composed(*groups))
         values = OverridesParser.create().parse_overrides([word for word in chosen if word not in groups])
         with flag_override(cfg.hydra, "readonly", False):
             ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
@@ -151,14 +153,6 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
 def is_of_a_group(word: str) -> bool:
     key = word.partition("=")[0].lstrip("+~")
     return "/" in key or key == "hydra.searchpath" or (ROOT / "conf" / key).is_dir()
-
-
-@functools.cache
-def composed(groups: tuple[str, ...]) -> DictConfig:
-    """The configuration of some options of groups; composing takes most of the time of a command line."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("graphmoe.conf", version_base="1.3"):
-        return compose("config", list(groups), return_hydra_config=True)
 
 
 def check_command(page: str, line: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,17 @@ import yaml
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.command.hydra import load_config
-from graphmoe.config.choices import ATTENTIONS, DISPATCHERS, EXPERTS_BACKENDS, LR_SCHEDULES, OPTIMIZERS
+from graphmoe.config.choices import (
+    ATTENTIONS,
+    DATA_SOURCES,
+    DISPATCHERS,
+    EXPERTS_BACKENDS,
+    LR_SCHEDULES,
+    OPTIMIZERS,
+)
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
+from graphmoe.data import sources
 from graphmoe.info import show
 from graphmoe.model.attention import KINDS
 from graphmoe.ops.grouped_mlp import BACKENDS
@@ -59,10 +68,15 @@ def own(tmp_path, monkeypatch):
     return lambda name, text: (tmp_path / f"{name}.py").write_text(text)
 
 
+def rows_of(folder, key, *words):
+    """The values of a key in the rows of a run with some words."""
+    train_in(folder, *QUIET, *words)
+    return [row[key] for row in metrics(folder) if key in row]
+
+
 def test_a_learning_rate_schedule(own, tmp_path):
     own("own_schedules", "def linear(progress):\n    return 1 - progress\n")
-    train_in(tmp_path / "run", *QUIET, "optim.schedule=own_schedules:linear", "optim.min_lr_ratio=0")
-    rates = [row["lr"] for row in metrics(tmp_path / "run") if "lr" in row]
+    rates = rows_of(tmp_path / "run", "lr", "optim.schedule=own_schedules:linear", "optim.min_lr_ratio=0")
     assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)], abs=1e-8)
 
 
@@ -87,8 +101,7 @@ def counting(config, seq_len, vocab_size):
 """,
     )
     words = ("data.source=own_sources:counting", "train.steps=40", "train.val_interval=40")
-    train_in(tmp_path / "run", *words, "checkpoint.enabled=false")
-    losses = [row["val_loss"] for row in metrics(tmp_path / "run") if "val_loss" in row]
+    losses = rows_of(tmp_path / "run", "val_loss", *words, "train.val_batches=2")
     assert losses[-1] < losses[0] - 1, "the next number is easy to guess"
 
 
@@ -131,11 +144,11 @@ class Mine:
         return AllToAll(mesh, plan.config.model.num_experts)
 """,
     )
-    losses = []
-    for name in ("alltoall", "own_dispatchers:Mine"):
-        train_in(tmp_path / name, *QUIET, f"moe.dispatcher={name}", "train.steps=3")
-        losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
-    assert losses[0] == losses[1] and sys.modules["own_dispatchers"].Mine.made == [1.0]
+    theirs, ours = (
+        rows_of(tmp_path / name, "loss", f"moe.dispatcher={name}", "train.steps=3")
+        for name in ("alltoall", "own_dispatchers:Mine")
+    )
+    assert theirs == ours and sys.modules["own_dispatchers"].Mine.made == [1.0]
 
 
 SCHEDULE = """
@@ -172,12 +185,7 @@ def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
         "no_schedule": "is a function; name a graphmoe.plan.pipeline.schedules.Schedule",
     }.items():
         with pytest.raises(ConfigError, match=rf"pipeline.schedule=wrong_pipelines:{name}:? {words}"):
-            config(
-                "launch.nproc=2",
-                "launch.nodes=1",
-                "parallel.pp=2",
-                f"pipeline.schedule=wrong_pipelines:{name}",
-            )
+            config("launch.nproc=2", "parallel.pp=2", f"pipeline.schedule=wrong_pipelines:{name}")
 
 
 OPTIMIZER = """
@@ -252,11 +260,10 @@ def own_attention(own):
 def test_an_attention(own_attention, tmp_path):
     head = config().model.hidden_size // 2
     same = ("model.attention=gqa", "model.num_heads=2", "model.num_kv_heads=2", f"model.head_dim={head}")
-    losses = []
-    for name, words in (("gqa", same), ("mine", OWN_ATTENTION)):
-        train_in(tmp_path / name, *QUIET, *COMPILED, *words, "train.steps=3", "compile.cache=false")
-        losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len({*losses[0]}) == 3
+    words = (*COMPILED, "train.steps=3", "compile.cache=false")
+    theirs = rows_of(tmp_path / "gqa", "loss", *words, *same)
+    ours = rows_of(tmp_path / "mine", "loss", *words, *OWN_ATTENTION)
+    assert theirs == pytest.approx(ours, rel=1e-5) and len({*theirs}) == 3
 
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
@@ -308,7 +315,7 @@ def test_code_that_a_file_names_is_imported_only_where_its_reader_names_it(key, 
 def test_a_schedule_that_a_recorded_run_names_is_not_imported(own, tmp_path, capsys):
     own("strange_code", "raise AssertionError\n")
     costs = Costs((1,) * 2, (1,) * 2, (1,) * 2)
-    timeline = replace(simulate(make_table("1f1b", 2, 3), costs), schedule="strange_code:it")
+    timeline = simulate(replace(make_table("1f1b", 2, 3), schedule="strange_code:it"), costs)
     write_timelines(tmp_path / FILE_NAME, {1: timeline})
     pipeline_view.main([f"run={tmp_path}"])
     assert "strange_code:it, step 1 as recorded" in capsys.readouterr().out
@@ -331,18 +338,16 @@ def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, 
 def test_names_of_choices_are_the_rows_of_their_tables():
     assert {*ATTENTIONS.names} == {*attention.FACTS} == {*KINDS}
     assert {*OPTIMIZERS.names} == {*RULES}
+    assert {*DATA_SOURCES.names} == {path.stem for path in Path(sources.__file__).parent.glob("[a-z]*.py")}
+    assert {*DATA_SOURCES.names} == {path.stem for path in (ROOT / "conf" / "data").glob("*.yaml")}
     assert {*LR_SCHEDULES.names} == {*DECAYS, "constant"}
     assert {*EXPERTS_BACKENDS.names} == {*BACKENDS, "auto"}
     assert {*DISPATCHERS.names} == {*FACTS, "auto"} == {*MAKERS, "auto"}
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_name_that_no_table_has_is_refused_with_those_it_has(key):
+def test_a_name_that_no_table_has_and_code_that_cannot_be_imported_are_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=nothing: there is no such choice; .*module:NAME"):
         check(config(f"{key}=nothing"))
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_code_that_cannot_be_imported_is_named(key, tmp_path):
     with pytest.raises(ConfigError, match=rf"{key}=no_such_module:this cannot be imported"):
         train_in(tmp_path, *QUIET, f"{key}=no_such_module:this")

@@ -35,14 +35,7 @@ TEXTS = (
 )  # fmt: skip
 VALUES = (*NUMBERS, *NOTHINGS, *TEXTS)
 GROUPS = ("model", "data", "optim", "moe", "compile", "parallel", "hydra/launcher", "hydra/sweeper", "nope")
-HYDRA = (
-    "hydra.run.dir",
-    "hydra.sweep.dir",
-    "hydra.job.chdir",
-    "hydra.verbose",
-    "hydra.mode",
-    "hydra.output_subdir",
-)
+HYDRA_KEYS = ("run.dir", "sweep.dir", "job.chdir", "verbose", "mode", "output_subdir")
 
 
 def bad_word(rng: random.Random) -> tuple[str, str]:
@@ -55,7 +48,7 @@ def bad_word(rng: random.Random) -> tuple[str, str]:
     if form == "group":
         key = rng.choice(GROUPS)
     if form == "hydra":
-        key = rng.choice(HYDRA)
+        key = f"hydra.{rng.choice(HYDRA_KEYS)}"
     word = {"add": f"+{key}={value}", "force": f"++{key}={value}", "delete": f"~{key}", "bare": key}
     return word.get(form, f"{key}={value}"), key
 

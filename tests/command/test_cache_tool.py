@@ -3,17 +3,19 @@
 import json
 import os
 import re
+import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from graphmoe import cache as tool
-from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.rules.check import resolve
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.cache.store import CompileCache
+from tests.runs import document_of, refusal
 from tests.runtime.cache.cache_contents import empty_cache
 
 FACTS = {"base.device": "GPU", "graph.scope": ["attn", "mlp"], "model.top_k": 2}
@@ -29,8 +31,8 @@ def cache(tmp_path, monkeypatch) -> CompileCache:
     return store
 
 
-def keep(store: CompileCache, number: int, common: str | None, own: str) -> str:
-    """Publish an entry, last used so many hours before yesterday."""
+def keep(store: CompileCache, number: int, common: str | None, own: str, model: str = "model") -> str:
+    """Publish an entry, last used so many hours before yesterday, with old files."""
     work = store.open(facts(number))
     folder = work.path / "inductor"
     for path in folder.iterdir():  # what another entry has lent
@@ -39,20 +41,15 @@ def keep(store: CompileCache, number: int, common: str | None, own: str) -> str:
         (folder / "common.so").write_text("x" * 100)
     (folder / "own.so").write_text(own)
     work._files.clear()
-    work.publish(notes={"model": f"model-{number}", "graphs": number})
+    work.publish(notes={"model": model, "graphs": number})
     work.close()
-    age(store, number)
-    return work.key
-
-
-def age(store: CompileCache, number: int) -> None:
-    """Make an entry look unused for so many hours, and its files old."""
     folder, then = store.entries.folder(key(number)), time.time() - 3600 * number - 86400
     for path in folder.glob("*.json"):
         document = json.loads(path.read_text())
         path.write_text(json.dumps(document | {"created": then}))
     (folder / "used").touch()
     os.utime(folder / "used", (then, then))
+    return work.key
 
 
 def facts(number: int) -> dict:
@@ -64,9 +61,7 @@ def key(number: int) -> str:
 
 
 def run(store: CompileCache, capsys, *words: str) -> dict:
-    """The JSON document that the tool prints."""
-    tool.main([*words, f"cache_dir={store.folder}", "format=json"])
-    return json.loads(capsys.readouterr().out)
+    return document_of(tool.main, capsys, *words, f"cache_dir={store.folder}")
 
 
 def sizes(store: CompileCache) -> list[int]:
@@ -77,12 +72,9 @@ def test_the_list_has_entries_with_the_newest_use_first(cache, capsys):
     document = run(cache, capsys)
     assert document["total_bytes"] == 190 and document["cache_dir"] == str(cache.folder)
     rows = document["entries"]
-    assert [(row["key"], row["bytes"], row["shared_bytes"]) for row in rows] == [
-        (key(1), 130, 100),
-        (key(2), 120, 100),
-        (key(3), 40, 0),
-    ]
-    assert (rows[0]["model"], rows[0]["graphs"], rows[0]["files"]) == ("model-1", 1, 2)
+    found = [(row["key"], row["bytes"], row["shared_bytes"]) for row in rows]
+    assert found == [(key(1), 130, 100), (key(2), 120, 100), (key(3), 40, 0)]
+    assert (rows[0]["model"], rows[0]["graphs"], rows[0]["files"]) == ("model", 1, 2)
     assert (rows[0]["device"], rows[0]["scope"]) == ("GPU", ["attn", "mlp"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", rows[0]["last_used"])
 
@@ -90,11 +82,7 @@ def test_the_list_has_entries_with_the_newest_use_first(cache, capsys):
 def test_entries_that_look_alike_say_what_differs(cache, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     for number in (4, 5):
-        work = cache.open(facts(number))
-        (work.path / "inductor" / "own.so").write_text("z" * number)
-        work.publish(notes={"model": "tiny", "graphs": 1})
-        work.close()
-        age(cache, number)
+        keep(cache, number, None, "z" * number, model="tiny")
     tool.main([f"cache_dir={cache.folder}"])
     rows = [line for line in capsys.readouterr().out.splitlines() if "tiny on GPU" in line]
     assert ["changed" in row for row in rows] == [False, True]
@@ -105,13 +93,10 @@ def test_entries_that_look_alike_say_what_differs(cache, capsys, monkeypatch):
 def test_before_any_run_the_cache_is_empty(tmp_path, capsys, made):
     if made:
         (tmp_path / "compiled").mkdir()
-    words = [f"cache_dir={tmp_path}/compiled", "format=json"]
-    tool.main(words)
-    assert json.loads(capsys.readouterr().out)["entries"] == []
-    tool.main(["action=verify", *words])
-    assert json.loads(capsys.readouterr().out) == {"files": 0, "damaged": [], "lacking": {}}
-    tool.main(["action=prune", "max_size=0", *words])
-    assert json.loads(capsys.readouterr().out)["bytes_before"] == 0
+    found = partial(document_of, tool.main, capsys, f"cache_dir={tmp_path}/compiled")
+    assert found()["entries"] == []
+    assert found("action=verify") == {"files": 0, "damaged": [], "lacking": {}}
+    assert found("action=prune", "max_size=0")["bytes_before"] == 0
     tool.main([f"cache_dir={tmp_path}/compiled"])
     assert "0 entries, 0 B in all" in capsys.readouterr().out
 
@@ -150,10 +135,8 @@ def test_prune_removes_the_entries_used_least_recently_and_what_only_they_had(
     assert document["entries"] == [key(number) for number in gone] and sizes(cache) == left
     assert (document["bytes_before"], document["bytes_after"]) == (190, sum(left))
     assert document["files"] == 4 - len(left)
-    assert [row["key"] for row in run(cache, capsys)["entries"]] == [
-        key(n) for n in (1, 2, 3) if n not in gone
-    ]
-    assert not (cache.folder / "entries" / key(3)).exists() or 3 not in gone
+    kept = [row["key"] for row in run(cache, capsys)["entries"]]
+    assert kept == [key(n) for n in (1, 2, 3) if n not in gone]
 
 
 def test_prune_leaves_files_that_a_job_may_be_about_to_name(cache, capsys):
@@ -170,11 +153,9 @@ def test_prune_leaves_files_that_a_job_may_be_about_to_name(cache, capsys):
 def test_prune_removes_damage_and_work_folders_of_killed_jobs(cache, capsys):
     (cache.folder / "damaged").mkdir()
     (cache.folder / "damaged" / "blob").write_text("x" * 7)
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    dead = cache.folder / "work" / f"{os.uname().nodename}-{child}-ab"
+    child = subprocess.Popen(["true"])
+    child.wait()
+    dead = cache.folder / "work" / f"{os.uname().nodename}-{child.pid}-ab"
     dead.mkdir()
     os.utime(dead, (0, 0))
     document = run(cache, capsys, "action=prune")
@@ -231,9 +212,8 @@ def test_a_size_is_a_number_with_a_unit_and_for_prune_alone(cache):
 def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "mine").write_text("")
-    with pytest.raises(SystemExit) as ended:
-        run_tool(tool.main, ["action=prune", f"cache_dir={tmp_path}"])
-    assert ended.value.code == 2 and "is no compile cache: it has no CACHEDIR.TAG" in capsys.readouterr().err
+    error = refusal(tool.main, capsys, "action=prune", f"cache_dir={tmp_path}")
+    assert "is no compile cache: it has no CACHEDIR.TAG" in error
     assert (tmp_path / "damaged" / "mine").exists()
     with pytest.raises(ConfigError, match="mine is no compile cache"):
         tool.main([f"cache_dir={tmp_path}/damaged/mine"])
@@ -242,8 +222,7 @@ def test_a_folder_that_is_no_cache_is_left_alone(tmp_path, capsys):
 def test_the_default_folder_is_that_of_runs(monkeypatch, capsys):
     monkeypatch.setenv("GRAPHMOE_CACHE", "~/somewhere")
     folder = Path("~/somewhere/compiled").expanduser()
-    tool.main(["format=json"])
-    assert json.loads(capsys.readouterr().out)["cache_dir"] == str(folder)
+    assert document_of(tool.main, capsys)["cache_dir"] == str(folder)
     assert resolve(RunConfig()).compile.cache_dir == str(folder)
 
 

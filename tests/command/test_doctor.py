@@ -8,14 +8,13 @@ import tomllib
 
 import pytest
 import torch
-from rich.console import Console
 
 from graphmoe import doctor
 from graphmoe.config.choices import EXPERTS_BACKENDS
 from graphmoe.config.packages import PACKAGES, Package
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.plan.experts import FACTS
-from tests.runs import ROOT, command
+from tests.runs import ROOT, command, text_of
 from tests.runtime.host.machine import Machine
 
 
@@ -24,19 +23,11 @@ def report():
     return doctor.examine()
 
 
-def shown(document) -> str:
-    """The text form as a wide terminal shows it."""
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(doctor.render(document))
-    return capture.get()
-
-
 def test_a_missing_library_is_reported_with_the_command_that_installs_it(report):
     lacking = Package("no_such_module_here", "no-such-thing", "a feature", "pip install 'thing[all]'")
     found = doctor.examine_package(lacking)
     assert (found["state"], found["version"]) == ("missing", None)
-    assert "pip install 'thing[all]'" in shown(report | {"libraries": [found]})
+    assert "pip install 'thing[all]'" in text_of(doctor.render(report | {"libraries": [found]}))
 
 
 def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
@@ -44,7 +35,7 @@ def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     found = doctor.examine_package(Package("broken_native", "broken", "speed", "build it", True))
     assert found["state"] == "does not load: libcudart.so.99: cannot open"
-    assert "libcudart.so.99" in shown(doctor.examine() | {"libraries": [found]})
+    assert "libcudart.so.99" in text_of(doctor.render(doctor.examine() | {"libraries": [found]}))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +63,8 @@ def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
 
     monkeypatch.setattr(doctor, "_num_gpus", lambda: 1)
     monkeypatch.setattr(doctor, "_replay_small_graph", fail)
-    assert doctor.probe_graphs() == doctor.Finding(
-        "device graphs", False, "CUDA error: operation not permitted"
-    )
+    said = "CUDA error: operation not permitted"
+    assert doctor.probe_graphs() == doctor.Finding("device graphs", False, said)
     monkeypatch.setattr(doctor, "_replay_small_graph", lambda: 1.0)
     assert not doctor.probe_graphs().ok
 
@@ -85,7 +75,7 @@ def test_several_gpus_get_a_peer_matrix_and_a_topology(report, monkeypatch):
     monkeypatch.setattr(doctor, "_topology", lambda: "GPU0 NV18 [x]")
     links = doctor.links()
     assert links["peer_access"] == [[True, True, False], [True, True, False], [False, False, True]]
-    text = shown(report | {"links": links})
+    text = text_of(doctor.render(report | {"links": links}))
     assert "Peer access" in text and "GPU0 NV18 [x]" in text
 
 
@@ -115,41 +105,27 @@ def test_nothing_but_the_document_is_on_stdout(tmp_path):
     assert torch.__version__.startswith(json.loads(run.out.read_text())["versions"]["torch"])
 
 
-@pytest.fixture
-def clean(monkeypatch):
-    """No variable of those that are shown is set; torch is built for CUDA."""
-    for name in list(os.environ):
-        if doctor.SHOWN.match(name):
-            monkeypatch.delenv(name)
+def test_variables_that_a_run_would_set_stand_beside_those_that_are_set(monkeypatch):
+    for name in filter(doctor.SHOWN.match, list(os.environ)):
+        monkeypatch.delenv(name)
+    set_here = {"NCCL_NVLS_ENABLE": "1", "NCCL_DEBUG": "INFO", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in set_here.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.version, "hip", None)
-    return monkeypatch
-
-
-def test_variables_that_a_run_would_set_stand_beside_those_that_are_set(clean):
-    clean.setenv("NCCL_NVLS_ENABLE", "1")
-    clean.setenv("NCCL_DEBUG", "INFO")
-    clean.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = {row["name"]: row for row in doctor.environment()}
+    rows = doctor.environment()
+    found = {row["name"]: (row["present"], row["a_run_sets"], row["key"]) for row in rows}
     assert list(found) == sorted(found) and len(found) == 5
     key = "host.nvlink_multicast=false"
-    assert found["NCCL_NVLS_ENABLE"] == {
-        "name": "NCCL_NVLS_ENABLE", "present": "1", "a_run_sets": None, "key": key,
-    }  # fmt: skip
-    assert (found["NVSHMEM_DISABLE_NVLS"]["present"], found["NVSHMEM_DISABLE_NVLS"]["a_run_sets"]) == (
-        None,
-        "1",
-    )
-    assert (found["NCCL_DEBUG"]["present"], found["NCCL_DEBUG"]["key"]) == ("INFO", None)
-    assert found["CUDA_VISIBLE_DEVICES"]["present"] == ""
-
-
-def test_on_rocm_the_pool_for_arguments_is_named(clean):
-    clean.setattr(torch.version, "cuda", None)
-    clean.setattr(torch.version, "hip", "7.0")
-    assert [(row["name"], row["a_run_sets"]) for row in doctor.environment()] == [
-        ("HSA_KERNARG_POOL_SIZE", "12582912")
-    ]
+    assert found["NCCL_NVLS_ENABLE"] == ("1", None, key)
+    assert found["NVSHMEM_DISABLE_NVLS"] == (None, "1", key)
+    assert found["NCCL_DEBUG"] == ("INFO", None, None) and found["CUDA_VISIBLE_DEVICES"][0] == ""
+    for name in set_here:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    (row,) = doctor.environment()
+    assert (row["name"], row["a_run_sets"]) == ("HSA_KERNARG_POOL_SIZE", "12582912")
 
 
 def test_numa_nodes_of_the_host_and_of_gpus_are_found(tmp_path, monkeypatch):

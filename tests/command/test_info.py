@@ -3,23 +3,14 @@
 import json
 
 import pytest
-from rich.console import Console
 
 from graphmoe.config.schema import LaunchConfig, ParallelConfig, RunConfig
 from graphmoe.info import describe, render, smallest_layout
+from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
-from tests.config.test_presets import PRESETS, load_preset
-from tests.runs import command, config
-
-
-def shown(document) -> str:
-    """The text form as a wide terminal shows it."""
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(render(document))
-    return capture.get()
+from tests.runs import PRESETS, command, config, text_of
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -31,17 +22,12 @@ def test_components_add_up_to_the_totals(preset):
         assert full - outside == body
 
 
-def test_the_text_shows_the_counts_in_billions():
-    text = shown(describe(load_preset("deepseek_v2_lite"), 4096))
-    (row,) = [line for line in text.splitlines() if "without embedding" in line]
+def test_the_text_shows_the_counts_in_billions_and_memory_is_eighteen_bytes_a_parameter():
+    document = describe(load_preset("deepseek_v2_lite"), 4096)
+    (row,) = [line for line in text_of(render(document)).splitlines() if "without embedding" in line]
     assert {"15.287", "2.242"} < {*row.split()}
-
-
-def test_memory_is_eighteen_bytes_a_parameter():
-    document = describe(load_preset("deepseek_v3"), 4096)
     memory = document["memory_bytes"]
-    assert memory["total"] == 18 * document["parameters"]["total"]["full"]
-    assert memory["weights_bf16"] * 9 == memory["total"]
+    assert memory["total"] == 18 * document["parameters"]["total"]["full"] == 9 * memory["weights_bf16"]
 
 
 def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
@@ -49,8 +35,9 @@ def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
     alone, each = document["memory_bytes"], document["memory_bytes_per_rank"]
     assert each["moments_fp32"] == pytest.approx(alone["moments_fp32"] / 16)
     assert each["total"] == sum(size for kind, size in each.items() if kind != "total")
-    assert "GiB on each of 16" in shown(document) and "of a run of 16 ranks" in shown(document)
-    assert "on each of" not in shown(describe(load_preset("deepseek_v3"), 4096))
+    text = text_of(render(document))
+    assert "GiB on each of 16" in text and "of a run of 16 ranks" in text
+    assert "on each of" not in text_of(render(describe(load_preset("deepseek_v3"), 4096)))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +63,7 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
     sums = {kind: sum(rank["memory_bytes"][kind] for rank in ranks) for kind in ranks[0]["memory_bytes"]}
     assert sums["moments_fp32"] * whole.layout.dp == pytest.approx(8 * full)  # each has one owner
     assert sums["weights_bf16"] == pytest.approx(2 * (full + twice) + 2 * full / whole.layout.dp)
-    text = shown(document)
+    text = text_of(render(document))
     for word, total in (("most", max(totals)), ("least", min(totals))):
         rank = totals.index(total)
         assert f"{word}: pp rank {rank}, {' '.join(ranks[rank]['pieces'])}" in text

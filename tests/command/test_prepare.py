@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import open_data
 from graphmoe.data.contents import read_summed_file
@@ -20,7 +19,7 @@ from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
 from graphmoe.runtime.host.checksums import sha256_of
 from tests.data.texts import sentences, write_jsonl
-from tests.runs import ROOT
+from tests.runs import ROOT, refusal
 
 
 @pytest.fixture
@@ -64,12 +63,10 @@ def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
 def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder, capsys):
     with open(folder / "b.jsonl", "a") as file:
         file.write('{"content": "half')
-    with pytest.raises(SystemExit) as ended:
-        run_tool(main, ARGS)
-    streams = capsys.readouterr()
-    assert ended.value.code == 2 and streams.out == ""
-    assert streams.err.startswith("error: ") and "b.jsonl:26: not JSON" in streams.err
-    assert "(skip_bad=true counts" in streams.err
+    error = refusal(main, capsys, *ARGS)
+    assert (
+        error.startswith("error: ") and "b.jsonl:26: not JSON" in error and "(skip_bad=true counts" in error
+    )
     assert list((folder / "out").iterdir()) == []
 
 

@@ -1,23 +1,33 @@
-"""The configuration: every option composes, every key is documented, autos are resolved."""
+"""The configuration: options compose, keys are documented, autos resolved; presets are published models."""
 
 import dataclasses
+import pwd
 import typing
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from graphmoe import conf
+from graphmoe.bench.jobs import compose_config
 from graphmoe.command.errors import known_keys
-from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ComputeDtype, DeviceChoice, ModelConfig, RunConfig
+from graphmoe.config.schema import (
+    AuxLoss,
+    ComputeDtype,
+    ConfigError,
+    DeviceChoice,
+    ModelConfig,
+    RunConfig,
+    cache_root,
+)
+from graphmoe.model.sizes import count_parameters
+from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.rules.check import resolve, violations
-from tests.runs import command, config
+from tests.runs import PRESETS, ROOT, command, config
 
 CONF = Path(conf.__path__[0])
 FILES = sorted([*CONF.glob("*/*.yaml"), *CONF.glob("experiment/*/*.yaml")])
@@ -29,23 +39,19 @@ NEEDED = {  # what an option cannot choose for the user
 }
 
 
-@pytest.fixture(scope="module")
-def composed():
-    """Compose words as the command line does."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("graphmoe.conf", version_base="1.3"):
-        yield lambda *words: to_config(compose("config", list(words)))
-
-
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_of_every_group_composes_and_is_valid(composed, option):
+def test_every_option_of_every_group_composes_and_is_valid(option):
     group = option.partition("=")[0]
     # debug and experiment options choose for several groups; to_config checks the rules
-    found = composed(option, *NEEDED.get(option, []))
+    found = compose_config(option, *NEEDED.get(option, []))
     assert violations(found) == []
     if group == "model":
         assert found.model.name == option.partition("=")[2] == found.run.name
         assert found.data.seq_len == min(found.model.context_length, 4096)
+    elif group == "data":
+        assert option == f"data={found.data.source}"
+        shows = f"#   python -m graphmoe.train {option}"
+        assert shows in (CONF / "data" / f"{found.data.source}.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
@@ -88,6 +94,22 @@ def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
     assert again == found and to_plain(found)["model"]["aux_loss"] == "none"
 
 
+def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path):
+    """The user id is one that a container does not know."""
+
+    def unknown(user):
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "GRAPHMOE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="no home folder .*; set HOME, or GRAPHMOE_CACHE="):
+        cache_root()
+    assert cache_root(str(tmp_path / "own")) == tmp_path / "own"
+    monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path))
+    assert cache_root() == tmp_path
+
+
 def sections() -> list[type]:
     hints = typing.get_type_hints(RunConfig)
     return [RunConfig, *(kind for kind in hints.values() if dataclasses.is_dataclass(kind))]
@@ -119,3 +141,52 @@ def test_help_has_three_examples_and_the_groups(tmp_path):
     assert examples.count("python -m graphmoe.train") == 3
     for part in ("deepseek_v3", "synthetic", "max_nonfinite: 5", "--config-dir", "-sc install=bash"):
         assert part in text
+
+
+BALANCE = {
+    "deepseek_v2": (AuxLoss.sequence, 0.001),
+    "deepseek_v3": (AuxLoss.sequence, 0.0001),
+    "moonlight": (AuxLoss.sequence, 0.001),
+    "kimi": (AuxLoss.sequence, 0.001),
+    "qwen3": (AuxLoss.global_batch, 0.001),
+    "mixtral_8x7b": (AuxLoss.micro_batch, 0.02),
+    "mixtral_8x22b": (AuxLoss.micro_batch, 0.001),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_states_its_name_and_only_what_differs_from_the_defaults(name):
+    stated = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"))
+    model, defaults = asdict(load_preset(name)), asdict(ModelConfig())
+    assert stated["name"] == name
+    assert {key for key in stated if model[key] == defaults[key]} == set()
+
+
+@pytest.mark.parametrize(("name", "experts", "top_k"), [("515b", 112, 8), ("1t", 224, 8), ("2t", 448, 16)])
+def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_k):
+    """Compare these alone: tests/parity/test_hf_configs.py compares those of the hub with their files."""
+    assert load_preset(f"moe_{name}") == ModelConfig(
+        name=f"moe_{name}", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64,
+        num_experts=experts, top_k=top_k, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0,
+        vocab_size=100352, attention="gqa", head_dim=128, num_kv_heads=8, context_length=4096,
+        aux_loss=AuxLoss.sequence, aux_loss_coef=0.001,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith(("tiny", "moe"))])
+def test_balance_loss_is_the_published_one(name):
+    m = load_preset(name)
+    family = max((prefix for prefix in BALANCE if name.startswith(prefix)), key=len)
+    assert (m.aux_loss, m.aux_loss_coef) == BALANCE[family]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_table_of_the_documentation_is_true(name):
+    page = (ROOT / "docs" / "models.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    m, counts = load_preset(name), count_parameters(load_preset(name))
+    shown = [f"{m.num_layers} ({m.num_dense_layers})", str(m.hidden_size)]
+    assert cells[1:3] == shown
+    assert cells[4:6] == [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
+    assert cells[7:] == [f"{part.body / 1e9:.3f}" for part in (counts.total, counts.active)]

@@ -42,19 +42,13 @@ def test_a_right_file_is_read_and_fields_without_a_type_are_let_by(tmp_path):
     assert math.isnan(read_json(path, dict[str, Any])["other"])
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
+def test_what_is_no_regular_file_is_refused_without_waiting_and_left_closed(tmp_path):
     os.mkfifo(tmp_path / "fifo")
+    before = len(os.listdir("/proc/self/fd"))
     for path in (tmp_path / "fifo", tmp_path, tmp_path / "absent", tmp_path / "null\0"):
-        with pytest.raises(FileError, match="cannot be read|no regular file"):
+        with pytest.raises(FileError, match="cannot be read|no regular file|Is a directory"):
             read_json(path, Index)
-
-
-def test_a_folder_in_the_place_of_a_file_leaves_nothing_open(tmp_path):
-    before = os.listdir("/proc/self/fd")
-    for _ in range(3):
-        with pytest.raises(FileError, match="Is a directory"):
-            read_json(tmp_path, Index)
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_bytes_that_are_no_text_and_files_that_are_too_large_are_refused(tmp_path):
@@ -74,15 +68,8 @@ def test_yaml_makes_no_objects_and_takes_no_aliases(tmp_path):
     path.write_text("a: &list [1, 2]\nb: [*list, *list]\n")
     with pytest.raises(FileError, match="aliases are not taken"):
         read_yaml(path, dict[str, Any])
-    for text in (
-        "a: !!bool x",
-        "a: !!int ''",
-        "a: !!timestamp x",
-        "a: ! x",
-        "[" * 100_000,
-        "a: 0x_",
-        "a: 2001-99-99",
-    ):
+    wrong = ["a: !!bool x", "a: !!int ''", "a: !!timestamp x", "a: ! x", "a: 0x_", "a: 2001-99-99"]
+    for text in [*wrong, "[" * 100_000]:
         path.write_text(text)
         with pytest.raises(FileError, match=rf"^{path} is no YAML: [^\n]+$"):
             read_yaml(path, dict[str, Any])

@@ -1,13 +1,15 @@
 """FLOPs per token and device peaks."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import COMPONENTS, count_parameters, flops_per_token
+from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import peak_tflops
-from tests.config.test_presets import PRESETS, load_preset
+from tests.runs import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -19,7 +21,7 @@ def test_a_training_step_costs_the_stated_gflop_per_token(preset, gflop):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
-    model = load_preset(preset, mtp_depth=0)
+    model = replace(load_preset(preset), mtp_depth=0)
     active = count_parameters(model).active
     weights = active.body - active.router + active.head
     flops = flops_per_token(model, 1024)
@@ -28,7 +30,7 @@ def test_each_active_weight_costs_six_flops_and_attention_the_rest(preset):
 
 def test_a_prediction_layer_costs_one_moe_layer_one_head_and_its_projection():
     without, with_one, deeper = (
-        flops_per_token(load_preset("deepseek_v3", **changes), 4096)
+        flops_per_token(replace(load_preset("deepseek_v3"), **changes), 4096)
         for changes in ({"mtp_depth": 0}, {"mtp_depth": 1}, {"mtp_depth": 0, "num_layers": 62})
     )
     layer = deeper.forward - without.forward
@@ -56,7 +58,7 @@ def test_the_peak_of_a_known_device_is_found_by_its_name_and_others_have_none(de
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_counts_equal_those_of_the_built_model_component_by_component(preset, ties):
-    config = load_preset(preset, tie_embeddings=ties)
+    config = replace(load_preset(preset), tie_embeddings=ties)
     config.num_layers = min(config.num_layers, config.num_dense_layers + 2)
     built: Counter[str] = Counter()
     for name, parameter in build_model(config, device="meta").named_parameters():
@@ -66,7 +68,7 @@ def test_counts_equal_those_of_the_built_model_component_by_component(preset, ti
 
 
 def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():
-    apart, tied = (load_preset("deepseek_v3", tie_embeddings=ties) for ties in (False, True))
+    apart, tied = (replace(load_preset("deepseek_v3"), tie_embeddings=ties) for ties in (False, True))
     counts, of_tied = count_parameters(apart), count_parameters(tied)
     assert of_tied.total.head == of_tied.active.head == 0
     assert counts.total.full - of_tied.total.full == counts.total.head == apart.vocab_size * apart.hidden_size
@@ -75,6 +77,6 @@ def test_a_tied_head_is_counted_with_the_embedding_and_computes_as_much():
 
 
 def test_deepseek_v3_is_published_as_671_billion_with_37_active():
-    counts = count_parameters(load_preset("deepseek_v3", mtp_depth=0))
+    counts = count_parameters(replace(load_preset("deepseek_v3"), mtp_depth=0))
     assert round(counts.total.full / 1e9) == 671
     assert int(counts.active.full / 1e9) == 37

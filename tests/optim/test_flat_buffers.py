@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.buckets import ALIGNMENT, BufferLayout
 from graphmoe.plan.layout import Layout
-from tests.config.test_presets import load_preset
 
 SHAPES = ((37, 5), (11,), (20, 20), (3, 9, 8), (70,), (41, 7), (1,), (2, 1000))
 WEIGHTS = [torch.empty(shape) for shape in SHAPES]

@@ -9,7 +9,8 @@ import transformers
 
 from graphmoe.checkpoint.hf.families import same_function, to_hf_config, to_model_config
 from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, RopeScaling
-from tests.config.test_presets import PRESETS, load_preset
+from graphmoe.pipeline_view.plans import load_preset
+from tests.runs import PRESETS
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
 """config.json of the published models, the keys that describe the model, in the hub's style."""

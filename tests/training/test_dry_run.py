@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from graphmoe.model.build import build_model
 from graphmoe.ops.collectives import use_groups
@@ -31,7 +30,7 @@ from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannel
 from graphmoe.training.micro_batches import StageOptions, micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
-from tests.runs import command, config
+from tests.runs import command, config, text_of
 
 # Round robin over an expert on each rank sends each token to two ranks, as the dry run assumes.
 WORDS = (
@@ -204,10 +203,7 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     assert not (tmp_path / "outputs/tiny/resolved.yaml").exists()
     assert document["global_batch_size"] == 64 and document["compute"] == "bf16"
     assert document["groups"]["ep"] == [0, 1, 2, 3] and document["groups"]["edp"] == [0, 4, 8, 12]
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(render(document))
-    assert "│ forward  │ all_to_all     │ ep    │ 0..3" in capture.get()
+    assert "│ forward  │ all_to_all     │ ep    │ 0..3" in text_of(render(document), width=80)
 
 
 def test_the_default_batch_grows_with_the_layout_and_no_other_does():
@@ -272,9 +268,6 @@ def test_a_message_outside_of_the_pipeline_is_noticed():
 
 def test_the_report_names_the_stages_of_the_rank():
     found = dry("launch.fake_world=4", "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3")
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(render(found))
-    text = capture.get()
+    text = text_of(render(found))
     assert "rank 1 of the pipeline: stage 1 (mL) of Ett|mL, pipeline.schedule=1f1b" in text
     assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)

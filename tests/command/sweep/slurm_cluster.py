@@ -56,16 +56,10 @@ def srun(*words: str) -> None:
     output, command = words[words.index("--output") + 1], words[words.index("--error") + 2 :]
     nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), []
     for node in range(nodes):
-        environment = {
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_NODES": str(nodes),
-            "SLURM_STEP_NUM_TASKS": str(nodes),
-            "SLURM_STEP_NODELIST": os.environ["SLURM_JOB_NODELIST"],
-            "SLURM_NTASKS": str(nodes),
-            "SLURM_NODEID": str(node),
-            "SLURM_PROCID": str(node),
-            "SLURM_LOCALID": "0",
-        }
+        by_step = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+        of_task = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
+        environment = {"SLURM_STEP_ID": "0", **dict.fromkeys(by_step, str(nodes)), **of_task}
+        environment["SLURM_STEP_NODELIST"] = os.environ["SLURM_JOB_NODELIST"]
         with Path(_filled(output, node)).open("a") as log:
             task = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
         tasks.append(task)

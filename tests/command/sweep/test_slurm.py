@@ -1,22 +1,28 @@
-"""Sweeps by submitit through the real command: on this machine, and on a Slurm that a test plays."""
+"""Sweeps by submitit: on this machine and on a Slurm that a test plays, and where it is missing."""
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from hydra.core.plugins import Plugins
+from omegaconf import OmegaConf
 
+from graphmoe import conf
 from tests import faults
 from tests.command.sweep.slurm_cluster import install
-from tests.runs import TINY, Command, command
-
-pytestmark = pytest.mark.slow
-pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+from tests.runs import TINY, Command, command, hydra_config
 
 WORDS = ("-m", *(word for word in TINY if not word.startswith("optim.lr=")), "log.progress=false")
+
+
+@pytest.fixture
+def plugin() -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
@@ -25,7 +31,8 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/summary.json"))]
 
 
-def test_local_jobs_of_submitit_are_runs_like_any_other(tmp_path):
+@pytest.mark.slow
+def test_local_jobs_of_submitit_are_runs_like_any_other(plugin, tmp_path):
     words = ("hydra/launcher=submitit_local", "optim.lr=1e-2,2e-2", "train.steps=2")
     sweep = command(tmp_path, *WORDS, *words, seconds=180)
     assert sweep.wait() == 0, sweep.err.read_text()
@@ -42,7 +49,8 @@ def on_slurm(folder: Path, *words: str, **environment: str) -> Command:
     return Command(folder, (*WORDS, "hydra/launcher=slurm", *words), environment=environment)
 
 
-def test_two_nodes_of_a_slurm_job_train_together_as_one_worker_would(tmp_path):
+@pytest.mark.slow
+def test_two_nodes_of_a_slurm_job_train_together_as_one_worker_would(plugin, tmp_path):
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     pair.mkdir()
     alone.mkdir()
@@ -57,7 +65,8 @@ def test_two_nodes_of_a_slurm_job_train_together_as_one_worker_would(tmp_path):
     assert summary["final_val_loss"] == pytest.approx(by_one["final_val_loss"], rel=1e-5)
 
 
-def test_a_job_whose_time_is_up_saves_and_goes_on_when_it_has_another_turn(tmp_path):
+@pytest.mark.slow
+def test_a_job_whose_time_is_up_saves_and_goes_on_when_it_has_another_turn(plugin, tmp_path):
     words = ("optim.lr=1e-2", "train.steps=20", "train.log_interval=1", "checkpoint.interval=100")
     sweep = on_slurm(tmp_path, *words, *faults.WORDS, **{faults.STEP_S: "0.3"})
     job = "multirun/mini/*/0"
@@ -73,3 +82,46 @@ def test_a_job_whose_time_is_up_saves_and_goes_on_when_it_has_another_turn(tmp_p
     assert "stopped after step" in log.read_text() and "continuing after step" in log.read_text()
     (output,) = tmp_path.glob("multirun/mini/*/.submitit/*/*_0_log.out")
     assert "Requeued job" in output.read_text()
+
+
+SLURM = Path(conf.__path__[0], "hydra/launcher/slurm.yaml")
+
+
+def launcher(*words: str) -> dict[str, Any]:
+    """The launcher's configuration; Hydra's helpers need the plugins to be found first."""
+    Plugins.instance()
+    return OmegaConf.to_container(hydra_config(*words).hydra.launcher)
+
+
+def test_our_launcher_is_the_plugins_with_one_process_for_each_node(plugin):
+    ours, plugins = launcher("hydra/launcher=slurm"), launcher("hydra/launcher=submitit_slurm")
+    assert ours.keys() == plugins.keys() and ours["_target_"] == plugins["_target_"]
+    assert (ours["tasks_per_node"], ours["nodes"], ours["gpus_per_node"]) == (1, 1, 8)
+    assert ours["signal_delay_s"] < ours["timeout_min"] * 60
+
+
+def examples() -> dict[str, str]:
+    """The files that the comments of slurm.yaml show, by their names."""
+    lines = [line.removeprefix("#").removeprefix(" ") for line in SLURM.read_text().splitlines()]
+    blocks = re.findall(r"my/hydra/launcher/(\w+)\.yaml:\n\n(.*?)\n\n", "\n".join(lines), re.DOTALL)
+    return {name: "\n".join(line.removeprefix("  ") for line in block.split("\n")) for name, block in blocks}
+
+
+@pytest.mark.parametrize("name", ["mi300x", "h200"])
+def test_a_file_of_a_users_own_builds_on_it_as_the_comments_show(plugin, tmp_path, name):
+    folder = tmp_path / "hydra/launcher"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.yaml").write_text(examples()[name])
+    found = launcher(f"hydra.searchpath=[file://{tmp_path}]", f"hydra/launcher={name}")
+    assert (found["partition"], found["tasks_per_node"], found["name"]) == (name, 1, "graphmoe")
+    assert found["setup"][0].startswith("export SRUN_CPUS_PER_TASK=") and found["cpus_per_task"] > 64
+
+
+def test_without_the_plugin_all_works_but_its_launcher_which_ends_with_an_error_and_starts_nothing(tmp_path):
+    shown = command(tmp_path, "--help", module="tests.command.sweep.hidden_submitit")
+    assert shown.wait() == 0 and shown.err.read_text() == "" != shown.out.read_text()
+    words = ("-m", "hydra/launcher=slurm", "train.steps=1")
+    shown = command(tmp_path, *words, module="tests.command.sweep.hidden_submitit")
+    assert shown.wait() == 2 and shown.err.read_text().startswith("error: ")
+    assert "submitit_slurm" in shown.err.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.txt", "stdout.txt"]

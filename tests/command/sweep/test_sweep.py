@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
@@ -22,7 +20,7 @@ from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunC
 from graphmoe.runtime.host.files import FileLock
 from tests.command.sweep.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
 from tests.faults import STEP_S, WORDS
-from tests.runs import ROOT, TINY, Command, command, metrics
+from tests.runs import ROOT, TINY, Command, command, hydra_config, metrics
 
 STUB = "tests.command.sweep.sweep_stub"
 DIR = "hydra.sweep.dir=sweep"
@@ -69,28 +67,22 @@ def test_failed_jobs_do_not_stop_a_sweep_which_ends_with_status_1(swept):
     assert [row["step"] for row in metrics(sweep / "3") if "loss" in row] == [1, 2, 3, 4]
 
 
-def test_a_sweep_ends_with_a_table_best_first_and_then_the_failed_ones_with_their_error(swept):
+def test_a_sweep_ends_with_a_table_best_first_and_errors_that_name_the_jobs_that_have_them(swept):
     _, run = swept
-    table = " ".join(run.out.read_text().split())
+    table, errors = " ".join(run.out.read_text().split()), run.err.read_text()
     assert numbers_of_table(run) == [3, 0, 1, 2] and "lr top_k" in table
     assert "job 0 failed: model.top_k=99 exceeds model.num_experts=4; use 1 to 4" in table
     assert "job 1 failed: rank 0 on" in table and "train.max_nonfinite=2" in table
-
-
-def test_errors_on_stderr_name_the_jobs_that_have_them(swept):
-    _, run = swept
-    text = run.err.read_text()
-    assert "error: job 0 (optim.lr=1e+38 model.top_k=99), job 2 (optim.lr=0.01 model.top_k=99): " in text
-    assert "Traceback" not in text and "error: job 1 (optim.lr=1e+38 model.top_k=2): rank 0" in text
+    assert "error: job 0 (optim.lr=1e+38 model.top_k=99), job 2 (optim.lr=0.01 model.top_k=99): " in errors
+    assert "Traceback" not in errors and "error: job 1 (optim.lr=1e+38 model.top_k=2): rank 0" in errors
 
 
 def test_a_sweep_leaves_a_page_and_its_data(swept):
     sweep, run = swept
     assert (sweep / "sweep.html").stat().st_size > 1_000_000  # plotly's code is in it
     whole = json.loads((sweep / "sweep.json").read_text())
-    assert (
-        whole["command"].startswith("python -m graphmoe.train -m ") and "sweep.resume" not in whole["command"]
-    )
+    command = whole["command"]
+    assert command.startswith("python -m graphmoe.train -m ") and "sweep.resume" not in command
     assert whole["jobs"][3]["differs_by"] == ["optim.lr=0.01", "model.top_k=2"]
     assert whole["jobs"][3]["steps"] == 4 and "curves: sweep/sweep.html" in run.err.read_text()
 
@@ -144,44 +136,33 @@ def test_a_job_that_was_killed_after_its_last_step_is_finished(tmp_path):
 def test_going_on_with_other_words_shows_both_and_starts_nothing(tmp_path):
     assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
     run = stub(tmp_path, "optim.lr=0.1,0.3,0.2", "sweep.resume=sweep")
-    assert run.wait() == 2
-    assert last_line(run).startswith(
-        "error: job 1 of this sweep was run with optim.lr=0.2, now it has optim.lr=0.3;"
-    )
-    more = stub(
-        tmp_path, "optim.lr=0.1,0.2,0.3", "sweep.resume=sweep", "format=json", "launch.gpus_per_job=1"
-    )
-    assert more.wait() == 0 and [job["value"] for job in json.loads(more.out.read_text())] == [
-        0.05,
-        0.1,
-        0.15,
-    ]
+    said = "error: job 1 of this sweep was run with optim.lr=0.2, now it has optim.lr=0.3;"
+    assert run.wait() == 2 and last_line(run).startswith(said)
+    more = ("optim.lr=0.1,0.2,0.3", "sweep.resume=sweep", "format=json", "launch.gpus_per_job=1")
+    found = json.loads(stub(tmp_path, *more).out.read_text())
+    assert [job["value"] for job in found] == [0.05, 0.1, 0.15]
     assert (tmp_path / STARTS_FILE).read_text().split() == ["0.1", "0.2", "0.3"]
 
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()
-    run = stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=empty")
-    assert run.wait() == 2 and not list((tmp_path / "empty").iterdir())
-    assert last_line(run).startswith(
-        "error: sweep.resume=empty is no sweep's folder: it has no sweep.json; name "
-    )
     assert stub(tmp_path, "optim.lr=0.1", DIR).wait() == 0
-    begun = stub(tmp_path, "optim.lr=0.1", DIR)
-    assert begun.wait() == 2 and "holds a sweep already; sweep.resume=sweep goes on with it" in last_line(
-        begun
-    )
-    other = stub(tmp_path, "optim.lr=0.1", "hydra.sweep.dir=other", "sweep.resume=sweep")
-    assert other.wait() == 2 and "leave hydra.sweep.dir out" in last_line(other)
+    refused = {
+        "sweep.resume=empty": "sweep.resume=empty is no sweep's folder: it has no sweep.json; name ",
+        DIR: "holds a sweep already; sweep.resume=sweep goes on with it",
+        "hydra.sweep.dir=other sweep.resume=sweep": "leave hydra.sweep.dir out",
+        "sweep.resume=sweep": "belongs to a sweep that is going on",
+    }
     lock = FileLock.acquire(tmp_path / "sweep" / "sweep.lock")
-    held = stub(tmp_path, "optim.lr=0.1", "sweep.resume=sweep")
-    assert held.wait() == 2 and "belongs to a sweep that is going on" in last_line(held)
+    for words, said in refused.items():
+        run = stub(tmp_path, "optim.lr=0.1", *words.split())
+        assert run.wait() == 2 and said in last_line(run), last_line(run)
     lock.release()
+    assert not list((tmp_path / "empty").iterdir())
     single = command(tmp_path, "run.device=cpu", "sweep.resume=sweep", module=STUB)
-    assert single.wait() == 2 and "sweep.resume=sweep goes on with a sweep, and this is one run" in last_line(
-        single
-    )
+    said = "sweep.resume=sweep goes on with a sweep, and this is one run"
+    assert single.wait() == 2 and said in last_line(single)
 
 
 def test_other_tools_have_no_report_of_a_sweep(tmp_path):
@@ -199,6 +180,14 @@ def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
     assert best.best_value == 0.05 and best.best_params["optim.lr"] == 0.1
     assert "Traceback" not in run.err.read_text()
+
+
+@pytest.mark.slow
+def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
+    run = stub(tmp_path, *words)
+    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
+    assert last_line(run) == "error: No trials are completed yet."
 
 
 @pytest.mark.slow
@@ -264,10 +253,7 @@ def job_of(monkeypatch):
     """Make this process one that runs a job of a sweep with these words, on a machine with GPUs."""
 
     def start(*words: str) -> None:
-        ConfigStore.instance().store(name="schema", node=RunConfig)
-        with initialize_config_module("graphmoe.conf", version_base="1.3"):
-            cfg = compose("config", ["hydra.mode=MULTIRUN", *words], return_hydra_config=True)
-        HydraConfig.instance().set_config(cfg)
+        HydraConfig.instance().set_config(hydra_config("hydra.mode=MULTIRUN", *words))
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     yield start
@@ -296,12 +282,10 @@ def test_jobs_side_by_side_have_gpus_of_their_own(job_of, leases):
 
 def test_jobs_that_would_share_gpus_are_refused(job_of):
     job_of("hydra/launcher=joblib")
-    with pytest.raises(
-        ConfigError, match=r"launcher=joblib .*; launch.gpus_per_job=2 gives each job its own"
-    ):
+    with pytest.raises(ConfigError, match="launcher=joblib .*; launch.gpus_per_job=2 gives each job its own"):
         job_gpus(config_of(nproc=2)).__enter__()
     with pytest.raises(
-        ConfigError, match=r"launch.nproc=2 workers need a GPU each, and launch.gpus_per_job=1;"
+        ConfigError, match="launch.nproc=2 workers need a GPU each, and launch.gpus_per_job=1;"
     ):
         job_gpus(config_of(nproc=2, gpus=1)).__enter__()
 
@@ -326,11 +310,3 @@ def test_a_sweep_can_be_moved(tmp_path):
     Job(0, ["x=1"], tmp_path / "a" / "0", run_folder="../0-2").write()
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert read_job(tmp_path / "b" / "0").folder == tmp_path / "b" / "0-2"
-
-
-@pytest.mark.slow
-def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
-    run = stub(tmp_path, *words)
-    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
-    assert last_line(run) == "error: No trials are completed yet."

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError, ParallelConfig
+from graphmoe.config.schema import ParallelConfig
 from graphmoe.plan.layout import ALONE, AXES, DENSE, EXPERT, Cut, Layout, ParameterLayout, own_part
 
 LAYOUTS = [
@@ -73,29 +73,3 @@ def test_ranks_that_no_other_axis_takes_are_data_parallel():
     assert Layout.of(ParallelConfig(), 1) == ALONE
     assert Layout.of(ParallelConfig(tp=2, cp=2), 8) == Layout(dp=2, tp=2, cp=2)
     assert Layout.of(ParallelConfig(ep=8, tp=4, cp=2), 768) == Layout(dp=96, tp=4, cp=2, ep=8)
-
-
-@pytest.mark.parametrize(
-    ("config", "ranks", "message"),
-    [
-        (
-            ParallelConfig(tp=3),
-            8,
-            r"parallel.tp=3 \* parallel.cp=1 \* parallel.pp=1 = 3 does not divide the 8 ranks .*le of 3",
-        ),
-        (
-            ParallelConfig(dp=3, tp=2),
-            8,
-            r"parallel.dp=3 .*= 6 is not the number of ranks, 8; use parallel.dp=4",
-        ),
-        (
-            ParallelConfig(ep=3),
-            8,
-            r"parallel.ep=3 \* parallel.etp=1 = 3 does not divide the 8 .*use ep \* etp of 1, 2, 4, 8",
-        ),
-        (ParallelConfig(pp=2, ep=8), 8, r"= 8 does not divide the 4 ranks of a pipeline stage"),
-    ],
-)
-def test_sizes_that_do_not_multiply_out_are_an_error_with_the_arithmetic(config, ranks, message):
-    with pytest.raises(ConfigError, match=message):
-        Layout.of(config, ranks)

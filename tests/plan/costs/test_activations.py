@@ -33,11 +33,7 @@ CASES: dict[str, Sequence[str]] = {
     "a dense and a MoE layer": (),
     "latent queries": LATENT,
     "grouped queries": GQA,
-    "grouped queries with norms, without shared experts": (
-        *GQA,
-        "model.qk_norm=true",
-        "model.shared_ffn_size=0",
-    ),
+    "norms, without shared experts": (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0"),
     "fp32": ("precision.compute=fp32",),
     "multi-token prediction": ("model.mtp_depth=1", *GQA),
     "tp": (TWO, "parallel.tp=2"),
@@ -84,8 +80,7 @@ def rotary_bytes(run: Any) -> int:
     "words", slow_but(CASES, "latent queries", "grouped queries", "ep, every layer again")
 )
 def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
-    given = {word.partition("=")[0]: word for word in (*MODEL, *words)}
-    run = config(*given.values())
+    run = config(*MODEL, *words)
     monkeypatch.setattr(dry, "MemoryLog", EndOfForward)
     monkeypatch.setattr(EndOfForward, "left", None)
     dry.dry_run(run)

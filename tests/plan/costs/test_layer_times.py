@@ -1,31 +1,23 @@
-"""Times of segments: all FLOPs are there, what travels has its bytes, and what runs again its parts."""
+"""Times of segments and of a model's parts: FLOPs, bytes that travel, what runs again, default layouts."""
 
 from dataclasses import fields, replace
 
 import pytest
 
-from graphmoe.config.schema import (
-    ContextMethod,
-    RecomputeConfig,
-    RunConfig,
-)
+from graphmoe.config.schema import ContextMethod, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import H200
-from graphmoe.plan.costs.layer_parts import (
-    attention_parts,
-    attention_scores,
-    experts,
-    gate,
-    swiglu,
-)
+from graphmoe.plan.costs.layer_parts import attention_parts, attention_scores, experts, gate, swiglu
 from graphmoe.plan.costs.rates import Speeds, default_rates
-from graphmoe.plan.costs.segment_times import MOVED, second_forward, sum_of
+from graphmoe.plan.costs.segment_times import MOVED, modelled_parts, second_forward, stage_costs, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.layouts import all_pieces
+from graphmoe.plan.pipeline.balance import default_layout
+from graphmoe.plan.pipeline.layouts import all_pieces, parse_layout, pieces_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.step_time import stage_times
+from tests.runs import PRESETS
 
 NVIDIA = default_rates(is_nvidia=True)
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name.endswith("_us") else 1.0 for f in fields(NVIDIA)})
@@ -154,3 +146,32 @@ def test_parts_run_again_where_they_are_and_beside_whole_segments():
     assert {*found} == {"attn", "moe_experts"}
     found, _, _ = again(run, layer_ids=[2], ops=["core_attn"])
     assert found == {} and MOVED > 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_default_layout_fits_its_model(name):
+    model = load_preset(name)
+    parts = modelled_parts(model, 4096)
+    letters = "".join(part.name for part in parts)
+    assert letters == "E" + "t" * model.num_layers + "m" * model.mtp_depth + "L"
+    for num_stages in (1, 2, 4, 5):
+        layout = default_layout(model, 4096, range(num_stages))
+        pieces_of(layout, model.num_layers, model.mtp_depth, num_stages)
+        costs = [stage.total for stage in stage_costs(parse_layout(layout), parts)]
+        assert min(costs) > 0 and sum(costs) == pytest.approx(sum(part.total for part in parts))
+        assert max(costs) <= sum(costs) / num_stages + max(part.total for part in parts)
+
+
+def test_the_head_of_every_depth_is_with_the_loss():
+    model = load_preset("deepseek_v3")
+    alone = replace(model, mtp_depth=0)
+    *_, layer, mtp, loss = modelled_parts(model, 4096)
+    assert loss.total == pytest.approx(2 * modelled_parts(alone, 4096)[-1].total)
+    assert layer.total < mtp.total < 1.2 * layer.total
+
+
+def test_layers_differ_by_kind_and_by_the_length_of_sequences():
+    model = ModelConfig(num_layers=4, num_dense_layers=2)
+    _, dense, other, moe, last, _ = modelled_parts(model, 64)
+    assert dense == other and moe == last and dense.total < moe.total
+    assert modelled_parts(model, 4096)[1].total > 2 * dense.total

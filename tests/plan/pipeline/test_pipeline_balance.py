@@ -1,14 +1,17 @@
-"""Layouts that balance the ranks of a pipeline, and their stages."""
+"""Layouts that balance the ranks of a pipeline, and times of parts, segments or units that they follow."""
 
 import itertools
 import random
 
 import pytest
+import torch
 
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
+from graphmoe.model.layer import DenseLayer, MoELayer
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.pipeline import balance as pipeline_balance
 from graphmoe.plan.pipeline.actions import Placement
-from graphmoe.plan.pipeline.balance import balanced_layout
+from graphmoe.plan.pipeline.balance import balanced_layout, measured_parts
 from graphmoe.plan.pipeline.layouts import parse_layout
 
 
@@ -20,20 +23,6 @@ def sums_of(layout: str, costs: list[float]) -> list[float]:
     lengths = map(len, parse_layout(layout))
     rest = iter(costs)
     return [sum(itertools.islice(rest, length)) for length in lengths]
-
-
-def test_the_largest_stage_is_the_smallest_possible_and_the_others_are_even():
-    draw = random.Random(0)
-    for _ in range(60):
-        costs = [draw.choice((0, 1, 2, 3, 7)) for _ in range(draw.randrange(2, 9))]
-        num_stages = draw.randrange(1, len(costs) + 1)
-        best = min(
-            (max(sums), sum(s * s for s in sums))
-            for borders in itertools.combinations(range(1, len(costs)), num_stages - 1)
-            for sums in [[sum(costs[a:b]) for a, b in itertools.pairwise([0, *borders, len(costs)])]]
-        )
-        found = sums_of(balanced_layout(parts_of(costs), range(num_stages)), costs)
-        assert len(found) == num_stages and (max(found), sum(s * s for s in found)) == best
 
 
 @pytest.mark.parametrize("num_stages", [0, 5])
@@ -49,13 +38,14 @@ def costs_of(layout: str, costs: list[float], rank_of: tuple[int, ...]) -> tuple
     return max(ranks), max(stages), sum(s * s for s in stages)
 
 
-def several_stages_a_rank():
-    """Integer costs of the parts of small models, and the ranks of their stages."""
+def models_and_ranks():
+    """Integer costs of the parts of small models, and the ranks of their stages, some of several stages."""
     draw = random.Random(1)
-    for _ in range(60):
+    for _ in range(100):
         num_ranks = draw.choice((2, 3))
-        placement = draw.choice((Placement.folded(num_ranks), Placement.loop(num_ranks, 2)))
-        num_parts = draw.randrange(placement.num_stages, 11)
+        alone = Placement.loop(draw.randrange(1, 7))
+        placement = draw.choice((Placement.folded(num_ranks), Placement.loop(num_ranks, 2), alone))
+        num_parts = draw.randrange(max(placement.num_stages, 3), 11)
         costs = [0, 3, *[draw.choice((2, 2, 2, 5)) for _ in range(num_parts - 3)], draw.choice((1, 4, 9))]
         yield costs[:num_parts], placement.rank_of
 
@@ -70,8 +60,8 @@ def best_of_all(costs: list[float], rank_of: tuple[int, ...]) -> tuple[float, fl
     )
 
 
-def test_no_layout_gives_the_busiest_rank_of_several_stages_less():
-    for costs, rank_of in several_stages_a_rank():
+def test_no_layout_gives_the_busiest_rank_less_nor_more_even_stages():
+    for costs, rank_of in models_and_ranks():
         found = costs_of(balanced_layout(parts_of(costs), rank_of), costs, rank_of)
         assert found == best_of_all(costs, rank_of)
 
@@ -80,9 +70,41 @@ def test_ranks_are_even_to_one_part_where_not_all_layouts_are_tried(monkeypatch)
     monkeypatch.setattr(pipeline_balance, "MOST_TRIED", 0)
     monkeypatch.setattr(pipeline_balance, "_balanced", pipeline_balance._balanced.__wrapped__)
     misses = []
-    for costs, rank_of in several_stages_a_rank():
+    for costs, rank_of in models_and_ranks():
         found = costs_of(balanced_layout(parts_of(costs), rank_of), costs, rank_of)
         best = best_of_all(costs, rank_of)
         assert found[0] <= best[0] + min(cost for cost in costs if cost)
         misses.append(found[0] / best[0] - 1)
     assert sum(misses) / len(misses) < 0.02
+
+
+def test_the_segments_of_layers_are_those_that_layers_have():
+    config = ModelConfig()
+    with torch.device("meta"):
+        dense, moe = DenseLayer(config).segments(), MoELayer(config, MoEConfig()).segments()
+    assert (tuple(s.name for s in dense), tuple(s.name for s in moe)) == (DENSE_SEGMENTS, MOE_SEGMENTS)
+
+
+MODEL = ModelConfig(num_layers=3, num_dense_layers=1, mtp_depth=1)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {"dense": 2.0, "moe": 5.0, "loss": 3.0},
+        {"attn..mlp": 2.0, "attn..moe_combine": 5.0, "loss": 3.0},
+        {
+            "attn": 1.5,
+            "mlp": 0.5,
+            "moe_router..moe_preprocess": 1.0,
+            "moe_dispatch..moe_combine": 2.5,
+            "loss": 3,
+        },
+        {"dense": 2.0, "moe": 5.0, "loss": 3.0, "embed": 0.0, "mtp": 8.0},
+    ],
+)
+def test_times_may_be_of_parts_segments_or_units(measured):
+    mtp = measured.get("mtp", 5.0)
+    expected = [("E", 0.0), ("t", 2.0), ("t", 5.0), ("t", 5.0), ("m", mtp), ("L", 3.0)]
+    assert measured_parts(MODEL, measured) == expected
+    assert balanced_layout(expected, range(2)) == "Ettt|mL"

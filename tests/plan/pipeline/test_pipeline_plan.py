@@ -1,20 +1,23 @@
-"""The table of a run follows times of its stages that its configuration gives."""
+"""The table of a run follows times of its stages; a schedule that is slower than 1f1b is named."""
+
+import time
 
 import pytest
 
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import pipeline_of
-from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.simulate import simulate
+from graphmoe.plan.pipeline.plan import pipeline_of, slower_than_1f1b
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.plan import plan_of
 from graphmoe.project import step_time
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
-from tests.runs import config
+from tests.runs import TINY, config
 
 WORDS = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global_batch_size=64")
 
 
-def plan_of(*words, num_ranks=4):
+def zbv_plan(*words, num_ranks=4):
     run = config(*WORDS, "pipeline.schedule=zbv", "compile.enabled=true", *words)
     plan = pipeline_of(run, Layout.of(run.parallel, num_ranks))
     assert plan is not None
@@ -28,38 +31,38 @@ def totals(plan):
 
 
 def test_without_compilation_weight_gradients_come_with_those_of_inputs():
-    (f, i, w), (plain_f, joint, none) = totals(plan_of()), totals(plan_of("compile.enabled=false"))
+    (f, i, w), (plain_f, joint, none) = totals(zbv_plan()), totals(zbv_plan("compile.enabled=false"))
     assert w > 0 == none
     assert (plain_f, joint) == pytest.approx((f, i + w))
 
 
 def test_what_is_computed_again_is_part_of_a_backward():
-    (f, i, w), (same, more, weights) = totals(plan_of()), totals(plan_of("recompute.all=true"))
+    (f, i, w), (same, more, weights) = totals(zbv_plan()), totals(zbv_plan("recompute.all=true"))
     assert (same, weights) == (f, w) and i + 0.5 * f < more < i + f
     attention = "recompute.segments=[attn]"
-    _, of_all, _ = totals(plan_of(attention))
-    _, of_one, _ = totals(plan_of(attention, "recompute.layer_ids=[3]"))
+    _, of_all, _ = totals(zbv_plan(attention))
+    _, of_one, _ = totals(zbv_plan(attention, "recompute.layer_ids=[3]"))
     assert of_one - i == pytest.approx((of_all - i) / 14) and of_one > i
 
 
 def test_experts_that_travel_take_their_exchange_and_with_alltoall_their_weights_come_along():
     words = ("parallel.ep=4", "launch.nproc=16", "model.num_experts=8")
-    alone = totals(plan_of())
+    alone = totals(zbv_plan())
     symm, alltoall = (
-        totals(plan_of(*words, f"moe.dispatcher={name}", num_ranks=16)) for name in ("symm", "alltoall")
+        totals(zbv_plan(*words, f"moe.dispatcher={name}", num_ranks=16)) for name in ("symm", "alltoall")
     )
     assert symm[0] > alone[0] and symm[1] > alone[1] and symm[2] == pytest.approx(alone[2], rel=0.2)
     assert alltoall[2] < symm[2] and sum(alltoall[1:]) == pytest.approx(sum(symm[1:]))
 
 
 def test_times_that_are_given_are_shared_out_as_modelled_ones():
-    given = plan_of("pipeline.costs=[dense:2,moe:5,loss:3]", "model.num_dense_layers=1")
+    given = zbv_plan("pipeline.costs=[dense:2,moe:5,loss:3]", "model.num_dense_layers=1")
     assert sum(totals(given)) == pytest.approx(2 + 13 * 5 + 3)
-    modelled = plan_of("model.num_dense_layers=1", f"pipeline.layout={given.layout}").costs
+    modelled = zbv_plan("model.num_dense_layers=1", f"pipeline.layout={given.layout}").costs
     of_stage = [costs.backward_input[3] / costs.forward[3] for costs in (given.costs, modelled)]
     assert of_stage[0] == pytest.approx(of_stage[1])  # of MoE layers alone
     assert given.costs.comm / modelled.comm == pytest.approx(
-        sum(totals(given)) / sum(totals(plan_of("model.num_dense_layers=1")))
+        sum(totals(given)) / sum(totals(zbv_plan("model.num_dense_layers=1")))
     )
 
 
@@ -77,3 +80,37 @@ def test_a_projection_simulates_the_table_of_the_run(monkeypatch):
     project(run, args)
     plan = pipeline_of(run, Layout.of(run.parallel, 8))
     assert tables == [plan.table]
+
+
+def simulated(ratio, *, unaware=()):
+    """Eight ranks and 64 micro-batches; ``unaware`` schedules have tables for other costs."""
+
+    def timeline_of(name):
+        costs = Costs.of_rank(placement_of(name, 8), *ratio)
+        return simulate(make_table(name, 8, 64, costs=None if name in unaware else costs), costs)
+
+    return timeline_of
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_loses_where_all_costs_are_equal(name):
+    assert slower_than_1f1b(name, simulated((1, 1, 1))) is None
+
+
+def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
+    timeline_of = simulated((1, 1, 0.5), unaware=("zbv",))
+    assert slower_than_1f1b("zbv", timeline_of) == (
+        "zbv is slower than 1f1b by simulation: bubble 17.4% with 8 activations, 1f1b bubble 9.9% with 8 "
+        "activations; use zb1p, the fastest that keeps no more: bubble 6.2% with 8 activations"
+    )
+
+
+def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
+    words = (*TINY, "launch.nproc=4", "parallel.pp=4", "model.num_layers=6", "pipeline.schedule=v_half")
+    began = time.monotonic()
+    plan_of(config(*words, "train.global_batch_size=40000"), 4).slower_than_1f1b()
+    assert time.monotonic() - began < 10
+    slow = (*words[:-1], "pipeline.schedule=v_min", "compile.enabled=false")
+    plans = (plan_of(config(*slow, f"train.global_batch_size={n}"), 4) for n in (128, 40000))
+    few, many = (plan.slower_than_1f1b() for plan in plans)
+    assert few is not None and many == f"{few} (64 of 20000 micro-batches)"

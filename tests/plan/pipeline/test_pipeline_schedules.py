@@ -1,13 +1,15 @@
 """Tables of all schedules: they can be run, keep what they promise, and take the published time."""
 
+import itertools
 import math
+import random
 
 import pytest
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
-from graphmoe.plan.pipeline.check import check, peak_activations
-from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
+from graphmoe.plan.pipeline.check import check, needs, peak_activations
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 
@@ -148,35 +150,19 @@ def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("numbers", "said"),
     [
-        (("2f2b", 4, 8), r"pipeline.schedule=2f2b: there is no such choice; use one of gpipe, 1f1b, inter"),
-        (("1f1b", 0, 8), r"parallel.pp=0 is no number of ranks; use 1 or more"),
-        (("1f1b", 4, 0), r"pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
-        (
-            ("interleaved", 4, 8, 1),
-            r"pipeline.virtual_stages=1 does not suit pipeline.schedule=interleaved, which has 2 or more on "
-            r"each rank; use 2 or more, or a schedule that takes 1: gpipe, 1f1b, zb1p",
-        ),
-        (("v_min", 4, 8, 3), r"which has 2 on each rank; use 2, or a schedule that takes 3: interleaved"),
-        (("zb1p", 4, 8, 0), r"pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
+        ((0, 8), "parallel.pp=0 is no number of ranks; use 1 or more"),
+        ((4, 0), "pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
+        ((4, 8, 0), "pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
     ],
 )
-def test_numbers_that_do_not_work_are_named_with_those_that_would(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        make_table(*arguments)
+def test_numbers_of_which_no_table_can_be_made_are_named(numbers, said):
+    with pytest.raises(ConfigError, match=said):
+        make_table("1f1b", *numbers)
 
 
-def test_actions_of_a_split_backward_come_in_the_order_of_micro_batches():
-    table = make_table("zbv", 4, 6)
-    for rank in range(4):
-        for stage in table.placement.stages_of(rank):
-            for kind in ("F", "I", "W"):
-                done = [action for action in table.actions(rank) if action[:2] == (kind, stage)]
-                assert done == [Action(kind, stage, number) for number in range(6)]
-
-
-VARIANTS = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4)]
+PAIRED = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("interleaved", 4)]
 
 
 def pairs_of(table):
@@ -184,7 +170,7 @@ def pairs_of(table):
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
-@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+@pytest.mark.parametrize(("name", "virtual"), PAIRED)
 def test_tables_with_pairs_can_be_run_with_any_number_of_micro_batches(name, virtual, num_ranks):
     for number in range(1, 21):
         table = make_table(name, num_ranks, number, virtual, overlap=True)
@@ -207,7 +193,7 @@ def test_the_last_stage_pairs_a_backward_with_the_forward_after_it():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+@pytest.mark.parametrize(("name", "virtual"), PAIRED)
 def test_pairs_that_hide_nothing_take_as_long_as_before(name, virtual, num_ranks):
     plain = make_table(name, num_ranks, 4 * num_ranks, virtual)
     costs = Costs.of_rank(plain.placement, virtual, virtual, virtual)
@@ -216,7 +202,7 @@ def test_pairs_that_hide_nothing_take_as_long_as_before(name, virtual, num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("name", "virtual"), VARIANTS)
+@pytest.mark.parametrize(("name", "virtual"), PAIRED)
 def test_hidden_time_is_won_for_every_pair_of_the_last_rank(name, virtual, num_ranks):
     number = 4 * num_ranks
     table = make_table(name, num_ranks, number, virtual, overlap=True)
@@ -227,3 +213,134 @@ def test_hidden_time_is_won_for_every_pair_of_the_last_rank(name, virtual, num_r
     won = makespans[0].makespan - makespans[1].makespan
     assert won == 2 * len(pairs_of(table)[-1])
     assert len(pairs_of(table)[-1]) == number * virtual - 1 - (virtual - 1) * num_ranks
+
+
+ON_A_V = ("zbv", "v_half", "v_min")
+RATIOS = [
+    (1, 1, 0.5),
+    (1, 1.3, 0.7),
+    (1, 1, 1),
+    (1, 1.2, 2.4),
+    (1, 2, 1),
+    (1, 2, 0),
+    (1, 2.3, 0.6),
+    (1, 3, 0.4),
+]
+"""F, I and W."""
+
+
+def bubble_for(name, num_micro_batches, ratio):
+    """The bubble of eight ranks whose table was made for these costs of a rank's whole stage."""
+    costs = Costs.of_rank(placement_of(name, 8), *ratio)
+    return simulate(make_table(name, 8, num_micro_batches, costs=costs), costs).bubble
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_zbv_is_faster_than_1f1b_whatever_the_costs(ratio):
+    for number in (16, 64):
+        assert bubble_for("zbv", number, ratio) < bubble_for("1f1b", number, ratio)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("zbv", ratio) for ratio in RATIOS]
+    + [("v_half", (f, i, w)) for f, i, w in RATIOS if w + 2 * i >= 2 * f and w + 2 * f >= 2 * i]
+    + [("v_min", (1, 1, 1)), ("v_min", (1, 1.2, 2.4))],
+)
+def test_bubbles_shrink_with_the_micro_batches(name, ratio):
+    """arXiv 2405.15362: V-half where W + 2 I >= 2 F and W + 2 F >= 2 I, V-min where F = I = W."""
+    few, many = (bubble_for(name, number, ratio) for number in (32, 128))
+    assert many < few / 3.3
+
+
+def test_v_min_keeps_what_its_paper_says_where_3_divides_the_ranks():
+    table = make_table("v_min", 6, 24)
+    assert max(peak_activations(table)) == 3.5 < max(peak_activations(make_table("v_half", 6, 24)))
+    for num_ranks in range(1, 17):
+        peak = max(peak_activations(make_table("v_min", num_ranks, 3 * num_ranks)))
+        assert peak <= min(num_ranks, (num_ranks + 4) / 3 + 0.25)
+
+
+def random_costs(chance, num_ranks):
+    """Costs of stages that all differ; some have no weights or take hardly any time."""
+    of_kinds = [chance.uniform(0.1, 1.0) for _ in range(3)]
+    stages = [
+        [kind * chance.choice((1.0, chance.uniform(0.7, 1.3), chance.uniform(0.0, 2.0))) for kind in of_kinds]
+        for _ in range(2 * num_ranks)
+    ]
+    no_weights = chance.random() < 0.2
+    forward, inputs, weights = zip(*stages, strict=True)
+    return Costs(forward, inputs, tuple(0.0 if no_weights else w for w in weights), chance.choice((0.0, 0.1)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_costs_give_tables_that_run_within_their_memory(seed):
+    chance = random.Random(seed)
+    num_ranks, number = chance.randint(1, 6), chance.randint(1, 14)
+    costs = random_costs(chance, num_ranks)
+    for name in ON_A_V:
+        table = make_table(name, num_ranks, number, costs=costs)
+        check(table)
+        assert max(peak_activations(table)) <= min(number, promised(name, num_ranks, 2))
+        makespan = simulate(table, costs).makespan
+        for_one = sum(costs.forward + costs.backward_input + costs.backward_weight)
+        assert makespan <= number * (for_one + 4 * num_ranks * costs.comm) + 1e-9
+        if name == "zbv" and number > 1:
+            ways = costs.forward, costs.backward_input, costs.backward_weight
+            joint = (tuple(map(sum, zip(way[:num_ranks], way[::-1], strict=False))) for way in ways)
+            loop = Costs(*joint, costs.comm)
+            assert makespan <= 1.01 * simulate(make_table("1f1b", num_ranks, number), loop).makespan
+
+
+def shortest(num_ranks, number, limit, costs):
+    """The least makespan of all orders, of whole costs: who does what when, moment by moment."""
+    num_stages = 2 * num_ranks
+    seconds = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    # by stage how often F, I and W were begun; by rank until when it is busy, and with what
+    states = {((0, 0, 0) * num_stages, ((0, None),) * num_ranks)}
+    for now in itertools.count():
+        following = set()
+        for begun, ranks in states:
+            running = {action for until, action in ranks if action and until > now}
+            if not running and all(count == number for count in begun):
+                return now
+            options = []
+            for rank, (until, _) in enumerate(ranks):
+                if until > now:
+                    options.append([None])
+                    continue
+                own = (rank, num_stages - 1 - rank)
+                # W of a stage that runs is kept still
+                kept = sum(begun[3 * s] - begun[3 * s + 2] for s in own)
+                ready = []
+                for place, kind in enumerate("FIW"):
+                    for stage in own:
+                        action = Action(kind, stage, begun[3 * stage + place])
+                        if action.micro_batch == number or (kind == "F" and kept >= limit):
+                            continue
+                        inputs = needs(action, num_stages)
+                        if all(
+                            begun[3 * n.stage + "FIW".index(n.kind)] > n.micro_batch and n not in running
+                            for n in inputs
+                        ):
+                            ready.append(action)
+                options.append([*ready, None])
+            for chosen in itertools.product(*options):
+                after, busy = list(begun), list(ranks)
+                for rank, action in enumerate(chosen):
+                    if action:
+                        after[3 * action.stage + "FIW".index(action.kind)] += 1
+                        busy[rank] = now + seconds[action.kind][action.stage], action
+                following.add(
+                    (tuple(after), tuple((u, a) if u > now + 1 else (now + 1, None) for u, a in busy))
+                )
+        states = following
+
+
+@pytest.mark.parametrize(
+    ("of_stage", "number"), [((1, 1, 1), 3), ((2, 2, 1), 2), ((1, 2, 1), 2), ((1, 1, 2), 2), ((1, 3, 1), 2)]
+)
+def test_few_micro_batches_take_no_longer_than_in_the_best_of_all_orders(of_stage, number):
+    costs = Costs(*((cost,) * 4 for cost in of_stage))
+    found = simulate(make_table("zbv", 2, number, costs=costs), costs).makespan
+    assert found == shortest(2, number, 4, costs)

@@ -26,10 +26,7 @@ def test_uneven_stages_and_transfers_take_the_times_computed_by_hand():
         [("0F0", 0, 2), ("0F1", 2, 4), ("0B0", 10, 12), ("0B1", 16, 18)],
         [("1F0", 3, 6), ("1B0", 6, 9), ("1F1", 9, 12), ("1B1", 12, 15)],
     ]
-    assert rows(timeline, "comm") == [
-        [("0B0", 9, 10), ("0B1", 15, 16)],
-        [("1F0", 2, 3), ("1F1", 4, 5)],
-    ]
+    assert rows(timeline, "comm") == [[("0B0", 9, 10), ("0B1", 15, 16)], [("1F0", 2, 3), ("1F1", 4, 5)]]
     assert timeline.makespan == 18 and timeline.bubble == 16 / 36
     assert timeline.peak_activations == (2, 1) and timeline.peak_bytes == (20, 30)
 

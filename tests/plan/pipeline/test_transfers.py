@@ -144,10 +144,7 @@ def test_no_rank_waits_in_vain_where_receives_releases_and_inputs_stop_the_host(
 
 @pytest.mark.parametrize(
     ("table", "most"),
-    [
-        (make_table("1f1b", 4, 16), [4, 4, 3, 2]),
-        (forward_only(Placement.loop(4), 16), [HELD, HELD, HELD, 0]),
-    ],
+    [(make_table("1f1b", 4, 16), [4, 4, 3, 2]), (forward_only(Placement.loop(4), 16), [HELD, HELD, HELD, 0])],
 )
 def test_sent_messages_are_held_for_a_while_only(table, most):
     assert [most_held(table, rank) for rank in range(4)] == most

@@ -85,14 +85,31 @@ PIPELINE pipeline.microbatches=3 | ranks is 4; use pipeline.microbatches=4, or t
 PIPELINE train.global_batch_size=1 train.micro_batch_size=2 | e.g. micro_batch_size=1 or global_batch_size=2
 PIPELINE pipeline.layout=EttttL | use 1 border |
 PIPELINE pipeline.costs=[moo:1] | pipeline.costs=['moo:1']: 'moo'
+PIPELINE pipeline.costs=[attn..mpl:1] | 'attn..mpl' is no part
+PIPELINE pipeline.costs=[moe..loss:1] | , or a unit of neighbouring segments such as attn..moe_combine
+PIPELINE pipeline.costs=[moe_combine..attn:1] | 'moe_combine..attn' is no part
+PIPELINE pipeline.costs=[attn..moe_router..moe_combine:1] | 'attn..moe_router..moe_combine' is no part
+PIPELINE pipeline.costs=[dense:1,moe:1] | no time for loss
+PIPELINE pipeline.costs=[dense:1,attn:1,loss:1] | no time for moe_router, moe_preprocess,
+PIPELINE pipeline.costs=[attn..mlp:1,mlp:1,moe:1] | 'attn..mlp' and 'mlp' both have the time of mlp; leave
+PIPELINE pipeline.costs=[moe:5,loss:3,dense:1] model.num_dense_layers=0 | dense: the model has no such part
+PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,mtp:1] | mtp: the model has no such part
+PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,attn:1] | attn: the model has no such part, or its time is given
+PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,shared_experts:1] model.shared_ffn_size=0
+    | shared_experts: the model has no such part
 PIPELINE pipeline.costs=[moe:1,moe:2] | a part has several times
 PIPELINE pipeline.costs=[moe] | 'moe' must be a part and its milliseconds
 PIPELINE pipeline.costs=[dense:1] | or the time of the whole part, moe
 PIPELINE pipeline.costs=[dense:1,moe:-2,loss:1] | the time of 'moe' is -2.0 ms
 PIPELINE pipeline.layout=Ett|ttL pipeline.costs=[moe:1] | leave one out
 launch.nproc=8 launch.nodes=1 parallel.pp=8 | of which each stage needs one; use 1 to 6 stages
-PIPELINE pipeline.schedule=zbv pipeline.virtual_stages=3 | pipeline.virtual_stages=3
+PIPELINE pipeline.schedule=zbv pipeline.virtual_stages=3
+    | which has 2 on each rank; use 2, or a schedule that takes 3: interleaved
+PIPELINE pipeline.schedule=interleaved pipeline.virtual_stages=1
+    | has 2 or more on each rank; use 2 or more, or a schedule that takes 1: gpipe, 1f1b, zb1p
 launch.nproc=6 launch.nodes=1 parallel.tp=4 | parallel.pp=1 = 4 does not divide the 6 ranks
+launch.nproc=8 launch.nodes=1 parallel.dp=3 parallel.tp=2
+    | = 6 is not the number of ranks, 8; use parallel.dp=4
 launch.nproc=4 launch.nodes=1 parallel.ep=8 | does not divide the 4 ranks of a pipeline stage
 checkpoint.init_from=a checkpoint.resume_from=b | use one of the two
 recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]
@@ -202,6 +219,7 @@ FINE = """
 launch.nproc=4 parallel.tp=4 train.global_batch_size=4
 launch.nproc=8 parallel.tp=2 train.global_batch_size=16
 launch.nproc=2 parallel.tp=4
+optim.lr=3.4e38 optim.eps=1.2e-38 optim.weight_decay=0.0 optim.beta1=0.0 optim.beta2=0.99999994
 SYMM launch.nproc=8 launch.nodes=2
 SYMM launch.nproc=16 launch.nodes=1
 SYMM launch.nproc=8
@@ -212,7 +230,7 @@ VENDOR moe.dispatcher=turbo parallel.ep=8 model.hidden_size=8192 graph.scope=lay
 VENDOR moe.dispatcher=nvshmem parallel.ep=8 parallel.etp=2 precision.compute=fp32 launch.nproc=16
 VENDOR moe.dispatcher=nvshmem parallel.ep=2 graph.scope=moe moe.sync_free_stage=3
 """
-"""Batches over data-parallel ranks alone, ranks of nodes that are counted later, and what vendors carry."""
+"""Batches over data-parallel ranks alone, ranks of nodes that are counted later, ends of fp32, vendors."""
 
 
 def broken(words: str) -> list[str]:

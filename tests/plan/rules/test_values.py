@@ -61,11 +61,6 @@ def test_a_number_that_fp32_cannot_hold_is_refused():
         assert len(found) == 1 or not in_range, (f.key, bad)
 
 
-def test_numbers_at_the_ends_of_fp32_are_taken():
-    optim = {"lr": 3.4e38, "eps": 1.2e-38, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.99999994}
-    assert violations(changed(optim=optim)) == []
-
-
 def test_half_a_character_is_refused_wherever_it_stands():
     for key, value in (
         ("log.wandb_project", "a\ud800"),

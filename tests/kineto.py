@@ -21,32 +21,15 @@ class KinetoTrace:
     """A trace that grows event by event."""
 
     def __init__(self, device: str = "NVIDIA H100 80GB HBM3") -> None:
-        self.device = device
-        self.events: list[dict[str, Any]] = [
-            {
-                "name": "process_name",
-                "ph": "M",
-                "ts": ORIGIN,
-                "pid": PID,
-                "tid": 0,
-                "args": {"name": "python"},
-            },
-            {
-                "name": "Record Window End",
-                "ph": "i",
-                "s": "g",
-                "ts": ORIGIN,
-                "pid": "",
-                "tid": "",
-                "args": {},
-            },
-        ]
-        self._ids = 0
+        self.device, self._ids = device, 0
+        process = {"name": "process_name", "ph": "M", "pid": PID, "tid": 0, "args": {"name": "python"}}
+        end = {"name": "Record Window End", "ph": "i", "s": "g", "pid": "", "tid": "", "args": {}}
+        self.events: list[dict[str, Any]] = [{**process, "ts": ORIGIN}, {**end, "ts": ORIGIN}]
 
     def range(self, name: str, start: float, end: float, thread: int = MAIN) -> None:
         """Add the two events of ``record_function``, on the host and on the device."""
-        self._host("user_annotation", name, start, end, thread, {})
-        self._put("gpu_user_annotation", name, start, end, 0, 7, {"External id": self._ids})
+        self._put("user_annotation", name, start, end, PID, thread, {})
+        self._put("gpu_user_annotation", name, start, end, 0, 7, {})
 
     def operation(
         self,
@@ -65,12 +48,8 @@ class KinetoTrace:
         if sequence is not None:
             args = {"Sequence number": sequence, "Fwd thread id": forward_thread}
         if dims is not None:
-            args |= {
-                "Input Dims": dims,
-                "Input type": [kind] * len(dims),
-                "Concrete Inputs": [""] * len(dims),
-            }
-        self._host("cpu_op", name, start, end, thread, args)
+            args |= {"Input Dims": dims, "Input type": [kind] * len(dims)}
+        self._put("cpu_op", name, start, end, PID, thread, args)
 
     def call(
         self,
@@ -82,74 +61,42 @@ class KinetoTrace:
         kind: str = "cuda_runtime",
     ) -> None:
         """A call of the runtime or the driver, and the arrow to what it launches."""
-        args = {"External id": self._ids, "cbid": 211, "correlation": correlation}
-        self._put(kind, name, start, end, PID, thread, args)
+        self._put(kind, name, start, end, PID, thread, {"cbid": 211, "correlation": correlation})
         at = {"pid": PID, "tid": thread, "ts": ORIGIN + start}
         self.events.append({"ph": "s", "id": correlation, **at, "cat": "ac2g", "name": "ac2g"})
 
-    def kernel(self, name: str, start: float, end: float, correlation: int, stream: int = 7) -> None:
-        """A kernel; those of a graph have the correlation of its launch."""
-        args = {
-            "External id": self._ids, "queued": 0, "device": 0, "context": 1, "stream": stream,
-            "correlation": correlation, "registers per thread": 64, "shared memory": 0,
-            "blocks per SM": 1.0, "warps per SM": 4.0, "grid": [132, 1, 1], "block": [128, 1, 1],
-            "est. achieved occupancy %": 6,
-        }  # fmt: skip
-        self._put("kernel", name, start, end, 0, stream, args)
-
-    def copy(
-        self, name: str, start: float, end: float, correlation: int, num_bytes: int, stream: int = 7
+    def activity(
+        self, kind: str, name: str, start: float, end: float, correlation: int, stream: int = 7, **more: Any
     ) -> None:
-        """A copy or a memset."""
-        kind = "gpu_memset" if name.startswith("Memset") else "gpu_memcpy"
-        args = {
-            "External id": self._ids, "device": 0, "context": 1, "stream": stream, "correlation": correlation,
-            "bytes": num_bytes, "memory bandwidth (GB/s)": 1000.0,
-        }  # fmt: skip
+        """A kernel, a copy or a memset; kernels of a graph have the correlation of its launch."""
+        args = {"device": 0, "context": 1, "stream": stream, "correlation": correlation, **more}
         self._put(kind, name, start, end, 0, stream, args)
 
     def launch(
         self, name: str, at: float, start: float, end: float, thread: int = MAIN, stream: int = 7
     ) -> int:
         """A kernel and the call at ``at`` that launches it, which takes 2 microseconds; its correlation."""
-        self._ids += 1
         correlation = 10_000 + self._ids
         self.call("cudaLaunchKernel", at, at + 2, correlation, thread)
-        self.kernel(name, start, end, correlation, stream)
+        self.activity("kernel", name, start, end, correlation, stream, grid=[132, 1, 1])
         return correlation
 
     def write(self, path: Path, facts: dict[str, Any] | None = None) -> Path:
         """Write the file, compressed if its name says so."""
-        document = {
-            "schemaVersion": 1,
-            "deviceProperties": [
-                {"id": 0, "name": self.device, "totalGlobalMem": 85899345920, "numSms": 132}
-            ],
-            "record_shapes": 1,
-            **({"graphmoe": facts} if facts else {}),
-            "displayTimeUnit": "ms",
-            "baseTimeNanoseconds": 1790857026000000000,
-            "traceEvents": self.events,
-            "traceName": str(path),
-        }
+        document = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": self.device}]}
+        document |= {"graphmoe": facts} if facts else {}
         path.parent.mkdir(parents=True, exist_ok=True)
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "wt", encoding="utf-8") as file:
-            json.dump(document, file)
+            json.dump({**document, "displayTimeUnit": "ms", "traceEvents": self.events}, file)
         return path
-
-    def _host(
-        self, kind: str, name: str, start: float, end: float, thread: int, more: dict[str, Any]
-    ) -> None:
-        self._ids += 1
-        args = {"External id": self._ids, "Record function id": 0, **more, "Ev Idx": self._ids}
-        self._put(kind, name, start, end, PID, thread, args)
 
     def _put(
         self, kind: str, name: str, start: float, end: float, pid: int, tid: int, args: dict[str, Any]
     ) -> None:
+        self._ids += 1
         event = {"ph": "X", "cat": kind, "name": name, "pid": pid, "tid": tid, "ts": ORIGIN + start}
-        self.events.append({**event, "dur": end - start, "args": args})
+        self.events.append({**event, "dur": end - start, "args": {"External id": self._ids, **args}})
 
 
 def two_steps() -> KinetoTrace:

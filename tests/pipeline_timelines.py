@@ -1,6 +1,6 @@
 """Timelines of pipelines, made by hand."""
 
-from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table, Together
+from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 
 F0, B0, I0, W0 = (Action(kind, 0, 0) for kind in ("F", "B", "I", "W"))
@@ -29,15 +29,3 @@ def folded_in_turns() -> Timeline:
         Span(1, "compute", Action("F", 2, 0), 2, 3),
     )
     return timeline_of(Table("folded", Placement.folded(2), 2, ()), spans, (2.0**30, 2.0**31))
-
-
-def long_timeline(num_ranks: int = 8, num_micro_batches: int = 32) -> Timeline:
-    """Every rank does a forward, then the gradients of inputs and weights, of each micro-batch."""
-    kinds: tuple[Kind, ...] = ("F", "I", "W")
-    spans = tuple(
-        Span(rank, "compute", Action(kind, rank, number), 3.0 * number + place, 3.0 * number + place + 1)
-        for rank in range(num_ranks)
-        for number in range(num_micro_batches)
-        for place, kind in enumerate(kinds)
-    )
-    return timeline_of(Table("long", Placement.loop(num_ranks), num_micro_batches, ()), spans)

@@ -1,4 +1,4 @@
-"""suite=step, ladder and projection of the benchmark tool: cases, jobs of their own, rows, the chart."""
+"""Suites of the benchmark tool that run jobs or rate a device: cases, rows, charts, rates, cards."""
 
 import json
 import signal
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import jobs
-from graphmoe.bench.arguments import BenchArgs, SuiteName
+from graphmoe.bench.arguments import BenchArgs, SuiteName, card_of_device
 from graphmoe.bench.cases import CaseFailed
 from graphmoe.bench.jobs import WARM_UP_STEPS, Trained, compose_config, key_of, train
 from graphmoe.bench.runs import (
@@ -23,13 +24,12 @@ from graphmoe.bench.runs import (
     ladder_cases,
     projected_run,
     projection_cases,
-    rung_numbers,
     step_cases,
     step_numbers,
-    take_gains,
 )
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
+from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at
 from graphmoe.project.memory import allocated_bytes
 from graphmoe.trace.events import read_trace
 from tests.bench.test_bench import documented
@@ -40,33 +40,19 @@ EAGER = "overrides=compile=none,train.global_batch_size=8,data.seq_len=8"
 SUMMARY = {"peak_memory_gib": 2.0, "device_memory_gib": 4.0, "time_to_first_step_s": 9.0}
 
 
-def test_a_step_without_capture_is_measured_first_and_last_at_each_shape():
-    cases = step_cases(BenchArgs(SuiteName.step, scopes="[[attn,loss],none]"), "cpu", full=True)
-    assert [case.name for case in cases] == [
-        f"{shape}/{scope}"
-        for shape in ("mbs1_s4096", "mbs4_s4096", "mbs1_s512")
-        for scope in ("none", "attn+loss", "none_again")
-    ]
-
-
 def test_the_words_of_the_user_replace_those_of_the_suite_and_steps_are_enough():
-    given = (
-        "model=tiny,train.global_batch_size=6,passes.disabled=[fuse_loss,fuse_router],graph.warmup_steps=200"
-    )
-    sizes = {"micro_batch_sizes": "3", "seq_lens": "64", "repeats": 500}
-    (case,) = step_cases(
-        BenchArgs(SuiteName.step, overrides=given, scopes="layer", **sizes), "cpu", full=True
-    )
-    assert case.name == "mbs3_s64/layer"
-    config = compose_config(*case.row["overrides"])
+    given = "model=tiny,train.global_batch_size=6,passes.disabled=[fuse_loss,fuse_router]"
+    sizes = {"micro_batch_sizes": "3", "seq_lens": "64", "repeats": 500, "scopes": "[[attn,loss],none]"}
+    cases = step_cases(BenchArgs(SuiteName.step, overrides=given, **sizes), "cpu", full=True)
+    assert [case.name for case in cases] == [f"mbs3_s64/{s}" for s in ("none", "attn+loss", "none_again")]
+    config = compose_config(*cases[1].row["overrides"])
     assert (config.model.name, config.model.num_layers) == ("tiny", 4)  # not 6: another model's number
     assert (config.train.global_batch_size, config.train.micro_batch_size, config.data.seq_len) == (6, 3, 64)
     assert config.passes.disabled == ["fuse_loss", "fuse_router"]
-    assert (config.optim.lr, config.graph.scope, config.checkpoint.enabled) == (1e-6, "layer", False)
-    timed = 200 + 1 + WARM_UP_STEPS + 500
+    assert (config.graph.scope, config.checkpoint.enabled) == (["attn", "loss"], False)
+    timed = config.graph.warmup_steps + 1 + WARM_UP_STEPS + 500
     assert config.profile.steps == [timed + 1, timed + RECORDED_STEPS]
     assert config.train.steps == config.train.log_interval == timed + RECORDED_STEPS
-    assert config.checkpoint.interval == config.train.val_batches == 0
 
 
 @pytest.mark.slow
@@ -86,13 +72,6 @@ def test_steps_are_rows_of_their_own_processes_and_what_cannot_run_is_a_row_with
     lines = [line for line in bench.render(document).splitlines() if line.startswith("|")]
     assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1
     assert "| mbs2_s16 | partial | failed: the configuration cannot run" in lines[2]
-
-
-def wait_until(reached: Callable[[], bool], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_a_row_has_both_floors_and_what_the_recorded_steps_say(tmp_path):
@@ -116,15 +95,9 @@ def rungs(full=False, device="cpu", ranks=2, **given):
     return ladder_cases(BenchArgs(SuiteName.ladder, **given), device, full, ranks)
 
 
-def test_every_rung_can_run_and_keeps_what_those_before_it_set():
+def test_every_rung_can_run_and_the_last_has_what_those_before_it_set():
     cases = rungs()
     assert [case.name for case in cases] == [*(rung.name for rung in RUNGS), "micro_batch_2"]
-    before: dict[str, str] = {}
-    for case, rung in zip(cases, RUNGS, strict=False):
-        given = dict(word.split("=", 1) for word in case.row["overrides"])
-        expected = before | {key_of(word): word.split("=", 1)[1] for word in rung.words}
-        assert {key: given.get(key) for key in expected} == expected, case.name
-        before = expected
     first, *_, last = (compose_config(*case.row["overrides"]) for case in cases)
     assert last.graph.scope == "full_iteration" and last.pipeline.ep_overlap and last.host.manual_gc
     assert (last.train.micro_batch_size, last.train.global_batch_size) == (2, 16)
@@ -154,32 +127,20 @@ def test_a_ladder_has_rates_gains_a_chart_and_a_row_with_the_reason_of_what_cann
     assert out.with_suffix(".png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_gains_pass_over_rungs_that_failed_and_a_ladder_of_failures_has_a_chart(tmp_path):
-    steps = [{"step_s": 2.0, "rank_load": 1.5, "receive_load": load, "loss": 3.0} for load in (1.2, 1.7)]
-    row = rung_numbers(compose_config("model=tiny"), 4, steps, SUMMARY)
-    assert row["mfu"] == pytest.approx(row["tflops"] / 989) and row["receive_load"] == 1.7
-    assert (row["first_step_s"], row["device_gib"], row["median_ms"]) == (9.0, 4.0, 2000.0)
-    rows = [{"tokens_per_s": 10.0}, {"error": "no"}, {"tokens_per_s": 15.0}, {"tokens_per_s": 12.0}]
-    take_gains(rows)
-    assert [row["gain"] for row in rows] == [None, None, 1.5, 0.8]
-    document = {"rows": [{"overrides": []}], "method": {"ranks": 2}, "environment": {"device": "cpu"}}
-    bench.draw_ladder(document, tmp_path / "nothing.png")
-    assert (tmp_path / "nothing.png").stat().st_size > 0
-
-
 @pytest.mark.parametrize("words", ["model=mixtral_8x7b,model.num_layers=2", "recompute=all", "compile=none"])
 def test_another_choice_takes_the_defaults_with_it_that_it_need_not_have(words):
     config = compose_config(*rungs(True, "cuda", 4, overrides=words)[0].row["overrides"])
     assert config.recompute.ops == [] and config.data.seq_len == 4096
 
 
-def of_folder(folder: Path) -> list[psutil.Process]:
-    """Processes of jobs whose run is in a folder."""
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any(str(folder) in word for word in process.info["cmdline"] or [])
-    ]
+def wait_for_jobs(folder: Path, reached: Callable[[int], bool]) -> None:
+    """Wait until the processes of jobs whose run is in a folder are so many."""
+    for _ in range(1200):
+        found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+        if reached(sum(any(str(folder) in word for word in words) for words in found)):
+            return
+        time.sleep(0.05)
+    raise AssertionError("not within a minute")
 
 
 def endless() -> list[str]:
@@ -192,7 +153,7 @@ def test_a_job_that_is_late_is_ended_with_its_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(CaseFailed, match="not done after limit_s=15 seconds, compilation included"):
         train(endless(), 15)
-    wait_until(lambda: not of_folder(tmp_path), 30)
+    wait_for_jobs(tmp_path, lambda number: number == 0)
 
 
 @pytest.mark.slow
@@ -203,10 +164,10 @@ def test_a_benchmark_that_is_killed_leaves_no_job(tmp_path, number):
         "tempfile.tempdir = sys.argv[1]; train(sys.argv[2:], 300)"
     )
     bench_process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), *endless()], cwd=ROOT)
-    wait_until(lambda: len(of_folder(tmp_path)) >= 2 or bench_process.poll() is not None)
+    wait_for_jobs(tmp_path, lambda number: number >= 2 or bench_process.poll() is not None)
     bench_process.send_signal(number)
     assert bench_process.wait(30) == -number
-    wait_until(lambda: not of_folder(tmp_path), 30)
+    wait_for_jobs(tmp_path, lambda number: number == 0)
 
 
 @pytest.mark.slow
@@ -241,7 +202,50 @@ def test_rows_say_how_far_a_projection_is_from_what_the_job_wrote_and_which_word
     assert "+20.0% miss" in text and "| recompute | failed: no memory" in text
     assert "Misses, memory beyond 5% or time beyond 10%: plain." in text
     args = BenchArgs(SuiteName.projection, overrides="parallel.ep=2,moe.dispatcher=alltoall", nproc=2)
-    refused = [
-        case for case in projection_cases(args, "cuda", full=True) if isinstance(case.config, ConfigError)
-    ]
-    assert "graph.scope=layer captures moe_dispatch" in str(refused[0].config) and len(refused) < 9
+    configs = [case.config for case in projection_cases(args, "cuda", full=True)]
+    refused = [str(config) for config in configs if isinstance(config, ConfigError)]
+    assert "graph.scope=layer captures moe_dispatch" in refused[0] and len(refused) < 9
+
+
+NVIDIA = default_rates(is_nvidia=True)
+
+
+def test_every_rate_of_one_device_is_measured_and_a_projection_reads_the_document(tmp_path):
+    calibrated = documented("suite=calibrate", "device=cpu", "repeats=2")
+    assert [row for row in calibrated["rows"] if row["error"]] == []
+    assert set(calibrated["rates"]) == {*CLASSES, "hbm", "segment_us", "host_us"}
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps(calibrated))
+    found = rates_of(H200, path)
+    (row,) = (row for row in calibrated["rows"] if row["rate"] == "head")
+    assert found.head == ((32, 64, pytest.approx(row["share"], rel=1e-3)),)
+    assert found.host_us == pytest.approx(calibrated["rates"]["host_us"]) and found.node == NVIDIA.node
+    assert "| attention/2x24x16/32 | attention_backward |" in bench.render(calibrated)
+
+
+def test_a_share_is_that_of_the_nearest_class_between_its_points():
+    points = ((100, 10, 0.1), (100, 1000, 0.4), (800, 10, 0.5))
+    assert share_at(0.3, 1, 1) == 0.3
+    assert share_at(points, 150, 100) == pytest.approx(0.2)
+    ends = (share_at(points, 150, 1), share_at(points, 1, 1e6), share_at(points, 700, 7))
+    assert ends == pytest.approx((0.1, 0.4, 0.5))
+
+
+def test_a_card_is_found_by_its_gpus_name_and_one_with_other_peaks_is_refused(monkeypatch):
+    known = {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200", "AMD Instinct MI300X VF": "MI300X"}
+    for name, card in known.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert card_of_device(torch.device("cuda")).name == card
+    for name in ("NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GB200"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        with pytest.raises(ConfigError, match=f"{name}, is none that is known; run it on a whole one of"):
+            card_of_device(torch.device("cuda"))
+
+
+def test_ranks_join_to_measure_their_links_and_nothing_else_starts_twice(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="suite=projection is for one process"):
+        documented("suite=projection", "device=cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="suite=calibrate is for the ranks of one node"):
+        documented("suite=calibrate", "device=cpu")

@@ -1,11 +1,8 @@
 """Memory of whole ranks: against dry runs and flat buffers, along pipelines, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights
 from graphmoe.optim.adamw import ADAMW
@@ -15,7 +12,7 @@ from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.plan import plan_of
-from graphmoe.project.memory import MEMORY_KINDS, exact_memory, state_bytes
+from graphmoe.project.memory import exact_memory, state_bytes
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
@@ -33,16 +30,14 @@ PEAKS = {
 
 
 def memory_of(*words: str, ranks: int = 1):
-    run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
-    return exact_memory(run, Layout.of(run.parallel, ranks), on_nvidia=False), run
+    run = config(*MODEL, *words)
+    return exact_memory(run, Layout.of(run.parallel, ranks), on_nvidia=False)
 
 
 @pytest.mark.parametrize("words", slow_but(PEAKS, "ep"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
-    given = {word.partition("=")[0]: word for word in (*MODEL, *LARGER, *words)}
-    run = config(*given.values())
-    (memory,) = exact_memory(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
-    found = dry_run(run)["memory"]
+    (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
+    found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
     # libraries' buffers are in no dry run
     assert memory.total - memory.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.05)
 
@@ -54,7 +49,7 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
         "launch.fake_world=null", "launch.nproc=4", "parallel.pp=4", f"pipeline.schedule={schedule}",
         "train.global_batch_size=32", "model.num_layers=8", "model.num_dense_layers=0",
     )  # fmt: skip
-    run = config(*{word.partition("=")[0]: word for word in (*MODEL, *words)}.values())
+    run = config(*MODEL, *words)
     run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
     places = exact_memory(run, Layout.of(run.parallel, 4), on_nvidia=False)
     plan = pipeline_of(run, Layout.of(run.parallel, 4))
@@ -65,30 +60,18 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
         assert place.activations <= place.by_segment.total() * plan.table.num_micro_batches
 
 
-def test_the_kinds_of_a_rank_add_up_and_what_is_not_counted_is_refused():
-    (memory,), run = memory_of()
-    kinds = memory.kinds()
-    assert tuple(kinds) == MEMORY_KINDS
-    assert kinds["total"] == pytest.approx(sum(kinds[kind] for kind in MEMORY_KINDS[:-1]))
-    assert memory.by_segment == sum(memory.by_part.values(), type(memory.by_segment)())
-    run = replace(run, compile=replace(run.compile, enabled=False))
-    run = replace(run, passes=replace(run.passes, disabled=["fuse_experts"]))
-    with pytest.raises(ConfigError, match="compile.enabled=true.*leave them out"):
-        exact_memory(run, Layout(), on_nvidia=False)
-
-
 def test_lanes_of_a_captured_pipeline_have_working_memory_each():
     words = (
         "launch.fake_world=null", "launch.nproc=2", "parallel.pp=2", "train.global_batch_size=16",
         "graph.scope=layer",
     )  # fmt: skip
-    first, last = memory_of(*words, ranks=2)[0]
-    (alone,), _ = memory_of("graph.scope=layer")
+    first, last = memory_of(*words, ranks=2)
+    (alone,) = memory_of("graph.scope=layer")
     assert alone.buffers["graph_pool"] == last.buffers["graph_pool"] == 0  # one lane, whole layers
     assert first.buffers["graph_pool"] == first.buffers["working"] > 0
-    plain, _ = memory_of(*words[:-1], "graph.scope=none", ranks=2)
+    plain = memory_of(*words[:-1], "graph.scope=none", ranks=2)
     assert [place.buffers["graph_pool"] for place in plain] == [0, 0]
-    (partial,), _ = memory_of("graph.scope=partial")
+    (partial,) = memory_of("graph.scope=partial")
     assert partial.buffers["graph_pool"] > 0
 
 

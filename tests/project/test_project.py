@@ -1,27 +1,66 @@
-"""The command line of projections: the numbers of its document, its tables, and its errors."""
+"""The command line of projections: its document, tables and errors, and what the documentation says of it."""
 
+import itertools
 import json
+import re
+import shlex
+import sys
+from typing import Any, NamedTuple
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
 
 from graphmoe.command.errors import known_keys
+from graphmoe.config.arguments import run_tool
+from graphmoe.project.__main__ import EXAMPLES, run
 from graphmoe.project.arguments import check_words
 from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import verdict
 from tests.runs import ROOT, command
+from tests.test_docs import rows_below
 
-CHART = ("model=moe_1t", "hardware=mi300x", "nodes=96", "train.micro_batch_size=1")
-SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch, capsys):
+    """Run the command with some words in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def project(*words: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["project", *words])
+        GlobalHydra.instance().clear()
+        status = 0
+        try:
+            run_tool(run)
+        except SystemExit as end:
+            status = int(end.code or 0)
+        finally:
+            GlobalHydra.instance().clear()
+        return Result(status, *capsys.readouterr())
+
+    return project
 
 
 @pytest.fixture
 def document(project):
-    def document(*words: str):
+    """Make the document of a command."""
+
+    def document(*words: str) -> Any:
         result = project(*words, "format=json")
         assert result.status == 0, result.err
         return json.loads(result.out)
 
     return document
+
+
+CHART = "model=moe_1t train.micro_batch_size=1 nodes=96"
+SMALL = ("hardware=h200", "nodes=1", "data.seq_len=128")
 
 
 def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, tmp_path):
@@ -33,7 +72,8 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
         assert f'"{said}"' in text, said
     ranks = found["memory_gb_per_rank"]
     assert len(ranks) == 8 and tuple(ranks[0]) == MEMORY_KINDS
-    assert found["memory_gb"] == ranks[found["worst_rank"]]
+    assert found["memory_gb"] == (worst := ranks[found["worst_rank"]])
+    assert worst["total"] == pytest.approx(sum(worst[kind] for kind in MEMORY_KINDS[:-1]))
     assert found["memory_gb"]["total"] == max(rank["total"] for rank in ranks)
     assert found["micro_batches"] == 8 and found["compute"] == "bf16"
     by_segment, by_layer = found["activations_gb_by_segment"], found["activations_gb_by_layer"]
@@ -44,13 +84,20 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
 def test_tables_end_in_a_verdict(project):
     result = project(*SMALL, "parallel.pp=2", "parallel.ep=2")
     assert result.status == 0 and "fits: rank" in result.out.splitlines()[-1], result.err
-    result = project(*CHART, "parallel.pp=24", "parallel.ep=8")
+    result = project(*CHART.split(), "hardware=mi300x", "parallel.pp=24", "parallel.ep=8")
     words = " ".join(result.out.split())
     assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
 
 
 def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
-    words = (*CHART, "parallel.pp=16", "parallel.ep=4", "parallel.cp=2", "parallel.cp_method=ring")
+    words = (
+        *CHART.split(),
+        "hardware=mi300x",
+        "parallel.pp=16",
+        "parallel.ep=4",
+        "parallel.cp=2",
+        "parallel.cp_method=ring",
+    )
     words += ("pipeline.schedule=interleaved", "pipeline.virtual_stages=6", "recompute.ops=[layernorm]")
     page = tmp_path / "near.html"
     found = document(*words, f"page={page}")
@@ -78,34 +125,32 @@ def test_advice_is_what_there_is_to_change():
     assert misfit("grads", size=4) == "a larger parallel.ep, parallel.pp or parallel.tp"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("nodes=2",), "hardware=... is required"),
-        (("hardwear=h200",), "error: unknown key 'hardwear'; did you mean 'hardware'?"),
-        (("hardware=h100", "serach=true"), "error: unknown key 'serach'; did you mean 'search'?"),
-        (("modle=tiny",), "error: unknown key or group 'modle' on the command line ('modle=tiny')"),
-        (("hardware=mi30x",), "hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x"),
-        (("hardware=h100", "nodes=0"), "nodes=0 must be 1 or more"),
-        (("hardware=h100", "launch.nproc=4"), "launch.nproc=4: the ranks are nodes=1 times 8; leave it out"),
-        (("hardware=h100", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
-        (("hardware=h100", "assumptions=exakt"), "assumptions=exakt: expected one of exact, published"),
-        (("hardware=h100", "compile.enabled=false"), "use compile.enabled=true"),
-        (
-            ("hardware=h100", "assumptions=published", "parallel.tp=2", "recompute=all", "parallel.pp=2"),
-            "assumptions=published has no model.attention=mla; has no model.num_dense_layers=1; has no "
-            "parallel.tp=2; has no recompute.all=True; use assumptions=exact",
-        ),
-        (("hardware=h100", "-m"), "-m: a projection is of one run; leave it out"),
-        (("hardware=h100", "top=0"), "top=0 must be 1 or more"),
-        (("hardware=h100", "page=nowhere/x.html"), "page=nowhere/x.html: there is no folder nowhere"),
-        (("hardware=h100", "search=true", "pipeline.microbatches=8"), "give train.global_batch_size"),
-        (("hardware=h100", "search=true", "assumptions=published"), "has no assumptions=published"),
-        (("hardware=h100", "search=true", "parallel.pp=3"), "parallel.pp=3 = 3 does not divide the 8 ranks"),
-    ],
-)
-def test_a_wrong_command_is_answered_with_what_to_type(words, message, project):
-    result = project(*words)
+WRONG = """
+nodes=2 | hardware=... is required
+hardwear=h200 | error: unknown key 'hardwear'; did you mean 'hardware'?
+hardware=h100 serach=true | error: unknown key 'serach'; did you mean 'search'?
+modle=tiny | error: unknown key or group 'modle' on the command line ('modle=tiny')
+hardware=mi30x | hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x
+hardware=h100 nodes=0 | nodes=0 must be 1 or more
+hardware=h100 launch.nproc=4 | launch.nproc=4: the ranks are nodes=1 times 8; leave it out
+hardware=h100 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
+hardware=h100 assumptions=exakt | assumptions=exakt: expected one of exact, published
+hardware=h100 compile.enabled=false | use compile.enabled=true
+hardware=h100 assumptions=published parallel.tp=2 recompute=all | has no model.attention=mla; has no model
+hardware=h100 assumptions=published parallel.tp=2 recompute=all | tp=2; has no recompute.all=True; use
+hardware=h100 -m | -m: a projection is of one run; leave it out
+hardware=h100 top=0 | top=0 must be 1 or more
+hardware=h100 page=nowhere/x.html | page=nowhere/x.html: there is no folder nowhere
+hardware=h100 search=true pipeline.microbatches=8 | give train.global_batch_size
+hardware=h100 search=true assumptions=published | has no assumptions=published
+hardware=h100 search=true parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
+def test_a_wrong_command_is_answered_with_what_to_type(line, project):
+    words, message = line.split(" | ")
+    result = project(*words.split())
     assert result.status == 2 and message in result.err, result.err
     assert "Traceback" not in result.err
 
@@ -136,3 +181,69 @@ def test_help_of_the_command_names_the_keys_of_the_tool_and_of_a_run(tmp_path):
     assert finished.wait() == 0, finished.err.read_text()
     shown = finished.out.read_text()
     assert "hardware=" in shown and "micro_batch_size" in shown
+
+
+DOCS = ROOT / "docs" / "projection.md"
+TEXTS = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS, ROOT / "README.md"))
+COMMANDS = [
+    match.replace("\\\n", " ")
+    for match in re.findall(r"^(?:\| `)?python -m graphmoe.project ((?:[^\n`\\]|\\\n)+)", TEXTS, flags=re.M)
+]
+
+
+@pytest.mark.slow
+def test_commands_of_the_documentation_project_what_fits(tmp_path, document):
+    """Searches are left to their own tests, files of rates to those who measured them."""
+    shown = [*COMMANDS, *(example.partition("graphmoe.project ")[2] for example in EXAMPLES)]
+    singles = {
+        " ".join(words.replace("rates=rates.json", "").split()) for words in shown if "search=" not in words
+    }
+    assert len(singles) >= 5
+    for words in sorted(singles):
+        expected = "pipeline.virtual_stages" not in words  # the one that is said not to fit
+        assert document(*shlex.split(words))["fits"] == expected, words
+    assert (tmp_path / "moe_1t.html").is_file()
+
+
+def sizes_of(layout: str) -> str:
+    """Words for such as PP24 EP8 CP2."""
+    return " ".join(
+        f"parallel.{name.lower()}={size}" for name, size in re.findall(r"(PP|EP|CP)(\d+)", layout)
+    )
+
+
+@pytest.mark.parametrize("row", rows_below(DOCS, "| sequences of 4096"), ids=lambda row: row[0])
+def test_the_chart_is_reproduced_and_what_runs_of_this_project_take_is_beside_it(row, document):
+    virtual = 4 if "PP24" in row[0] else 2
+    words = f"{CHART} hardware=mi300x pipeline.schedule=interleaved {sizes_of(row[0])}"
+    words += f" pipeline.virtual_stages={virtual}"
+    exact, chart = (document(*words.split(), f"assumptions={name}") for name in ("exact", "published"))
+    memory = chart["memory_gb"]
+    assert memory.pop("buffers") == 0
+    cells = [*memory.values(), exact["memory_gb"]["total"]]
+    assert [f"{cell:.1f}" for cell in cells] == row[1:]
+    pp = chart["layout"]["pp"]
+    assert chart["bubble"] == (pp - 1) / (pp - 1 + chart["micro_batches"] * virtual)
+
+
+def layouts():
+    """Rows of the table of a search, each with its card."""
+    rows = rows_below(DOCS, "| card | layout |")
+    cards = itertools.accumulate((row[0] for row in rows), lambda card, cell: cell or card)
+    return [(card, *row[1:]) for card, row in zip(cards, rows, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", layouts(), ids=lambda row: " ".join(row[:2]))
+def test_a_row_of_the_table_of_a_search_is_projected(row, document):
+    card, layout, schedule, memory, bubble, rate = row
+    name, _, virtual_stages = schedule.replace("`", "").partition(", ")
+    words = f"{CHART} hardware={card.lower()} {sizes_of(layout)} train.global_batch_size=3072"
+    words += f" pipeline.schedule={name} pipeline.virtual_stages={virtual_stages or 'null'}"
+    words += " parallel.cp_method=ring" * ("ring" in layout)
+    words += " recompute.ops=[layernorm]" * ("norms again" in layout)
+    found = document(*shlex.split(words))
+    near = "" if found["fits_with_margin"] else ", near the limit"
+    assert f"{found['memory_gb']['total']:.1f}{near}" == memory
+    assert (f"{found['bubble']:.0%}", f"{found['tokens_per_s_per_gpu']:,.0f}") == (bubble, rate)
+    assert not ("recommended" in layout and near)

@@ -1,13 +1,11 @@
 """A search finds what brute force finds, and says of each other candidate why it does not run."""
 
-import io
 import itertools
 import re
 import shlex
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import CARDS
@@ -23,7 +21,7 @@ from graphmoe.project.page import write_search
 from graphmoe.project.search import search
 from graphmoe.project.tables import render_search
 from tests.plan.costs.test_activations import MODEL
-from tests.runs import config
+from tests.runs import config, text_of
 
 OPEN = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=32", "model.num_layers=6")
 SMALL = {"memory_gb": 0.78}
@@ -31,7 +29,7 @@ SMALL = {"memory_gb": 0.78}
 
 
 def configured(*words: str) -> RunConfig:
-    return config(*{word.partition("=")[0]: word for word in (*MODEL, *OPEN, *words)}.values())
+    return config(*MODEL, *OPEN, *words)
 
 
 def searched(args: ProjectArgs, *words: str):
@@ -45,12 +43,6 @@ def projected(words: str, args: ProjectArgs):
     run = completed(configured(*typed), replace(args, search=False))
     check(run)
     return project(resolve(run), args)
-
-
-def shown(document) -> str:
-    console = Console(file=io.StringIO(), width=1000)
-    console.print(render_search(document))
-    return console.file.getvalue()
 
 
 def has_its_own_numbers(line, document) -> bool:
@@ -100,7 +92,7 @@ def test_the_fastest_that_leaves_a_margin_is_recommended_also_where_it_is_not_li
     found = on_card(card, monkeypatch, *NARROW, top=1)
     assert not found["best"][0]["fits_with_margin"] and safe
     assert found["recommended"] == {**safe[0], "command": found["recommended"]["command"]}
-    text = shown(found)
+    text = text_of(render_search(found), width=1000)
     assert found["recommended"]["command"] in text and "the fastest that is not near the limit" in text
     assert "! Near the limit: " in text
     write_search(tmp_path / "page.html", "command", found)
@@ -115,7 +107,9 @@ def test_where_nothing_leaves_a_margin_the_fastest_is_recommended_with_a_warning
     found = on_card(1.01 * least, monkeypatch, *NARROW)
     assert not any(line["fits_with_margin"] for line in found["best"])
     assert found["recommended"]["words"] == found["best"][0]["words"]
-    assert "GB of the card's 0 left, as all that fit are near the limit" in shown(found)
+    assert "GB of the card's 0 left, as all that fit are near the limit" in text_of(
+        render_search(found), width=1000
+    )
 
 
 def test_a_layout_near_the_limit_is_listed_again_with_what_leaves_a_margin(monkeypatch):

@@ -2,10 +2,8 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
@@ -19,16 +17,15 @@ from graphmoe.project.document import project
 from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
 from tests.plan.costs.test_activations import MODEL
-from tests.runs import config
+from tests.runs import ROOT, config, text_of
 
 NVIDIA = default_rates(is_nvidia=True)
-RAW = Path(__file__).parents[2] / "docs/benchmarks/projection_h200"
+RAW = ROOT / "docs/benchmarks/projection_h200"
 EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
 
 
 def document(args: ProjectArgs, *words: str):
-    run = config(*{w.partition("=")[0]: w for w in (*MODEL, *EIGHT, *words)}.values())
-    return project(completed(run, args), args)
+    return project(completed(config(*MODEL, *EIGHT, *words), args), args)
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -111,10 +108,7 @@ def test_a_report_says_where_its_rates_are_from():
     ):
         found = document(args)
         assert found["rates_from"].startswith(words)
-        console = Console(width=200)
-        with console.capture() as shown:
-            console.print(render(found))
-        assert f"projected from {words}" in shown.get()
+        assert f"projected from {words}" in text_of(render(found))
 
 
 def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_one_is_refused(tmp_path):

@@ -36,7 +36,7 @@ from graphmoe.report.page import segments_section, write_report
 from graphmoe.report.run_data import read_run
 from graphmoe.run import files
 from graphmoe.worker import leave_report
-from tests.kineto import KinetoTrace
+from tests.kineto import FACTS, two_steps
 from tests.runs import config
 
 ROWS = [
@@ -149,21 +149,12 @@ def test_a_long_curve_keeps_its_ends_and_every_peak_and_leaves_out_what_is_not_f
 def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, experts, frames):
     rows = [{"step": n, "steps": 5, "load": [[n / 100] * experts] * layers} for n in range(5, 1001, 5)]
     (chart,) = loads_chart(rows)
-    assert chart.frames is not None
     assert len(chart.frames.values) == len(chart.frames.names) == frames
     assert (chart.frames.names[0], chart.frames.names[-1]) == ("5", "1000")
     assert chart.frames.values[-1] == chart.traces[0]["z"] == rows[-1]["load"]
-    assert (
-        chart.traces[0]["zmax"] == 10.0
-        and chart.traces[0]["colorscale"][1][0] == 0.1
-        and f"{frames} of 200 recorded" in chart.note
-    )
-
-
-def test_one_recorded_time_makes_a_heat_map_of_one_picture():
+    assert f"{frames} of 200 recorded" in chart.note
     (chart,) = loads_chart([{"step": 3, "steps": 3, "load": [[0.5, 1.5]]}])
-    assert chart.frames is not None and list(chart.frames.names) == ["3"]
-    assert "fullest is expert 1 of MoE layer 0 with 1.5" in chart.alt
+    assert list(chart.frames.names) == ["3"] and "expert 1 of MoE layer 0 with 1.5" in chart.alt
     assert loads_chart([]) == []
 
 
@@ -187,8 +178,6 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     if words:
         assert min(place.buffers["communication"], place.buffers["dispatch"]) > 0
         assert "communication and memory shared for dispatch" in chart.note
-        said = f"projected {bars['projected']:.4g} GiB, measured 3 GiB, {APART} {bars[APART]:.4g}"
-        assert said in chart.alt
 
 
 def test_the_page_says_why_a_run_is_not_projected(tmp_path):
@@ -199,14 +188,9 @@ def test_the_page_says_why_a_run_is_not_projected(tmp_path):
 
 
 def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path):
-    trace = KinetoTrace()
-    for at in (0, 100):
-        trace.range(f"ProfilerStep#{at}", at, at + 50)
-        trace.range("attn:F", at + 10, at + 40)
-    facts = {"rank": 3, "num_ranks": 8}
-    trace.write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", facts)
-    text = segments_section(read_run(tmp_path), max_trace_bytes=math.inf)
-    assert "Mean of 2 steps of rank 3, 0.05 ms each; times of the host." in text
+    trace = two_steps().write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
+    text = segments_section(read_run(tmp_path), max_trace_bytes=trace.stat().st_size)
+    assert "Mean of 2 steps of rank 3, 0.95 ms each" in text
     text = segments_section(read_run(tmp_path), max_trace_bytes=4)
     assert f"python -m graphmoe.report run={tmp_path}" in text and "is not read" in text
 

@@ -1,7 +1,12 @@
 """Pages in a real browser: a run's report, a comparison, a sweep and a pipeline."""
 
+import html
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +19,6 @@ from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.report import __main__ as report
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
-from tests.report.browser import find_chromium, page_in_chromium
 from tests.runs import COMPILED, TINY, command
 
 WIDTHS = (390, 1600)
@@ -23,24 +27,65 @@ CHARTS = {
     "Model FLOPs utilisation", "Memory by kind", "Peak memory so far", "Load of experts", "Fullest expert",
     "Router entropy", "Time by segment", "Pipeline",
 }  # fmt: skip
-DRAWN = """
-[...document.querySelectorAll('figure.chart')].map(figure => {
-  const plot = figure.querySelector('.plot');
-  return {
-    title: figure.querySelector('figcaption')?.textContent ?? 'Pipeline',
-    alt: plot.getAttribute('aria-label'),
-    traces: plot.calcdata.map(points => points.length),
-    marks: plot.querySelectorAll(
-      '.scatterlayer path.js-line, .scatterlayer .point, .barlayer .point path, .heatmaplayer image').length,
-    top: figure.getBoundingClientRect().top,
-  };
-})
+FOUND = """
+(() => {
+  const charts = [...document.querySelectorAll('figure.chart')].map(figure => {
+    const plot = figure.querySelector('.plot');
+    return {
+      title: figure.querySelector('figcaption')?.textContent ?? 'Pipeline',
+      alt: plot.getAttribute('aria-label'),
+      traces: plot.calcdata.map(points => points.length),
+      marks: plot.querySelectorAll(`.scatterlayer path.js-line, .scatterlayer .point, .barlayer .point path,
+                                    .heatmaplayer image`).length,
+      top: figure.getBoundingClientRect().top,
+    };
+  });
+  const page = document.documentElement;
+  return {charts, errors, asked: performance.getEntriesByType('resource').map(({name}) => name),
+          fits: page.scrollWidth <= page.clientWidth, text: document.body.innerText,
+          back: getComputedStyle(document.body).backgroundColor};
+})()
 """
-"""Script that lists each chart's points by trace, and counts the marks that stand for them in the page."""
+"""Script that finds each chart's points by trace, and the number of marks that stand for them."""
+BEFORE = """<script>
+  const errors = [];
+  addEventListener('error', event => errors.push(event.message));
+  console.error = console.assert = (...words) => errors.push(words.join(' '));
+</script>"""
+BEHIND = """<script>
+  addEventListener('load', async () => {
+    while (!document.documentElement.dataset.drawn) await new Promise(done => setTimeout(done, 50));
+    parent.postMessage(JSON.stringify(%s), '*');
+  });
+</script>"""
+FRAME = """<iframe src="page.html" style="width: %dpx; height: 900px; border: 0"></iframe>
+<script>onmessage = ({data}) => { document.body.innerHTML = '<pre></pre>';
+  document.querySelector('pre').textContent = data; };</script>"""
+"""Page around another, since no window of Chromium is as narrow as a phone."""
 
 pytestmark = pytest.mark.slow
-if (CHROMIUM := find_chromium()) is None:
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if CHROMIUM is None:
     pytest.skip("no chromium: install Debian's to test the pages in it", allow_module_level=True)
+
+
+@pytest.fixture
+def value_in(tmp_path):
+    """Return the value of a script in a page that Chromium has drawn in so many CSS pixels."""
+
+    def value_in(path: Path, width: int, script: str, *, dark: bool = False) -> Any:
+        text = path.read_text().replace("<head>", f"<head>{BEFORE}", 1)
+        (tmp_path / "page.html").write_text(text.replace("</body>", f"{BEHIND % script}</body>"))
+        (tmp_path / "frame.html").write_text(FRAME % width)
+        switches = ["headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run"]
+        switches += [f"user-data-dir={tmp_path / 'profile'}", f"window-size={width + 20},920", "dump-dom"]
+        switches += ["virtual-time-budget=60000", f"blink-settings=preferredColorScheme={0 if dark else 1}"]
+        words = [CHROMIUM, *(f"--{switch}" for switch in switches), (tmp_path / "frame.html").as_uri()]
+        shown = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout
+        (found,) = re.findall("<pre>(.*)</pre>", shown)
+        return json.loads(html.unescape(found))
+
+    return value_in
 
 
 def timeline():
@@ -64,75 +109,72 @@ def runs(tmp_path_factory) -> list[Path]:
     return [base / "full", base / "plain"]
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    assert CHROMIUM is not None
-    with page_in_chromium(CHROMIUM, tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
+@pytest.fixture
+def drawn(value_in):
+    """Return what is found in a page that complains of nothing, loads nothing, and fits its window."""
 
+    def drawn(path: Path, width: int, *, dark: bool = False) -> dict[str, Any]:
+        found = value_in(path, width, FOUND, dark=dark)
+        assert (found["errors"], found["asked"], found["fits"]) == ([], [], True)
+        for chart in found["charts"]:
+            assert chart["alt"] and min(chart["traces"]) > 0, chart
+            assert chart["marks"] >= len(chart["traces"]) > 0, chart
+        return found
 
-def drawn(page, path: Path, width: int, *, dark: bool = False) -> list[dict]:
-    """The charts of a page that complains of nothing, asks the network for nothing, and fits its window."""
-    page.open(path, width, dark=dark)
-    charts = page.value(DRAWN)
-    assert page.errors == [] and page.requests == [path.resolve().as_uri()]
-    assert page.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    for chart in charts:
-        assert chart["alt"] and min(chart["traces"]) > 0, chart
-        assert chart["marks"] >= len(chart["traces"]) > 0, chart
-    return charts
+    return drawn
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_every_chart_of_a_report_is_drawn_on_a_phone_and_a_wide_screen(runs, page, width, dark):
-    charts = drawn(page, runs[0] / "report.html", width, dark=dark)
+def test_every_chart_of_a_report_is_drawn_on_a_phone_and_a_wide_screen(runs, drawn, width, dark):
+    found = drawn(runs[0] / "report.html", width, dark=dark)
+    charts = found["charts"]
     assert {chart["title"] for chart in charts} == CHARTS
     assert (len({chart["top"] for chart in charts}) == len(charts)) == (width == 390)  # a grid where it fits
-    text = page.value("document.body.innerText")
     for said in ("fuse_experts", "Compiled units", "graph.scope=layer", "torch", "MFU", "parallel layout"):
-        assert said in text, said
-    back = page.value("getComputedStyle(document.body).backgroundColor")
-    assert (back == "rgb(18, 22, 28)") == dark
+        assert said in found["text"], said
+    assert (found["back"] == "rgb(18, 22, 28)") == dark
 
 
-def test_the_slider_shows_earlier_loads(runs, page):
-    page.open(runs[0] / "report.html", 390)
-    state = """(() => { const figure = document.querySelector('.slider').closest('figure');
-      return [figure.querySelector('output').textContent, figure.querySelector('.plot').data[0].z]; })()"""
-    last, loads = page.value(state)
-    page.value("""(() => { const input = document.querySelector('.slider input'); input.value = 0;
-      input.dispatchEvent(new Event('input')); })()""")
-    first, earlier = page.value(state)
+def test_the_slider_shows_earlier_loads(runs, value_in):
+    script = """(() => {
+      const input = document.querySelector('.slider input');
+      const [output, plot] = ['output', '.plot'].map(name => input.closest('figure').querySelector(name));
+      const state = () => [output.textContent, plot.data[0].z];
+      const last = state();
+      input.value = 0;
+      input.dispatchEvent(new Event('input'));
+      return [last, state()];
+    })()"""
     recorded = [json.loads(line) for line in (runs[0] / "expert_load.jsonl").read_text().splitlines()]
-    assert (first, last) == (str(recorded[0]["step"]), "8")
-    assert (earlier, loads) == (recorded[0]["load"], recorded[-1]["load"]) and earlier != loads
+    last, first = value_in(runs[0] / "report.html", 390, script)
+    assert last == ["8", recorded[-1]["load"]]
+    assert first == [str(recorded[0]["step"]), recorded[0]["load"]] and first[1] != last[1]
 
 
-def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs, page):
-    charts = drawn(page, runs[1] / "report.html", 390)
-    assert CHARTS - {chart["title"] for chart in charts} >= {"Time by segment", "Memory by kind", "Pipeline"}
-    assert [len(chart["traces"]) for chart in charts if chart["title"] == "Loss"] == [2]
-    text = page.value("document.body.innerText")
-    assert "profile.steps=[10,12]" in text and "use compile.enabled=true" in text
+def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs, drawn):
+    found = drawn(runs[1] / "report.html", 390)
+    traces = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
+    assert CHARTS - {*traces} >= {"Time by segment", "Memory by kind", "Pipeline"} and traces["Loss"] == 2
+    assert "profile.steps=[10,12]" in found["text"] and "use compile.enabled=true" in found["text"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_comparison_lays_curves_over_each_other(runs, page, width, tmp_path):
+def test_a_comparison_lays_curves_over_each_other(runs, drawn, width, tmp_path):
     report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
-    (chart,) = drawn(page, tmp_path / "both.html", width)
-    assert len(chart["traces"]) == 2 * 7 - 1  # one run has no validation
-    text = page.value("document.body.innerText")
-    assert "compile.enabled" in text and "data.seq_len" not in text and "final loss" in text
+    found = drawn(tmp_path / "both.html", width)
+    assert [len(chart["traces"]) for chart in found["charts"]] == [2 * 7 - 1]  # one run has no validation
+    assert "compile.enabled" in found["text"] and "final loss" in found["text"]
+    assert "data.seq_len" not in found["text"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_pages_of_sweeps_and_pipelines_are_drawn(page, width, tmp_path):
+def test_pages_of_sweeps_and_pipelines_are_drawn(drawn, width, tmp_path):
     rows = [{"step": n, "loss": 9.0 - n, "step_s": 1.0, "tokens": n, "tokens_per_s": 1.0} for n in range(5)]
     lines = [json.dumps(row) for row in [*rows, {"step": 5, "val_loss": 3.0}]]
     (tmp_path / METRICS_FILE).write_text("\n".join(lines))
     job = Job(0, ["optim.lr=1"], tmp_path, JobStatus.finished, value=3.0)
     write_sweep_page(tmp_path / "sweep.html", "command", [job], {0: ["optim.lr=1"]})
-    assert [len(chart["traces"]) for chart in drawn(page, tmp_path / "sweep.html", width)] == [3]
+    assert [len(chart["traces"]) for chart in drawn(tmp_path / "sweep.html", width)["charts"]] == [3]
     write_pipeline_page(tmp_path / "pipeline.html", "command", [Panel("one", timeline(), "")])
-    assert len(drawn(page, tmp_path / "pipeline.html", width)) == 1
+    assert len(drawn(tmp_path / "pipeline.html", width)["charts"]) == 1

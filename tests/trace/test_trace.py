@@ -1,19 +1,21 @@
-"""Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them."""
+"""Numbers that ``graphmoe.trace`` makes of traces as Kineto writes them, and traces that it refuses."""
 
-import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import CARDS
-from graphmoe.run.files import trace_file
 from graphmoe.trace.__main__ import main
-from graphmoe.trace.events import Activity, Trace, rank_of, read_trace
+from graphmoe.trace.events import Activity, Trace, read_trace
 from graphmoe.trace.floors import Device
 from graphmoe.trace.owners import is_communication
-from graphmoe.trace.summary import SegmentTime, Summary, length, summarise
+from graphmoe.trace.summary import SegmentTime, Summary, summarise
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
+from tests.runs import TINY, command, document_of
 
 
 def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
@@ -23,17 +25,6 @@ def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
 def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
     return found
-
-
-def test_the_name_of_a_trace_says_the_rank():
-    assert [rank_of(trace_file(rank)) for rank in (0, 7, 1023)] == [0, 7, 1023]
-    others = ("rank1.memory.pickle", "rank.trace.json.gz", "rank01.trace.json.gz", "1.trace.json.gz", "notes")
-    assert [name for name in others if rank_of(name) is not None] == []
-
-
-def test_time_that_intervals_cover_counts_once():
-    assert length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5 and length([(0, 10), (2, 3)]) == 10
-    assert length([]) == 0
 
 
 def test_kernels_belong_to_segments_and_a_step_has_idle_time_communication_and_launches(tmp_path):
@@ -70,9 +61,9 @@ def test_a_call_of_the_driver_inside_one_of_the_runtime_counts_once(tmp_path):
 def test_floors_are_those_of_shapes_and_bytes_and_else_unknown(tmp_path):
     trace = two_steps()
     correlation = trace.launch("void cublasSplitKReduce", 41, 200, 201)
-    trace.copy("Memcpy DtoD (Device -> Device)", 210, 220, correlation, 3_350_000)
-    trace.copy("Memset (Device)", 222, 226, correlation, 3_350_000)
-    trace.copy("Memcpy HtoD (Pinned -> Device)", 230, 240, correlation, 3_350_000)
+    trace.activity("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 210, 220, correlation, bytes=3_350_000)
+    trace.activity("gpu_memset", "Memset (Device)", 222, 226, correlation, bytes=3_350_000)
+    trace.activity("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 230, 240, correlation, bytes=3_350_000)
     kernels = {k.name: k for s in read(trace, tmp_path).segments for k in s.kernels}
     # 2 * 4096 * 2048 * 1024 FLOPs at 989.4 TFLOP/s
     assert kernels["nvjet_tst_128x256"].floor_ms == pytest.approx(2 * 4096 * 2048 * 1024 / 989.4e12 * 1e3)
@@ -107,7 +98,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     trace.range("attn..moe_combine:B", 10, 40, BACKWARD)
     trace.call("cudaGraphLaunch", 12, 32, 77, BACKWARD)
     for name, start in (("triton_red_fused_rms", 50), ("nvjet_tst", 60), ("pull_kernel", 75)):
-        trace.kernel(name, start, start + 10, 77)
+        trace.activity("kernel", name, start, start + 10, 77)
     summary = read(trace, tmp_path)
     (unit,) = summary.segments
     assert (unit.segment, unit.part, unit.calls) == ("attn..moe_combine", "B", 1)
@@ -119,7 +110,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     whole.range("ProfilerStep#5", 0, 100)
     whole.range("full_iteration:replay", 10, 40)
     whole.call("cudaGraphLaunch", 12, 32, 77)
-    whole.kernel("nvjet_tst", 50, 60, 77)
+    whole.activity("kernel", "nvjet_tst", 50, 60, 77)
     summary = read(whole, tmp_path)
     assert [(s.segment, s.part) for s in summary.segments] == [("full_iteration", "replay")]
     (note,) = summary.notes
@@ -154,7 +145,7 @@ def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tm
 def test_a_kernel_between_steps_or_without_a_launch_is_no_part_of_a_segment(tmp_path):
     trace = two_steps()
     trace.launch("validation", 950, 1010, 1040)
-    trace.kernel("stray", 1050, 1060, 999_999)
+    trace.activity("kernel", "stray", 1050, 1060, 999_999)
     summary = read(trace, tmp_path)
     assert segment(summary, "(between steps)").ms == pytest.approx(0.015)
     assert segment(summary, "(unknown)").ms == pytest.approx(0.005)
@@ -166,8 +157,7 @@ def test_two_traces_are_compared(tmp_path, capsys):
     one, other = two_steps(), two_steps()
     other.launch("triton_new", 230, 650, 690)
     words = [str(t.write(tmp_path / n, FACTS)) for t, n in ((one, "a.json"), (other, "b.json.gz"))]
-    main([f"trace={','.join(words)}", "format=json"])
-    found = json.loads(capsys.readouterr().out)
+    found = document_of(main, capsys, f"trace={','.join(words)}")
     assert [trace["trace"] for trace in found["traces"]] == words
     assert found["comparison"]["kernels"][0] == {
         "name": "triton_new", "first": None, "second": 0.02, "difference": 0.02
@@ -241,3 +231,92 @@ def test_communication_is_known_by_name():
         "triton_poi_fused_add": False,
     }
     assert {n: is_communication(Activity(n, "kernel", 0, 1, "0", None)) for n in names} == names
+
+
+def test_other_ranks_are_named_where_none_was_asked_for(tmp_path, capsys):
+    for rank in (0, 2, 3):
+        two_steps().write(tmp_path / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    (tmp_path / "profile" / "rank1.memory.pickle").touch()
+    note = "there are traces of more ranks, 2, 3; rank=2 shows one of them"
+    for words, expected in (((), True), (("rank=0",), False)):
+        found = document_of(main, capsys, f"run={tmp_path}", *words, "tracelens=false")
+        assert (note in found["notes"]) is expected
+
+
+def test_two_runs_are_compared_by_a_rank_that_both_have(tmp_path, capsys):
+    for run, ranks in (("one", (0, 1)), ("two", (1, 2)), ("three", (0,))):
+        for rank in ranks:
+            two_steps().write(tmp_path / run / "profile" / f"rank{rank}.trace.json.gz", FACTS)
+    runs = [tmp_path / name for name in ("one", "two", "three")]
+    found = document_of(main, capsys, f"run={runs[0]},{runs[1]}", "tracelens=false")
+    assert [Path(each["trace"]).name for each in found["traces"]] == ["rank1.trace.json.gz"] * 2
+    with pytest.raises(ConfigError, match="two has rank 1, 2, .*three has rank 0; record the same"):
+        main([f"run={runs[1]},{runs[2]}"])
+
+
+REFUSED = (
+    ("", "nothing to read; use run=outputs/tiny or trace=<file>"),
+    ("run=a trace=b", "use one of them"),
+    ("trace=a,b,c", "3 traces are given"),
+    ("trace=a rank=1", "rank=1 is one of a run"),
+    ("trace=a kernels=0", "kernels=0 must be 1 or more"),
+    ("run=nowhere", "run=nowhere is no folder"),
+    ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
+    ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
+    ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
+    ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
+    ("trace=list.json", "list.json: expected object, found array"),
+    ("trace=steps.json", "has no range ProfilerStep#"),
+    ("trace=idle.json", "has no kernel that a step launched"),
+)
+
+
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    whole = two_steps().write(Path("one/profile/rank0.trace.json.gz")).read_bytes()
+    Path("torn.json.gz").write_bytes(whole[: len(whole) // 2])
+    Path("list.json").write_text("[]")
+    KinetoTrace().write(Path("steps.json"))
+    idle = KinetoTrace()
+    idle.range("ProfilerStep#1", 0, 10)
+    idle.launch("validation", 20, 30, 40)
+    idle.write(Path("idle.json"))
+    for words, said in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            main(words.split())
+        assert said in str(caught.value)
+
+
+def script(folder: Path, name: str, text: str) -> None:
+    """An executable in a folder."""
+    (folder / name).write_text(f"#!{sys.executable}\n{text}")
+    (folder / name).chmod(0o755)
+
+
+def test_tracelens_of_amd_is_called_where_it_is_on_path_and_no_other_command(tmp_path, monkeypatch, capsys):
+    path, report = two_steps().write(tmp_path / "rank0.trace.json"), tmp_path / "rank0.tracelens.xlsx"
+    script(tmp_path, "tracelens", "open('called', 'w')")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert "tracelens" not in document_of(main, capsys, f"trace={path}") and not Path("called").exists()
+    command = "TraceLens_generate_perf_report_pytorch"
+    script(tmp_path, command, "import sys\nprint('noise')\nopen(sys.argv[4], 'w')\n")
+    main([f"trace={path}", "tracelens=false"])
+    assert not report.exists() and capsys.readouterr().out
+    assert document_of(main, capsys, f"trace={path}")["tracelens"] == [str(report)]
+    script(tmp_path, command, "raise SystemExit('no sheet')")
+    main([f"trace={path}"])
+    shown = capsys.readouterr()
+    assert "ended with status 1: no sheet" in shown.err and "GPU idle" in shown.out
+
+
+def test_a_run_on_the_cpu_is_recorded_and_read(tmp_path, capsys):
+    words = (*TINY, "run.name=tiny", "train.steps=4", "profile.steps=[2,3]", "checkpoint.enabled=false")
+    trained = command(tmp_path, *words)
+    assert trained.process.exitcode == 0, trained.err.read_text()
+    assert "steps 2 to 3 are in" in trained.err.read_text() + trained.out.read_text()
+    found = document_of(main, capsys, f"run={tmp_path / 'outputs/tiny'}")
+    assert (found["on"], found["num_steps"], found["idle"]) == ("cpu", 2, None)
+    names = {(s["segment"], s["part"]) for s in found["segments"]}
+    assert {("attn", "F"), ("attn", "B"), ("moe_experts", "B"), ("optimizer", "update")} <= names
+    assert sum(s["ms"] for s in found["segments"]) == pytest.approx(found["step_ms"], rel=0.02)

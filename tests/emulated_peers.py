@@ -58,21 +58,18 @@ class Emulation:
 
     def pass_on(self, rank: int, ends: bool = False) -> None:
         """Let the next rank run, and this one when its turn comes again."""
-        later = [other for other in self._running if other > rank]
-        others = later or self._running
-        following = others[0]
         if ends:
             self._running.remove(rank)
-            if self._running:
-                self._turns[following if following != rank else self._running[0]].release()
-            return
-        self._turns[following].release()
-        self._turns[rank].acquire()
+        later = [other for other in self._running if other > rank]
+        for following in [*later, *self._running][:1]:
+            self._turns[following].release()
+        if not ends:
+            self._turns[rank].acquire()
 
     def reserve(self, sizes: Sizes) -> Region:
         """The region of all ranks, larger if it must be."""
-        if self.region is None or self.region.sizes.joined(sizes) != self.region.sizes:
-            joined = sizes if self.region is None else self.region.sizes.joined(sizes)
+        joined = sizes if self.region is None else self.region.sizes.joined(sizes)
+        if self.region is None or joined != self.region.sizes:
             self._kept.append(self.memory)
             self.region = Region.with_room_for(joined, self.size)
             length = self.region.num_bytes + 2 * GUARD

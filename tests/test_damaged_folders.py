@@ -143,11 +143,7 @@ def test_text_from_damaged_runs_is_generated_or_refused(run, tmp_path, require_n
     def call(folder: Path, number: int) -> None:
         generate.main([f"run={with_rest(run, folder, part)}", "prompt=the loss", "tokens=1"])
 
-    require_none(f"generate {part}", part_of(run, part), call)
-
-
-def part_of(run: Path, part: str) -> Path:
-    return run if part == "run" else run / part
+    require_none(f"generate {part}", run if part == "run" else run / part, call)
 
 
 def with_rest(run: Path, folder: Path, part: str) -> Path:

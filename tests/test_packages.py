@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,27 +39,20 @@ def wheel(checkout, tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def from_checkout(request, folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(request.getfixturevalue("checkout"))}
-
-
-def from_wheel(request, folder: Path) -> dict[str, str]:
-    return {"PYTHONPATH": str(request.getfixturevalue("wheel"))}
-
-
-def from_editable_install(request, folder: Path) -> dict[str, str]:
+@pytest.fixture
+def editable(checkout, tmp_path) -> Path:
     """Install into a prefix, whose finder a startup file of Python's loads."""
-    tree = request.getfixturevalue("checkout")
-    subprocess.run([*PIP, "install", *ALONE, "--prefix", folder / "prefix", "-e", tree], check=True)
-    site = sysconfig.get_path("purelib", vars={"base": str(folder / "prefix")})
-    (folder / "start").mkdir()
-    (folder / "start" / "sitecustomize.py").write_text(f"import site; site.addsitedir({site!r})\n")
-    return {"PYTHONPATH": str(folder / "start")}
+    subprocess.run([*PIP, "install", *ALONE, "--prefix", tmp_path / "prefix", "-e", checkout], check=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "prefix")})
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(f"import site; site.addsitedir({site!r})\n")
+    return tmp_path / "start"
 
 
-@pytest.mark.parametrize("install", [from_checkout, from_wheel, from_editable_install])
-def test_commands_run_beside_a_users_files_of_our_folders_names(install: Callable, request, tmp_path):
-    environment = {**os.environ, **install(request, tmp_path), "GRAPHMOE_CACHE": str(tmp_path / "cache")}
+@pytest.mark.parametrize("install", ["checkout", "wheel", "editable"])
+def test_commands_run_beside_a_users_files_of_our_folders_names(install, checkout, request, tmp_path):
+    path = request.getfixturevalue(install)
+    environment = {**os.environ, "PYTHONPATH": str(path), "GRAPHMOE_CACHE": str(tmp_path / "cache")}
     work = tmp_path / "work"
     for name in ("runtime.py", "passes/__init__.py", "conf/__init__.py", "conf/config.yaml"):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,10 +65,7 @@ def test_commands_run_beside_a_users_files_of_our_folders_names(install: Callabl
         return done.stdout
 
     here = run("-c", "import graphmoe.runtime.ranks, graphmoe.passes as p; print(p.__file__)")
-    roots = [
-        Path(path) for path in (*environment["PYTHONPATH"].split(":"), request.getfixturevalue("checkout"))
-    ]
-    assert any(root in Path(here).parents for root in roots)
+    assert {path, checkout} & {*Path(here).parents}
     assert json.loads(run("-m", "graphmoe.info", "model=moonlight_16b", "format=json"))
     run("-m", "graphmoe.train", *TINY, "train.steps=2", "hydra.run.dir=run")
     assert json.loads((work / "run" / "summary.json").read_text())["steps"] == 2

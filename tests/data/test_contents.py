@@ -61,9 +61,8 @@ def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_
 def test_an_id_beyond_the_vocabulary_in_an_entry_names_file_and_place(open_text, large):
     rows, path = all_of(open_text()), bin_of(open_text())
     flip(path, 2 * 40 + 1, 0x80)
-    with pytest.raises(
-        DataError, match=rf"^{path}, document \d+, position \d+: token id 3\d{{4}} is not below"
-    ):
+    said = rf"^{path}, document \d+, position \d+: token id 3\d{{4}} is not below"
+    with pytest.raises(DataError, match=said):
         all_of(open_text())
     assert np.array_equal(all_of(open_text()), rows)
 

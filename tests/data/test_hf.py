@@ -124,9 +124,8 @@ def test_a_data_set_exchanged_for_one_of_as_many_shards_is_not_gone_on_with(fold
 
     assert (resumed(state) == wanted).all()
     write_shards(folder, 7)
-    with pytest.raises(
-        DataError, match=r"set \[train\], row \d+ of epoch 0: the documents from here on are not"
-    ):
+    said = r"set \[train\], row \d+ of epoch 0: the documents from here on are not"
+    with pytest.raises(DataError, match=said):
         resumed(state)
     del state["reader"]["sum"]  # a checkpoint of before
     resumed(state)

@@ -1,4 +1,4 @@
-"""Megatron files against bytes laid out by hand, and damaged ones."""
+"""Megatron files against bytes laid out by hand, damaged ones, and data=memmap through open_data."""
 
 import os
 import struct
@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data import open_data
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import read_token_file, write_token_file
 
@@ -38,11 +40,8 @@ def documents_of(prefix) -> list[list[int]]:
     ]
 
 
-def test_the_bytes_that_published_tools_write_are_read(tmp_path):
+def test_the_bytes_of_published_tools_are_read_and_written(tmp_path):
     assert documents_of(golden(tmp_path)) == [[11, 12, 13], [65535, 0]]
-
-
-def test_the_bytes_that_published_tools_read_are_written(tmp_path):
     write_token_file(tmp_path / "own", [[11, 12, 13], [65535, 0]], np.uint16)
     assert (tmp_path / "own.bin").read_bytes() == GOLDEN_BIN
     assert (tmp_path / "own.idx").read_bytes() == GOLDEN_IDX
@@ -103,3 +102,42 @@ def test_a_half_that_is_gone_or_no_file_is_an_error_that_names_it(tmp_path, endi
     make(path)
     with pytest.raises(DataError, match=rf"golden\{ending} {said}"):
         read_token_file(tmp_path / "golden")
+
+
+@pytest.fixture
+def open_memmap(tmp_path):
+    """open_data over two pairs of 30 documents; token ids tell the file."""
+    for number, name in enumerate("ab"):
+        documents = [np.arange(20) + 100 * number for _ in range(30)]
+        write_token_file(tmp_path / name, documents, np.uint16)
+
+    def open_memmap(*names, seq_len=10, vocab_size=1000, **changes):
+        paths = [str(tmp_path / name) for name in names]
+        config = DataConfig(source="memmap", paths=paths, **changes)
+        return open_data(config, seq_len=seq_len, vocab_size=vocab_size)
+
+    return open_memmap
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("a.bin", "b.idx"), ("*",), ("a", "?", "b")])
+def test_prefixes_endings_and_globs_name_the_same_pairs(open_memmap, names):
+    corpus = open_memmap(*names)
+    wanted = {"train_files": 2, "train_documents": 57, "val_documents": 3, "train_tokens": 57 * 20}
+    assert wanted.items() <= corpus.counts.items() and corpus.tokenizer is None
+    rows = corpus.train.reader().read(0, corpus.train.num_samples)
+    assert {*np.unique(rows)} == {*range(20), *range(100, 120)}
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "data=memmap needs data.paths"),
+        (("no-*",), r"data.paths: no file matches '.*no-\*.idx'"),
+        (("a", "nothing"), r"data.paths: \S*/nothing.idx does not exist"),
+    ],
+)
+def test_wrong_prefixes_say_what_was_looked_for(open_memmap, names, said, skip_bad):
+    with pytest.raises(ConfigError, match=said) as caught:
+        open_memmap(*names, skip_bad=skip_bad)
+    assert "skip_bad" not in str(caught.value)

@@ -57,9 +57,8 @@ def test_without_shuffle_documents_come_in_the_order_of_the_files(make):
 @pytest.mark.parametrize(("bad_id", "limit"), [(50, 50), (137, 137)])
 def test_an_id_beyond_the_vocabulary_names_file_document_and_position(make, bad_id, limit):
     samples = make(LENGTHS, vocab_size=limit, shuffle=False)
-    with pytest.raises(
-        DataError, match=r"[ab]\.bin, document \d+, position \d+: token id \d+ is not below"
-    ) as e:
+    said = r"[ab]\.bin, document \d+, position \d+: token id \d+ is not below"
+    with pytest.raises(DataError, match=said) as e:
         samples.reader().read(0, samples.num_samples)
     place, _, rest = str(e.value).partition(", document ")
     document, position = int(rest.split(",")[0]), int(rest.split("position ")[1].split(":")[0])

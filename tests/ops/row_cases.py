@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.tolerances import assert_forward_close, assert_gradient_close
+from tests.tolerances import assert_forward_close
 
 NAN = float("nan")
 ROUTINGS = {  # name: (pattern, T, K, E)
@@ -207,42 +207,3 @@ def assert_rows_are_multiplied(run, plan, columns, dtype, device="cpu"):
     assert dot_TK.dtype == torch.float32 and dot_TK.shape == plan.row_TK.shape and dot_TK.is_contiguous()
     gathered = torch.where(plan.row_TK[..., None] < 0, 0, y_RD[plan.row_TK.clamp(min=0)].double())
     assert_forward_close(dot_TK, (gathered * dx_TD.double()[:, None]).sum(-1))
-
-
-def swiglu_in_fp64(h_RH, weight_R):
-    gate_RF, up_RF = h_RH.chunk(2, dim=-1)
-    a_RF = gate_RF / (1 + torch.exp(-gate_RF)) * up_RF
-    return a_RF if weight_R is None else a_RF * weight_R.reshape(-1, 1)
-
-
-def assert_swiglu_matches_fp64(
-    forward, backward, live, rows, width, dtype, device="cpu", weighted=True, dead=NAN
-):
-    """Values and gradients of ``forward(h, weight, ends)`` and its backward; dead rows hold ``dead``.
-
-    The dead rows of the results must be NaN: as NaN stays NaN, or, where ``dead`` is a number, untouched.
-    """
-    h_RH = 3 * values(rows, 2 * width, dtype=dtype, device=device)  # beyond the near-linear part of silu
-    da_RF = values(rows, width, dtype=dtype, device=device, seed=1)
-    weight_R = values(rows, device=device, seed=2) if weighted else None
-    for tensor in (h_RH, da_RF, weight_R):
-        if tensor is not None:
-            tensor[live:] = dead
-    ends_E = torch.tensor([0, live // 3, live // 3, live], dtype=torch.int32, device=device)
-    with fresh_memory_is_nan():
-        a_RF = forward(h_RH, weight_R, ends_E)
-        dh_RH, dweight_R = backward(da_RF, h_RH, weight_R, ends_E)
-    assert a_RF.dtype == dh_RH.dtype == dtype and dweight_R.dtype == torch.float32
-    assert a_RF.is_contiguous() and dh_RH.is_contiguous()
-    assert a_RF.shape == (rows, width) and dh_RH.shape == h_RH.shape
-    assert dweight_R.shape == ((rows,) if weighted else (0,))
-    for tensor in (a_RF, dh_RH, dweight_R):
-        assert bool(tensor[live:].isnan().all())
-    if live == 0:
-        return
-    exact = [t[:live].double().requires_grad_() for t in (h_RH, weight_R) if t is not None]
-    expected = swiglu_in_fp64(exact[0], exact[1] if weighted else None)
-    assert_forward_close(a_RF[:live], expected)
-    gradients = torch.autograd.grad(expected, exact, da_RF[:live].double())
-    for actual, wanted in zip((dh_RH, dweight_R), gradients, strict=False):
-        assert_gradient_close(actual[:live], wanted)

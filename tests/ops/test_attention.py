@@ -86,18 +86,12 @@ def test_value_and_gradients_match_the_fp64_reference(backend, shape, dtype):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("shape", [SHAPES["small mla"], SHAPES["grouped"]], ids=["mla", "grouped"])
 def test_compiled_without_graph_breaks_matches_eager_bitwise(shape, dynamic):
-    q, k, v, grad = make_inputs(shape, torch.float32)
+    *qkv, grad = make_inputs(shape, torch.float32)
     run = functools.partial(causal_attention, scale=SCALE, backend=AttentionBackend.sdpa)
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    eager_out, compiled_out = run(q, k, v), compiled(q, k, v)
-    assert torch.equal(eager_out, compiled_out)
-    pairs = zip(
-        torch.autograd.grad(eager_out, (q, k, v), grad),
-        torch.autograd.grad(compiled_out, (q, k, v), grad),
-        strict=True,
-    )
-    assert all(torch.equal(a, b) for a, b in pairs)
+    both = (forward_and_gradients(each, qkv, grad) for each in (run, compiled))
+    assert all(torch.equal(eager, other) for eager, other in zip(*both, strict=True))
 
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
@@ -123,49 +117,42 @@ def all_packages(monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda package: True)
 
 
-def choose(requested, machine, sizes):
-    return choose_backend(requested, **machine, head_dim=sizes[0], v_head_dim=sizes[1])
+CHOICES = [  # requested, where, sizes of heads, the backend or the ones that the error lists
+    (AUTO, CPU, (192, 128), SDPA),
+    (AUTO, CPU, (64, 64), SDPA),
+    (AUTO, CUDA, (192, 128), SDPA),
+    (AUTO, CUDA, (128, 128), SDPA),
+    (AUTO, ROCM, (192, 128), PADDED),
+    (AUTO, ROCM, (128, 128), SDPA),
+    (AUTO, ROCM, (320, 128), SDPA),
+    (SDPA, CPU, (192, 128), SDPA),
+    (SDPA, ROCM, (192, 128), SDPA),
+    (PADDED, CUDA, (192, 128), PADDED),
+    (PADDED, ROCM, (256, 256), PADDED),
+    (TURBO, ROCM, (192, 128), TURBO),
+    (TE, CUDA, (192, 128), TE),
+    (TE, CUDA, (128, 128), TE),
+    (PADDED, CPU, (192, 128), "auto, sdpa"),
+    (TURBO, CPU, (128, 128), "auto, sdpa"),
+    (TE, CPU, (128, 128), "auto, sdpa"),
+    (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, te"),
+    (PADDED, CUDA, (320, 128), "auto, sdpa, te"),
+    (PADDED, ROCM, (128, 264), "auto, sdpa, turbo, te"),
+]
 
 
-@pytest.mark.parametrize(
-    "requested, machine, sizes, chosen",
-    [
-        (AUTO, CPU, (192, 128), SDPA),
-        (AUTO, CPU, (64, 64), SDPA),
-        (AUTO, CUDA, (192, 128), SDPA),
-        (AUTO, CUDA, (128, 128), SDPA),
-        (AUTO, ROCM, (192, 128), PADDED),
-        (AUTO, ROCM, (128, 128), SDPA),
-        (AUTO, ROCM, (320, 128), SDPA),
-        (SDPA, CPU, (192, 128), SDPA),
-        (SDPA, ROCM, (192, 128), SDPA),
-        (PADDED, CUDA, (192, 128), PADDED),
-        (PADDED, ROCM, (256, 256), PADDED),
-        (TURBO, ROCM, (192, 128), TURBO),
-        (TE, CUDA, (192, 128), TE),
-        (TE, CUDA, (128, 128), TE),
-    ],
-)
-def test_choose_backend_resolves_auto_and_keeps_what_can_work(requested, machine, sizes, chosen):
-    assert choose(requested, machine, sizes) is chosen
+@pytest.mark.parametrize("requested, machine, sizes, result", CHOICES)
+def test_auto_is_resolved_and_what_cannot_work_is_refused_with_what_can(requested, machine, sizes, result):
+    def choose():
+        return choose_backend(requested, **machine, head_dim=sizes[0], v_head_dim=sizes[1])
 
-
-@pytest.mark.parametrize(
-    "requested, machine, sizes, valid",
-    [
-        (PADDED, CPU, (192, 128), "auto, sdpa"),
-        (TURBO, CPU, (128, 128), "auto, sdpa"),
-        (TE, CPU, (128, 128), "auto, sdpa"),
-        (TURBO, CUDA, (128, 128), "auto, sdpa, padded_flash, te"),
-        (PADDED, CUDA, (320, 128), "auto, sdpa, te"),
-        (PADDED, ROCM, (128, 264), "auto, sdpa, turbo, te"),
-    ],
-)
-def test_choose_backend_refuses_what_cannot_work_and_lists_what_can(requested, machine, sizes, valid):
+    if isinstance(result, AttentionBackend):
+        assert choose() is result
+        return
     with pytest.raises(ConfigError) as error:
-        choose(requested, machine, sizes)
+        choose()
     assert f"model.attention_backend={requested.value} " in str(error.value)
-    assert str(error.value).endswith(f"use one of: {valid}")
+    assert str(error.value).endswith(f"use one of: {result}")
 
 
 def test_heads_too_large_for_flash_are_logged_once(caplog):
@@ -181,7 +168,7 @@ def test_heads_too_large_for_flash_are_logged_once(caplog):
 def test_a_missing_package_is_an_error_that_names_the_install_command(requested, machine, monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda package: False)
     with pytest.raises(ConfigError, match="model.attention_backend=.* pip install"):
-        choose(requested, machine, (128, 128))
+        choose_backend(requested, **machine, head_dim=128, v_head_dim=128)
 
 
 # Vendors' attention over the reference: a fake takes the calls that the recorded signature takes, in the
@@ -295,17 +282,11 @@ def test_turbo_refuses_fp32_by_key_and_value(turbo):
         causal_attention(q, k, v, scale=SCALE, backend=TURBO)
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-
-
-def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te, deterministic):
+def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te):
     q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
-    for backend in (TURBO, TE):
-        causal_attention(q, k, v, scale=SCALE, backend=backend)
-    torch.use_deterministic_algorithms(False)
-    for backend in (TURBO, TE):
-        causal_attention(q, k, v, scale=SCALE, backend=backend)
+    for asked in (True, False):
+        torch.use_deterministic_algorithms(asked)
+        for backend in (TURBO, TE):
+            causal_attention(q, k, v, scale=SCALE, backend=backend)
     assert [call["deterministic"] for call in turbo.calls] == [True, False]
     assert len(te.built) == 2  # the module reads the switch when it is built, so each state has its own

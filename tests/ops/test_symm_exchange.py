@@ -13,6 +13,11 @@ from graphmoe.ops.symm.peers import before_products, beside_products_on
 from tests.stand_in_streams import Gpu, use_streams
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    return use_streams(monkeypatch)
+
+
 @dataclass
 class Block:
     """A tensor that says when it is copied."""
@@ -37,8 +42,7 @@ def exchange(gpu, ranks, streams, fails=()):
 
 
 @pytest.mark.parametrize(("ranks", "streams"), [(2, 1), (4, 3), (3, 3)])
-def test_each_copy_has_a_stream_of_its_own_and_none_holds_up_the_kernels(monkeypatch, ranks, streams):
-    gpu = use_streams(monkeypatch)
+def test_each_copy_has_a_stream_of_its_own_and_none_holds_up_the_kernels(gpu, ranks, streams):
     exchange(gpu, ranks, streams)
     gpu.queue("reader")
     copies = [f"block to {rank}" for rank in range(1, ranks)]
@@ -49,8 +53,7 @@ def test_each_copy_has_a_stream_of_its_own_and_none_holds_up_the_kernels(monkeyp
 
 
 @pytest.mark.parametrize("fails", [(1,), (2,)])
-def test_the_current_stream_waits_for_what_was_begun_when_an_error_leaves(monkeypatch, fails):
-    gpu = use_streams(monkeypatch)
+def test_the_current_stream_waits_for_what_was_begun_when_an_error_leaves(gpu, monkeypatch, fails):
     joined, wait = [], type(gpu.current).wait_stream
 
     def wait_stream(stream, other):
@@ -65,8 +68,7 @@ def test_the_current_stream_waits_for_what_was_begun_when_an_error_leaves(monkey
     assert gpu.current.name == "first"
 
 
-def test_an_error_beside_the_copies_leaves_none_behind(monkeypatch):
-    gpu = use_streams(monkeypatch)
+def test_an_error_beside_the_copies_leaves_none_behind(gpu):
     others = SimpleNamespace(streams=[torch.cuda.Stream()])
     with pytest.raises(KeyError), _beside(others, [(Block(gpu, "1"), "block")]):
         raise KeyError
@@ -74,8 +76,7 @@ def test_an_error_beside_the_copies_leaves_none_behind(monkeypatch):
     assert gpu.behind["later"] == {"block to 1"}
 
 
-def test_without_streams_copies_run_before_the_kernels(monkeypatch):
-    gpu = use_streams(monkeypatch)
+def test_without_streams_copies_run_before_the_kernels(gpu):
     exchange(gpu, ranks=4, streams=0)
     copies = {f"block to {rank}" for rank in (1, 2, 3)}
     assert {*gpu.on.values()} == {"first"} and gpu.behind["kernel"] == {"barrier", *copies}
@@ -91,11 +92,6 @@ def test_rows_are_read_from_an_address_that_suits_the_widest_load(dtype, columns
         assert aligned.data_ptr() % WIDEST == 0 and aligned.is_contiguous() and aligned.equal(part)
     assert _aligned(x) is x
     assert (x[1:].data_ptr() % WIDEST == 0) == (columns == 64)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    return use_streams(monkeypatch)
 
 
 def pack_and_copy(gpu):

@@ -6,6 +6,7 @@ compilers are imported where they are called: a process that compiles nothing st
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
@@ -26,8 +27,16 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 
 def import_compilers() -> None:
-    """Import the compilers, which takes seconds that would else count as those of the first unit."""
+    """Import the compilers, which takes seconds that would else count as those of the first unit.
+
+    The hash of Triton's files, part of the keys of all compiled code, takes another half second of SHA-256,
+    which lets Python go on: a thread computes it. (torch/_inductor/codecache.py: CacheBase.get_system.)
+    """
     import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+    if HAS_TRITON:
+        threading.Thread(target=triton_key, name="hash of Triton", daemon=True).start()
 
 
 def fake_mode() -> FakeTensorMode:

@@ -31,7 +31,8 @@ def test_collections_happen_after_the_first_step_and_at_the_interval_only(monkey
         for step in range(4, 13):
             monkeypatch.setattr(gc, "collect", lambda step=step: calls.append(step))
             garbage.after_step(step)
-    assert calls == [4, 6, 9, 12] and gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert calls == [4, 6, 9, 12] and gc.isenabled() and gc.get_freeze_count() == 0
 
 
 @pytest.fixture

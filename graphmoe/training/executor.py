@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, PassesConfig
 from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
@@ -115,7 +116,9 @@ class Execution:
 
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
-        self.compiled.turns, self.compiled.measured = self._cache.turns, self._cache.measured
+        self.compiled.turns = self._cache.turns
+        if not config.passes.dump and not any(own_code(config)):  # whose sources are no facts
+            self.compiled.kept = self._cache.graphs
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled
@@ -129,7 +132,7 @@ class Execution:
         if any(self._ranks.gather(graphs > self._published)):
             scope = self.capture.report.scope if self.capture else "none"
             notes = {"model": self._config.model.name, "device": device_name(self.device), "scope": scope}
-            self._cache.publish(self._content(self.compiled), {**notes, "graphs": graphs})
+            self._cache.publish({**notes, "graphs": graphs})
         self._published = graphs
 
     def warn_if_uncaptured(self) -> None:

@@ -20,7 +20,8 @@ from graphmoe.runtime.host.files import age_s, process_name
 
 log = logging.getLogger(__name__)
 
-INDUCTOR, TRITON = "inductor", "triton"
+INDUCTOR, TRITON, GRAPHS = "inductor", "triton", "graphs"
+"""Folders of a work folder: those of torch and Triton, and the traced graphs of `runtime/compile/kept.py`."""
 USED = "used"
 """File whose time says when a job last opened the entry."""
 READS = 10
@@ -35,7 +36,6 @@ class Document:
     facts: dict[str, Any]
     files: dict[str, str]
     """Path below the work folder -> sha256."""
-    report: Any
     notes: dict[str, Any]
     created: float
     """Unix time."""
@@ -43,7 +43,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Entry(Document):
-    """The union of an entry's documents; report, notes and time are the newest."""
+    """The union of an entry's documents; notes and time are the newest."""
 
     key: str
     last_used: float
@@ -81,7 +81,6 @@ class Entries:
         return Entry(
             newest.facts,
             union(document.files for document in newest_first),
-            next((document.report for document in newest_first if document.report is not None), None),
             {name: value for document in newest_first[::-1] for name, value in document.notes.items()},
             newest.created,
             key,
@@ -139,11 +138,11 @@ def unit_of(path: str) -> str:
 def _checked(found: Any) -> Document:
     """Return the document in a file. *Raises* ValueError, KeyError or TypeError where it holds none."""
     facts, files, notes = (dict(found[name]) for name in ("facts", "files", "notes"))
-    document = Document(facts, files, found["report"], notes, found["created"])
+    document = Document(facts, files, notes, found["created"])
     if not isinstance(document.created, (int, float)):
         raise ValueError(f"created={document.created!r} is no time")
     for path, digest in document.files.items():
         parts = PurePosixPath(path).parts
-        if parts[:1] not in ((INDUCTOR,), (TRITON,)) or ".." in parts or not _DIGEST.fullmatch(digest):
+        if parts[0] not in (INDUCTOR, TRITON, GRAPHS) or ".." in parts or not _DIGEST.fullmatch(digest):
             raise ValueError(f"{path!r}: {digest!r} is no file of a work folder with its sha256")
     return document

@@ -65,7 +65,7 @@ def verify(cache: CompileCache) -> dict[str, Any]:
         if gone:
             lacking[entry.key], broken = gone, {unit_of(path) for path in gone}
             files = {path: digest for path, digest in entry.files.items() if unit_of(path) not in broken}
-            document = Document(entry.facts, files, entry.report, entry.notes, entry.created)
+            document = Document(entry.facts, files, entry.notes, entry.created)
             cache.entries.write(entry.key, document, entry.documents)
     return {"files": len(blobs), "damaged": damaged, "lacking": lacking}
 

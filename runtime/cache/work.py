@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
-from graphmoe.runtime.cache.entries import INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
+from graphmoe.runtime.cache.entries import GRAPHS, INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
 from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.host.files import FileLock
@@ -54,8 +54,6 @@ class WorkFolder:
         """Files that were put here."""
         self.damaged: list[str] = []
         """Files that were damaged or missing; torch makes them again."""
-        self.report: Any = None
-        """Report that the newest `publish` of the entry whose files lie here was given."""
         self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
         self._files: dict[str, str] = {}
         """Files of the entry, or of another that lent them, as far as they lie here."""
@@ -72,9 +70,10 @@ class WorkFolder:
         """Put an entry's files here; ``found`` says that it is the entry of our facts. *Raises* OSError."""
         if source is None:
             return
-        self.found, self.report = found, source.report
+        self.found = found
         self.shared_from = None if found else source.key
         taken = {part for name, part in VARIABLES.items() if not is_users(name)}
+        taken |= {GRAPHS} if found else set()  # of the same facts alone
         wanted = {path: digest for path, digest in source.files.items() if path.split("/")[0] in taken}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             problems = list(threads.map(self._place, wanted, wanted.values()))
@@ -93,8 +92,8 @@ class WorkFolder:
 
     def clear(self) -> None:
         """Make the folder as it is where there is no entry."""
-        self.found, self.shared_from, self.report = False, None, None
-        for part in VARIABLES.values():
+        self.found, self.shared_from = False, None
+        for part in (INDUCTOR, TRITON, GRAPHS):
             shutil.rmtree(self.path / part, ignore_errors=True)
             (self.path / part).mkdir()
 
@@ -105,16 +104,15 @@ class WorkFolder:
         """
         point_torch_at(self.path)
 
-    def publish(self, report: Any = None, notes: Mapping[str, Any] | None = None) -> int:
+    def publish(self, notes: Mapping[str, Any] | None = None) -> int:
         """Keep what is new here; returns how many files that were. Call it while nothing compiles.
 
-        ``report`` is any plain value, which the next job of these facts gets; ``notes`` are for the tool that
-        lists entries (model, graphs). A full disk is a warning.
+        ``notes`` are for the tool that lists entries (model, graphs). A full disk is a warning.
         """
         if not self.keeps:
             return 0
         try:
-            return self._publish(report, dict(notes or {}))
+            return self._publish(dict(notes or {}))
         except OSError as error:
             log.warning("compile cache: what was compiled is not kept: %s", error)
             return 0
@@ -153,19 +151,16 @@ class WorkFolder:
         self._refused.add((path, digest))
         self._blobs.set_aside(digest)
 
-    def _publish(self, report: Any, notes: dict[str, Any]) -> int:
+    def _publish(self, notes: dict[str, Any]) -> int:
         self._take_what_changed()
         entry = self._entries.read(self.key)
         joins = entry is not None and (bool(self._refused) or len(entry.documents) > MANY_DOCUMENTS)
-        tells = entry is None or (entry.report is None and report is not None)
-        if not self._new and not joins and not (tells and self._files):
+        if not self._new and not joins and not (entry is None and self._files):
             return 0
         theirs = entry.files if entry else {}
         refused = {unit_of(path) for path, digest in self._refused if theirs.get(path) == digest}
         files = union([self._files, {p: d for p, d in theirs.items() if unit_of(p) not in refused}])
-        if entry:
-            report, notes = entry.report if report is None else report, {**entry.notes, **notes}
-        document = Document(self.facts, files, report, notes, time.time())
+        document = Document(self.facts, files, {**(entry.notes if entry else {}), **notes}, time.time())
         self._entries.write(self.key, document, entry.documents if entry else ())
         self._restore()
         count = len(self._new)
@@ -209,7 +204,7 @@ def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
     All compilation must be over. Names of unfinished files are those of torch/_inductor/codecache.py
     (``.<pid>.<thread>.tmp``) and triton/runtime/cache.py (``tmp.pid_<pid>_<uuid>/``).
     """
-    for part in (INDUCTOR, TRITON):
+    for part in (INDUCTOR, TRITON, GRAPHS):
         for folder, folders, names in os.walk(work / part):
             folders[:] = [
                 name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("tmp.")

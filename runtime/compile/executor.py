@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,8 @@ from graphmoe.runtime.compile.code import (
     UnitCode,
     compile_graph,
 )
-from graphmoe.runtime.compile.graphs import unit_graphs
+from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
+from graphmoe.runtime.compile.kept import kept_graphs
 from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
@@ -131,8 +133,8 @@ class CompiledSegments:
     ) -> None:
         self.turns: CompileTurns | None = None
         """Turns of the ranks that share a folder of compiled code."""
-        self.measured: dict[str, int] = {}
-        """Bytes that graphs keep for their backward, by fingerprint, also of earlier runs."""
+        self.kept: Path | None = None
+        """Folder of graphs that were traced before, by jobs of the same facts; None to trace all."""
         self._runner = runner
         """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
@@ -304,7 +306,7 @@ class CompiledSegments:
                     "%s is compiled again: %s", bound.unit.name, _changes(bound.unit, shapes[1:], read)
                 )
                 break
-        code, report = self._compile(bound, tensors, trains, recompute, makers)
+        code, report = self._compile(bound, tensors, trains, recompute, makers, key)
         self._codes[key] = code, report
         return code
 
@@ -315,21 +317,25 @@ class CompiledSegments:
         trains: bool,
         recompute: UnitRecompute,
         makers: tuple[MadeBy | None, ...],
+        key: tuple[Any, ...],
     ) -> tuple[UnitCode, UnitReport]:
-        unit, report = bound.unit, UnitReport(bound.unit.name, trains)
-        with report.measured():
-            graphs = unit_graphs(
+        unit, report, runner = bound.unit, UnitReport(bound.unit.name, trains), self._runner(trains)
+
+        def trace() -> UnitGraphs:
+            return unit_graphs(
                 bound.run,
                 fakes_of(tensors),
                 num_weights=bound.num_parameters,
                 trains=trains,
-                runner=self._runner(trains),
+                runner=runner,
                 name=unit.name,
                 segments=tuple(segment.name for segment in unit.segments),
                 recompute=recompute,
                 makers=makers,
-                measured=self.measured,
             )
+
+        with report.measured():
+            graphs = kept_graphs(self.kept, (unit.name, runner.uuid(), key), trace)
         report.passes = graphs.reports
         report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
         compiler = functools.partial(self._compile_graph, report)

@@ -4,9 +4,8 @@ trace the forward -> passes -> trace forward and backward together -> cut them w
 are kept -> cut the backward into I and W.
 """
 
-import hashlib
 import operator
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -76,13 +75,10 @@ def unit_graphs(
     segments: tuple[str, ...] = (),
     recompute: UnitRecompute = NOTHING,
     makers: Sequence[MadeBy | None] = (),
-    measured: MutableMapping[str, int] | None = None,
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
     ``makers`` says of the last inputs what made them in other units, so that passes know what they mean.
-    ``measured`` remembers what graphs keep for their backward, which takes a joint trace each to find out;
-    what is found out here is added.
     Raises ConfigError where ``recompute`` covers an operation that draws random numbers.
     """
     forward = trace_forward(run, fakes)
@@ -102,15 +98,11 @@ def unit_graphs(
         return cut_joint(joint, len(differentiable), range(num_weights), recompute)
 
     last: dict[str, Halves] = {}  # the graph measured last, cut
-    known = {} if measured is None else measured
 
     def saved_bytes(module: fx.GraphModule) -> int:
-        key = _fingerprint(module, fakes, recompute)
-        if key not in known:
-            last.clear()
-            cut = last[str(module.graph)] = cut_of(joint_graph(module, fakes))
-            known[key] = bytes_kept(cut.forward, len(differentiable))
-        return known[key]
+        last.clear()
+        cut = last[str(module.graph)] = cut_of(joint_graph(module, fakes))
+        return bytes_kept(cut.forward, len(differentiable))
 
     reports = runner.run("forward", forward, name, segments, saved_bytes)
     made_by = _made_by(forward, views, name)
@@ -126,13 +118,6 @@ def unit_graphs(
     graphs.made_by, graphs.name = made_by, name
     graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
     return graphs
-
-
-def _fingerprint(module: fx.GraphModule, fakes: Sequence[Tensor], recompute: UnitRecompute) -> str:
-    """Hash what decides the results that a graph keeps: operations, inputs, and the recompute."""
-    inputs = [(tuple(f.shape), f.stride(), str(f.dtype), f.requires_grad) for f in fakes]
-    again = [*map(sorted, recompute.regions), sorted(recompute.parts)]
-    return hashlib.sha256(f"{module.graph}\n{inputs}\n{again}".encode()).hexdigest()[:24]
 
 
 def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphmoe.runtime.cache.entries import GRAPHS
 from graphmoe.runtime.cache.folders import is_users
 from graphmoe.runtime.cache.key import EXTRA_PASS, base_of, key_of
 from graphmoe.runtime.cache.store import CompileCache, WorkFolder, point_torch_at
@@ -37,41 +38,37 @@ class JobCache:
         use_torchs_ptxas()
         self._cache, self._ranks = cache, ranks
         self._work: WorkFolder | None = None
-        self.measured: dict[str, int] = {}
-        """Bytes that graphs keep for their backward, by fingerprint."""
+        self.graphs: Path | None = None
+        """Folder for the graphs of units, which jobs of the same facts share; None to keep none."""
         self.turns: CompileTurns | None = None
         """Turns of the ranks of a node; None where there is one."""
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
-        path, self.why, self.measured = ranks.on_first_of_node(lambda: self._open(facts))
+        path, self.why, self.graphs = ranks.on_first_of_node(lambda: self._open(facts))
         if ranks.local_index > 0:
             point_torch_at(path)
         if ranks.local_size > 1:
             self.turns = CompileTurns(path / "turns")
 
-    def _open(self, facts: Mapping[str, Any]) -> tuple[Path, str, dict[str, int]]:
-        """Open the work folder; return it, the reason why code is missing there, and what was measured."""
+    def _open(self, facts: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
+        """Open the work folder; return it, the reason why code is missing there, and the folder of graphs."""
         self._work = work = self._cache.open(facts)
         work.activate()
         if work.num_files:
             entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
             log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
-        report = work.report if isinstance(work.report, dict) else {}
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
-        return work.path, why, dict(report.get("measured", {}))
+        return work.path, why, work.path / GRAPHS if work.keeps else None
 
-    def publish(self, report: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+    def publish(self, notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.
 
-        None of them compiles meanwhile: compilers write libraries in place. What one has measured all know
-        then, for ranks may have different layers.
+        None of them compiles meanwhile: compilers write libraries in place.
         """
-        for measured in self._ranks.gather(self.measured):
-            self.measured.update(measured)
         try:
             if self._work is not None:
-                self._work.publish({**report, "measured": self.measured}, notes)
+                self._work.publish(notes)
         finally:
             self._ranks.barrier()
 

@@ -188,6 +188,10 @@ def _call(
     return torch.func.functional_call(method, named, tuple(arguments))
 
 
+class Unique(int):
+    """Identity of a module like no other, since one of its attributes is not understood."""
+
+
 def _description(module: nn.Module | None) -> tuple[Any, ...]:
     """Describe a module apart from its tensors; an attribute not understood makes it unique."""
     if module is None:
@@ -211,4 +215,4 @@ def _plain(value: Any, module: nn.Module) -> Any:
         return tuple((_plain(key, module), _plain(item, module)) for key, item in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), *(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
-    return id(module)
+    return Unique(id(module))

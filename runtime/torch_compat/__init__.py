@@ -166,6 +166,23 @@ def compile_inference(
         return compile_fx(graph, list(fakes), config_patches=patches)  # type: ignore[return-value]
 
 
+def graphs_to_bytes(graphs: Any) -> bytes:
+    """Store an object with graphs of fake tensors, for `graphs_from_bytes`. (torch/fx/_graph_pickler.py.)
+
+    *Raises* errors of many types where something in it cannot be stored.
+    """
+    from torch.fx._graph_pickler import GraphPickler, Options
+
+    return GraphPickler.dumps(graphs, Options(ops_filter=None))
+
+
+def graphs_from_bytes(content: bytes) -> Any:
+    """Make the object again, its fake tensors of one new mode. Runs code: for files of ours alone."""
+    from torch.fx._graph_pickler import GraphPickler
+
+    return GraphPickler.loads(content, fake_mode())
+
+
 def tensors_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Parameters and buffers by name: the dictionary that a module has each in, and its key there.
 

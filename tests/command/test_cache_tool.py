@@ -41,7 +41,7 @@ def keep(store: CompileCache, number: int, common: str | None, own: str, model: 
         (folder / "common.so").write_text("x" * 100)
     (folder / "own.so").write_text(own)
     work._files.clear()
-    work.publish(notes={"model": model, "graphs": number})
+    work.publish({"model": model, "graphs": number})
     work.close()
     folder, then = store.entries.folder(key(number)), time.time() - 3600 * number - 86400
     for path in folder.glob("*.json"):

@@ -52,7 +52,7 @@ def kept(cache: CompileCache, facts: Facts = FACTS, **contents: str) -> None:
     """Publish files for some facts; the work folder is gone afterwards."""
     work = cache.open(facts)
     write(work, **contents)
-    work.publish(notes={"model": "tiny"})
+    work.publish({"model": "tiny"})
     work.close()
 
 

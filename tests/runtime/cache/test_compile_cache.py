@@ -32,29 +32,25 @@ from tests.runtime.cache.cache_contents import (
 
 def test_a_job_finds_the_files_that_an_earlier_one_published(cache):
     first = cache.open(FACTS)
-    assert (first.found, first.differences, first.num_files, first.report) == (False, [], 0, None)
+    assert (first.found, first.differences, first.num_files) == (False, [], 0)
     write(first, a="1", b="22")
-    assert first.publish({"passes": 6}, {"model": "tiny"}) == 2
+    assert first.publish({"model": "tiny"}) == 2
     assert first.publish() == 0
     second = cache.open(dict(reversed(FACTS.items())))
     assert second.path != first.path and read(second) == {"a": "1", "b": "22"}
     assert (second.found, second.num_files, second.num_bytes, second.damaged) == (True, 2, 3, [])
-    assert second.report == {"passes": 6} and second.publish({"passes": 7}) == 0
-    assert cache.entries.read(second.key).report == {"passes": 6}
+    assert second.publish({"model": "small"}) == 0
+    assert cache.entries.read(second.key).notes == {"model": "tiny"}
 
 
 def test_a_later_publish_adds_to_the_entry(cache):
     work = cache.open(FACTS)
     write(work, a="1")
-    work.publish({"graphs": 1}, {"model": "tiny", "graphs": 1})
+    work.publish({"model": "tiny", "graphs": 1})
     write(work, b="2")
-    assert work.publish(notes={"graphs": 2}) == 1
+    assert work.publish({"graphs": 2}) == 1
     entry = cache.entries.read(work.key)
-    assert (entry.report, entry.notes, len(entry.documents)) == (
-        {"graphs": 1},
-        {"model": "tiny", "graphs": 2},
-        1,
-    )
+    assert (entry.notes, len(entry.documents)) == ({"model": "tiny", "graphs": 2}, 1)
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2"}
 
 
@@ -183,9 +179,9 @@ JOB = """
     work = CompileCache(Path("cache")).open({"base.torch": torch.__version__, "model.width": 8})
     work.activate()
     with cache_counts() as counts, torch.no_grad():
-        result = torch.compile(lambda x: (x.sin() * 2).cumsum(0))(torch.arange(6.0))
-    num_kept = work.publish(result.tolist())
-    print(counts["fx_hits"], counts["fx_misses"], work.found, work.damaged, work.report == result.tolist())
+        torch.compile(lambda x: (x.sin() * 2).cumsum(0))(torch.arange(6.0))
+    num_kept = work.publish()
+    print(counts["fx_hits"], counts["fx_misses"], work.found, work.damaged)
     print(num_kept, [str(path.relative_to(work.path)) for path in sorted(work.path.rglob("*.main.so"))])
 """
 
@@ -209,16 +205,16 @@ def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_dam
         return *done.stdout.splitlines(), done.stderr, str(len(runs.read_text()))
 
     result, made, _, runs = job()
-    assert (result, runs) == ("0 1 False [] False", "1")
+    assert (result, runs) == ("0 1 False []", "1")
     code = made.split(" ", 1)[1]
     path = json.loads(code.replace("'", '"'))[0]
     result, made, log, runs = job()
-    assert (result, made, runs) == ("1 0 True [] True", f"0 {code}", "0") and "compile cache" not in log
+    assert (result, made, runs) == ("1 0 True []", f"0 {code}", "0") and "compile cache" not in log
     (entry,) = cache.entries
     blob = cache.blobs.path(entry.files[path])
     flip_bit(blob)
     result, made, log, runs = job()
-    assert (result, made, runs) == (f"1 0 True ['{path}'] True", f"1 {code}", "1")
+    assert (result, made, runs) == (f"1 0 True ['{path}']", f"1 {code}", "1")
     assert f"{path} of entry {entry.key} is damaged" in log
     assert [file.name.split(".")[0] for file in (cache.folder / "damaged").iterdir()] == [blob.name]
 
@@ -304,6 +300,15 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
         "model.num_experts changed: 16 -> 8",
         "torch changed: 2.11.0 -> 2.13.0",
     }
+
+
+def test_graphs_are_for_jobs_of_the_same_facts_alone(cache):
+    work = cache.open(FACTS)
+    (work.path / "graphs" / "ab12").write_text("traced")
+    work.publish()
+    assert [path.name for path in Path(cache.open(FACTS).path, "graphs").iterdir()] == ["ab12"]
+    other = cache.open(FACTS | {"model.num_experts": 16})
+    assert other.shared_from == work.key and not [*Path(other.path, "graphs").iterdir()]
 
 
 def test_lent_files_join_the_new_entry(cache):

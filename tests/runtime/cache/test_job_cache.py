@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch._inductor.runtime import compile_tasks
 
+from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.compile import job_cache as job
 from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag, tuned_kernels
-from tests.runtime.cache.cache_contents import FACTS, write
+from tests.runtime.cache.cache_contents import FACTS
 
 
 def opened(cache, monkeypatch, ranks: Ranks) -> JobCache:
@@ -26,17 +27,11 @@ def opened(cache, monkeypatch, ranks: Ranks) -> JobCache:
     return JobCache(cache, FACTS, ranks)
 
 
-def test_measurements_of_every_rank_are_kept_for_the_next_job(cache, monkeypatch):
+def test_ranks_share_a_folder_of_graphs_where_code_is_kept(cache, monkeypatch):
     with mock.patch.dict(os.environ):
-        ranks = Ranks()
-        monkeypatch.setattr(ranks, "gather", lambda item: [item, {"of rank 1": 5}])
-        first = opened(cache, monkeypatch, ranks)
-        first.measured["of rank 0"] = 3
-        assert first._work is not None
-        write(first._work, a="1")
-        first.publish({"graphs": 1}, {"model": "tiny"})
-        first._work.close()
-        assert opened(cache, monkeypatch, ranks).measured == {"of rank 0": 3, "of rank 1": 5}
+        kept = opened(cache, monkeypatch, Ranks())
+        assert kept.graphs == kept._work.path / "graphs" and kept.graphs.is_dir()
+        assert opened(CompileCache(None), monkeypatch, Ranks()).graphs is None
 
 
 def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(

@@ -47,7 +47,7 @@ def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, mon
         work = cache.open(FACTS)
         assert not work.path.is_relative_to(cache.folder) and read(work) == {"a": "1"}
         write(work, b="2")
-        assert work.publish({"graphs": 1}) == 0 and not work.keeps
+        assert work.publish() == 0 and not work.keeps
         assert cache.remember("fastest", FACTS, "one") == "one"
     assert "cannot be written (Read-only file system); what" in warnings_of(caplog)[0]
     work.close()

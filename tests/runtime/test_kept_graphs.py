@@ -1,0 +1,78 @@
+"""Graphs that jobs of the same facts share: the same numbers without a trace, and no graphs of anything else."""
+
+import enum
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphmoe.model.moe import MoELayer
+from graphmoe.ops.permute import permute
+from graphmoe.passes.table import PassRunner, select_passes
+from graphmoe.plan.recompute import UnitRecompute
+from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.kept import kept_graphs, lasting_text
+from graphmoe.runtime.compile.units import Unique
+from tests.runs import config
+from tests.runtime.test_compiled import gradients, model_of
+
+
+def executor(kept: Path, *overrides: str) -> CompiledSegments:
+    passes = config(*overrides).passes
+    made = CompiledSegments(
+        lambda trains: PassRunner(select_passes(passes, {"fuse_loss": {"needs_grad": trains}}))
+    )
+    made.kept = kept
+    return made
+
+
+def refuse(*given, **named):
+    raise AssertionError("traced")
+
+
+def test_a_second_run_traces_nothing_and_has_the_same_numbers_and_reports(tmp_path, monkeypatch):
+    found = []
+    for _ in range(2):
+        made = executor(tmp_path)
+        output, of_parameters = gradients(model_of(), made)
+        rows = [(r.unit, r.graphs, r.kept_bytes, r.passes) for r in made.reports]
+        found.append((output.total, of_parameters, rows))
+        monkeypatch.setattr(unit_graphs, "trace_forward", refuse)
+        monkeypatch.setattr(unit_graphs, "joint_graph", refuse)
+    (total, first, rows), (again, second, rows_again) = found
+    assert total.equal(again) and rows == rows_again and any(passes for *_, passes in rows)
+    assert first.keys() == second.keys()
+    for name, gradient in first.items():
+        assert gradient.equal(second[name]), name
+    with pytest.raises(AssertionError, match="traced"):
+        gradients(model_of(), executor(tmp_path, "passes.disabled=[fuse_loss]"))
+
+
+def test_what_cannot_be_stored_is_traced_by_each_run(tmp_path, caplog):
+    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    made.reports.append(lambda: None)
+    for _ in range(2):
+        assert kept_graphs(tmp_path, ("embed",), lambda: made) is made
+    assert not [*tmp_path.iterdir()] and "embed is traced by each run" in caplog.text
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda: 0, Kind.ONE, Unique(3), object(), [1], (1, (Unique(3),)), test_what_cannot_be_stored_is_traced_by_each_run],
+)  # fmt: skip
+def test_what_other_processes_do_not_have_has_no_lasting_text(value):
+    assert lasting_text(value) is None
+
+
+def test_lasting_texts_are_of_one_value_each():
+    values = [1, 1.0, True, "1", None, (1,), ((1,),), torch.float32, "torch.float32", torch.device("cpu")]
+    values += [MoELayer, permute, (3, 4), torch.Size((3, 4, 5)), frozenset({"b", "a"})]
+    values += [UnitRecompute((frozenset({"attn"}),)), UnitRecompute((), frozenset({"attn"}))]
+    texts = [lasting_text(value) for value in values]
+    assert None not in texts and len({*texts}) == len(values)
+    assert lasting_text(frozenset({"a", "b"})) == lasting_text(frozenset({"b", "a"}))

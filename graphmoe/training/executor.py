@@ -22,7 +22,7 @@ from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
-from graphmoe.runtime.cache.key import facts_of
+from graphmoe.runtime.cache.key import facts_of, key_of
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
@@ -117,8 +117,10 @@ class Execution:
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
         self.compiled.turns = self._cache.turns
-        if not config.passes.dump and not any(own_code(config)):  # whose sources are no facts
-            self.compiled.kept = self._cache.graphs
+        # Sources of a user's code are no facts, and a rank's graphs may hold its place in the layout.
+        if self._cache.graphs and not config.passes.dump and not any(own_code(config)):
+            place = key_of({**asdict(self._plan.layout), "rank": ranks.rank})
+            self.compiled.kept = self._cache.graphs / place
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled

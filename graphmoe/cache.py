@@ -30,10 +30,7 @@ UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M",
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 
 
-class Action(enum.Enum):
-    list = "list"
-    verify = "verify"
-    prune = "prune"
+Action = enum.StrEnum("Action", ("list", "verify", "prune"))
 
 
 @dataclass

@@ -47,10 +47,7 @@ TOKENIZER_FILES = (
 )
 
 
-class Target(enum.Enum):
-    auto = "auto"
-    hf = "hf"
-    graphmoe = "graphmoe"
+Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
 
 
 class WeightDtype(enum.Enum):

@@ -77,7 +77,7 @@ def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
-    needed, there = 4 * count_parameters(config).total.full, memory_of(device)
+    needed, there = 4 * count_parameters(config)["total"]["full"], memory_of(device)
     if needed > there:
         raise ConfigError(
             f"run={folder} has a model whose weights take {needed / 2**30:.1f} GiB in fp32, and this "

@@ -4,7 +4,6 @@ python -m graphmoe.info model=deepseek_v3
 python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 format=json
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from rich.table import Table
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
-from graphmoe.model.sizes import count_parameters, flops_per_token, state_bytes
+from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import PipelinePlan, with_one_micro_batch
@@ -107,21 +106,19 @@ def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
 
 
 def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
-    counts, flops = count_parameters(model), flops_per_token(model, seq_len)
+    by_part = forward_flops(model, seq_len)
+    forward = sum(by_part.values())
     return {
         "model": model.name,
         "num_layers": model.num_layers,
         "num_dense_layers": model.num_dense_layers,
         "seq_len": seq_len,
-        "parameters": {
-            kind: {**dataclasses.asdict(part), "full": part.full, "body": part.body}
-            for kind, part in (("total", counts.total), ("active", counts.active))
-        },
+        "parameters": count_parameters(model),
         "flops_per_token": {
-            "forward_components": dataclasses.asdict(flops),
-            "forward": flops.forward,
-            "backward": flops.total - flops.forward,
-            "total": flops.total,
+            "forward_components": by_part,
+            "forward": forward,
+            "backward": 2 * forward,
+            "total": 3 * forward,
         },
     }
 

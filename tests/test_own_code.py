@@ -33,7 +33,6 @@ from graphmoe.optim.lr_schedule import DECAYS
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
-from graphmoe.plan.layout import ALONE
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
@@ -230,7 +229,7 @@ def test_the_moments_of_an_optimizer_are_counted(own, capsys):
     found = []
     for name in ("adamw", "own_optimizers:mine"):
         run = config(f"optim.name={name}", "compile.enabled=true", "format=json")
-        (place,) = exact_memory(run, ALONE, on_nvidia=True)
+        (place,) = exact_memory(plan_of(run, 1), on_nvidia=True)
         show(run)
         shown = json.loads(capsys.readouterr().out)["memory_bytes"]["moments_fp32"]
         found.append((place.state["moments"], shown, rule_of(name).bytes_moved))

@@ -27,14 +27,7 @@ import torch
 
 from graphmoe.bench.arguments import BenchArgs, SuiteName, check
 from graphmoe.bench.calibrate_suite import CALIBRATE, rates_of_rows
-from graphmoe.bench.cases import (
-    BYTES_PER_S,
-    FLOPS_PER_S,
-    is_first,
-    rows_file,
-    table,
-    without_folders,
-)
+from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, is_first, rows_file, table, without_folders
 from graphmoe.bench.dispatch_suite import DISPATCH
 from graphmoe.bench.ops_suite import OPS
 from graphmoe.bench.runs import LADDER, PROJECTION, STEP

@@ -16,19 +16,8 @@ from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_t
 BLOCKS = "0.5,0.8,0.95,1.1"
 
 
-class SuiteName(enum.Enum):
-    ops = "ops"
-    step = "step"
-    dispatch = "dispatch"
-    ladder = "ladder"
-    calibrate = "calibrate"
-    projection = "projection"
-
-
-class ShapeChoice(enum.Enum):
-    auto = "auto"
-    full = "full"
-    tiny = "tiny"
+SuiteName = enum.StrEnum("SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection"))
+ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 
 
 @dataclass

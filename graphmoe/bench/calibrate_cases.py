@@ -129,13 +129,7 @@ def attention(H: int, G: int, E: int, V: int, S: int, attended: int) -> Calibrat
     def make(device: torch.device) -> Calls:
         normal = _normal(device)
         leaves = [normal(B, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
-        backend = choose_backend(
-            AttentionBackend.auto,
-            device_type=device.type,
-            is_rocm=torch.version.hip is not None,
-            head_dim=E,
-            v_head_dim=V,
-        )
+        backend = choose_backend(AttentionBackend.auto, device.type, E, V)
 
         def forward() -> Tensor:
             return causal_attention(*leaves, scale=E**-0.5, backend=backend)

@@ -155,7 +155,7 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
     """Times of steps, rates of one rank against the model's FLOPs, evenly shared, and memory."""
     assert config.data.seq_len is not None
     tokens = config.train.global_batch_size * config.data.seq_len
-    flops = flops_per_token(config.model, config.data.seq_len).total * tokens
+    flops = flops_per_token(config.model, config.data.seq_len) * tokens
     floor_ms = flops / FLOPS_PER_S / ranks * 1e3
     times = times_of([step["step_s"] * 1e3 for step in timed], floor_ms)
     return {

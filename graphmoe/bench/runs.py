@@ -32,8 +32,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.model.sizes import count_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import Card
-from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import pipeline_of
+from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.project.memory import PlaceMemory, allocated_bytes
@@ -111,7 +110,7 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
     row = numbers_of_run(config, ranks, timed, found.summary)
     recorded = summarise(found.trace, 1)
     kernels = [(a.name, a.end - a.start, None) for a in found.trace.activities]
-    moved = rule_of(config.optim.name).bytes_moved * count_parameters(config.model).total.full
+    moved = rule_of(config.optim.name).bytes_moved * count_parameters(config.model)["total"]["full"]
     idle = None
     if recorded.idle is not None:
         idle = max(0.0, 1 - (1 - recorded.idle) * recorded.step_ms / row["median_ms"])
@@ -338,9 +337,7 @@ def projected_run(
     """The memory of each place along pp, and the step, on ``num_ranks`` ranks. *Raises* ConfigError."""
     if config.precision.compute is ComputeDtype.auto:
         config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
-    config = resolve(config)
-    layout = Layout.of(config.parallel, num_ranks)
-    return projected(config, layout, card, rates, pipeline_of(config, layout))
+    return projected(plan_of(resolve(config), num_ranks), card, rates)
 
 
 def errors_of(places: Sequence[PlaceMemory], step: Row, measured: Row) -> Row:

@@ -4,9 +4,11 @@ import enum
 import importlib
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from graphmoe.config.ranges import OWN_CODE, ConfigError, OneOf, no_such_choice
+
+Row = TypeVar("Row")
 
 
 class SourceFacts(NamedTuple):
@@ -32,7 +34,7 @@ OPTIMIZERS = OneOf(("adamw",))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
-def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object, attribute: str = "") -> Any:
+def look_up(table: Mapping[str, Row], choice: str, key: str, kind: type = object, attribute: str = "") -> Row:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 
     Of the object, ``attribute`` stands for the row where it is given.
@@ -55,77 +57,21 @@ def look_up(table: Mapping[str, Any], choice: str, key: str, kind: type = object
         raise ConfigError(
             f"{key}={choice} is a {type(found).__name__}; name a {kind.__module__}.{kind.__name__}"
         )
-    return found
+    return cast(Row, found)
 
 
-class AttentionBackend(enum.Enum):
-    auto = "auto"
-    sdpa = "sdpa"
-    padded_flash = "padded_flash"
-    turbo = "turbo"
-    te = "te"
-
-
-class RopeScaling(enum.Enum):
-    none = "none"
-    yarn = "yarn"
-
-
-class ScoreFunction(enum.Enum):
-    softmax = "softmax"
-    sigmoid = "sigmoid"
-
-
-class GroupScore(enum.Enum):
-    max = "max"
-    topk_sum = "topk_sum"
-    top2_sum = "top2_sum"
-
-
-class AuxLoss(enum.Enum):
-    none = "none"
-    sequence = "sequence"
-    micro_batch = "micro_batch"
-    global_batch = "global_batch"
-
-
-class Transport(enum.Enum):
-    auto = "auto"
-    copy_engine = "copy_engine"
-    pull = "pull"
-
-
-class DpShard(enum.Enum):
-    zero1 = "zero1"
-    fsdp2 = "fsdp2"
-
-
-class ContextMethod(enum.Enum):
-    auto = "auto"
-    alltoall = "alltoall"
-    ring = "ring"
-
-
-class ComputeDtype(enum.Enum):
-    auto = "auto"
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-class DeviceChoice(enum.Enum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class NumaBinding(enum.Enum):
-    auto = "auto"
-    none = "none"
-
-
-class OutputFormat(enum.Enum):
-    text = "text"
-    json = "json"
+AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "turbo", "te"))
+RopeScaling = enum.StrEnum("RopeScaling", ("none", "yarn"))
+ScoreFunction = enum.StrEnum("ScoreFunction", ("softmax", "sigmoid"))
+GroupScore = enum.StrEnum("GroupScore", ("max", "topk_sum", "top2_sum"))
+AuxLoss = enum.StrEnum("AuxLoss", ("none", "sequence", "micro_batch", "global_batch"))
+Transport = enum.StrEnum("Transport", ("auto", "copy_engine", "pull"))
+DpShard = enum.StrEnum("DpShard", ("zero1", "fsdp2"))
+ContextMethod = enum.StrEnum("ContextMethod", ("auto", "alltoall", "ring"))
+ComputeDtype = enum.StrEnum("ComputeDtype", ("auto", "bf16", "fp32"))
+DeviceChoice = enum.StrEnum("DeviceChoice", ("auto", "cpu", "cuda"))
+NumaBinding = enum.StrEnum("NumaBinding", ("auto", "none"))
+OutputFormat = enum.StrEnum("OutputFormat", ("text", "json"))
 
 
 SEGMENT_NAMES = (

@@ -5,7 +5,6 @@ stands as it was written, to be resolved again where the file is read.
 """
 
 import dataclasses
-import enum
 import hashlib
 import os
 import re
@@ -86,7 +85,7 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
         if digest:
             is_same = digest == _hash(salt, value)
         else:
-            is_same = their_place[name] == text or _plain(their_place[name]) == _plain(value)
+            is_same = their_place[name] == text or str(their_place[name]) == str(value)
         if is_same:
             their_place[name] = our_place[name]
         elif their_place[name] == our_place[name]:
@@ -115,12 +114,8 @@ def _place(plain: dict[str, Any], key: str) -> dict[str, Any] | None:
     return place if isinstance(place, dict) and name in place else None
 
 
-def _plain(value: Any) -> str:
-    return value.name if isinstance(value, enum.Enum) else str(value)
-
-
 def _hash(salt: str, value: Any) -> str:
-    return hashlib.pbkdf2_hmac("sha256", _plain(value).encode(), salt.encode(), _ROUNDS).hex()[:32]
+    return hashlib.pbkdf2_hmac("sha256", str(value).encode(), salt.encode(), _ROUNDS).hex()[:32]
 
 
 def _note(node: DictConfig, prefix: str, used: list[str]) -> None:

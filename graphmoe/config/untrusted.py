@@ -73,9 +73,9 @@ def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> 
     return from_json(read_text(path, largest_bytes), kind, str(path))
 
 
-def read_yaml(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
+def read_yaml(path: Path, kind: type[T]) -> T:
     """Return a YAML file of plain values as a ``kind``. *Raises* FileError."""
-    return _typed(read_text(path, largest_bytes), load_yaml, "YAML", kind, str(path))
+    return _typed(read_text(path), load_yaml, "YAML", kind, str(path))
 
 
 def is_file_name(name: str) -> bool:

@@ -32,22 +32,13 @@ LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V
 
 def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
     """Build the attention module that the configuration names."""
-    module: nn.Module = look_up(KINDS, config.attention, "model.attention")(config, layout)
-    return module
+    return look_up(KINDS, config.attention, "model.attention")(config, layout)
 
 
 def check_backend(config: ModelConfig, device_type: str) -> None:
     """Raise ConfigError where the requested attention backend cannot run the model's heads on the device."""
     facts = attention_facts(config)
-    _backend(config.attention_backend, device_type, facts.head, facts.value)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, requested: AttentionBackend) -> Tensor:
-    """Causal attention by the requested backend, or the one that suits device and head sizes."""
-    backend = _backend(requested, q.device.type, q.shape[-1], v.shape[-1])
-    warn_of_slow_heads(backend, q.device.type, max(q.shape[-1], v.shape[-1]))
-    with part("core_attn"):
-        return causal_attention(q, k, v, scale=scale, backend=backend)
+    choose_backend(config.attention_backend, device_type, facts.head, facts.value)
 
 
 @dataclass(frozen=True)
@@ -74,31 +65,20 @@ class CoreAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, S / cp, H, V] from positions of this rank, or after `whole_sequence` from whole sequences."""
-        if self.ring:
-            warn_of_slow_heads(AttentionBackend.sdpa, q.device.type, max(q.shape[-1], v.shape[-1]))
-            with part("core_attn"):
+        device_type, head, value = q.device.type, q.shape[-1], v.shape[-1]
+        asked = AttentionBackend.sdpa if self.ring else self.backend
+        backend = choose_backend(asked, device_type, head, value)
+        warn_of_slow_heads(backend, device_type, max(head, value))
+        with part("core_attn"):
+            if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
-        return self.own_positions(attend(q, k, v, self.scale, self.backend))
+            out = causal_attention(q, k, v, scale=self.scale, backend=backend)
+        # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
+        return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
         """[B, S / cp, H, E] of this rank's positions -> [B, S, H / cp, E] of its heads; a ring needs none."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
-
-    def own_positions(self, x_BSHE: Tensor) -> Tensor:
-        """[B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions."""
-        return all_to_all(x_BSHE, "cp", self.exchanging, split=1, join=2)
-
-
-def _backend(
-    requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int
-) -> AttentionBackend:
-    return choose_backend(
-        requested,
-        device_type=device_type,
-        is_rocm=torch.version.hip is not None,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-    )
 
 
 class LatentAttention(nn.Module):

@@ -9,12 +9,10 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.moe import Experts
-from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part
 from graphmoe.plan.pipeline.layouts import StagePieces
-
-__all__ = ["LossOutput", "Transformer", "build_model", "init_weights", "materialise"]
 
 
 def build_model(

@@ -25,6 +25,11 @@ ROUTED = ("routed", "load")
 """Names of the tensors that a `BoundedPath` writes."""
 
 
+def has_load(dispatcher: Dispatcher | None) -> bool:
+    """Return True where dispatch measures what arrives: there is room for it, or it is taken in chunks."""
+    return dispatcher is not None and (dispatcher.capacity or dispatcher.chunk) is not None
+
+
 class DispatchSegment(nn.Module):
     """Send tokens to the ranks of their experts, and receive those of other ranks."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphmoe.config.schema import ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
 from graphmoe.model.blocks import RMSNorm
-from graphmoe.model.dispatch import ROUTED, BoundedPath, CombineSegment, DispatchSegment
+from graphmoe.model.dispatch import ROUTED, BoundedPath, CombineSegment, DispatchSegment, has_load
 from graphmoe.model.moe import (
     DenseMLP,
     Experts,
@@ -121,9 +121,7 @@ class MoELayer(nn.Module):
     @property
     def writes(self) -> tuple[str, ...]:
         """The tensors of a `MoEOutput`."""
-        by = self.dispatcher
-        has_load = by is not None and (by.capacity is not None or by.chunk is not None)
-        absent = {"load": not has_load, "counted": not self.moe_router.counts_apart}
+        absent = {"load": not has_load(self.dispatcher), "counted": not self.moe_router.counts_apart}
         return tuple(name for name in OUTPUTS if not absent.get(name))
 
     def segments(self, index: int | None = None) -> list[Segment]:

@@ -13,7 +13,6 @@ layer adds its projection, its MoE layer and one more pass through the head.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -37,57 +36,29 @@ COMPONENTS = {
 """Component of a parameter, by the first of these parts that its name has."""
 
 
-@dataclass(frozen=True)
-class Components:
-    """Parameters of each part of a model; ``mtp`` is everything of the multi-token-prediction layers.
+BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 
-    A tied head has none of its own: its weight counts as the embedding's.
+
+def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
+    """Count the parameters of ``model`` by component, and as ``full`` and ``body``, without allocating it.
+
+    ``total`` are those that exist, ``active`` those that one token uses: all but the experts that it is not
+    sent to. The embedding counts as active in full, as published figures do. A tied head has none of its
+    own: its weight counts as the embedding's. ``mtp`` is everything of the multi-token-prediction layers.
+    The selection bias is a buffer and not counted.
     """
-
-    embedding: int = 0
-    head: int = 0
-    attention: int = 0
-    dense_mlp: int = 0
-    router: int = 0
-    routed_experts: int = 0
-    shared_experts: int = 0
-    norms: int = 0
-    mtp: int = 0
-
-    @property
-    def full(self) -> int:
-        """Sum of all components."""
-        return sum(dataclasses.astuple(self))
-
-    @property
-    def body(self) -> int:
-        """Sum without embedding, head, norms and multi-token prediction."""
-        return self.attention + self.dense_mlp + self.router + self.routed_experts + self.shared_experts
-
-
-@dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters that exist, and those that one token uses (all but the experts it is not sent to)."""
-
-    total: Components
-    active: Components
-
-
-def count_parameters(model: ModelConfig) -> ParameterCounts:
-    """Count the parameters of ``model`` without allocating it.
-
-    The selection bias is a buffer and not counted. The embedding counts as active in full, as published
-    figures do.
-    """
-    total, active = Counter[str](), Counter[str]()
+    counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
         component = next(component for part, component in COMPONENTS.items() if part in name)
-        total[component] += weight.numel()
-        of_experts = weight.dim() == 3  # these have one matrix each, and a token uses those of its choice
-        active[component] += (
-            weight.numel() * model.top_k // model.num_experts if of_experts else weight.numel()
-        )
-    return ParameterCounts(Components(**total), Components(**active))
+        size, of_experts = weight.numel(), weight.dim() == 3  # one matrix for each expert
+        counts["total"][component] += size
+        counts["active"][component] += size * model.top_k // model.num_experts if of_experts else size
+
+    def summed(found: Counter[str]) -> dict[str, int]:
+        parts = {name: found[name] for name in ("embedding", "head", *BODY, "norms", "mtp")}
+        return {**parts, "full": found.total(), "body": sum(found[name] for name in BODY)}
+
+    return {kind: summed(found) for kind, found in counts.items()}
 
 
 def attention_weights(model: ModelConfig) -> int:
@@ -139,7 +110,7 @@ def state_bytes(
     """
     assert stages or layout.pp == 1
     if dp_shard is DpShard.fsdp2:
-        owned = count_parameters(model).total.full / layout.size("world")
+        owned = count_parameters(model)["total"]["full"] / layout.size("world")
         moments = {"moments_fp32": 4 * num_moments * owned} if num_moments else {}
         return {"main_weights_fp32": 4 * owned, "gradients_fp32": 4 * owned, **moments}
     kinds = ("weights_bf16" if rounded else "weights_fp32", "main_weights_fp32", "gradients_fp32")
@@ -189,31 +160,13 @@ def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-@dataclass(frozen=True)
-class TokenFlops:
-    """FLOPs of one token in training: its forward by part of the model; the backward is twice that."""
-
-    attention_projections: int
-    attention_scores: int
-    dense_mlp: int
-    routed_experts: int
-    shared_experts: int
-    head: int
-    mtp: int
-
-    @property
-    def forward(self) -> int:
-        """FLOPs of the forward."""
-        return sum(dataclasses.astuple(self))
-
-    @property
-    def total(self) -> int:
-        """FLOPs of forward and backward."""
-        return 3 * self.forward
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """FLOPs of one token in training, forward and backward."""
+    return 3 * sum(forward_flops(model, seq_len).values())
 
 
-def flops_per_token(model: ModelConfig, seq_len: int) -> TokenFlops:
-    """FLOPs of one token, averaged over the positions of a sequence of ``seq_len`` tokens."""
+def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
+    """FLOPs of one token's forward by part of the model, averaged over the positions of a sequence."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)
@@ -221,12 +174,12 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> TokenFlops:
     shared = 2 * swiglu_weights(model, model.shared_ffn_size)
     head = 2 * model.vocab_size * model.hidden_size
     mtp_projection = 2 * 2 * model.hidden_size**2
-    return TokenFlops(
-        attention_projections=model.num_layers * projections,
-        attention_scores=model.num_layers * scores,
-        dense_mlp=2 * model.num_dense_layers * swiglu_weights(model, model.dense_ffn_size),
-        routed_experts=num_moe_layers * routed,
-        shared_experts=num_moe_layers * shared,
-        head=head,
-        mtp=model.mtp_depth * (mtp_projection + projections + scores + routed + shared + head),
-    )
+    return {
+        "attention_projections": model.num_layers * projections,
+        "attention_scores": model.num_layers * scores,
+        "dense_mlp": 2 * model.num_dense_layers * swiglu_weights(model, model.dense_ffn_size),
+        "routed_experts": num_moe_layers * routed,
+        "shared_experts": num_moe_layers * shared,
+        "head": head,
+        "mtp": model.mtp_depth * (mtp_projection + projections + scores + routed + shared + head),
+    }

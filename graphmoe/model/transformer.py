@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.blocks import IGNORED, Embedding, RMSNorm, column_parallel, cross_entropy_sum, tie_head
+from graphmoe.model.dispatch import has_load
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput, MtpLayer
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.rope import own_positions, rope_tables
@@ -297,10 +298,7 @@ class Transformer(nn.Module):
 
     def _no_load(self, device: torch.device) -> Tensor | None:
         """A load of zero for a stage without MoE layers, where other stages have loads."""
-        by = self.dispatcher
-        if by is None or (by.capacity is None and by.chunk is None):
-            return None
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
 
     def routers(self) -> list[Router]:
         """The routers here, in the order of ``LossOutput.counts_LE``."""

@@ -48,11 +48,11 @@ def causal_attention(
 
 def choose_backend(
     requested: AttentionBackend,
-    *,
     device_type: str,
-    is_rocm: bool,
     head_dim: int,
     v_head_dim: int,
+    *,
+    is_rocm: bool = torch.version.hip is not None,
 ) -> AttentionBackend:
     """Return the backend to run: ``auto`` resolved, any other checked.
 

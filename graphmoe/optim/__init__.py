@@ -9,5 +9,4 @@ RULES = {"adamw": ADAMW}
 
 def rule_of(name: str) -> UpdateRule:
     """Return the rule of ``optim.name``, or of an import path. *Raises* ConfigError where there is none."""
-    found: UpdateRule = look_up(RULES, name, "optim.name", UpdateRule)
-    return found
+    return look_up(RULES, name, "optim.name", UpdateRule)

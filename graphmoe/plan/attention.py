@@ -64,8 +64,7 @@ class AttentionFacts:
 
 def attention_facts(model: ModelConfig) -> AttentionFacts:
     """Return the facts of a model's attention."""
-    facts: AttentionFacts = look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
-    return facts
+    return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:

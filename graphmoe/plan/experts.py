@@ -15,14 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import (
-    DeviceChoice,
-    ModelConfig,
-    MoEConfig,
-    ParallelConfig,
-    RunConfig,
-    Transport,
-)
+from graphmoe.config.schema import DeviceChoice, ModelConfig, MoEConfig, ParallelConfig, RunConfig, Transport
 from graphmoe.plan.layout import Layout
 
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
@@ -84,8 +77,7 @@ FACTS: dict[str, DispatcherFacts] = {
 
 def dispatcher_facts(choice: str) -> DispatcherFacts:
     """Return the facts of a dispatcher that is not auto; a user's object has them as ``facts``."""
-    facts: DispatcherFacts = look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
-    return facts
+    return look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
 
 
 def has_experts(model: ModelConfig) -> bool:

@@ -5,7 +5,6 @@ derive the same from the configuration again.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +21,7 @@ from graphmoe.plan.experts import (
     worst_load,
 )
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of, run_slower_than_1f1b
 from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import FULL_ITERATION, segments_of
@@ -96,9 +95,19 @@ class Plan:
         """Name a schedule to use instead where the run's own is slower than 1f1b by simulation."""
         return run_slower_than_1f1b(self.config, self.layout)
 
-    def own_stages(self, place: int) -> Sequence[StagePieces]:
-        """Return the stages of a place along pp, in the model's order; none where layers are not shared."""
-        return [*self.pipeline.own_stages(place).values()] if self.pipeline else []
+    @property
+    def stages(self) -> tuple[StagePieces, ...]:
+        """Stages by number; one has the whole model where layers are not shared out."""
+        model = self.config.model
+        return self.pipeline.stages if self.pipeline else (all_pieces(model.num_layers, model.mtp_depth),)
+
+    def stage_numbers(self, place: int) -> tuple[int, ...]:
+        """Return the numbers of the stages of a place along pp, in the model's order."""
+        return self.pipeline.placement.stages_of(place) if self.pipeline else (0,)
+
+    def own_stages(self, place: int) -> list[StagePieces]:
+        """Return the stages of a place along pp, in the model's order."""
+        return [self.stages[number] for number in self.stage_numbers(place)]
 
 
 def plan_of(config: RunConfig, num_ranks: int) -> Plan:

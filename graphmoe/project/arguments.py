@@ -14,10 +14,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig, TrainCo
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
 from graphmoe.plan.layout import Layout
 
-
-class Assumptions(enum.Enum):
-    exact = "exact"
-    published = "published"
+Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
 
 
 @dataclass

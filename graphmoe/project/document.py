@@ -13,7 +13,7 @@ from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
+from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.memory import PlaceMemory, exact_memory
 from graphmoe.project.step_time import step_time
@@ -46,20 +46,15 @@ def margin_words(document: Mapping[str, Any]) -> str:
 
 
 def projected(
-    config: RunConfig,
-    layout: Layout,
-    card: Card,
-    rates: Path | None,
-    plan: PipelinePlan | None,
-    bubble: float | None = None,
+    plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each place along pp, and the step of a resolved configuration.
+    """Return the memory of each place along pp, and the step.
 
     ``bubble`` takes the place of the simulated one. *Raises* ConfigError.
     """
-    places = exact_memory(config, layout, on_nvidia=card.is_nvidia, plan=plan)
-    sizes = Sizes.from_config(config, layout, on_nvidia=card.is_nvidia)
-    return places, step_time(config, sizes, places, Speeds(card, rates_of(card, rates)), plan, bubble)
+    places = exact_memory(plan, on_nvidia=card.is_nvidia)
+    sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=card.is_nvidia)
+    return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
 
 
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
@@ -68,18 +63,19 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     Ranks at one place along pp are alike; rank 0 is at place 0. FLOPs are the model's: no recomputation,
     causal attention halved.
     """
-    card, layout = args.card, Layout.of(config.parallel, args.num_ranks)
-    plan, micro_batches = pipeline_of(config, layout), num_micro_batches(config, layout)
-    virtual_stages = len(plan.stages) // layout.pp if plan else 1
+    card, plan = args.card, plan_of(config, args.num_ranks)
+    layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
+    virtual_stages = len(plan.stages) // layout.pp
     is_published = args.assumptions is Assumptions.published
     chart = [published_memory_gb(config, layout)] * layout.pp if is_published else []
-    bubble = published_bubble(layout.pp, micro_batches, virtual_stages) if is_published else None
-    places, time = projected(config, layout, card, args.rates, plan, bubble)
+    # the chart's: (p - 1) / (p - 1 + m v)
+    bubble = (layout.pp - 1) / (layout.pp - 1 + micro_batches * virtual_stages) if is_published else None
+    places, time = projected(plan, card, args.rates, bubble)
     of_places = chart or [place.kinds() for place in places]
     worst = max(range(layout.pp), key=lambda place: of_places[place]["total"])
     total, of_stage = of_places[worst]["total"], layout.size("stage")
     assert config.data.seq_len is not None
-    per_token = flops_per_token(config.model, config.data.seq_len).total
+    per_token = flops_per_token(config.model, config.data.seq_len)
     tokens = config.train.global_batch_size * config.data.seq_len
     return {
         "model": config.model.name,
@@ -93,8 +89,12 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "global_batch_size": config.train.global_batch_size,
         "micro_batches": micro_batches,
         "compute": config.precision.compute.value,
-        "pipeline": plan
-        and {"schedule": plan.table.schedule, "virtual_stages": virtual_stages, "layout": plan.layout},
+        "pipeline": pipeline
+        and {
+            "schedule": pipeline.table.schedule,
+            "virtual_stages": virtual_stages,
+            "layout": pipeline.layout,
+        },
         "memory_gb": dict(of_places[worst]),
         "worst_rank": worst * of_stage,
         "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
@@ -177,8 +177,3 @@ def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
     }
     cells = {kind: round(size / 1e9, 1) for kind, size in sizes.items()}
     return {**cells, "total": round(sum(cells.values()), 1)}
-
-
-def published_bubble(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """Share of a step in which a rank waits: (p - 1) / (p - 1 + m v)."""
-    return (num_ranks - 1) / (num_ranks - 1 + num_micro_batches * virtual_stages)

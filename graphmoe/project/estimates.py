@@ -80,7 +80,7 @@ class Estimates:
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
         self._are_alike = not any(kind.layer_ids for kind in kinds.values())
         self._sizes: dict[Layout, tuple[RunConfig, Sizes]] = {}
-        self._pipeline = functools.cache(self._make_pipeline)
+        self._pipelines: dict[tuple[object, ...], ShortPipeline] = {}
         self._stage = functools.cache(self._estimate_stage)
         self._state = functools.cache(self._estimate_state)
         self._buffers = functools.cache(self._estimate_buffers)
@@ -92,13 +92,23 @@ class Estimates:
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
         """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
         config, layout = candidate.config, candidate.layout
-        name, pp, count = config.pipeline.schedule, layout.pp, num_micro_batches(config, layout)
+        name, count = config.pipeline.schedule, num_micro_batches(config, layout)
         facts = schedule_of(name)
-        follows: tuple[str, int, str] = ("local", 1, next(iter(self.kinds)))
+        if not facts.keeps_all:
+            count = min(count, FILLING * layout.pp + count % layout.pp)
+        key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
         if facts.is_folded:  # the table follows times of stages
-            follows = config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind
-        short = count if facts.keeps_all else min(count, FILLING * pp + count % pp)
-        return self._pipeline(pp, name, config.pipeline.virtual_stages, short, *follows)
+            key += (config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind)
+        if key not in self._pipelines:
+            train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * layout.dp)
+            short = replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
+            self._pipelines[key] = self._short(pipeline_of(short, layout))
+        return self._pipelines[key]
+
+    def _short(self, plan: PipelinePlan | None) -> ShortPipeline:
+        if plan is None:
+            return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
+        return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
         """Return the place along pp that needs most, and its bytes by kind."""
@@ -165,32 +175,6 @@ class Estimates:
             self._sizes[like] = candidate.config, sizes
         return like
 
-    def _make_pipeline(
-        self,
-        pp: int,
-        schedule: str,
-        virtual_stages: int | None,
-        count: int,
-        dispatcher: str,
-        ranks: int,
-        kind: str,
-    ) -> ShortPipeline:
-        config = self.config
-        pipeline = replace(
-            config.pipeline, schedule=schedule, virtual_stages=virtual_stages, microbatches=None
-        )
-        short = replace(
-            config,
-            moe=replace(config.moe, dispatcher=dispatcher),
-            recompute=self.kinds[kind],
-            train=replace(config.train, global_batch_size=count * config.train.micro_batch_size),
-            pipeline=pipeline,
-        )
-        plan = pipeline_of(short, Layout(pp=pp, ep=ranks))
-        if plan is None:
-            return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
-        return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
-
     def _with_recompute(self, like: Layout, kind: str) -> tuple[RunConfig, Sizes]:
         config, sizes = self._sizes[like]
         return replace(config, recompute=self.kinds[kind]), sizes
@@ -221,7 +205,7 @@ def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKin
     """Group the places of a pipeline by their stages, with ``model`` by the layers of each kind."""
     groups: dict[Stages, list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
     for place, moments in enumerate(in_flight(plan.table)):
-        own = plan.own_stages(place).values()
+        own = (plan.stages[number] for number in plan.placement.stages_of(place))
         stages = tuple(stage if model is None else _alike(stage, model) for stage in own)
         groups.setdefault(stages, []).append((place, moments))
     return tuple(
@@ -261,7 +245,6 @@ def _waits_of(
     return each, (makespans[0] - 2 * RANKS * each) / (RANKS - 1)
 
 
-@functools.lru_cache(maxsize=8192)
 def _of_weights(layout: Layout, embed_on: tuple[int, ...]) -> Layout:
     """Return the layout that stands for all whose ranks hold the same weights."""
     return replace(layout, dp=layout.dp * layout.cp, cp=1, ring=False, embed_on=embed_on)

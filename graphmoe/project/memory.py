@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.choices import ATTENTIONS
-from graphmoe.config.schema import (
-    ConfigError,
-    DpShard,
-    RunConfig,
-)
+from graphmoe.config.schema import ConfigError, DpShard, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
@@ -27,8 +23,7 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import dispatcher_facts
 from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
 from graphmoe.plan.pipeline.check import peaks
-from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
-from graphmoe.plan.pipeline.plan import PipelinePlan, pipeline_of
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
 from graphmoe.run.files import PROJECTION_FILE, write_json
@@ -77,34 +72,27 @@ class PlaceMemory:
         return {kind: size / unit for kind, size in {**sizes, "total": self.total}.items()}
 
 
-def exact_memory(
-    config: RunConfig, layout: Layout, *, on_nvidia: bool, plan: PipelinePlan | None = None
-) -> list[PlaceMemory]:
-    """Return the memory of each place along pp of a resolved configuration.
+def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
+    """Return the memory of each place along pp.
 
-    ``on_nvidia`` as in `Sizes.from_config`. ``plan`` takes the place of the run's own. *Raises* ConfigError
-    for a configuration whose memory is not known here.
+    ``on_nvidia`` as in `Sizes.from_config`. *Raises* ConfigError for a configuration whose memory is not
+    known here.
     """
+    config, layout, pipeline = plan.config, plan.layout, plan.pipeline
     refuse_unknown(config)
-    plan = plan or pipeline_of(config, layout)
-    if plan is not None:
-        layout = replace(layout, embed_on=plan.embed_on)
-    sizes, model = Sizes.from_config(config, layout, on_nvidia=on_nvidia), config.model
-    pieces = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
-    stages = [stage_activations(sizes, Recompute.of(config.recompute), own) for own in pieces]
+    sizes = Sizes.from_config(config, layout, on_nvidia=on_nvidia)
+    stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
-    activations: Sequence[float] = of_stage if plan is None else peaks(plan.table, of_stage)
-    lanes: Sequence[float] = [1] if plan is None else peaks(plan.table, [1] * len(stages))
+    activations: Sequence[float] = peaks(pipeline.table, of_stage) if pipeline else of_stage
+    lanes: Sequence[float] = peaks(pipeline.table, [1] * len(stages)) if pipeline else [1]
     places, bucket_mb = [], config.optim.bucket_mb
     num_moments = len(rule_of(config.optim.name).moments)
     for place in range(layout.pp):
-        numbers = plan.placement.stages_of(place) if plan else (0,)
-        own = [pieces[number] for number in numbers]
-        by_part: dict[str, Bytes] = {}
-        for part, kept in (item for number in numbers for item in stages[number].items()):
+        own, by_part = plan.own_stages(place), dict[str, Bytes]()
+        for part, kept in (item for number in plan.stage_numbers(place) for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
         buffers = own_buffer_bytes(config, sizes, own, lanes[place])
-        weights = rank_weights(model, layout, own)
+        weights = rank_weights(config.model, layout, own)
         places.append(
             PlaceMemory(
                 place,
@@ -307,8 +295,8 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
     all kinds.
     """
     try:
-        run, on_nvidia = with_its_transport(plan), torch.version.hip is None
-        places = exact_memory(run, plan.layout, on_nvidia=on_nvidia, plan=plan.pipeline)
+        run = replace(plan, config=with_its_transport(plan))
+        places = exact_memory(run, on_nvidia=torch.version.hip is None)
     except ConfigError as error:
         return {"why_not": str(error)}
     return {"places": [place.kinds(2**30, OUTSIDE_ALLOCATOR) for place in places]}

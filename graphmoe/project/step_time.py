@@ -21,47 +21,39 @@ from graphmoe.plan.costs.segment_times import (
 )
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis, layout_of
-from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
-from graphmoe.plan.pipeline.plan import PipelinePlan, costs_of, num_micro_batches
+from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.pipeline.plan import costs_of
 from graphmoe.plan.pipeline.simulate import simulate
+from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 
 def step_time(
-    config: RunConfig,
-    sizes: Sizes,
-    places: list[PlaceMemory],
-    speeds: Speeds,
-    plan: PipelinePlan | None,
-    bubble: float | None = None,
+    plan: Plan, sizes: Sizes, places: list[PlaceMemory], speeds: Speeds, bubble: float | None = None
 ) -> dict[str, Any]:
     """Project a step: seconds of it and of its parts, and throughput, as a document has them.
 
     Times by segment are of one micro-batch on the slowest place along pp. The exchange is the part of them in
     which the rank waits for others, over all micro-batches; exposed gradients are what no computation covers;
     a step is not shorter than the host needs to start all work that is not in one graph. ``bubble``, the
-    share of the micro-batches' time in which a rank waits, takes the place of the simulated one. Each
-    micro-batch beyond those of the plan's table adds the time of the slowest place.
+    share of the micro-batches' time in which a rank waits, takes the place of the simulated one.
     """
-    layout, model = sizes.layout, config.model
-    count = num_micro_batches(config, layout)
+    config, layout, count = plan.config, plan.layout, plan.num_micro_batches
     speeds = replace(speeds, adding=(count - 1) / count)
-    stages = plan.stages if plan else (all_pieces(model.num_layers, model.mtp_depth),)
-    own = [plan.placement.stages_of(place) if plan else (0,) for place in range(layout.pp)]
-    times = [stage_times(config, sizes, speeds, pieces) for pieces in stages]
+    own = [*map(plan.stage_numbers, range(layout.pp))]
+    times = [stage_times(config, sizes, speeds, pieces) for pieces in plan.stages]
     totals = [sum_of("", of_stage) for of_stage in times]
     busy = [sum(totals[number].total for number in numbers) for numbers in own]
-    if plan is None:
+    if plan.pipeline is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        timeline = simulate(plan.table, costs_of(totals, message_seconds(sizes, speeds)))
-        makespan = timeline.makespan + (count - plan.table.num_micro_batches) * max(busy)
+        makespan = simulate(plan.pipeline.table, costs_of(totals, message_seconds(sizes, speeds))).makespan
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
-    owned = [plan.own_stages(place).values() if plan else stages for place in range(layout.pp)]
+    owned = map(plan.own_stages, range(layout.pp))
     gradients = max(reduction_seconds(sizes, speeds, of_place) for of_place in owned)
     gradients -= min(gradients * speeds.rates.hidden_gradients, makespan / count)
     update = update_seconds(config.optim.name, max(place.owned for place in places), speeds)
@@ -78,7 +70,7 @@ def step_time(
         "step_time_s": step,
         "bubble": waits,
         "tokens_per_s_per_gpu": rate,
-        "mfu": rate * flops_per_token(model, sizes.seq_len).total / (speeds.card.tflops * 1e12),
+        "mfu": rate * flops_per_token(config.model, sizes.seq_len) / (speeds.card.tflops * 1e12),
         "time_s": {
             "forward_by_segment": dict(forward_s),
             "backward_by_segment": dict(backward_s),

@@ -111,7 +111,7 @@ class Pipelined:
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         table, place = pipeline.table, mesh.index("pp")
-        self.stages = pipeline.own_stages(place)
+        self.stages = {number: pipeline.stages[number] for number in plan.stage_numbers(place)}
         self._lanes = lanes_of(table, place)
         positions = config.data.seq_len // plan.layout.size("cp_tp")
         shape = config.train.micro_batch_size, positions, config.model.hidden_size

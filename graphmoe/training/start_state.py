@@ -61,7 +61,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
     Where layers are shared out, of the ranks that hold most.
     """
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
-    parameters = count_parameters(config.model).total.full
+    parameters = count_parameters(config.model)["total"]["full"]
     rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
     num_moments = len(rule_of(config.optim.name).moments)
     needed_by_place = [
@@ -70,7 +70,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
                 config.model, layout, stages, rounded=rounded, dp_shard=dp_shard, num_moments=num_moments
             ).values()
         )
-        for stages in (pipeline.stages_of_places if pipeline else [[]])
+        for stages in map(plan.own_stages, range(layout.pp))
     ]
     needed = max(needed_by_place)
     there = memory_of(device)

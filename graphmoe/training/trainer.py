@@ -99,7 +99,7 @@ class Trainer:
         )
         self.throughput = Throughput(
             train.global_batch_size * data.seq_len,
-            flops_per_token(config.model, data.seq_len).total,
+            flops_per_token(config.model, data.seq_len),
             config.log.peak_tflops or peak_tflops(device_name(device)),
             ranks.size,
         )

@@ -5,7 +5,6 @@ the size of a rank's shards, which follows from the number of ranks and ``optim.
 of these a job finds all of its code but the update.
 """
 
-import enum
 import functools
 import hashlib
 import json
@@ -137,8 +136,6 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

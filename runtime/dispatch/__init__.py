@@ -37,8 +37,7 @@ def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
 
 def _maker(choice: str) -> Maker:
     """The row of `MAKERS`; a user's object has it as ``make``."""
-    maker: Maker = look_up(MAKERS, choice, "moe.dispatcher", attribute="make")
-    return maker
+    return look_up(MAKERS, choice, "moe.dispatcher", attribute="make")
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:

@@ -59,7 +59,7 @@ class Pipeline:
         """Run forwards only, under torch.no_grad of the caller."""
         assert not torch.is_grad_enabled()
         if num_micro_batches not in self._evaluating:
-            table = forward_only(self._table, num_micro_batches)
+            table = forward_only(self._table.placement, num_micro_batches)
             self._evaluating[num_micro_batches] = table, transfers_of(table, self._rank)
         self._do(*self._evaluating[num_micro_batches], None)
 

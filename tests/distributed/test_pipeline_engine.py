@@ -82,7 +82,7 @@ def found_by(results):
 
 def test_each_rank_does_what_its_table_says_and_keeps_no_more(runs):
     for name, (case, results) in runs.items():
-        table = forward_only(case.table, case.evaluates) if case.evaluates else case.table
+        table = forward_only(case.table.placement, case.evaluates) if case.evaluates else case.table
         for rank, (_, log) in enumerate(results):
             place = place_of(case, rank)
             assert [entry[:3] for entry in log] == table.actions(place), name

@@ -66,9 +66,7 @@ def test_every_backend_matches_the_fp64_reference_at_mla_heads(backend):
 def test_torch_backends_run_any_shape_and_dtype(backend, shape, dtype):
     if backend is AttentionBackend.padded_flash and max(shape[-2:]) > 256:
         pytest.skip("choose_backend refuses it")
-    chosen = choose_backend(
-        backend, device_type="cuda", is_rocm=IS_ROCM, head_dim=shape[-2], v_head_dim=shape[-1]
-    )
+    chosen = choose_backend(backend, "cuda", shape[-2], shape[-1])
     assert_matches_reference(runner(chosen), shape, dtype, "cuda")
 
 

@@ -7,12 +7,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.runtime.cache.store import CompileCache
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
-from tests.ops.mlp_cases import (
-    assert_directions_match,
-    assert_results_match,
-    make_problem,
-    ops_of,
-)
+from tests.ops.mlp_cases import assert_directions_match, assert_results_match, make_problem, ops_of
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_gradient_close
 

@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
-from tests.ops.test_router import (
-    SIGMOID,
-    Case,
-    by_autograd,
-    differentiable,
-    written_out,
-)
+from tests.ops.test_router import SIGMOID, Case, by_autograd, differentiable, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 REAL = {

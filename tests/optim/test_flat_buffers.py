@@ -56,14 +56,14 @@ def test_buckets_hold_neighbours_of_one_kind_up_to_the_limit_and_what_decays_com
 @pytest.mark.parametrize("rounded", [True, False])
 def test_moments_are_shared_out_to_all_ranks_and_experts_to_theirs(rounded):
     model = load_preset("deepseek_v2_lite")
-    counts = count_parameters(model).total
+    counts = count_parameters(model)["total"]
     alone = state_bytes(model, Layout(), rounded=rounded)
-    assert sum(alone.values()) == (18 if rounded else 16) * counts.full
+    assert sum(alone.values()) == (18 if rounded else 16) * counts["full"]
     of_eight = state_bytes(model, Layout(dp=8), rounded=rounded)
     with_experts = state_bytes(model, Layout(dp=8, ep=4), rounded=rounded)
     assert of_eight["moments_fp32"] == with_experts["moments_fp32"] == alone["moments_fp32"] / 8
     assert of_eight["gradients_fp32"] == alone["gradients_fp32"] * 9 / 8
-    local = counts.full - counts.routed_experts * 3 / 4
-    assert with_experts["gradients_fp32"] == pytest.approx(4 * local + 4 * counts.full / 8)
-    weights = (2 + 2 / 8 + 4 / 8 if rounded else 4 + 4 / 8) * counts.full
+    local = counts["full"] - counts["routed_experts"] * 3 / 4
+    assert with_experts["gradients_fp32"] == pytest.approx(4 * local + 4 * counts["full"] / 8)
+    weights = (2 + 2 / 8 + 4 / 8 if rounded else 4 + 4 / 8) * counts["full"]
     assert sum(size for kind, size in of_eight.items() if "weights" in kind) == pytest.approx(weights)

@@ -7,6 +7,7 @@ import torch
 
 from graphmoe.config.schema import Transport
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.recompute import Recompute
 from tests.runs import ROOT, config
@@ -19,7 +20,11 @@ DECISIONS = {
 
 def test_one_rank_alone_has_the_local_dispatcher_and_no_pipeline():
     plan = plan_of(config("train.global_batch_size=12", "data.seq_len=16"), 1)
-    assert plan.layout == Layout() and plan.pipeline is None and plan.own_stages(0) == []
+    assert (
+        plan.layout == Layout()
+        and plan.pipeline is None
+        and plan.own_stages(0) == [all_pieces(plan.config.model.num_layers, 0)]
+    )
     assert (plan.dispatcher, plan.transport, plan.reads_peers) == ("local", None, False)
     assert (plan.num_micro_batches, plan.global_micro_batches, plan.tokens) == (6, 6, 32)
     assert plan.dtype == torch.float32 and not plan.captured and not plan.captures_step

@@ -10,7 +10,6 @@ from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
-from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.memory import exact_memory, state_bytes
 from graphmoe.runtime.dispatch import make_dispatcher
@@ -31,7 +30,7 @@ PEAKS = {
 
 def memory_of(*words: str, ranks: int = 1):
     run = config(*MODEL, *words)
-    return exact_memory(run, Layout.of(run.parallel, ranks), on_nvidia=False)
+    return exact_memory(plan_of(run, ranks), on_nvidia=False)
 
 
 @pytest.mark.parametrize("words", slow_but(PEAKS, "ep"))
@@ -51,13 +50,13 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
     )  # fmt: skip
     run = config(*MODEL, *words)
     run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
-    places = exact_memory(run, Layout.of(run.parallel, 4), on_nvidia=False)
-    plan = pipeline_of(run, Layout.of(run.parallel, 4))
-    assert plan is not None and len(places) == 4
-    for place, peak in zip(places, peak_activations(plan.table), strict=True):
+    plan = plan_of(run, 4)
+    places = exact_memory(plan, on_nvidia=False)
+    assert plan.pipeline is not None and len(places) == 4
+    for place, peak in zip(places, peak_activations(plan.pipeline.table), strict=True):
         if place.place in (1, 2):  # all stages there are alike
             assert place.activations == pytest.approx(place.by_segment.total() * peak)
-        assert place.activations <= place.by_segment.total() * plan.table.num_micro_batches
+        assert place.activations <= place.by_segment.total() * plan.num_micro_batches
 
 
 def test_lanes_of_a_captured_pipeline_have_working_memory_each():

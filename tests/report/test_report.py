@@ -163,7 +163,7 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     compiled = config("compile.enabled=true", *words)
     plan = plan_of(compiled, 2 if words else 1)
     document = projected_memory(plan)
-    (place,) = exact_memory(compiled, plan.layout, on_nvidia=True)
+    (place,) = exact_memory(plan, on_nvidia=True)
     (kinds,) = document["places"]
     assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.project.memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}

@@ -15,10 +15,7 @@ from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.cut import root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import (
-    RecomputedSegments,
-    executor_outside_graphs,
-)
+from graphmoe.runtime.compile.recompute import RecomputedSegments, executor_outside_graphs
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
 from tests.runs import config
 from tests.runtime.test_compiled import model_of

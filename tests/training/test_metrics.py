@@ -66,7 +66,7 @@ def test_the_log_line_names_all_its_parts():
 def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
     words = ("log.peak_tflops=0.5", "train.val_batches=1", "model.num_layers=3", "model.mtp_depth=1")
     train_in(tmp_path, *words)
-    flops = flops_per_token(config(*words).model, 16).total
+    flops = flops_per_token(config(*words).model, 16)
     rows = metrics(tmp_path)
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]

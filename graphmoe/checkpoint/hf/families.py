@@ -1,7 +1,6 @@
 """The model families on the Hugging Face hub that graphmoe reads and writes."""
 
 import dataclasses
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,13 +103,13 @@ def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Lines for the keys in which two models would compute something else; empty if none."""
     ours, theirs = _effective(a), _effective(b)
     keys = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
-    return [f"model.{key}={_shown(getattr(a, key))}, not {_shown(getattr(b, key))}" for key in keys]
+    return [f"model.{key}={getattr(a, key)}, not {getattr(b, key)}" for key in keys]
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
     """The keys with another value in ``b`` among those that decide what either model computes."""
     keys = dict.fromkeys((*_effective(a), *_effective(b)))
-    values = [(key, _shown(getattr(a, key)), _shown(getattr(b, key))) for key in keys]
+    values = [(key, getattr(a, key), getattr(b, key)) for key in keys]
     return [(key, before, after) for key, before, after in values if before != after]
 
 
@@ -187,7 +186,3 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
     if config.num_dense_layers == 0:
         dropped.add("dense_ffn_size")
     return {key: value for key, value in keys.items() if key not in dropped}
-
-
-def _shown(value: Any) -> Any:
-    return value.name if isinstance(value, enum.Enum) else value

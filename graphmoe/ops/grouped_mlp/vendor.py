@@ -43,9 +43,7 @@ def _turbo_rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
 def _turbo_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
     """The operation behind the package's own backward; its public function would multiply forward first."""
     from primus_turbo.pytorch.core.backend import BackendType  # type: ignore[import-not-found]
-    from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import (  # type: ignore[import-not-found]
-        grouped_gemm_variable_k_impl,
-    )
+    from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import grouped_gemm_variable_k_impl  # type: ignore[import-not-found]
 
     lens_E, offsets = _offsets(ends_E)
     return grouped_gemm_variable_k_impl(
@@ -77,9 +75,7 @@ def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
 def _te_products(dtype: torch.dtype) -> Products:
     require_half(KEY, "te", dtype)
     require_package(KEY, "te")
-    from transformer_engine.pytorch.module.grouped_linear import (  # type: ignore[import-not-found]
-        is_module_grouped_tensor_path_supported,
-    )
+    from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported  # type: ignore[import-not-found]
 
     if not is_module_grouped_tensor_path_supported(None, dtype):
         raise ConfigError(

@@ -34,10 +34,6 @@ class Card:
     def is_nvidia(self) -> bool:
         return not self.name.startswith("MI")
 
-    @property
-    def memory_bytes(self) -> float:
-        return self.memory_gb * 1e9
-
 
 _NIC_GB_PER_S = 50.0
 """One network card of 400 Gb/s for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or

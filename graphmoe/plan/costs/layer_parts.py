@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from graphmoe.config.schema import ModelConfig
-from graphmoe.plan.attention import AttentionFacts, attention_facts
+from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.rates import FP32, Product, Sides, Speeds
+from graphmoe.plan.costs.rates import FP32, Product, Speeds
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
 
@@ -42,20 +42,25 @@ class AttentionParts:
 
 
 def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
-    """Compute the parts of attn."""
-    facts, rates = sizes.attention, speeds.rates
-    *before, last = attention_products(facts, sizes.layout.tp)
-    up = [sides for weight, sides in zip(facts.weights, before, strict=False) if weight.name in facts.up]
+    """Compute the parts of attn.
+
+    A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
+    of that weight, which is the same work.
+    """
+    facts, rates, tp = sizes.attention, speeds.rates, sizes.layout.tp
+    *weights, last = facts.weights
+    before = {name: (rows, columns / tp) for name, rows, columns in weights}
+    up = [sides for name, sides in before.items() if name in facts.up]
     flops = sizes.tokens * attention_scores(sizes.model, sizes.seq_len)
     scores = Product(
         speeds.seconds(flops, rates.attention_forward, facts.head, sizes.seq_len),
         speeds.seconds(2 * flops, rates.attention_backward, facts.head, sizes.seq_len),
     )
     return AttentionParts(
-        speeds.dense(sizes.gathered, before),
+        speeds.dense(sizes.gathered, before.values()),
         speeds.dense(sizes.gathered, up),
         scores,
-        speeds.dense(sizes.gathered, [last]),
+        speeds.dense(sizes.gathered, [(last.rows / tp, last.columns)]),
         _latents_gathered(sizes, speeds) if facts.latents else along_tp(sizes, speeds),
         along_tp(sizes, speeds),
         _heads_exchanged(sizes, speeds),
@@ -70,8 +75,9 @@ def along_tp(sizes: Sizes, speeds: Speeds) -> float:
 
 def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
     """Time gate and up, and down, of a dense MLP or the shared experts."""
-    first, second = swiglu_products(sizes.model, inner, sizes.layout.tp)
-    return speeds.dense(sizes.gathered, [first]), speeds.dense(sizes.gathered, [second])
+    width, own = sizes.model.hidden_size, inner / sizes.layout.tp
+    gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
+    return speeds.dense(sizes.gathered, [gate_up]), speeds.dense(sizes.gathered, [down])
 
 
 def gate(sizes: Sizes, speeds: Speeds) -> Product:
@@ -148,18 +154,3 @@ def attention_scores(model: ModelConfig, seq_len: int) -> int:
     """Forward FLOPs of one token's scores and weighted values in one layer, causal."""
     facts = attention_facts(model)
     return 2 * model.num_heads * (facts.head + facts.value) * seq_len // 2
-
-
-def attention_products(facts: AttentionFacts, tp: int) -> list[Sides]:
-    """Return the weights of a layer's attention, with a rank's share of the heads along tp.
-
-    A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
-    of that weight, which is the same work.
-    """
-    *before, last = facts.weights
-    return [*((rows, columns / tp) for _, rows, columns in before), (last.rows / tp, last.columns)]
-
-
-def swiglu_products(model: ModelConfig, inner: int, tp: int) -> list[Sides]:
-    """Return the weights of a dense MLP or the shared experts: gate and up in one, and down."""
-    return [(model.hidden_size, 2 * inner / tp), (inner / tp, model.hidden_size)]

@@ -6,13 +6,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from graphmoe.config.schema import (
-    AttentionBackend,
-    ComputeDtype,
-    ModelConfig,
-    RunConfig,
-    Transport,
-)
+from graphmoe.config.schema import AttentionBackend, ComputeDtype, ModelConfig, RunConfig, Transport
 from graphmoe.plan.attention import AttentionFacts, attention_facts
 from graphmoe.plan.experts import Load, balanced_load, blocks_of, capacity, routed_tokens, transport_of
 from graphmoe.plan.layout import Layout

@@ -18,7 +18,13 @@ MOST_TRIED = 20_000
 """Layouts that are tried one by one, in some 0.3 s; where there are more, only neighbours of a good one."""
 
 
-def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) -> str:
+def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -> str:
+    """Return the layout whose busiest rank takes least, by `modelled_parts`, as `balanced_layout` does."""
+    return balanced_layout(tuple((part.name, part.total) for part in modelled_parts(model, seq_len)), rank_of)
+
+
+@functools.lru_cache(maxsize=1024)  # schedules may place stages alike; the largest layout takes a second
+def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
     """Return the layout of contiguous stages, none empty, whose busiest rank has least to do.
 
     ``costs`` has letter and cost of each part, in the order of the model; ``rank_of`` the rank of each stage.
@@ -27,21 +33,6 @@ def balanced_layout(costs: Sequence[tuple[str, float]], rank_of: Sequence[int]) 
     several stages and there are more than `MOST_TRIED` layouts, borders are moved as long as that helps.
     *Raises* ConfigError where there are more stages than parts.
     """
-    return _balanced(tuple(costs), tuple(rank_of))
-
-
-def default_layout(model: ModelConfig, seq_len: int, rank_of: Sequence[int]) -> str:
-    """Return the layout whose busiest rank takes least, by `modelled_parts`.
-
-    ``rank_of`` has the rank of each stage.
-    *Raises* ConfigError where there are more stages than parts.
-    """
-    return balanced_layout([(part.name, part.total) for part in modelled_parts(model, seq_len)], rank_of)
-
-
-@functools.lru_cache(maxsize=1024)
-def _balanced(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
-    """Compute a layout once for all schedules that place stages alike; the largest takes a second."""
     num_stages = len(rank_of)
     if not 1 <= num_stages <= len(costs):
         raise ConfigError(

@@ -33,14 +33,11 @@ class PipelinePlan:
     def placement(self) -> Placement:
         return self.table.placement
 
-    def own_stages(self, place: int) -> dict[int, StagePieces]:
-        """Return the stages of a place along pp, by number."""
-        return {number: self.stages[number] for number in self.placement.stages_of(place)}
-
     @property
     def stages_of_places(self) -> list[list[StagePieces]]:
         """Stages of each place along pp, in the order of the model."""
-        return [[*self.own_stages(place).values()] for place in range(self.placement.num_ranks)]
+        numbers = map(self.placement.stages_of, range(self.placement.num_ranks))
+        return [[self.stages[number] for number in of_place] for of_place in numbers]
 
     def pieces_of_place(self, place: int) -> list[str]:
         """Return the pieces of a place's stages as layout strings: ``['Et', 'L']``."""
@@ -93,7 +90,7 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
     if not config.pipeline.costs:
         return default_layout(config.model, config.data.seq_len or 1, placement.rank_of)
     try:
-        return balanced_layout(_given_parts(config), placement.rank_of)
+        return balanced_layout(tuple(_given_parts(config)), placement.rank_of)
     except ConfigError as error:
         raise ConfigError(f"pipeline.costs={config.pipeline.costs}: {error}") from error
 
@@ -146,14 +143,6 @@ def _cost(entry: str) -> tuple[str, float]:
         return name, float(value)
     except ValueError:
         raise ConfigError(f"'{entry}' must be a part and its milliseconds, such as moe:6.7") from None
-
-
-def plan_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yield the reason where a configuration has no pipeline, for ranks whose number is known."""
-    try:
-        pipeline_of(config, layout)
-    except ConfigError as error:
-        yield str(error)
 
 
 def num_micro_batches(config: RunConfig, layout: Layout) -> int:

@@ -18,7 +18,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import plan_problems
+from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules import experts, model, parallel, run
 from graphmoe.segments import lowest_stage
 
@@ -120,4 +120,7 @@ def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
     if problems := [*parallel.rank_batch_rules(config.train, layout, ranks)]:
         yield from problems
     elif exact and can_plan:
-        yield from plan_problems(config, layout)
+        try:
+            pipeline_of(config, layout)
+        except ConfigError as error:
+            yield str(error)

@@ -3,13 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.schema import (
-    ComputeDtype,
-    DpShard,
-    ModelConfig,
-    PassesConfig,
-    RunConfig,
-)
+from graphmoe.config.schema import ComputeDtype, DpShard, ModelConfig, PassesConfig, RunConfig
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,

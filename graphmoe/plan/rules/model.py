@@ -4,13 +4,7 @@ import math
 from collections.abc import Iterator
 
 from graphmoe.config.ranges import fields_of, range_rules, type_rules
-from graphmoe.config.schema import (
-    GroupScore,
-    ModelConfig,
-    RopeScaling,
-    RunConfig,
-    ScoreFunction,
-)
+from graphmoe.config.schema import GroupScore, ModelConfig, RopeScaling, RunConfig, ScoreFunction
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import divisors
 

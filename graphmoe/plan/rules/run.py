@@ -4,14 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from graphmoe.config.schema import (
-    AttentionBackend,
-    ConfigError,
-    DpShard,
-    ModelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from graphmoe.config.schema import AttentionBackend, ConfigError, DpShard, ModelConfig, RunConfig, TrainConfig
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of

@@ -112,7 +112,7 @@ def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
     num_moments = len(rule_of(config.optim.name).moments)
     states = [
         sum(state_bytes(config.model, layout, stages, rounded=rounded, num_moments=num_moments).values())
-        for stages in pipeline.stages_of_places
+        for stages in map(plan.own_stages, range(layout.pp))
     ]
     padded = replace(config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
     sizes = Sizes.from_config(replace(config, model=padded), layout, on_nvidia=torch.version.hip is None)

@@ -161,6 +161,6 @@ def most_held(table, rank):
 
 def test_a_table_that_evaluates_needs_no_channel_that_its_schedule_lacks():
     for table in TABLES:
-        channels = set(channels_of(forward_only(table, 4)))
+        channels = set(channels_of(forward_only(table.placement, 4)))
         assert channels <= set(channels_of(table))
         assert bool(channels) == (table.placement.num_ranks > 1)

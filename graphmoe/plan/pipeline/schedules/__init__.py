@@ -84,8 +84,7 @@ SCHEDULES = {
 
 def schedule_of(name: str) -> Schedule:
     """Return the schedule of a name or import path. *Raises* ConfigError where there is none."""
-    found: Schedule = look_up(SCHEDULES, name, "pipeline.schedule", Schedule)
-    return found
+    return look_up(SCHEDULES, name, "pipeline.schedule", Schedule)
 
 
 def make_table(

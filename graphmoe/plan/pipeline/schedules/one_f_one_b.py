@@ -76,12 +76,11 @@ def _without(step: Step, num_micro_batches: int) -> Step | None:
     return step if len(left) == 2 else left[0] if left else None
 
 
-def forward_only(like: Table | Placement, num_micro_batches: int) -> Table:
-    """Return the table that evaluates a model whose stages lie as in ``like``.
+def forward_only(placement: Placement, num_micro_batches: int) -> Table:
+    """Return the table that evaluates a model whose stages are placed so.
 
     Each rank runs the ready forward of its latest stage, so that micro-batches near the loss leave first.
     """
-    placement = like.placement if isinstance(like, Table) else like
     assert num_micro_batches > 0
     ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     latest_first = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]

@@ -27,3 +27,11 @@ def make_batch(sequences=B, length=S, vocab=V):
     labels = tokens[:, 1:].clone()
     labels[0, 5:8] = -100
     return tokens[:, :-1], labels
+
+
+def filled(module, std=0.2, seed=0):
+    """The module with normal weights, norms among them."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+    return module

@@ -17,6 +17,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import run_segments
+from tests.model.models import filled
 from tests.runs import config
 from tests.tolerances import relative_error
 
@@ -31,11 +32,8 @@ CHUNKS = {
 
 
 def layer_of(dtype: torch.dtype) -> MoELayer:
-    layer = MoELayer(MODEL, MoEConfig(), dispatcher=AllToAll(Mesh(Layout()), EXPERTS)).to(dtype)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
-    return layer
+    dispatcher = AllToAll(Mesh(Layout()), EXPERTS)
+    return filled(MoELayer(MODEL, MoEConfig(), dispatcher=dispatcher).to(dtype), seed=1)
 
 
 def run(layer: MoELayer, dispatcher: AllToAll, backend: str = "", totals=()) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
+from tests.model.models import filled
 from tests.tolerances import assert_forward_close
 
 T, NUM_EXPERTS, K = 11, 12, 4
@@ -36,10 +37,7 @@ def test_one_rank_that_dispatches_to_itself_computes_what_one_without_a_dispatch
     config = ModelConfig(num_experts=NUM_EXPERTS, top_k=K, hidden_size=32, num_heads=2, expert_ffn_size=8)
     dispatcher = AllToAll(Mesh(Layout()), NUM_EXPERTS)
     layers = [MoELayer(config, MoEConfig(), Layout(), d) for d in (None, dispatcher)]
-    with torch.no_grad():
-        for parameter in layers[0].parameters():
-            parameter.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(parameter.numel()))
-    layers[1].load_state_dict(layers[0].state_dict())
+    layers[1].load_state_dict(filled(layers[0]).state_dict())
     generator = torch.Generator().manual_seed(0)
     x, angle = torch.randn(2, 7, 32, generator=generator), torch.rand(7, config.qk_rope_head_dim // 2)
     alone, sent = (layer(x, angle.cos(), angle.sin()) for layer in layers)

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.config.schema import MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
-from tests.model.models import MLA, B, S
+from tests.model.models import MLA, B, S, filled
 from tests.tolerances import assert_gradient_close
 
 CONFIG = dataclasses.replace(
@@ -33,14 +33,9 @@ LAYERS = {  # name: (config, dense layer, segment names)
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-def make_layer(name, seed=0):
+def make_layer(name):
     config, dense, _ = LAYERS[name]
-    layer = DenseLayer(config) if dense else MoELayer(config, MoEConfig())
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(0.0, 0.2, generator=generator)
-    return layer
+    return filled(DenseLayer(config) if dense else MoELayer(config, MoEConfig()))
 
 
 def make_tensors(name, seed=0):

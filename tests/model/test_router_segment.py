@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
 from graphmoe.model.moe import Router
+from tests.model.models import filled
 from tests.ops.test_router import Case, choice_of, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -22,13 +23,9 @@ OPTIONS = [
 def make_router(*, force_balance=False, seed=0, dtype=torch.float32, **changes):
     """A router with random weights and, where it has one, a random selection bias."""
     config = ModelConfig(**({"hidden_size": D, "num_experts": 16, "top_k": 4} | changes))
-    router = Router(config, MoEConfig(force_balance=force_balance)).to(dtype)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in router.parameters():
-            parameter.normal_(0.0, 0.5, generator=generator)
-        if config.selection_bias:
-            router.selection_bias.copy_(torch.rand(config.num_experts, generator=generator) * 0.6 - 0.3)
+    router = filled(Router(config, MoEConfig(force_balance=force_balance)).to(dtype), 0.5, seed)
+    if config.selection_bias:
+        torch.nn.init.uniform_(router.selection_bias, -0.3, 0.3, torch.Generator().manual_seed(seed))
     return router
 
 

@@ -16,7 +16,6 @@ from tests.ops import row_cases
 from tests.ops.ahead_of_time import ROOT, launches_of
 from tests.ops.interpreted import BACKENDS, device_of
 from tests.ops.row_cases import (
-    NAN,
     ROUTINGS,
     assert_plan_matches_brute_force,
     assert_rows_are_multiplied,
@@ -26,6 +25,7 @@ from tests.ops.row_cases import (
     choose,
     experts_of,
     pattern_of_experts,
+    rows_with_nan,
     sizes,
     spread,
     summed,
@@ -60,11 +60,6 @@ def rows_of(backend):
         lambda y_RD, plan, weight_TK: kernels.sum_rows(y_RD, plan.row_TK, weight_TK),
         lambda dx_TD, y_RD, plan: kernels.dot_rows(dx_TD, y_RD, plan.row_TK),
     )
-
-
-def with_dead_rows(y_LD, plan):
-    """Live rows followed by NaN."""
-    return torch.cat([y_LD, y_LD.new_full((len(plan.slot_R) - plan.live, y_LD.shape[1]), NAN)])
 
 
 @pytest.fixture
@@ -175,7 +170,7 @@ def test_a_token_is_summed_in_the_order_of_its_slots_not_of_its_experts():
 def test_the_gradients_match_fp64_formulas(dtype, weighted, unrouted):
     plan, (T, K), D, live = unrouted, unrouted.row_TK.shape, 40, unrouted.live
     token_L, slot_L = plan.slot_R[:live].long() // K, plan.slot_R[:live].long()
-    x, y = values(T, D, dtype=dtype), values(live, D, dtype=dtype, seed=1)
+    x, y = values(T, D, dtype=dtype), rows_with_nan(plan, D, dtype, "cpu")
     weight = values(T, K, seed=2) if weighted else torch.ones(T, K)
 
     def assert_matches(run, rows, gradient, formula):
@@ -190,14 +185,14 @@ def test_the_gradients_match_fp64_formulas(dtype, weighted, unrouted):
 
     zeros = torch.zeros(T, D, dtype=torch.float64)
     back = lambda y, w: zeros.index_add(0, token_L, y * w)  # noqa: E731
-    assert_matches(summed, with_dead_rows(y, plan), x, back)
-    assert_matches(spread, x, with_dead_rows(y, plan), lambda x, w: x[token_L] * w)
+    assert_matches(summed, y, x, back)
+    assert_matches(spread, x, y, lambda x, w: x[token_L] * w)
 
 
 @pytest.mark.parametrize(("rows_want", "weights_want"), list(itertools.product((True, False), repeat=2)))
 @pytest.mark.parametrize("run", [spread, summed])
 def test_only_the_gradients_that_are_wanted_are_computed(run, rows_want, weights_want, unrouted):
-    rows = with_dead_rows(values(unrouted.live, 3), unrouted)
+    rows = rows_with_nan(unrouted, 3, torch.float32, "cpu")
     rows = (rows if run is summed else values(len(unrouted.row_TK), 3)).requires_grad_(rows_want)
     weight_TK = values(*unrouted.row_TK.shape, dtype=torch.bfloat16).requires_grad_(weights_want)
     with SeenOps() as seen:
@@ -213,23 +208,10 @@ def test_only_the_gradients_that_are_wanted_are_computed(run, rows_want, weights
 
 def test_without_weights_no_rows_are_kept_for_the_backward(unrouted):
     saved = []
-    y_RD = with_dead_rows(values(unrouted.live, 7), unrouted).requires_grad_()
+    y_RD = rows_with_nan(unrouted, 7, torch.float32, "cpu").requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)) or t, lambda t: t):
         summed(y_RD, unrouted, None)
     assert tuple(y_RD.shape) not in saved and tuple(unrouted.row_TK.shape) in saved
-
-
-@pytest.mark.parametrize("function", [plain.permute, plain.unpermute])
-def test_gradients_are_bitwise_repeatable_on_several_threads(function):
-    """Plain indexing fails here: its CPU gradient adds the K rows of a token with atomics."""
-    T, K, E, D = 512, 8, 16, 128
-    plan = plain.routing_plan(choose("random", T, K, E), E)
-    x = values(T if function is plain.permute else T * K, D).requires_grad_()
-    y = function(x, plan.slot_R, plan.row_TK)
-    dy = values(*y.shape, seed=1)
-    torch.set_num_threads(4)
-    first, *others = (torch.autograd.grad(y, x, dy, retain_graph=True)[0] for _ in range(12))
-    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

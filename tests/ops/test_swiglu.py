@@ -5,8 +5,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from graphmoe.config.schema import ModelConfig
-from graphmoe.model.moe import Experts
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import BACKENDS, device_of
@@ -100,16 +98,6 @@ def test_autograd_gives_the_gradients_in_the_shapes_of_the_inputs(shape):
     expected = torch.autograd.grad(swiglu_in_fp64(*exact), exact, da[:LIVE].double())
     for actual, wanted in zip((dh, dweight), expected, strict=True):
         assert_gradient_close(actual[:LIVE], wanted)
-
-
-def test_swiglu_is_the_activation_of_the_model():
-    """One expert whose projections are identities, in fp32: they round nothing away."""
-    h, weight = values(ROWS, 24), values(ROWS, 1, seed=1)
-    model = Experts(ModelConfig(hidden_size=24, num_experts=1, expert_ffn_size=12))
-    model.load_state_dict({"w_gate_up": torch.eye(24)[None], "w_down": torch.eye(24, 12)[None]})
-    ends, row = torch.tensor([ROWS], dtype=torch.int32), torch.arange(ROWS, dtype=torch.int32)
-    expected = model(h, weight, ends, row.view(-1, 1), row)[:, :12]
-    assert_forward_close(ops.swiglu(h, weight, ends), expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])

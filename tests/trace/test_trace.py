@@ -13,7 +13,7 @@ from graphmoe.trace.__main__ import main
 from graphmoe.trace.events import Activity, Trace, read_trace
 from graphmoe.trace.floors import Device
 from graphmoe.trace.owners import is_communication
-from graphmoe.trace.summary import SegmentTime, Summary, summarise
+from graphmoe.trace.summary import SegmentTime, Summary, length, summarise
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
 from tests.runs import TINY, command, document_of
 
@@ -25,6 +25,10 @@ def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
 def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
     return found
+
+
+def test_time_that_intervals_cover_counts_once():
+    assert length([(5, 6), (0, 2), (1, 3), (3, 4)]) == 5 and length([(0, 10), (2, 3)]) == 10
 
 
 def test_kernels_belong_to_segments_and_a_step_has_idle_time_communication_and_launches(tmp_path):

@@ -118,6 +118,9 @@ def test_the_line_of_a_schedule_says_what_its_table_has(name):
     kinds = {action.kind for rank in range(2) for action in table.actions(rank)}
     assert kinds == ({"F", "I", "W"} if schedule.splits_backward else {"F", "B"})
     assert (schedule.virtual_stages[1] == 2) == (table.placement == Placement.folded(2))
+    for rank in range(4):
+        made = [action for action in make_table(name, 4, 6).actions(rank) if action.kind == "W"]
+        assert sorted(made, key=lambda action: action.stage) == sorted(made)  # sums do not differ by schedule
 
 
 def test_small_tables_are_those_of_the_papers():

@@ -107,10 +107,12 @@ PIPELINE pipeline.schedule=zbv pipeline.virtual_stages=3
     | which has 2 on each rank; use 2, or a schedule that takes 3: interleaved
 PIPELINE pipeline.schedule=interleaved pipeline.virtual_stages=1
     | has 2 or more on each rank; use 2 or more, or a schedule that takes 1: gpipe, 1f1b, zb1p
-launch.nproc=6 launch.nodes=1 parallel.tp=4 | parallel.pp=1 = 4 does not divide the 6 ranks
+launch.nproc=6 launch.nodes=1 parallel.tp=4
+    | parallel.pp=1 = 4 does not divide the 6 ranks (launch.nproc * nodes); use a multiple of 4 ranks
 launch.nproc=8 launch.nodes=1 parallel.dp=3 parallel.tp=2
     | = 6 is not the number of ranks, 8; use parallel.dp=4
-launch.nproc=4 launch.nodes=1 parallel.ep=8 | does not divide the 4 ranks of a pipeline stage
+launch.nproc=4 launch.nodes=1 parallel.ep=8
+    | does not divide the 4 ranks of a pipeline stage (dp=4 * cp=1 * tp=1); use ep * etp of 1, 2, 4
 checkpoint.init_from=a checkpoint.resume_from=b | use one of the two
 recompute.all=true recompute.segments=[attn] recompute.layer_ids=[1]
     | leave out recompute.segments=['attn'] and recompute.layer_ids=[1], or use recompute.all=false

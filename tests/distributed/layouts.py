@@ -2,13 +2,14 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import layout_of, own_part
@@ -19,9 +20,9 @@ from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
 from graphmoe.training.trainer import Trainer
-from tests.distributed.training import Outcome, Training, without_rank_load
+from tests.distributed.training import Change, Outcome, Training, without_rank_load
 from tests.distributed.turns import num_changes, watched
-from tests.tolerances import assert_forward_close, assert_gradient_close
+from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 BASE = (
     "model.num_dense_layers=1", "model.num_layers=3", "model.num_heads=4", "model.num_experts=8",
@@ -51,10 +52,13 @@ class Case:
     model: tuple[str, ...] = ()
     mode: str = "eager"
     """eager; traced: compiled units run as the graphs that were traced; inductor: they are compiled."""
+    change: Change | None = None
+    """Change of the trainers of both."""
 
     def __str__(self) -> str:
         """Name of the test."""
-        words = (self.layout or "dp", self.schedule, *self.overrides, *self.model, self.mode)
+        change = self.change.__name__ if self.change else ""
+        words = (self.layout or "dp", self.schedule, *self.overrides, *self.model, self.mode, change)
         kept = (word.rpartition(".")[2] for word in words if word not in ("", "eager"))
         return f"{self.ranks} ranks: {', '.join(kept)}"
 
@@ -65,23 +69,23 @@ class Case:
             own.append(f"pipeline.schedule={self.schedule}")
         compiled = () if self.mode == "eager" else (COMPILED,)
         words = (*self.alone.words, *own, *compiled, *self.overrides)
-        return Training(words, check, self.mode == "traced")
+        return Training(words, functools.partial(check, self.change), self.mode == "traced")
 
     @property
     def alone(self) -> Training:
         """The same on one process, uncompiled."""
         sizes = [word for word in self.overrides if "batch" in word or "precision" in word]
-        return Training((*BASE, *(PIPELINE if self.schedule else ()), *self.model, *sizes))
+        return Training((*BASE, *(PIPELINE if self.schedule else ()), *self.model, *sizes), self.change)
 
 
 def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
     """Rows of metrics, losses, gradients and weights of every rank are those of one process."""
-    parts = zip(_of_ranks(case, wanted.weights), _of_ranks(case, wanted.gradients), strict=True)
+    parts = zip(of_ranks(case, wanted.weights), of_ranks(case, wanted.gradients), strict=True)
+    expected = without_rank_load(wanted.rows).nan_to_num(9.0)
     for of_rank, (weights, gradients) in zip(found, parts, strict=True):
-        assert_forward_close(
-            without_rank_load(_common(of_rank.rows, wanted.rows)), without_rank_load(wanted.rows)
-        )
-        assert torch.equal(of_rank.rows, found[0].rows)
+        rows = without_rank_load(_common(of_rank.rows, wanted.rows)).nan_to_num(9.0)
+        assert_forward_close(rows, expected)
+        assert torch.equal(of_rank.rows.nan_to_num(9.0), found[0].rows.nan_to_num(9.0))
         assert_forward_close(of_rank.val_losses, wanted.val_losses)
         assert of_rank.weights.keys() == weights.keys()
         assert of_rank.gradients.keys() == ({} if FSDP in case.layout else weights).keys()
@@ -91,8 +95,51 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
                 assert_gradient_close(of_rank.gradients[parameter], gradients[parameter])
 
 
-def check(trainer: Trainer) -> None:
-    """Watch a run of a pipeline for what is to be seen while it trains only."""
+def gradient_errors(case: Case, found: Sequence[Outcome], wanted: Outcome) -> dict[str, float]:
+    """Relative error of each parameter's gradient, over the parts of all ranks."""
+    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for of_rank, expected in zip(found, of_ranks(case, wanted.gradients), strict=True):
+        for name, gradient in of_rank.gradients.items():
+            parts.setdefault(name, []).append((gradient.flatten(), expected[name].flatten()))
+    assert parts.keys() == wanted.gradients.keys()
+    return {name: relative_error(*map(torch.cat, zip(*of, strict=True))) for name, of in parts.items()}
+
+
+def some_labels_ignored(trainer: Trainer) -> None:
+    """Ignore a fifth of the labels."""
+    _ignore(trainer, lambda labels: labels % 5 == 0)
+
+
+def all_labels_ignored(trainer: Trainer) -> None:
+    """Ignore all labels."""
+    _ignore(trainer, lambda labels: labels >= 0)
+
+
+def _ignore(trainer: Trainer, chosen: Callable[[Tensor], Tensor]) -> None:
+    whole = trainer.model.loss
+
+    def loss(tokens: Tensor, labels: Tensor, *rest: Any):
+        return whole(tokens, labels.masked_fill(chosen(labels), IGNORED), *rest)
+
+    trainer.model.loss = loss  # type: ignore[method-assign]
+
+
+def an_expert_without_tokens(trainer: Trainer) -> None:
+    """Let no token choose the fourth expert."""
+    for router in trainer.model.routers():
+        router.selection_bias[3] = -9.0
+
+
+def all_on_two_experts(trainer: Trainer) -> None:
+    """Let all tokens choose two experts that are neighbours, so of one rank."""
+    for router in trainer.model.routers():
+        router.selection_bias[4:6] = 9.0
+
+
+def check(change: Change | None, trainer: Trainer) -> None:
+    """Change a run, and watch one of a pipeline for what is to be seen while it trains only."""
+    if change is not None:
+        change(trainer)
     if trainer.plan.pipeline is None:
         return
     check_who_carries_messages(trainer)
@@ -153,7 +200,7 @@ def check_who_carries_messages(trainer: Trainer) -> None:
     micro_batches.pipeline.train = check  # type: ignore[method-assign]
 
 
-def _of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Cut whole tensors by parameter name into those of each rank."""
     run = case.training.config
     plan = plan_of(run, case.ranks)

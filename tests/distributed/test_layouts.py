@@ -5,26 +5,49 @@ By default one job of four ranks runs some; ``-m slow`` adds more, of two and ei
 """
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
+from graphmoe.model.build import build_model
+from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.layouts import BUDGET, FSDP, MTP, TIED, TURNS, Case, assert_same
+from tests.distributed.layouts import (
+    BUDGET,
+    FSDP,
+    MTP,
+    TIED,
+    TURNS,
+    Case,
+    all_labels_ignored,
+    all_on_two_experts,
+    an_expert_without_tokens,
+    assert_same,
+    gradient_errors,
+    some_labels_ignored,
+)
 from tests.distributed.ranks import Job
-from tests.distributed.training import Outcome
-from tests.runs import COMPILED_MODEL
+from tests.distributed.training import Outcome, nan_gradient_in_step_2
+from tests.runs import COMPILED_MODEL, config
+from tests.tolerances import relative_error
 
 BF16, AGAIN = "precision.compute=bf16", "recompute.all=true"
 FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1")
 LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
 ROUTED_TWICE = "recompute.segments=[moe_router]"
+SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
+SENT = Case(2, "ep=2", mode="traced")
+GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model.qk_norm=true")
+LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
+DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
+NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
 FOUR = (
     Case(4, "", model=("model.mtp_depth=1",), overrides=(BF16, *FULL)),
     Case(4, "tp=4 etp=2", model=(TIED, MTP)),
-    Case(4, "cp=2 tp=2 ep=4", model=("model.q_lora_rank=6", MTP)),
-    Case(4, "cp=4 cp_method=ring"),
+    Case(4, "cp=2 tp=2 ep=4", model=(LORA, MTP)),
+    Case(4, f"cp=4 {RING}"),
     Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)),
     Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
@@ -36,6 +59,7 @@ LANES = Case(
 ROUTED = {
     Case(2, "pp=2", "1f1b"): Case(2, "pp=2", "1f1b", (AGAIN,)),
     Case(2, "pp=2", "1f1b", mode="traced"): Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"),
+    SENT: Case(2, "ep=2", "", (SENT_TWICE,), mode="traced"),
 }
 """Cases, and the same ones routed again in the backward."""
 TWO = (
@@ -50,22 +74,57 @@ TWO = (
     Case(2, "pp=2", "v_half", model=(MTP,)), Case(2, "pp=2", "v_min"), LANES,
     Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"),
     Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN), (TIED,), "traced"),
-    Case(2, "pp=2", "1f1b", FULL, mode="traced"),
+    Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
     Case(4, "ep=2 etp=2", model=(MTP,)),
-    Case(4, "tp=2 ep=2", model=("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2")),
-    Case(4, FSDP, model=("model.num_experts=6",)), Case(4, f"tp=2 ep=4 {FSDP}", model=(TIED,)),
+    Case(4, "tp=2 ep=2", model=GQA[:3]), Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)),
+    Case(4, "tp=2", model=(DENSE,)), Case(4, "tp=2", model=("model.selection_bias=false", NOT_SHARED)),
+    Case(4, "tp=2", model=("model.score_function=sigmoid", "model.num_groups=2", "model.renormalise=true")),
+    Case(4, "tp=2", model=(*GQA, MTP), change=some_labels_ignored),
+    Case(4, "tp=2", model=("model.aux_loss=sequence",), change=all_labels_ignored),
+    Case(4, "cp=2", model=(LORA, MTP), change=some_labels_ignored),
+    Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4")),
+    Case(4, f"cp=4 {RING}", model=GQA, change=some_labels_ignored),
+    Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
+    Case(4, f"cp=2 tp=2 {RING}", model=(LORA, MTP)),
+    Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=GQA),
+    Case(4, "ep=4"), Case(4, "etp=2", model=(MICRO,)),
+    Case(4, "ep=2 etp=2", model=("moe.force_balance=true",)),
+    *(
+        Case(4, layout, change=change)
+        for layout in ("ep=4", "ep=2 etp=2", "ep=2", "etp=2")
+        for change in (an_expert_without_tokens, all_on_two_experts)
+    ),
+    Case(4, FSDP, change=nan_gradient_in_step_2), Case(4, FSDP, model=("model.num_experts=6",)),
+    Case(4, f"tp=2 ep=4 {FSDP}", model=(TIED,)),
     Case(4, "pp=4", "zbv", ("pipeline.layout=E|t|t|t|t|m|m|L",), (MTP,)),
     Case(4, "pp=2 ep=2", "zb1p", model=(TIED,)),
     Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)), Case(4, "pp=2 cp=2 etp=2", "1f1b"),
     Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
     Case(4, "", overrides=LAYERS, mode="traced"),
-    Case(4, "tp=2", overrides=("recompute.ops=[mlp]",), mode="traced"),
     Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
     Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
     Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
 )  # fmt: skip
+LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), "traced")
+ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode="traced")
+OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("all_reduce", "tp")}
+AXES = {
+    ONE_PROCESS: OF_TP | {("all_reduce", "cp_tp")},
+    LAYERS_AGAIN: OF_TP,
+    Case(2, "cp=2", model=(ALL_MOE,), mode="traced"): {
+        ("all_to_all", "cp"), ("all_gather", "cp_tp"), ("reduce_scatter", "cp_tp"), ("index_along", "cp"),
+    },
+    Case(2, f"cp=2 {RING}", model=GQA, mode="traced"): {
+        ("ring_attention", "cp"), ("ring_attention_backward", "cp"),
+    },
+    replace(SENT, overrides=("passes.disabled=[fuse_experts]",)): set(),
+}  # fmt: skip
+"""Operations that graphs of layouts send by, each with its axis."""
+ROUNDED = [
+    Case(4, layout, model=(BF16, "train.steps=1", *more)) for layout, *more in (("tp=2", DENSE), ("ep=2",))
+]
 EIGHT = (
     *(Case(8, layout) for layout in (
         "ep=8", "ep=4 etp=2", "tp=4 ep=2 etp=2", "cp=2 tp=2 ep=4 etp=2", "cp=2 tp=2 cp_method=ring ep=8",
@@ -84,7 +143,7 @@ GRID = (
     *(Case(8, "pp=8", name, model=(MTP, TIED, *DEEP)) for name in ("interleaved", "v_half")),
     Case(8, "pp=8", "zbv", model=(MTP, *DEEP)), replace(LANES, mode="inductor"),
 )  # fmt: skip
-MARKS = {FOUR: (), (*TWO, *MORE_OF_FOUR, *EIGHT): (pytest.mark.slow,), GRID: (pytest.mark.exhaustive,)}
+MARKS = {FOUR: (), (*TWO, *AXES, *MORE_OF_FOUR, *EIGHT): (pytest.mark.slow,), GRID: (pytest.mark.exhaustive,)}
 CASES = [pytest.param(case, id=str(case), marks=marks) for cases, marks in MARKS.items() for case in cases]
 
 
@@ -92,7 +151,7 @@ CASES = [pytest.param(case, id=str(case), marks=marks) for cases, marks in MARKS
 def on_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Outcomes of a case by rank; all cases with so many ranks that will be tested run in one job."""
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["case"] for item in items}
+    wanted = {item.callspec.params["case"] for item in items if hasattr(item, "callspec")}
     wanted |= {ROUTED[case] for case in wanted if case in ROUTED}
 
     @functools.cache
@@ -121,3 +180,71 @@ def test_routing_again_when_later_micro_batches_are_counted_changes_no_bit(on_ra
         for parameter, gradient in kept.gradients.items():
             assert torch.equal(again.gradients[parameter], gradient), parameter
             assert torch.equal(again.weights[parameter], kept.weights[parameter]), parameter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ROUNDED])
+def test_in_bf16_ranks_stay_as_close_to_fp32_as_one_process(on_ranks, alone, case):
+    """Within twice for each gradient and the loss: parts are rounded too."""
+    found, of_one = on_ranks(case), alone(case.alone)
+    exact = alone(replace(case, model=case.model[1:]).alone)
+    for parameter, error in gradient_errors(case, found, exact).items():
+        assert error < 2 * relative_error(of_one.gradients[parameter], exact.gradients[parameter]) + 5e-3
+    loss, of_ranks, rounded = (run.rows[0, :1] for run in (exact, found[0], of_one))
+    assert 0 < relative_error(of_ranks, loss) < 2 * relative_error(rounded, loss) + 5e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in (*AXES, SENT, ROUTED[SENT])])
+def test_compiled_graphs_are_those_of_every_rank_and_name_axes_instead_of_process_groups(on_ranks, case):
+    first, other = (outcome.graphs for outcome in on_ranks(case))
+    assert first.code and first.code == other.code  # groups and places differ, graphs do not
+    calls = re.findall(r"graphmoe\.(\w+)\.default\]\(args = \((.*?)\)", "\n".join(first.code))
+    named = r"(?<![%\w])(?:cp|tp|cp_tp)\b"
+    axes = {(kind, axis) for kind, words in calls for axis in re.findall(named, words)}
+    assert axes >= AXES.get(case, set()) and {axis for _, axis in axes} <= {"cp", "tp", "cp_tp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [LAYERS_AGAIN], ids=str)
+def test_what_an_mlp_gathers_is_gathered_again_where_it_is_recomputed(on_ranks, case):
+    of_layers = [text for text in on_ranks(case)[0].graphs.code if text.startswith("attn..mlp:")]
+    *_, forward, inputs, weights = (text.count("graphmoe.all_gather.default]") for text in of_layers)
+    # attention and MLP; in the backward the gradients of their sums, and the MLP
+    assert (forward, inputs + weights) == (2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [ONE_PROCESS], ids=str)
+def test_passes_match_as_they_do_on_one_rank_but_for_the_loss(on_ranks, alone, case):
+    found, one = on_ranks(case)[0].graphs, alone(replace(case, layout="").training).graphs
+    assert found.matches.keys() == one.matches.keys()
+    different = {key for key, count in one.matches.items() if bool(count) != bool(found.matches[key])}
+    assert different == {("loss", "fuse_loss")}
+    assert "share the vocabulary" in found.left["loss", "fuse_loss"][0]
+    assert found.matches["attn..moe_combine", "fuse_router"] == 1
+    words = ("all_gather", "reduce_scatter", "all_reduce", "index_along")
+    assert one.code and not any(word in graph for graph in one.code for word in words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SENT], ids=str)
+def test_other_loads_compile_nothing_again_and_recompute_sends_no_token_again(on_ranks, case):
+    for once, found in zip(on_ranks(case), on_ranks(ROUTED[case]), strict=True):
+        assert not found.rows[0].equal(found.rows[1]) and found.graphs.recompiled == 0
+        assert found.graphs.dispatched == once.graphs.dispatched > 0
+
+
+def test_a_rank_holds_its_share_of_every_large_matrix():
+    model = config("model.num_heads=4", LORA, "model.num_dense_layers=1").model
+    whole, part = (
+        {
+            name: weight.numel()
+            for name, weight in build_model(model, layout=layout, device="meta").named_parameters()
+        }
+        for layout in (ALONE, Layout(tp=4))
+    )
+    cut = ("embed.", "head.head.", "q_up", "kv_up", "out_proj", "gate_up.weight", ".down.weight")
+    assert {name: whole[name] // size for name, size in part.items()} == {
+        name: 4 if any(each in name for each in cut) else 1 for name in whole
+    }

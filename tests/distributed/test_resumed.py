@@ -5,22 +5,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe.checkpoint.hf import save_hf
 from graphmoe.checkpoint.hf.tensor_files import TensorToWrite
 from graphmoe.config.schema import ConfigError
+from graphmoe.generate import load_model
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
-from graphmoe.run.weights import write_weights
+from graphmoe.plan.layout import Layout, layout_of, own_part
+from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run, write_weights
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import (
     Outcome,
     Training,
     gathered,
-    nan_gradient_in_step_2,
     quiet_trainer,
     signal_in_step_3,
     without_rank_load,
@@ -63,6 +65,9 @@ ALONE = {"one process": ("folded", ()), "one process of stages": ("stages", ())}
 UNTIED = ("model.tie_embeddings=false", "checkpoint.enabled=false")
 OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.aux_loss=sequence")
 """Words of a model that a folder of Hugging Face can describe."""
+RUNS = {"folded": "fp32", "rounded": "bf16"}
+"""Runs of four ranks whose weights others take, and what they compute in."""
+KINDS = {"hf": FolderKind.hf, "own": FolderKind.graphmoe, **dict.fromkeys(RUNS, FolderKind.run)}
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ def source(folder: Path) -> Transformer:
     """Write the model's weights into folders of each kind; one lacks some of the last layer."""
     run = config(*BASE, *UNTIED, *OF_A_FAMILY).model
     model = build_model(run, seed=5)
+    for router in model.routers():
+        router.selection_bias.uniform_(generator=torch.Generator().manual_seed(5))
     save_hf(model, run, folder / "hf")
     state = model.state_dict()
     entries = [TensorToWrite(n, tuple(t.shape), torch.float32, lambda t=t: t) for n, t in state.items()]
@@ -130,6 +137,7 @@ def runs(folder: Path, source: Transformer) -> dict[str, list]:
 
     one = Training((*BASE, "train.steps=2"))(Ranks(), folder / "one")
     four = {"folded": Training((*BASE, *FOLDED)), **going_on(OF_FOUR)}
+    four["rounded"] = Training((*BASE, *FOLDED, "precision.compute=bf16", "train.steps=2"))
     two = {
         "fsdp2": Training((*BASE, *FSDP)),
         "stages": Training((*BASE, *STAGES)),
@@ -137,9 +145,14 @@ def runs(folder: Path, source: Transformer) -> dict[str, list]:
         **going_on(OF_TWO),
         **IMPORTS,
     }
-    two["a bad step"] = Training((*BASE, *STAGES), change=nan_gradient_in_step_2)
     found = Job(folder, four, num_ranks=4).results() | Job(folder, two).results()
     alone = {name: [run(Ranks(), folder / name)] for name, run in going_on(ALONE).items()}
+    for name, compute in RUNS.items():
+        document = {
+            "model": yaml.safe_load(model_to_yaml(config(*BASE).model)),
+            "precision": {"compute": compute},
+        }
+        (folder / name / "resolved.yaml").write_text(yaml.safe_dump(document))
     return found | alone | {"one": [one]}
 
 
@@ -173,13 +186,6 @@ def test_a_run_stopped_by_a_signal_at_the_last_stage_goes_on_bitwise(runs):
         assert_same_state(then.state, whole.state)
 
 
-def test_a_gradient_that_only_the_last_stage_finds_not_finite_skips_the_step_on_all_ranks(runs):
-    for found in runs["a bad step"]:
-        assert [row["skipped"] for row in found.written if "loss" in row] == [False, True, *[False] * 3]
-        assert found.step == 5 and found.state["optimizer.counters.skipped"] == 1
-        assert all(bool(torch.isfinite(weight).all()) for weight in found.weights.values())
-
-
 @pytest.mark.parametrize("name", ["zb1p, hf", "interleaved, own", "fsdp2, hf"])
 def test_each_rank_takes_its_layers_of_a_folder_of_weights(runs, source, name):
     state, held = dict(source.named_parameters()), set[str]()
@@ -194,3 +200,40 @@ def test_each_rank_takes_its_layers_of_a_folder_of_weights(runs, source, name):
 def test_weights_that_only_another_rank_lacks_are_missed_by_all(runs):
     for said in runs["lacking"]:
         assert isinstance(said, str) and "missing: layers.2.attn." in said and "layers.0" not in said
+
+
+def assert_parts(found: dict[str, Tensor], whole: dict[str, Tensor], layout: Layout, rank: int) -> None:
+    """What a rank has of some parameters and buffers is its part of the whole ones."""
+    run = config(*BASE, "model.tie_embeddings=false").model
+    model = build_model(run, layout=layout, rank=rank, device="meta")
+    marks = {name: layout_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    parts = {name: own_part(whole[name], marks[name], layout, rank) for name in found}
+    assert found and [name for name, part in parts.items() if not torch.equal(part, found[name])] == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_process_exports_and_generates_from_a_run_of_many_ranks(runs, folder, name):
+    run = config(*BASE, *FOLDED)
+    model, state, step = read_run(folder / name, None)
+    assert (model, step) == (run.model, runs[name][0].step)
+    biases = [each for each in state if each.endswith("selection_bias")]
+    for rank, outcome in enumerate(runs[name]):
+        found = outcome.weights | {bias: outcome.state[f"model.{bias}"] for bias in biases}
+        assert_parts(found, state, Layout.of(run.parallel, 4), rank)
+    loaded = load_model(folder / name, model, torch.device("cpu"))[0].state_dict()
+    for each, tensor in state.items():
+        rounded = RUNS[name] == "bf16" and each not in biases
+        assert torch.equal(loaded[each], tensor.bfloat16().float() if rounded else tensor), each
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2), Layout(dp=2, tp=2, ep=2, etp=2), Layout()], ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_each_rank_takes_its_part_of_the_weights_of_each_kind_of_folder(runs, source, folder, name, layout):
+    if name in RUNS:
+        model, state, _ = read_run(folder / name, None)
+    else:
+        model, state = source.config, source.state_dict()
+    for rank in range(layout.size("world")):
+        own = build_model(model, seed=7, layout=layout, rank=rank)
+        assert load_weights(own, folder / name, None, layout, rank) is KINDS[name]
+        assert_parts({each: own.state_dict()[each] for each in state}, state, layout, rank)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphmoe.checkpoint import store
 from graphmoe.checkpoint.entries import flatten
@@ -29,6 +29,8 @@ from graphmoe.passes.table import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
 from graphmoe.runtime.compile.code import CompileTurns
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter, NoMetrics
@@ -61,11 +63,41 @@ class Outcome:
     writes: bool
     stopped_by: str | None = None
     error: str = ""
+    graphs: "Graphs | None" = None
+    """Set where compiled units ran as the graphs that were traced."""
 
     @property
     def val_losses(self) -> Tensor:
         """Losses of all validations, in their order."""
         return torch.tensor([row["val_loss"] for row in self.written if "val_loss" in row])
+
+
+@dataclass
+class Graphs:
+    """The compiled units of a run."""
+
+    code: list[str]
+    """Name of its unit and code, of each graph."""
+    matches: dict[tuple[str, str], int]
+    """Matches by unit and pass."""
+    left: dict[tuple[str, str], tuple[str, ...]]
+    """Reasons for what passes left as it was, by unit and pass."""
+    recompiled: int
+    dispatched: int
+    """Times that tokens were sent to their experts from outside the graphs."""
+
+    @classmethod
+    def of(cls, compiled: CompiledSegments, dispatched: int) -> "Graphs":
+        found = cls([], {}, {}, compiled.recompiled, dispatched)
+        for code, report in compiled._codes.values():
+            split = code.graphs.backward
+            modules = [code.graphs.forward, *((split.inputs, split.weights) if split else ())]
+            texts = [str(module.graph) for module in modules if isinstance(module, nn.Module)]
+            found.code += [f"{report.unit}: {text}" for text in texts]
+            for row in report.passes:
+                found.matches[report.unit, row.name] = row.matches
+                found.left[report.unit, row.name] = row.left
+        return found
 
 
 class Recorder(NoMetrics):
@@ -112,10 +144,11 @@ class Training:
         if self.change is not None:
             self.change(trainer)
         error = ""
-        try:
-            trainer.run()
-        except TrainingStopped as stopped:
-            error = str(stopped)
+        with counted_dispatches() as dispatches:
+            try:
+                trainer.run()
+            except TrainingStopped as stopped:
+                error = str(stopped)
         shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps neither gradients nor a model
         model = {} if shares else _on_host(dict(trainer.model.named_parameters()))
         gradients = {} if shares else _on_host(gathered(trainer, "grad_shard"))
@@ -131,6 +164,7 @@ class Training:
             writes,
             trainer.stopped_by,
             error,
+            Graphs.of(compiled, len(dispatches)) if self.traced and compiled else None,
         )
 
 
@@ -143,6 +177,19 @@ def as_traced() -> Iterator[None]:
 
     with mock.patch.object(unit_code, "compile_inference", traced), unmeasured():
         yield
+
+
+@contextlib.contextmanager
+def counted_dispatches() -> Iterator[list[None]]:
+    """Give a list that gets an entry for each dispatch of tokens by `AllToAll`."""
+    found, dispatch = list[None](), AllToAll.dispatch
+
+    def counted(self: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found.append(None)
+        return dispatch(self, *tensors)
+
+    with mock.patch.object(AllToAll, "dispatch", counted):
+        yield found
 
 
 @contextlib.contextmanager

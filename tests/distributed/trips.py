@@ -43,6 +43,9 @@ LIKELIHOODS = {
 Results = dict[str, Tensor]
 
 
+GRADIENTS = ("out", "dh", "dweight")
+
+
 @dataclass
 class Exchanged:
     """Results of one trip, by `AllToAll` and by the dispatcher, on the host."""
@@ -51,6 +54,25 @@ class Exchanged:
     actual: Results
     live_A: Tensor
     """Positions of the rows that arrived, in the order of arrival."""
+
+    def assert_bitwise(self) -> None:
+        """Both have the same rows, weights of experts here, results and gradients."""
+        wanted, actual, live = self.wanted, self.actual, self.live_A
+        here = wanted["number"] >= 0
+        assert wanted["number"].equal(actual["number"][live])
+        assert wanted["received"].equal(actual["received"][live])
+        assert wanted["weight"][here].equal(actual["weight"][live][here])
+        for key in GRADIENTS:
+            assert actual[key].dtype == wanted[key].dtype
+            assert actual[key].equal(wanted[key]) and actual[key].any(), key
+
+    def lost(self, num_rows: int) -> int:
+        """Number of rows that did not fit; those that did are there, and all results are finite."""
+        fits = self.live_A < num_rows
+        for key in ("received", "number"):
+            assert self.actual[key][self.live_A[fits]].equal(self.wanted[key][fits])
+        assert all(bool(self.actual[key].isfinite().all()) for key in GRADIENTS)
+        return int((~fits).sum())
 
 
 @dataclass(frozen=True)

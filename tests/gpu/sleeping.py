@@ -1,11 +1,13 @@
-"""Capture of a call, and two proofs that it does not wait for the device: no sync, a host back in time."""
+"""Captures of a call, and two proofs that it does not wait for the device: no sync, a host back in time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 SLEEP_MS, HOST_MS = 200.0, 20.0
@@ -41,6 +43,35 @@ def assert_host_is_back_while_the_device_sleeps(call: Callable[[], object]) -> N
     assert min(host_ms) < HOST_MS, host_ms
 
 
+def assert_never_waits(call: Callable[[], object]) -> None:
+    """Check both proofs, after a call that makes it warm."""
+    call()
+    with syncs_are_errors():
+        call()
+    assert_host_is_back_while_the_device_sleeps(call)
+
+
+def assert_repeats(call: Callable[[], Sequence[Tensor]]) -> None:
+    """Check that a call gives the same bits each time."""
+    first = call()
+    for _ in range(4):
+        assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True))
+
+
+def assert_replays(
+    call: Callable[[], Sequence[Tensor]],
+    changes: Iterable[object],
+    check: Callable[[Sequence[Tensor]], None] = lambda results: None,
+) -> None:
+    """Capture a call, and check that a replay behind each change gives the bits of another call then."""
+    graph, captured = capture(call)
+    for change in changes:
+        graph.replay()
+        for actual, wanted in zip(captured, call(), strict=True):
+            assert torch.equal(actual, wanted), change
+        check(captured)
+
+
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     """Warm a call up on another stream and capture it: the graph, and the tensors that a replay writes."""
     stream = torch.cuda.Stream()
@@ -52,6 +83,36 @@ def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = call()
     return graph, results
+
+
+@dataclass
+class Replayed:
+    """Results of a captured graph's replay, and of the same calls before, uncaptured."""
+
+    captured: list[Tensor]
+    plain: list[Tensor]
+
+
+def captured(run: Callable[[], list[Tensor]], change: Callable[[int], None]) -> Replayed:
+    """Warm up on one input, capture on it, replay on another; the host must not wait for the device."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+        torch.cuda.set_sync_debug_mode("error")
+        run()
+        torch.cuda.set_sync_debug_mode("default")
+        change(1)
+        plain = [tensor.clone() for tensor in run()]
+        change(0)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            results = run()
+        change(1)
+        graph.replay()
+    torch.cuda.synchronize()
+    return Replayed([tensor.cpu() for tensor in results], [tensor.cpu() for tensor in plain])
 
 
 def _cycles_per_ms() -> float:

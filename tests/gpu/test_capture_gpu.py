@@ -10,9 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.model.transformer import Transformer
 from graphmoe.runtime.capture.capture import REPORT_FILE
+from graphmoe.training.saves import first_not_finite
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 from tests.gpu.tiny import COMPILED, GPU
-from tests.runs import assert_load_swings, numbers, train_in
+from tests.runs import assert_load_swings, metrics, numbers, train_in, trainer_in
 
 CAPTURED, COMPILE, EAGER = "graph.scope=full_iteration", "compile.enabled=true", "compile.enabled=false"
 SMALL = (*GPU, "model.num_layers=2", "optim.schedule=constant")
@@ -209,3 +210,22 @@ def test_a_replay_that_is_not_finite_changes_nothing_and_a_weight_that_moves_is_
     weight.data = weight.data.clone()
     with pytest.raises(RuntimeError, match="layers.1.attn.norm.weight: at another address"):
         trainer._train_step()
+
+
+@COMPILED
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_gradients_whose_squares_overflow_are_skipped(tmp_path, compiled, scope):
+    words = (
+        *SMALL, compiled, f"graph.scope={scope}", "train.steps=8", "train.max_nonfinite=9",
+        "train.val_batches=0", "train.log_interval=1", "checkpoint.interval=0",
+    )  # fmt: skip
+    huge = ("model.aux_loss=sequence", "model.aux_loss_coef=1e27", "train.clip_grad_norm=0")
+    trainer = trainer_in(tmp_path, *words, *huge)
+    optimizer = trainer.optimizer
+    before = [tensor.clone() for tensor in (*optimizer.main, *optimizer.state_dict()["exp_avg"].values())]
+    trainer.run()
+    rows = metrics(tmp_path)
+    assert rows[-1]["skipped_total"] == len(rows) == 8
+    after = (*optimizer.main, *optimizer.state_dict()["exp_avg"].values())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert first_not_finite({"optimizer": optimizer.state_dict()}) is None

@@ -36,15 +36,6 @@ def test_snapshots_lie_in_pinned_memory_that_is_reused(tmp_path):
     assert first.is_pinned() and first.data_ptr() == second.data_ptr()
 
 
-def test_a_checkpoint_of_the_cpu_is_loaded_into_a_model_on_the_gpu(tmp_path):
-    store = CheckpointStore(tmp_path, CheckpointConfig())
-    random = torch.randn(3, 5).bfloat16()
-    store.save(1, {"w": random}, wait=True)
-    state = {"w": torch.zeros(3, 5, dtype=torch.bfloat16, device="cuda")}
-    store.load(state)
-    assert torch.equal(state["w"].cpu(), random)
-
-
 @pytest.mark.parametrize("async_save", [True, False])
 def test_flat_shards_on_the_gpu_are_saved_as_they_were_and_filled_in_place(tmp_path, async_save):
     gate_up = ParameterLayout((Cut(1, "tp", 2),), "dp_cp")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
-from tests.distributed.training import quiet_trainer
+from tests.distributed.training import Training, quiet_trainer
 from tests.gpu.sleeping import syncs_are_errors
 from tests.gpu.tiny import GPU, UNREAD
 from tests.runs import config
@@ -33,18 +32,6 @@ WIDE = (
     "model.num_layers=4", "model.hidden_size=1024", "model.dense_ffn_size=4096", "model.num_dense_layers=4",
     "model.mtp_depth=0",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Run:
-    """The rows of a run, and its losses of validation."""
-
-    words: tuple[str, ...]
-
-    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Tensor, list[float]]:
-        trainer, rows, written = quiet_trainer(config(*BASE, *self.words), folder, ranks)
-        trainer.run()
-        return torch.stack(rows).cpu(), [row["val_loss"] for row in written if "val_loss" in row]
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class Unread:
 def two(tmp_path_factory):
     """Results of each case on two ranks."""
     cases = {
-        f"{shard} {way}": Run((*WAYS[way], f"parallel.dp_shard={shard}"))
+        f"{shard} {way}": Training((*BASE, *WAYS[way], f"parallel.dp_shard={shard}"))
         for shard, ways in (("zero1", PLAIN), ("fsdp2", WAYS))
         for way in ways
     }
@@ -98,12 +85,11 @@ def two(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_zero1(two, way):
-    for (rows, val_losses), (expected, of_zero1) in zip(
-        two[f"fsdp2 {way}"], two[f"zero1 {way.partition(',')[0]}"], strict=True
-    ):
+    for found, wanted in zip(two[f"fsdp2 {way}"], two[f"zero1 {way.partition(',')[0]}"], strict=True):
+        rows, expected = found.rows, wanted.rows
         assert rows.isfinite().all()
         assert_forward_close(rows[:, 0].bfloat16(), expected[:, 0])  # gradients are rounded to bf16
-        assert_forward_close(torch.tensor(val_losses).bfloat16(), torch.tensor(of_zero1))
+        assert_forward_close(found.val_losses.bfloat16(), wanted.val_losses)
         # norm of the first gradient: each is rounded once
         assert rows[0, 2].item() == pytest.approx(expected[0, 2].item(), rel=1e-2)
 

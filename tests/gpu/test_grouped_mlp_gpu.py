@@ -6,7 +6,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.runtime.cache.store import CompileCache
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
+from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
 from tests.ops.mlp_cases import assert_directions_match, assert_results_match, make_problem, ops_of
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_gradient_close
@@ -71,9 +71,7 @@ def test_any_number_of_rows_may_be_live(live, backend):
 def test_runs_are_bitwise_equal():
     p = scaled(make_problem(LARGE["deepseek v2 lite"], torch.bfloat16, CUDA))
     leaves = leaves_of(p)
-    first = step(p, leaves)
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(first, step(p, leaves), strict=True))
+    assert_repeats(lambda: step(p, leaves))
 
 
 def test_rows_beyond_two_to_the_31_elements_are_addressed():
@@ -106,10 +104,7 @@ def test_rows_beyond_two_to_the_31_elements_are_addressed():
 def test_forward_and_backward_do_not_wait_for_the_device(backend):
     p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
     leaves = leaves_of(p)
-    step(p, leaves, backend)
-    with syncs_are_errors():
-        step(p, leaves, backend)
-    assert_host_is_back_while_the_device_sleeps(lambda: step(p, leaves, backend))
+    assert_never_waits(lambda: step(p, leaves, backend))
 
 
 @pytest.mark.parametrize("backend", ["triton", "triton,triton,torch"])
@@ -122,18 +117,18 @@ def test_a_captured_step_replays_on_another_routing(backend):
         _, ends_E, row_TK, slot_R = ops.routing_plan(p.expert_TK, E)
         return step(p._replace(plan=(slot_R, row_TK, ends_E)), leaves, backend)
 
-    graph, captured = capture(whole)
-    for pattern in ("one expert", "half of the experts", "random"):
-        other = make_problem((pattern, *ROUTED[1:]), torch.bfloat16, CUDA)
-        p.expert_TK.copy_(other.expert_TK)
-        with torch.no_grad():
-            leaves[0].mul_(0.75)
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        for actual, wanted in zip(replayed, whole(), strict=True):
-            assert torch.equal(actual, wanted), pattern
-        now = p._replace(x_TD=leaves[0].detach())
-        assert_results_match(now, replayed[0], replayed[1:])
+    def changes():
+        for pattern in ("one expert", "half of the experts", "random"):
+            other = make_problem((pattern, *ROUTED[1:]), torch.bfloat16, CUDA)
+            p.expert_TK.copy_(other.expert_TK)
+            with torch.no_grad():
+                leaves[0].mul_(0.75)
+            yield pattern
+
+    def match(results):
+        assert_results_match(p._replace(x_TD=leaves[0].detach()), results[0], results[1:])
+
+    assert_replays(whole, changes(), match)
 
 
 def test_compiled_without_graph_breaks_gives_the_eager_result():

@@ -1,18 +1,27 @@
 """GPUs in every layout, compiled and captured as far as each goes: the losses of one GPU, and the same bits.
 
-Two ranks share the GPU where there is one, with the dispatcher symm; whole steps are captured where each has
-its own.
+Gradients are compared in runs of one step, whose tokens cannot choose other experts by a rounding. Two ranks
+share the GPU where there is one, with the dispatcher symm; whole steps are captured where each has its own.
 """
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.ranks import Ranks
+from graphmoe.ops import collectives as ops
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.ranks import Mesh, Ranks
+from tests.distributed.layouts import Case, all_on_two_experts, gradient_errors
 from tests.distributed.ranks import Job, share_gpus
+from tests.distributed.test_context_parallel import Ring
 from tests.distributed.training import Outcome, Training
+from tests.gpu.sleeping import Replayed, captured
 from tests.gpu.tiny import GPU
-from tests.tolerances import assert_forward_close
+from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
@@ -32,12 +41,14 @@ TWO = {
     "compiled layer": (COMPILED, LAYER),
     "tp": TP,
     "tp layer": (*TP, LAYER),
+    "tp full_iteration": (*TP, FULL),
     "ep": EP,
     "ep segments": (*EP, "graph.scope=[attn,mlp,moe_router,moe_preprocess,shared_experts]"),
     "cp": CP,
     "cp full_iteration": (*CP, FULL),
     "ring": RING,
     "ring layer": (*RING, LAYER),
+    "ring full_iteration": (*RING, FULL),
 }
 COMMON = (
     COMPILED, f"parallel.ep={RANKS}", "train.steps=5", "train.global_batch_size=16",
@@ -63,6 +74,55 @@ OF_SYMM = {
     "copies overlap full_iteration": (*SYMM, TURNS, FULL),
 }
 OF_SYMM = {n: words for n, words in OF_SYMM.items() if not (share_gpus(RANKS) and FULL in words)}
+RINGS = {
+    f"ring {heads} {sizes}": Ring(
+        Layout(cp=2, ring=True), heads, sizes, torch.bfloat16, seq_len=512, device="cuda"
+    )
+    for heads, sizes in (((8, 2), (64, 64)), ((4, 4), (192, 128)))
+}
+ONE_STEP = ("train.steps=1", "precision.compute=fp32")
+DENSE = (*GPU, *ONE_STEP, "model.num_dense_layers=3", "model.context_length=64")
+MLA = (*DENSE, "model.q_lora_rank=32")
+GQA = (*DENSE, "model.attention=gqa", "model.head_dim=32", "model.num_kv_heads=2", "model.qk_norm=true")
+EXACT = {
+    f"{layout}, {name}": Case(2, layout, model=model)
+    for layout in ("tp=2", "cp=2", "cp=2 cp_method=ring")
+    for name, model in {"mla": MLA, "gqa": GQA}.items()
+    if (layout, name) != ("tp=2", "gqa")
+}
+STAGES = (*DENSE, "model.num_dense_layers=4", "model.tie_embeddings=true")
+EXACT |= {schedule: Case(2, "pp=2", schedule, model=STAGES) for schedule in ("interleaved", "zb1p", "zbv")}
+BALANCED, OF_TINY = "moe.force_balance=true", ("run.device=cuda", *ONE_STEP, "precision.compute=bf16")
+ROUNDED = {
+    **{f"{layout}, balanced": Case(2, layout, model=(*OF_TINY, BALANCED)) for layout in ("ep=2", "etp=2")},
+    **{
+        f"{layout}, {mode}": Case(2, layout, model=OF_TINY, mode=mode, change=all_on_two_experts)
+        for layout in ("ep=2", "etp=2")
+        for mode in ("eager", "inductor")
+    },
+}
+
+
+def all_collectives(ranks: Ranks, folder: Path) -> Replayed:
+    """Each collective, forward and backward, on bf16."""
+    ops.use_groups(Mesh(Layout(tp=2)))
+    x = torch.empty(2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def change(seed: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(2 * seed + ranks.rank)
+        with torch.no_grad():
+            x.normal_(generator=generator)
+
+    def run() -> list[Tensor]:
+        results = [ops.all_gather(x, "tp", 2, dim) for dim in (0, 1)]
+        results += [ops.reduce_scatter(x, "tp", 2, dim) for dim in (0, 1)]
+        results += [ops.all_to_all(x, "tp", 2, split=2, join=1), ops.all_to_all(x, "tp", 2, split=1, join=2)]
+        results += [ops.all_reduce(x, "tp", 2), ops.all_reduce(x, "tp", 2, "max"), ops.index_along("tp", x)]
+        loss = sum((y.float() ** 2).sum() for y in results if y.requires_grad)
+        return [*(y.detach() for y in results), *torch.autograd.grad(loss, x)]
+
+    change(0)
+    return captured(run, change)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +136,14 @@ def two(tmp_path_factory) -> dict[str, list[Outcome]]:
 def of_symm(tmp_path_factory) -> dict[str, list[Outcome]]:
     cases = {name: Training((*BASE, *words)) for name, words in OF_SYMM.items()}
     return Job(tmp_path_factory.mktemp("ranks"), cases, RANKS, device="cuda").results(seconds=580)
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory) -> dict[str, list[Any]]:
+    """Results of two ranks that attend in a ring, capture collectives, or train for one step."""
+    cases = {**RINGS, "collectives": all_collectives}
+    cases |= {name: case.training for name, case in (EXACT | ROUNDED).items()}
+    return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=500)
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +193,42 @@ def test_losses_with_symm_are_those_of_alltoall(of_symm, name):
 @pytest.mark.parametrize("name", [name for name in OF_SYMM if " " in name])
 def test_capture_and_overlap_change_no_bit(of_symm, name):
     assert_bitwise(of_symm, name)
+
+
+@two_gpus
+@pytest.mark.parametrize("name", RINGS)
+def test_ring_attention_and_its_gradients_are_those_of_the_definition(steps, name):
+    out, *gradients = RINGS[name].joined(steps[name])
+    of_out, *of_gradients = RINGS[name].expected()
+    assert_forward_close(out, of_out)
+    for gradient, expected in zip(gradients, of_gradients, strict=True):
+        assert_gradient_close(gradient, expected)
+
+
+@two_gpus
+def test_replayed_collectives_give_what_uncaptured_ones_give(steps):
+    for outcome in steps["collectives"]:
+        assert len(outcome.captured) > 5
+        for replayed, plain in zip(outcome.captured, outcome.plain, strict=True):
+            assert torch.equal(replayed, plain)
+
+
+@two_gpus
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_are_those_of_one_gpu(steps, tmp_path, name):
+    case, found = EXACT[name], steps[name]
+    wanted = case.alone(Ranks(), tmp_path)
+    assert_forward_close(found[0].rows[:, 0], wanted.rows[:, 0])
+    errors = gradient_errors(case, found, wanted)
+    assert {each: error for each, error in errors.items() if error > 1e-4} == {}  # other tiles, in fp32
+
+
+@two_gpus
+@pytest.mark.parametrize("name", ROUNDED)
+def test_gradients_of_shared_experts_are_as_near_to_fp32_as_those_of_one_gpu(steps, tmp_path, name):
+    case, found = ROUNDED[name], steps[name]
+    near = case.alone(Ranks(), tmp_path / "near")
+    exact = replace(case, model=(*case.model, "precision.compute=fp32")).alone(Ranks(), tmp_path / "exact")
+    assert relative_error(found[0].rows[:, 0], exact.rows[:, 0]) < 1e-2
+    for each, error in gradient_errors(case, found, exact).items():
+        assert error < 2 * relative_error(near.gradients[each], exact.gradients[each]) + 1e-3, each

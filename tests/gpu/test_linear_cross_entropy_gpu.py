@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphmoe.ops import linear_cross_entropy as module
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
+from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
 from tests.ops.test_linear_cross_entropy import (
     Case,
     assert_close,
@@ -98,33 +98,28 @@ def test_runs_are_bitwise_equal(monkeypatch):
     case = Case(2000, 10007, 256, z=1e-3)
     monkeypatch.setattr(module, "LOGITS_BYTES", 512 * case.V * 2)
     inputs = leaves(case)
-    first = mean_loss_and_gradients(*inputs, case.settings())
-    for _ in range(3):
-        again = mean_loss_and_gradients(*inputs, case.settings())
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_repeats(lambda: mean_loss_and_gradients(*inputs, case.settings()))
 
 
 def test_the_host_does_not_wait(monkeypatch):
     case = Case(2000, 10007, 256, seq_len=500, shift=1, z=1e-3)
     monkeypatch.setattr(module, "LOGITS_BYTES", 512 * case.V * 2)
     inputs = leaves(case)
-    mean_loss_and_gradients(*inputs, case.settings())
-    with syncs_are_errors():
-        call = lambda: mean_loss_and_gradients(*inputs, case.settings())  # noqa: E731
-        assert_host_is_back_while_the_device_sleeps(call)
+    assert_never_waits(lambda: mean_loss_and_gradients(*inputs, case.settings()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_captured_loss_replays_on_new_inputs(dtype, monkeypatch):
     case = Case(1000, 10007, 256, seq_len=500, shift=1, z=1e-3)
     monkeypatch.setattr(module, "LOGITS_BYTES", 384 * case.V * dtype.itemsize)
-    h, w, labels = inputs = leaves(case, dtype)
-    graph, captured = capture(lambda: mean_loss_and_gradients(*inputs, case.settings()))
-    for seed, ignored in ((5, "some"), (6, "all"), (7, "none")):
-        new = Case(1000, 10007, 256, ignored=ignored, seed=seed)
-        with torch.no_grad():
-            for target, source in zip(inputs, inputs_of(new, dtype, "cuda"), strict=True):
-                target.copy_(source)
-        graph.replay()
-        for actual, wanted in zip(captured, mean_loss_and_gradients(*inputs, case.settings()), strict=True):
-            assert torch.equal(actual, wanted)
+    inputs = leaves(case, dtype)
+
+    def changes():
+        for seed, ignored in ((5, "some"), (6, "all"), (7, "none")):
+            new = Case(1000, 10007, 256, ignored=ignored, seed=seed)
+            with torch.no_grad():
+                for target, source in zip(inputs, inputs_of(new, dtype, "cuda"), strict=True):
+                    target.copy_(source)
+            yield ignored
+
+    assert_replays(lambda: mean_loss_and_gradients(*inputs, case.settings()), changes())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from graphmoe.ops.ring_attention import _join, attend_to_block, choose_kernel, gradients_of_block
 from graphmoe.plan.layout import Layout
-from tests.distributed.steps import SCALE, Ring
+from tests.distributed.test_context_parallel import SCALE, Ring
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 ALONE = Layout(cp=2, ring=True)  # which the reference reads nothing of

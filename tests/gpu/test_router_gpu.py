@@ -6,7 +6,7 @@ Suffixes as in graphmoe/ops/fused_router.py.
 import pytest
 import torch
 
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
+from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
 from tests.ops.test_router import SIGMOID, Case, by_autograd, differentiable, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
@@ -82,33 +82,28 @@ def test_real_sizes_match_fp64(name):
 def test_runs_are_bitwise_equal(name):
     case = REAL[name]
     inputs = (case, *real_inputs(case), incoming_of(case))
-    first = results_and_gradient(*inputs)
-    for _ in range(3):
-        again = results_and_gradient(*inputs)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_repeats(lambda: results_and_gradient(*inputs))
 
 
 def test_the_host_does_not_wait():
     case = REAL["DeepSeek-V3"]
     inputs = (case, *real_inputs(case), incoming_of(case))
-    results_and_gradient(*inputs)
-    with syncs_are_errors():
-        assert_host_is_back_while_the_device_sleeps(lambda: results_and_gradient(*inputs))
+    assert_never_waits(lambda: results_and_gradient(*inputs))
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V3"])
 def test_a_captured_router_replays_on_new_logits(name):
     case = REAL[name]
     (logits, bias), incoming = real_inputs(case), incoming_of(case)
-    args = (case, logits, bias, incoming)
-    graph, captured = capture(lambda: results_and_gradient(*args))
-    for seed in (5, 6):
-        logits.copy_(real_inputs(case, seed)[0])
-        for target, source in zip(incoming, incoming_of(case, seed + 10), strict=True):
-            target.copy_(source)
-        graph.replay()
-        for actual, wanted in zip(captured, results_and_gradient(*args), strict=True):
-            assert torch.equal(actual, wanted)
+
+    def changes():
+        for seed in (5, 6):
+            logits.copy_(real_inputs(case, seed)[0])
+            for target, source in zip(incoming, incoming_of(case, seed + 10), strict=True):
+                target.copy_(source)
+            yield seed
+
+    assert_replays(lambda: results_and_gradient(case, logits, bias, incoming), changes())
 
 
 def test_compiled_and_eager_routers_agree():

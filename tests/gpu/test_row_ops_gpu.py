@@ -8,7 +8,7 @@ import torch
 
 from graphmoe.ops import permute as _registers_the_ops  # noqa: F401
 from graphmoe.ops import swiglu as _registers_swiglu  # noqa: F401
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, capture, syncs_are_errors
+from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 ops = torch.ops.graphmoe
@@ -82,24 +82,17 @@ def test_a_whole_block_matches_fp64_on_the_cpu(dtype):
 
 def test_runs_are_bitwise_equal():
     inputs = block_inputs(T=5000)
-    first = values_and_gradients(*inputs)
-    for _ in range(5):
-        again = values_and_gradients(*inputs)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_repeats(lambda: values_and_gradients(*inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_forward_and_backward_do_not_wait_for_the_device(dtype):
     inputs = block_inputs(dtype=dtype)
-    values_and_gradients(*inputs)
-    with syncs_are_errors():
-        values_and_gradients(*inputs)
-    assert_host_is_back_while_the_device_sleeps(lambda: values_and_gradients(*inputs))
+    assert_never_waits(lambda: values_and_gradients(*inputs))
 
 
 def test_a_captured_block_replays_on_new_routing():
     expert_TK, x_TD, weight_TK, E = block_inputs()
-    graph, captured = capture(lambda: values_and_gradients(expert_TK, x_TD, weight_TK, E))
     T, K = expert_TK.shape
     routings = {
         "few are routed here": random_experts(T, K, E, seed=1, unrouted=0.9),
@@ -107,14 +100,15 @@ def test_a_captured_block_replays_on_new_routing():
         "none is routed here": torch.full_like(expert_TK, -1),
         "one expert": torch.full_like(expert_TK, 5),
     }
-    for name, routing in routings.items():
-        with torch.no_grad():
-            expert_TK.copy_(routing)
-            x_TD.mul_(1.25)
-        graph.replay()
-        fresh = values_and_gradients(expert_TK, x_TD, weight_TK, E)
-        for what, actual, wanted in zip(("y", "dx", "dweight"), captured, fresh, strict=True):
-            assert torch.equal(actual, wanted), f"{what}, {name}"
+
+    def changes():
+        for name, routing in routings.items():
+            with torch.no_grad():
+                expert_TK.copy_(routing)
+                x_TD.mul_(1.25)
+            yield name
+
+    assert_replays(lambda: values_and_gradients(expert_TK, x_TD, weight_TK, E), changes())
 
 
 def test_addresses_beyond_2_to_the_31_are_reached():

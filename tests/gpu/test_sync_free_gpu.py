@@ -11,7 +11,11 @@ from graphmoe.model.layer import PLAN
 from graphmoe.passes.table import PassRunner, select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, run_segments
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
+from tests.gpu.sleeping import (
+    assert_host_is_back_while_the_device_sleeps,
+    assert_never_waits,
+    syncs_are_errors,
+)
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -72,16 +76,8 @@ def warm_part() -> Iterator[Callable[..., Part]]:
 
 @pytest.mark.parametrize("way, dtype", WAYS, ids=str)
 @pytest.mark.parametrize("stage", PROMISED)
-def test_what_a_stage_promises_does_not_sync_the_device(warm_part, stage, way, dtype):
-    run = warm_part(stage, way, dtype)
-    with syncs_are_errors():
-        run()
-
-
-@pytest.mark.parametrize("way, dtype", WAYS, ids=str)
-@pytest.mark.parametrize("stage", PROMISED)
-def test_the_host_is_back_from_what_a_stage_promises_while_the_device_sleeps(warm_part, stage, way, dtype):
-    assert_host_is_back_while_the_device_sleeps(warm_part(stage, way, dtype))
+def test_what_a_stage_promises_never_waits_for_the_device(warm_part, stage, way, dtype):
+    assert_never_waits(warm_part(stage, way, dtype))
 
 
 def test_plain_products_in_fp32_read_on_the_host_behind_a_router_that_does_not(warm_part):

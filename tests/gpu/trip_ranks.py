@@ -10,11 +10,13 @@ from torch import Tensor
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh, Ranks
-from tests.distributed.trips import EXPERTS, Results, Trip, on_host
-from tests.gpu.parallel_ranks import Replayed, captured
-from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
-
-GRADIENTS = ("out", "dh", "dweight")
+from tests.distributed.trips import EXPERTS, GRADIENTS, Results, Trip, on_host
+from tests.gpu.sleeping import (
+    Replayed,
+    assert_host_is_back_while_the_device_sleeps,
+    captured,
+    syncs_are_errors,
+)
 
 
 def change(trip: Trip, rank: int, inputs: Sequence[Tensor], number: int) -> None:

@@ -1,6 +1,8 @@
 """Layouts of ranks that train, and the run of one process that each is compared with."""
 
 import functools
+import gc
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +14,18 @@ from torch import Tensor
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
+from graphmoe.runtime.compile.units import Unit
+from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
 from graphmoe.runtime.pipeline.stages import OverlappedStage, Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Change, Outcome, Training, without_rank_load
-from tests.distributed.turns import num_changes, watched
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 BASE = (
@@ -35,9 +39,8 @@ PIPELINE = ("model.num_layers=4",)
 FSDP = "dp_shard=fsdp2"
 MTP, TIED, COMPILED = "model.mtp_depth=2", "model.tie_embeddings=true", "compile.enabled=true"
 BUDGET = ("moe.dispatcher=symm", "moe.receive_budget=1.0")
-TURNS = (
-    "pipeline.ep_overlap=true", COMPILED, "moe.dispatcher=symm", "moe.receive_budget=worst_case",
-)  # fmt: skip
+ROOM = ("moe.dispatcher=symm", "moe.receive_budget=worst_case")
+TURNS = (*ROOM, "pipeline.ep_overlap=true")
 
 
 @dataclass(frozen=True)
@@ -137,14 +140,66 @@ def all_on_two_experts(trainer: Trainer) -> None:
 
 
 def check(change: Change | None, trainer: Trainer) -> None:
-    """Change a run, and watch one of a pipeline for what is to be seen while it trains only."""
+    """Change a run, and watch it for what is to be seen while it trains only."""
     if change is not None:
         change(trainer)
-    if trainer.plan.pipeline is None:
-        return
-    check_who_carries_messages(trainer)
-    if trainer.config.pipeline.ep_overlap:
-        check_that_units_take_turns(trainer)
+    overlap = trainer.execution.overlap
+    if trainer.plan.pipeline is not None:
+        check_who_carries_messages(trainer)
+        if overlap is not None:
+            check_that_units_take_turns(trainer)
+    elif overlap is not None and trainer.config.graph.scope == "none":
+        check_that_backwards_run_inside_forwards(trainer, overlap)
+
+
+Order = list[tuple[Direction, str]]
+"""Directions and names of units."""
+
+
+def watched(overlap: Overlap) -> Order:
+    """Return the units that the overlap queues from now on, as a list that grows."""
+    order: Order = []
+    run_unit, back = overlap.run_unit, overlap._back
+
+    def run_and_note(unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
+        def note_and_call(own: Sequence[Tensor], later: PendingWeightGrads) -> Sequence[Tensor]:
+            order.append(("forward", unit.name))
+            return call(own, later)
+
+        return run_unit(unit, read, note_and_call)
+
+    def note_and_back(backward: Backward, number: int) -> PendingWeightGrads:
+        order.append(("backward", backward.units[number].name))
+        return back(backward, number)
+
+    overlap.run_unit, overlap._back = run_and_note, note_and_back  # type: ignore[method-assign]
+    return order
+
+
+def num_changes(order: Order) -> int:
+    """Count the times that a forward follows a backward, or a backward a forward."""
+    return sum(one != other for (one, _), (other, _) in itertools.pairwise(order))
+
+
+def check_that_backwards_run_inside_forwards(trainer: Trainer, overlap: Overlap) -> None:
+    """Check that all ranks queue the same in each step, in many turns, and that no unit is left then."""
+    step, queued = trainer.steps.run, watched(overlap)
+    layers = trainer.model.num_moe_layers * trainer.plan.global_micro_batches // trainer.plan.layout.dp
+
+    def run(batches: Any) -> Tensor:
+        gc.collect()
+        gc.disable()  # as a run does from its second step on; it would end cycles
+        queued.clear()
+        row = step(batches)
+        left = [each for each in gc.get_objects() if type(each).__name__ == "_UnitFunctionBackward"]
+        gc.enable()
+        assert not left and trainer.ranks.gather(queued) == [queued] * trainer.ranks.size
+        assert num_changes(queued) > 2 * layers, "the MoE layers of each micro-batch take turns more often"
+        for name in ("moe_dispatch", "moe_combine"):
+            assert queued.count(("forward", name)) == queued.count(("backward", name)) == layers
+        return row
+
+    trainer.steps.run = run  # type: ignore[method-assign]
 
 
 def check_that_units_take_turns(trainer: Trainer) -> None:

@@ -104,7 +104,7 @@ def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> di
     return Job(folder, cases, num_ranks).results()
 
 
-def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     """Values of a parameter with which tests of a fixture's module will run."""
     items = [item for item in request.session.items if item.path == request.path]
     cases = [item.callspec.params for item in items if hasattr(item, "callspec")]

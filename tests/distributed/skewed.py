@@ -1,8 +1,6 @@
 """Training runs whose routing sends far too much to one rank in chosen micro-batches."""
 
 import math
-import os
-import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,33 +82,14 @@ def small_chunks(trainer: Trainer) -> None:
     dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(0.3 * n)) for n in dispatcher.chunk))
 
 
-@dataclass(frozen=True)
-class HangsBeforeItClimbs:
-    """A rank that has found a step void says so by a file, and waits to be killed."""
+def hang_before_climbing(trainer: Trainer) -> None:
+    """Let a rank that has found a step void say so by a file, and wait to be killed."""
 
-    def __call__(self, trainer: Trainer) -> None:
-        def hang(step, load, too_small):
-            (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
-            time.sleep(600)
+    def hang(step, load, too_small):
+        (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
+        time.sleep(600)
 
-        trainer.steps._ladder.climb = hang
-
-
-@dataclass(frozen=True)
-class SignalIn:
-    """Rank 1 gets a SIGTERM before it launches a step."""
-
-    step: int
-
-    def __call__(self, trainer: Trainer) -> None:
-        run, sent = trainer.steps.run, []
-
-        def send_first(batches):
-            if trainer.step + 1 == self.step and trainer.ranks.rank == 1 and not sent:
-                sent.append(os.kill(os.getpid(), signal.SIGTERM))  # a second one would end the process
-            return run(batches)
-
-        trainer.steps.run = send_first
+    trainer.steps._ladder.climb = hang
 
 
 class Found(NamedTuple):

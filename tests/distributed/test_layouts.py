@@ -18,6 +18,7 @@ from tests.distributed.layouts import (
     BUDGET,
     FSDP,
     MTP,
+    ROOM,
     TIED,
     TURNS,
     Case,
@@ -28,9 +29,9 @@ from tests.distributed.layouts import (
     gradient_errors,
     some_labels_ignored,
 )
-from tests.distributed.ranks import Job
+from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, nan_gradient_in_step_2
-from tests.runs import COMPILED_MODEL, config
+from tests.runs import COMPILED_MODEL, assert_same_state, config
 from tests.tolerances import relative_error
 
 BF16, AGAIN = "precision.compute=bf16", "recompute.all=true"
@@ -39,6 +40,7 @@ LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
 ROUTED_TWICE = "recompute.segments=[moe_router]"
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
 SENT = Case(2, "ep=2", mode="traced")
+SENDS = (SENT, replace(SENT, overrides=(SENT_TWICE,)))
 GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model.qk_norm=true")
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
@@ -56,14 +58,19 @@ LANES = Case(
     2, "pp=2", "zbv", ("graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
     COMPILED_MODEL, "traced",
 )  # fmt: skip
-ROUTED = {
-    Case(2, "pp=2", "1f1b"): Case(2, "pp=2", "1f1b", (AGAIN,)),
-    Case(2, "pp=2", "1f1b", mode="traced"): Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"),
-    SENT: Case(2, "ep=2", "", (SENT_TWICE,), mode="traced"),
+ONE_BY_ONE = Case(2, "ep=2", "", ROOM, ("model.mtp_depth=1",), "traced")
+RECOMPUTED = ("recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]")
+LIKE = {
+    Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
+    Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"): Case(2, "pp=2", "1f1b", mode="traced"),
+    SENDS[1]: SENT,
+    replace(ONE_BY_ONE, overrides=TURNS): ONE_BY_ONE,
+    replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
+    replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): replace(ONE_BY_ONE, overrides=(*ROOM, *RECOMPUTED)),
 }
-"""Cases, and the same ones routed again in the backward."""
+"""Cases that are bitwise others: routed again in the backward, or with backwards in turns with forwards."""
 TWO = (
-    *ROUTED, *ROUTED.values(),
+    *LIKE, *dict.fromkeys(LIKE.values()),
     Case(2, "", model=("model.aux_loss=sequence",)), Case(2, "", model=("train.clip_grad_norm=0.01",)),
     Case(2, "", model=(TIED,), mode="traced"),
     Case(2, FSDP), Case(2, FSDP, overrides=(AGAIN,), model=(MTP, TIED)),
@@ -150,9 +157,8 @@ CASES = [pytest.param(case, id=str(case), marks=marks) for cases, marks in MARKS
 @pytest.fixture(scope="module")
 def on_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """Outcomes of a case by rank; all cases with so many ranks that will be tested run in one job."""
-    items = [item for item in request.session.items if item.path == request.path]
-    wanted = {item.callspec.params["case"] for item in items if hasattr(item, "callspec")}
-    wanted |= {ROUTED[case] for case in wanted if case in ROUTED}
+    wanted = {*selected(request, "case")}
+    wanted |= {LIKE[case] for case in wanted if case in LIKE}
 
     @functools.cache
     def run(num_ranks: int) -> dict[str, list[Outcome]]:
@@ -173,17 +179,16 @@ def test_losses_gradients_and_weights_are_those_of_one_process(on_ranks, alone, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ROUTED])
-def test_routing_again_when_later_micro_batches_are_counted_changes_no_bit(on_ranks, case):
-    for kept, again in zip(on_ranks(case), on_ranks(ROUTED[case]), strict=True):
-        assert torch.equal(again.rows, kept.rows) and again.gradients.keys() == kept.gradients.keys()
-        for parameter, gradient in kept.gradients.items():
-            assert torch.equal(again.gradients[parameter], gradient), parameter
-            assert torch.equal(again.weights[parameter], kept.weights[parameter]), parameter
+@pytest.mark.parametrize("case", LIKE, ids=str)
+def test_routing_again_and_overlap_change_no_bit(on_ranks, case):
+    for found, wanted in zip(on_ranks(case), on_ranks(LIKE[case]), strict=True):
+        assert torch.equal(found.rows, wanted.rows) and found.written == wanted.written
+        assert_same_state(found.state, wanted.state)
+        assert_same_state(found.gradients, wanted.gradients)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in ROUNDED])
+@pytest.mark.parametrize("case", ROUNDED, ids=str)
 def test_in_bf16_ranks_stay_as_close_to_fp32_as_one_process(on_ranks, alone, case):
     """Within twice for each gradient and the loss: parts are rounded too."""
     found, of_one = on_ranks(case), alone(case.alone)
@@ -195,7 +200,7 @@ def test_in_bf16_ranks_stay_as_close_to_fp32_as_one_process(on_ranks, alone, cas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in (*AXES, SENT, ROUTED[SENT])])
+@pytest.mark.parametrize("case", [*AXES, *SENDS], ids=str)
 def test_compiled_graphs_are_those_of_every_rank_and_name_axes_instead_of_process_groups(on_ranks, case):
     first, other = (outcome.graphs for outcome in on_ranks(case))
     assert first.code and first.code == other.code  # groups and places differ, graphs do not
@@ -228,9 +233,9 @@ def test_passes_match_as_they_do_on_one_rank_but_for_the_loss(on_ranks, alone, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [SENT], ids=str)
+@pytest.mark.parametrize("case", SENDS[1:], ids=str)
 def test_other_loads_compile_nothing_again_and_recompute_sends_no_token_again(on_ranks, case):
-    for once, found in zip(on_ranks(case), on_ranks(ROUTED[case]), strict=True):
+    for found, once in zip(on_ranks(case), on_ranks(LIKE[case]), strict=True):
         assert not found.rows[0].equal(found.rows[1]) and found.graphs.recompiled == 0
         assert found.graphs.dispatched == once.graphs.dispatched > 0
 

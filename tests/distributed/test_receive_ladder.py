@@ -7,10 +7,9 @@ import pytest
 
 from graphmoe.checkpoint import CheckpointStore
 from tests.distributed.ranks import Job, selected
-from tests.distributed.skewed import Both, Found, HangsBeforeItClimbs, SignalIn, Skew, no_memory, small_chunks
-from tests.distributed.test_data_parallel import assert_same
-from tests.distributed.training import Outcome, Training
-from tests.runs import metrics, numbers
+from tests.distributed.skewed import Both, Found, Skew, hang_before_climbing, no_memory, small_chunks
+from tests.distributed.training import Outcome, SignalIn, Training
+from tests.runs import assert_same_state, metrics, numbers
 from tests.tolerances import relative_error
 
 
@@ -91,7 +90,7 @@ def resumed(folder: Path, ranks: dict[str, list[Found]]) -> list[Outcome]:
     """The outcomes of ranks that go on where both were killed before a void step could run again."""
     case = CASES["killed"]
     run = functools.partial(case.run, budget="moe.receive_budget=1.5")
-    job = Job(folder / "kill", {"run": functools.partial(run, more=(HangsBeforeItClimbs(),))})
+    job = Job(folder / "kill", {"run": functools.partial(run, more=(hang_before_climbing,))})
     job.wait_until(lambda: len([*folder.glob("kill/run/climbs_*")]) == 2)
     # The checkpoint of step 4 is written by a thread, beside the step that is found void.
     job.wait_until(lambda: CheckpointStore.open_any(folder / "kill" / "run").latest() == [4, 2])
@@ -103,7 +102,7 @@ def resumed(folder: Path, ranks: dict[str, list[Found]]) -> list[Outcome]:
 def test_a_run_that_is_killed_between_a_void_step_and_the_next_try_goes_on_bitwise(ranks, resumed, folder):
     for after, whole in zip(resumed, ranks["killed"], strict=True):
         assert after.step == whole.worst.step
-        assert_same(after.state, whole.worst.state)
+        assert_same_state(after.state, whole.worst.state)
     assert numbers(folder / "kill" / "run") == numbers(folder / "killed" / "worst")
 
 
@@ -117,8 +116,8 @@ def test_state_metrics_and_steps_are_those_of_a_run_with_room_for_everything(ran
         assert launched > len(found.worst.rows) or "validation" in name or "signal" in name
         assert found.ladder.step == found.worst.step
         assert repr(found.ladder.written) == repr(found.worst.written)
-        assert_same(found.ladder.state, found.worst.state)
-        assert_same(found.ladder.model, found.worst.model)
+        assert_same_state(found.ladder.state, found.worst.state)
+        assert_same_state(found.ladder.model, found.worst.model)
         assert found.ladder.stopped_by == found.worst.stopped_by
 
 

@@ -2,22 +2,20 @@
 
 import functools
 import itertools
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
+from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import ALONE, REPLICATED, Layout
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.ranks import Case, Job, run_ranks
+from tests.distributed.ranks import Case, run_ranks
 from tests.distributed.sharded_state import (
     ATTENTION,
     PARAMETERS,
@@ -101,13 +99,6 @@ def damaged(ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
     ranks.barrier()
     return load(LAYOUTS["ep4"], folder.name, ranks, folder)
-
-
-def never_published(ranks: Ranks, folder: Path) -> None:
-    """Save step 1, and hang in step 2 when all its files are written."""
-    save(LAYOUTS["dp2 tp2"], (1,), True, ranks, folder)
-    folders.publish = lambda *arguments: time.sleep(600)
-    save(LAYOUTS["dp2 tp2"], (2,), True, ranks, folder)
 
 
 @pytest.fixture(scope="module")
@@ -196,18 +187,3 @@ def test_a_rank_may_own_nothing_of_what_others_share(results):
 
 def test_damage_of_one_ranks_file_is_seen_by_all_and_the_previous_checkpoint_read(results):
     assert results["damaged"] == [(1, [])] * 4
-
-
-def test_killed_before_its_name_a_checkpoint_of_many_files_is_not_there(tmp_path):
-    job = Job(tmp_path, {"killed": never_published}, num_ranks=4)
-
-    def written() -> bool:
-        return any(
-            (path / ".metadata").exists() for path in (tmp_path / "killed").glob("step_00000002.tmp-*")
-        )
-
-    job.wait_until(written)
-    job.kill()
-    state = whole_state(0)
-    assert CheckpointStore(tmp_path / "killed", CheckpointConfig()).load(state) == 1
-    assert differing(state, whole_state(1)) == [] and os.listdir(tmp_path / "killed") == ["step_00000001"]

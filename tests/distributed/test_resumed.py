@@ -1,5 +1,6 @@
 """A run saved in one layout goes on in another, on as many ranks or not, and in its own bitwise."""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import (
     Outcome,
+    SignalIn,
     Training,
     gathered,
     quiet_trainer,
-    signal_in_step_3,
     without_rank_load,
 )
 from tests.runs import assert_same_state, config
@@ -70,13 +71,10 @@ RUNS = {"folded": "fp32", "rounded": "bf16"}
 KINDS = {"hf": FolderKind.hf, "own": FolderKind.graphmoe, **dict.fromkeys(RUNS, FolderKind.run)}
 
 
-@dataclass(frozen=True)
-class Stopped:
-    """A run that a signal at rank 1 ends, and the same command once more; both outcomes."""
-
-    def __call__(self, ranks: Ranks, folder: Path) -> tuple[Outcome, Outcome]:
-        first = Training((*BASE, *STAGES), change=signal_in_step_3)(ranks, folder)
-        return first, Training((*BASE, *STAGES))(ranks, folder)
+def stopped(ranks: Ranks, folder: Path) -> tuple[Outcome, Outcome]:
+    """Run until a signal at rank 1 ends it, and the same command once more; both outcomes."""
+    first = Training((*BASE, *STAGES), SignalIn(3, signal.SIGINT))(ranks, folder)
+    return first, Training((*BASE, *STAGES))(ranks, folder)
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def runs(folder: Path, source: Transformer) -> dict[str, list]:
     two = {
         "fsdp2": Training((*BASE, *FSDP)),
         "stages": Training((*BASE, *STAGES)),
-        "stopped": Stopped(),
+        "stopped": stopped,
         **going_on(OF_TWO),
         **IMPORTS,
     }

@@ -3,8 +3,8 @@
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer, StepResult
 from graphmoe.passes.table import PassRunner
-from graphmoe.plan.layout import Axis, Layout, ParameterLayout
+from graphmoe.plan.layout import Layout
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh, Ranks
-from tests.distributed.ranks import run_ranks, selected
+from tests.distributed.ranks import Case, run_ranks, selected
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 STEPS = 5
@@ -46,35 +46,40 @@ def random(words: str, shape: Sequence[int]) -> Tensor:
 
 @dataclass
 class Nets:
-    """The same training for a rank, and for one process that has what all ranks have."""
+    """The same training for a rank of two, and for one process that has the gradients of both."""
 
-    layout: Layout
-    axes: Mapping[str, Axis] = field(default_factory=dict)
-    """Axes that parameters are summed over, where not ``stage``: each group has weights of its own."""
     dtype: torch.dtype = torch.float32
     additions: str = "once"
     compiled: bool = False
     bad: tuple[int, int] | None = None
     """The step and the rank of a gradient with a NaN."""
 
-    def net(self, rank: int | None) -> nn.Module:
-        """The parameters of a rank, or with None of all ranks: those of group g are ``<name>_<g>``."""
+    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Any]:
+        return self.train(ranks.rank)
+
+    def train(self, rank: int | None) -> dict[str, Any]:
+        """Results of a training: whole weights, and of each step the norm and whether it was applied."""
+        optimizer = self.optimizer(rank)
+        results = [self.step(optimizer, step, rank) for step in range(STEPS)]
+        optimizer.gather()
+        weights = zip(optimizer.names, optimizer.weights, strict=True)
+        return {
+            "weights": {name: weight.detach().clone() for name, weight in weights},
+            "main": {name: main.clone() for name, main in optimizer.weights_to_fill().items()},
+            "norms": torch.stack([result.grad_norm for result in results]),
+            "applied": [result.finite.item() for result in results],
+        }
+
+    def net(self) -> nn.Module:
         net = nn.Module()
         for name, shape in SHAPES.items():
-            for number, group in enumerate(self.groups(name)):
-                weight = nn.Parameter(random(f"{name} {number}", shape).to(self.dtype))
-                weight.parallel = ParameterLayout(summed_over=self.axes.get(name, "stage"))
-                if rank is None or rank in group:
-                    net.register_parameter(f"{name}_{number}" if rank is None else name, weight)
+            net.register_parameter(name, nn.Parameter(random(name, shape).to(self.dtype)))
         return net
-
-    def groups(self, name: str) -> list[tuple[int, ...]]:
-        return self.layout.groups(self.axes.get(name, "stage"))
 
     def optimizer(self, rank: int | None) -> Optimizer:
         optim = OptimConfig(lr=0.1, bucket_mb=TINY, beta1=0.5)
-        mesh = None if rank is None else Mesh(self.layout)
-        optimizer = Optimizer(self.net(rank), optim, TrainConfig(steps=9, clip_grad_norm=1.0), mesh)
+        mesh = None if rank is None else Mesh(TWO)
+        optimizer = Optimizer(self.net(), optim, TrainConfig(steps=9, clip_grad_norm=1.0), mesh)
         if self.compiled:
             segments = CompiledSegments(lambda trains: PassRunner([]))
             optimizer.compile(functools.partial(segments.in_place, "optimizer"))
@@ -84,21 +89,10 @@ class Nets:
         """Made-up gradients of a step through autograd, as often as they come; then the update."""
         optimizer.start_gather()
         for name, weight in reversed(list(zip(optimizer.names, optimizer.weights, strict=True))):
-            plain, _, number = name.partition("_")
-            ranks = self.groups(plain)[int(number)] if rank is None else (rank,)
-            for addition, of_rank in itertools.product(range(ADDITIONS[self.additions](step, plain)), ranks):
-                (weight.float() * self._gradient(plain, step, addition, of_rank)).sum().backward()
+            ranks = range(TWO.dp) if rank is None else (rank,)
+            for addition, of_rank in itertools.product(range(ADDITIONS[self.additions](step, name)), ranks):
+                (weight.float() * self._gradient(name, step, addition, of_rank)).sum().backward()
         return optimizer.step(torch.tensor(1.0))
-
-    def whole(self, of_ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors of all ranks by the parameter names of one process; ranks of a group have the same."""
-        found = {}
-        for name in SHAPES:
-            for number, group in enumerate(self.groups(name)):
-                found[f"{name}_{number}"] = of_ranks[group[0]][name]
-                for rank in group:
-                    assert torch.equal(of_ranks[rank][name], of_ranks[group[0]][name]), (name, rank)
-        return found
 
     def _gradient(self, name: str, step: int, addition: int, rank: int) -> Tensor:
         gradient = random(f"{name} {step} {addition} {rank}", SHAPES[name])
@@ -107,45 +101,21 @@ class Nets:
         return gradient
 
 
-TWO, FOUR = Layout(dp=2), Layout(dp=4)
+TWO = Layout(dp=2)
 CASES = {
-    "two ranks": Nets(TWO),
-    "several additions": Nets(TWO, additions="several"),
-    "used twice": Nets(TWO, additions="used twice"),
-    "unused": Nets(TWO, additions="unused"),
-    "one for another": Nets(TWO, additions="one for another"),
-    "a bad gradient": Nets(TWO, bad=(2, 1)),
-    "compiled": Nets(TWO, dtype=torch.bfloat16, compiled=True, bad=(2, 1)),
-    "a family of one rank in bf16": Nets(TWO, {"experts": "tp", "bias": "tp"}, torch.bfloat16),
+    "two ranks": Nets(),
+    "several additions": Nets(additions="several"),
+    "used twice": Nets(additions="used twice"),
+    "unused": Nets(additions="unused"),
+    "one for another": Nets(additions="one for another"),
+    "a bad gradient": Nets(bad=(2, 1)),
+    "compiled": Nets(dtype=torch.bfloat16, compiled=True, bad=(2, 1)),
 }
-OF_FOUR = {
-    "four ranks": Nets(FOUR),
-    "experts on two": Nets(Layout(dp=4, ep=2), {"experts": "edp"}),
-    "cut along tp": Nets(Layout(dp=2, tp=2, ep=2), {"experts": "edp", "first": "dp_cp", "head": "dp_cp"}),
-}
-
-
-def train(nets: Nets, rank: int | None) -> dict[str, Any]:
-    """Results of a training: whole weights, and of each step the norm and whether it was applied."""
-    optimizer = nets.optimizer(rank)
-    results = [nets.step(optimizer, step, rank) for step in range(STEPS)]
-    optimizer.gather()
-    return {
-        "weights": {n: w.detach().clone() for n, w in zip(optimizer.names, optimizer.weights, strict=True)},
-        "main": {name: main.clone() for name, main in optimizer.weights_to_fill().items()},
-        "norms": torch.stack([result.grad_norm for result in results]),
-        "applied": [result.finite.item() for result in results],
-    }
-
-
-def trained(nets: Nets, ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """``train`` as a case of ``run_ranks``."""
-    return train(nets, ranks.rank)
 
 
 def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
     """List for each step the first parameter of each summed bucket, and "-" where the backward ends."""
-    nets = Nets(TWO, additions="used twice")
+    nets = Nets(additions="used twice")
     optimizer, steps = nets.optimizer(ranks.rank), []
     (family,) = optimizer.families
     reduce, finish = family.reduce, optimizer._reduction.finish
@@ -163,7 +133,7 @@ def times_of_sums(ranks: Ranks, folder: Path) -> list[list[str]]:
 
 def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
     """Names of the parameters that are as the last step has made them, after each call."""
-    nets = Nets(TWO)
+    nets = Nets()
     optimizer = nets.optimizer(ranks.rank)
     weights = dict(zip(optimizer.names, optimizer.weights, strict=True))
     before = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -184,46 +154,36 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Results of two ranks."""
-    wanted = selected(request, "name")
-    cases = {name: functools.partial(trained, nets) for name, nets in CASES.items() if name in wanted}
+    cases: dict[str, Case] = {name: CASES[name] for name in selected(request, "name")}
     cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way)}
     return run_ranks(tmp_path_factory.mktemp("two"), cases)
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Results of four ranks."""
-    cases = {name: functools.partial(trained, nets) for name, nets in OF_FOUR.items()}
-    return run_ranks(tmp_path_factory.mktemp("four"), cases, num_ranks=4)
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "compiled")) for n in (*CASES, *OF_FOUR)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "compiled")) for name in CASES]
 )
-def test_ranks_end_with_the_weights_and_norms_of_one_process(name, request):
-    nets = CASES.get(name) or OF_FOUR[name]
-    ranks = request.getfixturevalue("two" if name in CASES else "four")[name]
-    alone = train(nets, None)
-    for rank in ranks:
-        assert torch.equal(rank["norms"], ranks[0]["norms"]) or nets.bad
-        assert rank["applied"] == alone["applied"] == [1, 1, 0 if nets.bad else 1, 1, 1]
-        finite = alone["norms"].isfinite()
-        assert_forward_close(rank["norms"][finite], alone["norms"][finite])
-    for parameter, main in nets.whole([rank["main"] for rank in ranks]).items():
-        assert_gradient_close(main, alone["main"][parameter])
-        start = nets.net(None).get_parameter(parameter).detach().float()
-        moved, wanted = main - start, alone["main"][parameter] - start
+def test_ranks_end_with_the_weights_and_norms_of_one_process(ranks, name):
+    nets, (first, second) = CASES[name], ranks[name]
+    alone = nets.train(None)
+    finite = alone["norms"].isfinite()
+    assert torch.equal(first["norms"][finite], second["norms"][finite])
+    assert_forward_close(first["norms"][finite], alone["norms"][finite])
+    assert first["applied"] == second["applied"] == alone["applied"] == [1, 1, 0 if nets.bad else 1, 1, 1]
+    for parameter, start in nets.net().named_parameters():
+        main, of_one = (found["main"][parameter] for found in (first, alone))
+        assert_gradient_close(main, of_one)
+        moved, wanted = main - start.detach().float(), of_one - start.detach().float()
         assert (moved - wanted).norm() < 1e-4 * wanted.norm()  # rounded where the weight is
-    for parameter, weight in nets.whole([rank["weights"] for rank in ranks]).items():
-        main = nets.whole([rank["main"] for rank in ranks])[parameter]
-        assert weight.dtype == nets.dtype and torch.equal(weight, main.to(nets.dtype))
+        assert main.equal(second["main"][parameter])
+        for found in (first, second):
+            assert found["weights"][parameter].equal(main.to(nets.dtype))
 
 
-def test_from_the_second_step_on_sums_start_in_the_backward_and_late_gradients_are_summed_again(two):
+def test_from_the_second_step_on_sums_start_in_the_backward_and_late_gradients_are_summed_again(ranks):
     order = ["head", "bias", "experts", "first", "norm", "embed"]
-    for steps in two["times_of_sums"]:
+    for steps in ranks["times_of_sums"]:
         assert steps[0] == ["-", *order]
         assert steps[1] == [*order, "-"]
         # the second gradient of "first" comes after its bucket was started
@@ -233,8 +193,8 @@ def test_from_the_second_step_on_sums_start_in_the_backward_and_late_gradients_a
         assert steps[4] == [*order, "-"]
 
 
-def test_weights_arrive_when_they_are_asked_for(two):
-    for found in two["weights_on_their_way"]:
+def test_weights_arrive_when_they_are_asked_for(ranks):
+    for found in ranks["weights_on_their_way"]:
         assert found["after the step"] == set()  # the model still has the old ones
         assert found["first and norm"] == {"first", "norm"}
         assert found["awaited"] == {"4"}  # of six buckets

@@ -314,17 +314,22 @@ def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
         trainer.model.stage = stage
 
 
-def signal_in_step_3(trainer: Trainer) -> None:
-    """Send this process a signal, on rank 1 only."""
-    step = trainer.steps.run
+@dataclass(frozen=True)
+class SignalIn:
+    """Rank 1 gets a signal before it launches a step."""
 
-    def run(batches):
-        if trainer.step + 1 == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(batches)
+    step: int
+    number: int = signal.SIGTERM
 
-    if on_rank(trainer, 1):
-        trainer.steps.run = run
+    def __call__(self, trainer: Trainer) -> None:
+        run, sent = trainer.steps.run, []
+
+        def send_first(batches):
+            if trainer.step + 1 == self.step and trainer.ranks.rank == 1 and not sent:
+                sent.append(os.kill(os.getpid(), self.number))  # a second one would end the process
+            return run(batches)
+
+        trainer.steps.run = send_first
 
 
 def never_publish_step_4(trainer: Trainer) -> None:

@@ -131,21 +131,6 @@ def test_a_captured_step_replays_on_another_routing(backend):
     assert_replays(whole, changes(), match)
 
 
-def test_compiled_without_graph_breaks_gives_the_eager_result():
-    p = scaled(make_problem(ROUTED, torch.bfloat16, CUDA))
-
-    def layer(x, *rest):
-        return ops.grouped_mlp(x * 2, *rest, "triton")[0]
-
-    eager_leaves, leaves = leaves_of(p), leaves_of(p)
-    eager = layer(*eager_leaves, *p.plan)
-    compiled = torch.compile(layer, fullgraph=True)(*leaves, *p.plan)
-    assert torch.equal(eager, compiled)
-    expected = torch.autograd.grad(eager, eager_leaves, p.dy_TD)
-    for actual, wanted in zip(torch.autograd.grad(compiled, leaves, p.dy_TD), expected, strict=True):
-        assert torch.equal(actual, wanted)
-
-
 def test_auto_measures_and_remembers_on_this_gpu(tmp_path):
     shape = choice.MlpShape(2048, 512, 256, 16, 4, torch.bfloat16)
     memory = CompileCache(tmp_path)

@@ -19,7 +19,7 @@ from graphmoe.runtime.overlap.runner import (
     turns,
 )
 from graphmoe.runtime.overlap.tape import OrderedUnit, Tape
-from tests.distributed.turns import watched
+from tests.distributed.layouts import watched
 from tests.stand_in_streams import use_streams
 
 LAYER = ("attn", "dispatch", "shared", "experts", "combine")

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from graphmoe.config.schema import DpShard
 from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
+from graphmoe.model.sizes import state_bytes
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.gradients import PendingWeightGrads
+from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
@@ -25,7 +29,7 @@ from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
 from graphmoe.training.trainer import Trainer
-from tests.distributed.training import Change, Outcome, Training, without_rank_load
+from tests.distributed.training import Change, Outcome, Training, gathered, without_rank_load
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 BASE = (
@@ -150,6 +154,38 @@ def check(change: Change | None, trainer: Trainer) -> None:
             check_that_units_take_turns(trainer)
     elif overlap is not None and trainer.config.graph.scope == "none":
         check_that_backwards_run_inside_forwards(trainer, overlap)
+    if isinstance(trainer.optimizer, ShardedOptimizer):
+        check_that_weights_are_shared_out(trainer, trainer.optimizer)
+
+
+def check_that_weights_are_shared_out(trainer: Trainer, optimizer: ShardedOptimizer) -> None:
+    """Check that a rank has its share of weights and moments between steps, and one layer whole in them.
+
+    All shares together are each element once: where four ranks have six experts too, and the last none.
+    """
+    step, parameters = trainer.steps.run, dict(trainer.model.named_parameters())
+    expected = state_bytes(trainer.config.model, trainer.plan.layout, dp_shard=DpShard.fsdp2)
+
+    def check_layer(*_: Any) -> None:
+        held = trainer.model.named_parameters()
+        whole = {name for name, weight in held if not isinstance(weight, DTensor)}
+        assert whole == {name for name in parameters if name.startswith("layers.1.")}
+
+    def run(batches: Any) -> Tensor:
+        row = step(batches)
+        own = [parameter.to_local() for parameter in trainer.model.parameters()]  # type: ignore[operator]
+        kinds = own, optimizer.main.values(), *(kind.values() for kind in optimizer.moments.values())
+        sizes = trainer.ranks.gather([4 * sum(tensor.numel() for tensor in kind) for kind in kinds])
+        mean = expected["main_weights_fp32"]
+        assert {sum(kind) / len(sizes) for kind in zip(*sizes, strict=True)} == {mean}
+        assert (
+            max(max(kinds) for kinds in sizes) < (1.6 if trainer.config.model.num_experts % 4 else 1.1) * mean
+        )
+        assert not any(bool(whole.isnan().any()) for whole in gathered(trainer, "main").values())
+        return row
+
+    trainer.model.layers[1].attn.register_forward_pre_hook(check_layer)
+    trainer.steps.run = run  # type: ignore[method-assign]
 
 
 Order = list[tuple[Direction, str]]

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.runtime.ranks import Ranks
@@ -31,7 +32,7 @@ from tests.distributed.layouts import (
 )
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, nan_gradient_in_step_2
-from tests.runs import COMPILED_MODEL, assert_same_state, config
+from tests.runs import COMPILED_MODEL, assert_same_state, config, trainer_in
 from tests.tolerances import relative_error
 
 BF16, AGAIN = "precision.compute=bf16", "recompute.all=true"
@@ -253,3 +254,8 @@ def test_a_rank_holds_its_share_of_every_large_matrix():
     assert {name: whole[name] // size for name, size in part.items()} == {
         name: 4 if any(each in name for each in cut) else 1 for name in whole
     }
+
+
+def test_one_rank_has_nobody_to_share_weights_with(tmp_path):
+    with pytest.raises(ConfigError, match=r"dp_shard=fsdp2 shares .* use parallel.dp_shard=zero1"):
+        trainer_in(tmp_path, f"parallel.{FSDP}")

@@ -77,6 +77,7 @@ parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use 
 parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
     | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
 parallel.cp=0 | parallel.cp=0 must be greater than 0
+parallel.dp_shard=fsdp2 compile.enabled=true graph.scope=layer | use graph.scope=none
 parallel.pp=2 parallel.dp_shard=fsdp2 | has many under way; use parallel.dp_shard=zero1
 parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
     | use profile.pipeline=false, or another graph.scope

@@ -80,8 +80,8 @@ RINGS = {
     )
     for heads, sizes in (((8, 2), (64, 64)), ((4, 4), (192, 128)))
 }
-ONE_STEP = ("train.steps=1", "precision.compute=fp32")
-DENSE = (*GPU, *ONE_STEP, "model.num_dense_layers=3", "model.context_length=64")
+BF16 = (*GPU, "train.steps=1", "train.clip_grad_norm=0", "model.context_length=64")
+DENSE = (*BF16, "precision.compute=fp32", "model.num_dense_layers=3")
 MLA = (*DENSE, "model.q_lora_rank=32")
 GQA = (*DENSE, "model.attention=gqa", "model.head_dim=32", "model.num_kv_heads=2", "model.qk_norm=true")
 EXACT = {
@@ -92,11 +92,11 @@ EXACT = {
 }
 STAGES = (*DENSE, "model.num_dense_layers=4", "model.tie_embeddings=true")
 EXACT |= {schedule: Case(2, "pp=2", schedule, model=STAGES) for schedule in ("interleaved", "zb1p", "zbv")}
-BALANCED, OF_TINY = "moe.force_balance=true", ("run.device=cuda", *ONE_STEP, "precision.compute=bf16")
+BALANCED = (*BF16, "moe.force_balance=true")
 ROUNDED = {
-    **{f"{layout}, balanced": Case(2, layout, model=(*OF_TINY, BALANCED)) for layout in ("ep=2", "etp=2")},
+    **{f"{layout}, balanced": Case(2, layout, model=BALANCED) for layout in ("ep=2", "etp=2")},
     **{
-        f"{layout}, {mode}": Case(2, layout, model=OF_TINY, mode=mode, change=all_on_two_experts)
+        f"{layout}, {mode}": Case(2, layout, model=BF16, mode=mode, change=all_on_two_experts)
         for layout in ("ep=2", "etp=2")
         for mode in ("eager", "inductor")
     },

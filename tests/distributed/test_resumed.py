@@ -20,14 +20,7 @@ from graphmoe.plan.layout import Layout, layout_of, own_part
 from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run, write_weights
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
-from tests.distributed.training import (
-    Outcome,
-    SignalIn,
-    Training,
-    gathered,
-    quiet_trainer,
-    without_rank_load,
-)
+from tests.distributed.training import Outcome, SignalIn, Training, gathered, quiet_trainer, without_rank_load
 from tests.runs import assert_same_state, config
 from tests.tolerances import assert_forward_close
 
@@ -201,7 +194,7 @@ def test_weights_that_only_another_rank_lacks_are_missed_by_all(runs):
 
 
 def assert_parts(found: dict[str, Tensor], whole: dict[str, Tensor], layout: Layout, rank: int) -> None:
-    """What a rank has of some parameters and buffers is its part of the whole ones."""
+    """Compare some parameters and buffers of a rank with its parts of the whole ones."""
     run = config(*BASE, "model.tie_embeddings=false").model
     model = build_model(run, layout=layout, rank=rank, device="meta")
     marks = {name: layout_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}

@@ -204,8 +204,7 @@ class Estimates:
 def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKind, ...]:
     """Group the places of a pipeline by their stages, with ``model`` by the layers of each kind."""
     groups: dict[Stages, list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
-    for place, moments in enumerate(in_flight(plan.table)):
-        own = (plan.stages[number] for number in plan.placement.stages_of(place))
+    for place, (own, moments) in enumerate(zip(plan.stages_of_places, in_flight(plan.table), strict=True)):
         stages = tuple(stage if model is None else _alike(stage, model) for stage in own)
         groups.setdefault(stages, []).append((place, moments))
     return tuple(

@@ -184,7 +184,10 @@ def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
         "no_schedule": "is a function; name a graphmoe.plan.pipeline.schedules.Schedule",
     }.items():
         with pytest.raises(ConfigError, match=rf"pipeline.schedule=wrong_pipelines:{name}:? {words}"):
-            config("launch.nproc=2", "parallel.pp=2", f"pipeline.schedule=wrong_pipelines:{name}")
+            config(
+                "launch.nproc=2", "launch.nodes=1", "parallel.pp=2",
+                f"pipeline.schedule=wrong_pipelines:{name}",
+            )  # fmt: skip
 
 
 OPTIMIZER = """

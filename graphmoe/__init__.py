@@ -8,7 +8,7 @@ __all__ = ["load_hf", "save_hf"]
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from graphmoe.checkpoint.hf import folder
+        from graphmoe.checkpoint import hf
 
-        return getattr(folder, name)
+        return getattr(hf, name)
     raise AttributeError(f"module 'graphmoe' has no attribute '{name}'")

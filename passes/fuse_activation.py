@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import graphmoe.ops.grouped_mm
 import graphmoe.ops.swiglu  # noqa: F401  # registers the operation
-from graphmoe.passes.base import Rewrites
+from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     aten,
@@ -38,20 +38,15 @@ ops = torch.ops.graphmoe
 
 def fuse_activation(graph: fx.Graph) -> Rewrites:
     """Put `swiglu` in place of silu(gate) * up [* weight] between grouped products."""
-    matches, left = 0, []
-    activations = calls(graph, aten.silu)
-    for silu in activations:
-        gate = half(origin(operand(silu)))
-        if gate is None or not is_op(origin(gate[0]), ops.grouped_mm):
-            continue
-        reason = _replace(silu, origin(gate[0]), gate[1])
-        matches += reason is None
-        if reason is not None:
-            left.append(f"{name_of(silu)}: {reason}")
-    return Rewrites(matches, tuple(left), f"{len(activations)} silu, none of a half of a grouped product")
+    silus = calls(graph, aten.silu)
+    return rewrite(_replace, ((s,) for s in silus), f"{len(silus)} silu, none of a half of a grouped product")
 
 
-def _replace(silu: Node, h: Node, which: int) -> str | None:
+def _replace(silu: Node) -> str | None:
+    gate = half(origin(operand(silu)))
+    if gate is None or not is_op(origin(gate[0]), ops.grouped_mm):
+        return ""
+    h, which = origin(gate[0]), gate[1]
     product, factors = _product(silu, shape(silu))
     halves = {f: found[1] for f in factors if (found := half(origin(f))) and origin(found[0]) is h}
     others = [f for f in factors if f not in halves]

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx import Node
 
 import graphmoe.ops.grouped_mlp  # noqa: F401  # registers the operation
-from graphmoe.passes.base import Rewrites
+from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     aten,
     calls,
@@ -36,22 +36,22 @@ ops = torch.ops.graphmoe
 
 def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
     """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`."""
-    matches, left = 0, []
-    for unpermute in calls(graph, ops.unpermute):
-        found = _experts(unpermute)
-        if isinstance(found, str):
-            left.append(f"{name_of(unpermute)}: {found}")
-            continue
-        x, w_gate_up, w_down, weight, *plan = found
-        weight = viewed(unpermute, weight, *shape(plan[1]))
-        weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
-        weights = (_straight(w_gate_up), _straight(w_down), weight)
-        call = ops.grouped_mlp.default
-        y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, like=unpermute)
-        unpermute.replace_all_uses_with(y)
-        matches += 1
-    products = len(calls(graph, ops.grouped_mm))
-    return Rewrites(matches, tuple(left), f"{products} grouped products, and no unpermute behind one")
+    absent = f"{len(calls(graph, ops.grouped_mm))} grouped products, and no unpermute behind one"
+    return rewrite(_replace, ((call, backend) for call in calls(graph, ops.unpermute)), absent)
+
+
+def _replace(unpermute: Node, backend: str) -> str | None:
+    found = _experts(unpermute)
+    if isinstance(found, str):
+        return found
+    x, w_gate_up, w_down, weight, *plan = found
+    weight = viewed(unpermute, weight, *shape(plan[1]))
+    weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
+    weights = (_straight(w_gate_up), _straight(w_down), weight)
+    call = ops.grouped_mlp.default
+    y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, like=unpermute)
+    unpermute.replace_all_uses_with(y)
+    return None
 
 
 def hidden_only(graph: fx.Graph) -> None:

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 import graphmoe.ops.collectives
 import graphmoe.ops.linear_cross_entropy  # noqa: F401  # registers the operation
-from graphmoe.passes.base import Rewrites
+from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     argument,
     aten,
@@ -39,19 +39,12 @@ MEAN, SUM = 1, 2
 
 def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
     """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
-    matches, left = 0, []
-    for nll in calls(graph, aten.nll_loss_forward):
-        found = _loss(nll)
-        if isinstance(found, str):
-            left.append(f"{name_of(nll)}: {found}")
-            continue
-        _replace(nll, found, needs_grad)
-        matches += 1
-    if not matches and not left and calls(graph, ops.all_reduce):
-        reason = "ranks share the vocabulary: each sums over its part of the logits, and they add their sums"
-        return Rewrites(0, (), reason, expected=False)
-    log_softmax = len(calls(graph, aten._log_softmax))
-    return Rewrites(matches, tuple(left), f"{log_softmax} log_softmax, and no nll_loss behind one")
+    absent = f"{len(calls(graph, aten._log_softmax))} log_softmax, and no nll_loss behind one"
+    losses = [(nll, needs_grad) for nll in calls(graph, aten.nll_loss_forward)]
+    if not losses and calls(graph, ops.all_reduce):
+        absent = "ranks share the vocabulary: each sums over its part of the logits, and they add their sums"
+        return Rewrites(0, (), absent, expected=False)
+    return rewrite(_replace, losses, absent)
 
 
 def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
@@ -80,10 +73,12 @@ def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
     return operand(logits), operand(transposed), labels
 
 
-def _replace(nll: Node, loss: tuple[Node, Node, Node], needs_grad: bool) -> None:
-    num_tokens, ignore_index = shape(loss[0])[0], argument(nll, 4, "ignore_index")
-    arguments = (*loss, ignore_index, 0.0, num_tokens, 0, needs_grad)
-    total, _, _, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
+def _replace(nll: Node, needs_grad: bool) -> str | None:
+    loss = _loss(nll)
+    if isinstance(loss, str):
+        return loss
+    arguments = (*loss, argument(nll, 4, "ignore_index"), needs_grad)
+    total, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
     for result in list(nll.users):
         if part(result, aten.nll_loss_forward) == 1:  # the number of kept labels, as a float
             result.replace_all_uses_with(cast(result, count, dtype(result)))
@@ -91,3 +86,4 @@ def _replace(nll: Node, loss: tuple[Node, Node, Node], needs_grad: bool) -> None
             result.replace_all_uses_with(total)
         else:
             result.replace_all_uses_with(put(result, aten.div.Tensor, total, count))
+    return None

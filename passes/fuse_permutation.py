@@ -12,11 +12,14 @@ The plan may be another unit's. Where the model calls the operations itself, as 
 is expected. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx import Node
 
-from graphmoe.passes.base import Rewrites
+from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     SAME_ELEMENTS,
     aten,
@@ -65,14 +68,15 @@ ADDITIONS = (aten.index_add, aten.scatter_add)
 
 def fuse_permutation(graph: fx.Graph) -> Rewrites:
     """Put `routing_plan`, `permute` and `unpermute` in place of what they do."""
-    left: list[str] = []
     sorts, given = calls(graph, aten.sort), calls(graph, ops.permute, ops.unpermute)
-    matches = sum([_plan(sort, left) for sort in sorts])
+    planned = rewrite(_plan, ((sort,) for sort in sorts))
     plans = [plan_of(call) for call in calls(graph, ops.routing_plan)] + plans_from_outside(graph)
-    candidates = [(node, plan) for node in calls(graph, *GATHERS) for plan in plans]
-    matches += sum([_gather(node, plan, left) for node, plan in candidates])
-    candidates = [(node, plan) for node in calls(graph, *GATHERS, *ADDITIONS) for plan in plans]
-    matches += sum([_return(node, plan, left) for node, plan in candidates])
+
+    def rewrite_by_plans(replace: Callable[..., str | None], *packets: Any) -> Rewrites:
+        return rewrite(replace, [(node, plan) for node in calls(graph, *packets) for plan in plans])
+
+    found = planned, rewrite_by_plans(_gather, *GATHERS), rewrite_by_plans(_return, *GATHERS, *ADDITIONS)
+    matches, left = sum(each.matches for each in found), [reason for each in found for reason in each.left]
     for sort in sorts:
         reader = escape(sort, [])
         if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
@@ -83,16 +87,14 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
     return Rewrites(matches, tuple(left), absent, expected=not given)
 
 
-def _plan(sort: Node, left: list[str]) -> bool:
+def _plan(sort: Node) -> str | None:
     ids = operand(sort)
     inverse = part(origin(ids), aten.sort) == 1 or not any(result.users for result in sort.users)
     if is_float(ids) or len(shape(ids)) != 1 or inverse:
-        return False
+        return ""
     counts = counts_of(ids)
     if is_descending(sort) or not counts:
-        why = "the ids are in descending order" if counts else "nothing counts the ids: how many experts?"
-        left.append(f"{name_of(sort)}: {why}")
-        return False
+        return "the ids are in descending order" if counts else "nothing counts the ids: how many experts?"
     ends = [node for node in calls(sort.graph, aten.cumsum) if origin(operand(node)) in counts]
     slots = [user for user in sort.users if part(user, aten.sort) == 1]
     rows = [node for node in sort.graph.nodes if inverse_of(node) in slots]
@@ -104,37 +106,32 @@ def _plan(sort: Node, left: list[str]) -> bool:
         for node in old:
             flat = viewed(node, new, size) if old is rows else new
             node.replace_all_uses_with(cast(node, flat, dtype(node)))
-    return True
+    return None
 
 
-def _gather(node: Node, plan: Plan, left: list[str]) -> bool:
+def _gather(node: Node, plan: Plan) -> str | None:
     rows = rows_by(node)
     if rows is None or not is_float(node) or not depends_on(rows[1], plan.slot, integers=True):
-        return False
+        return ""
     x, k, size = rows[0], divisor(rows[1], [plan.slot]), plan.rows
     if k is None:
-        left.append(f"{name_of(node)}: the index is not slot // k")
-        return False
+        return "the index is not slot // k"
     if shape(x)[0] * k != size or shape(node) != (size, *shape(x)[1:]) or len(shape(x)) > 2:
-        left.append(f"{name_of(node)}: {list(shape(x))} to {list(shape(node))} is not [R / {k}, D] to [R, D]")
-        return False
+        return f"{list(shape(x))} to {list(shape(node))} is not [R / {k}, D] to [R, D]"
     flat = viewed(node, x, size // k, 1) if len(shape(x)) == 1 else x
     new = put(node, ops.permute.default, flat, plan.slot, plan.row_of(node, k), plan.ends)
     node.replace_all_uses_with(viewed(node, new, *shape(node)))
-    return True
+    return None
 
 
 Returned = tuple[Node, Node, int, Node | None]
 """A node, and the rows, k and weights of the `unpermute` that stands for it."""
 
 
-def _return(node: Node, plan: Plan, left: list[str]) -> bool:
+def _return(node: Node, plan: Plan) -> str | None:
     found = _summed_by_token(node, plan) if is_op(node, *ADDITIONS) else _summed_over_k(node, plan)
-    if found is None:
-        return False
-    if isinstance(found, str):
-        left.append(f"{name_of(node)}: {found}")
-        return False
+    if found is None or isinstance(found, str):
+        return found or ""
     before, rows, k, weight = found
     if weight is not None:
         # fp32 as the operation wants it; in fp64 the weights stay what they are.
@@ -143,7 +140,7 @@ def _return(node: Node, plan: Plan, left: list[str]) -> bool:
     row = plan.row_of(before, k)
     new = put(before, ops.unpermute.default, rows, plan.slot, row, plan.ends, weight)
     before.replace_all_uses_with(viewed(before, new, *shape(before)))
-    return True
+    return None
 
 
 def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:

@@ -16,11 +16,9 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-import graphmoe.ops.fused_router  # noqa: F401  # registers the operation
+import graphmoe.ops.router  # noqa: F401  # registers the operation
 from graphmoe.passes.base import Rewrites
 from graphmoe.passes.matching import (
-    Op,
-    Var,
     argument,
     aten,
     axes,
@@ -32,11 +30,11 @@ from graphmoe.passes.matching import (
     first_of,
     is_cast,
     is_op,
-    match,
     name_of,
     only_user,
     operand,
     operand_pairs,
+    operands,
     origin,
     over_last,
     put,
@@ -167,16 +165,6 @@ def _is_floor(node: Node) -> bool:
     return isinstance(floor, float) and 0 <= floor <= LARGEST_FLOOR
 
 
-SHARE = Op(aten.div, (Var("scores"), Op(aten.sum, (Var("scores"),), where=_keeps_axis)))
-LOGSUMEXP = Op(aten.logsumexp, (Var("logits"),), where=over_last)
-SQUARES = (Op(aten.pow, (LOGSUMEXP, 2)), Op(aten.mul, (LOGSUMEXP, LOGSUMEXP)))
-FLOORED = Op((aten.clamp_min, aten.clamp, aten.add), (Var("share"),), where=_is_floor)
-ENTROPIES = tuple(
-    Op(aten.sum, (Op(aten.mul, (Var("share"), Op(aten.log, (share,)))),), where=over_last)
-    for share in (FLOORED, Var("share"))
-)
-
-
 class Sum(NamedTuple):
     """One sum in the graph: ``node`` is ``factor`` times the router operation's result, in its shape."""
 
@@ -220,10 +208,14 @@ def _counted_sequences(node: Node, choice: Choice) -> int | None:
 
 def _is_share(node: Any, choice: Choice) -> bool:
     """Return whether a node holds the scores of each token divided by their sum; softmax scores are that."""
-    found = match(SHARE, node)
-    if found is not None:
-        return found["scores"] is choice.scores and shape(origin(node))[-1] == choice.num_experts
-    return choice.score == "softmax" and origin(node) is choice.scores
+    node = origin(node)
+    if choice.score == "softmax" and node is choice.scores:
+        return True
+    if not is_op(node, aten.div) or shape(node)[-1] != choice.num_experts:
+        return False
+    scores, total = origin(operand(node)), origin(operand(node, 1))
+    of_token = is_op(total, aten.sum) and _keeps_axis(total) and origin(operand(total)) is scores
+    return of_token and scores is choice.scores
 
 
 def _share(node: Node, choice: Choice) -> Sum | None:
@@ -237,13 +229,18 @@ def _share(node: Node, choice: Choice) -> Sum | None:
 
 
 def _squares(node: Node, choice: Choice) -> Sum | None:
+    square = origin(operand(node))
     if shape(node) != () or math.prod(shape(operand(node))) != choice.num_tokens:
         return None
-    for pattern in SQUARES:
-        found = match(pattern, operand(node))
-        if found is not None and found["logits"] is origin(choice.logits):
-            return Sum(node, "z", _mean_factor(node, choice), None)
-    return None
+    if not is_op(square, aten.mul) and not (is_op(square, aten.pow) and operand(square, 1) == 2):
+        return None
+    for each in operands(square)[: 2 if is_op(square, aten.mul) else 1]:
+        factor = origin(each)
+        if not is_op(factor, aten.logsumexp) or not over_last(factor):
+            return None
+        if origin(operand(factor)) is not origin(choice.logits):
+            return None
+    return Sum(node, "z", _mean_factor(node, choice), None)
 
 
 def _entropy(node: Node, choice: Choice) -> Sum | None:
@@ -252,13 +249,24 @@ def _entropy(node: Node, choice: Choice) -> Sum | None:
     total, sign = origin(operand(node)), -1.0
     if is_op(total, aten.neg):
         total, sign = origin(operand(total)), 1.0
-    for pattern in ENTROPIES:
-        found = match(pattern, total)
-        if found is not None and _is_share(found["share"], choice):
+    product: Any = origin(operand(total)) if is_op(total, aten.sum) and over_last(total) else None
+    for share, log in operand_pairs(product) if is_op(product, aten.mul) else []:
+        if _is_log_of(log, share) and _is_share(share, choice):
             factor, user = sign * _mean_factor(node, choice), only_user(node)
             negated = user is not None and is_op(user, aten.neg)
             return Sum(user if negated and user else node, "entropy", -factor if negated else factor, None)
     return None
+
+
+def _is_log_of(node: Node, share: Node) -> bool:
+    """Return whether a node holds the logarithms of a share, with a floor under it or none."""
+    log = origin(node)
+    if not is_op(log, aten.log):
+        return False
+    inner = origin(operand(log))
+    if is_op(inner, aten.clamp_min, aten.clamp, aten.add) and _is_floor(inner):
+        inner = origin(operand(inner))
+    return inner is origin(share)
 
 
 def _mean_factor(node: Node, choice: Choice) -> float:

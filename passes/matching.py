@@ -1,4 +1,4 @@
-"""Words for patterns over the nodes of a functional ATen graph, and for new nodes in their place.
+"""Words for what nodes of a functional ATen graph compute, and for new nodes in their place.
 
 A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value of each node.
 """
@@ -6,7 +6,6 @@ A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value
 import contextlib
 import operator
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,52 +149,6 @@ def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
         seen.update(new)
         todo.extend(new)
     return False
-
-
-# Patterns.
-
-
-@dataclass(frozen=True)
-class Var:
-    """Any node; the same name means the same node."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Op:
-    """A call of ``packet`` on operands that match; ``where`` has the last word.
-
-    Between the call and its operands, views and lossless casts are looked through. Sums and products
-    match in either order. Further arguments are not looked at; a number as operand must be equal.
-    """
-
-    packet: Any
-    operands: tuple[Any, ...]
-    where: Callable[[Node], bool] = lambda node: True
-
-
-def match(pattern: Any, node: Any, found: dict[str, Node] | None = None) -> dict[str, Node] | None:
-    """Return the nodes that the names of a pattern stand for, if a node matches it."""
-    found = dict(found or {})
-    node = origin(node)
-    if isinstance(pattern, Var):
-        return found if found.setdefault(pattern.name, node) is node and isinstance(node, Node) else None
-    if not isinstance(pattern, Op):
-        return found if not isinstance(node, Node) and node == pattern else None
-    packets = pattern.packet if isinstance(pattern.packet, tuple) else (pattern.packet,)
-    if not is_op(node, *packets) or len(node.args) < len(pattern.operands) or not pattern.where(node):
-        return None
-    orders = [node.args]
-    if is_op(node, aten.mul, aten.add):
-        orders.append((node.args[1], node.args[0], *node.args[2:]))
-    for order in orders:
-        result: dict[str, Node] | None = found
-        for wanted, given in zip(pattern.operands, order, strict=False):
-            result = None if result is None else match(wanted, given, result)
-        if result is not None:
-            return result
-    return None
 
 
 def axes(node: Node) -> tuple[int, ...]:

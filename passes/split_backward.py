@@ -65,14 +65,17 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     """
     started = time.perf_counter()
     graph = backward.graph
-    outputs = [*_output(graph).args[0]]  # type: ignore[misc]
+    outputs = [*next(iter(graph.find_nodes(op="output"))).args[0]]
     weights = [outputs[i] for i in sorted(weight_outputs)]
     others = [node for i, node in enumerate(outputs) if i not in set(weight_outputs)]
-    in_inputs = _with_pieces(_ancestors(others))
+    in_inputs = _ancestors(others)
+    in_inputs |= {user for node in in_inputs for user in node.users if user.target is operator.getitem}
     in_inputs |= _summed_by_inputs(weights, in_inputs)
     # What W runs or reads: back to placeholders and to what I computes and W does not compute again.
     in_weights = _ancestors(weights, lambda node: node not in in_inputs or _is_cheap(node))
-    handed = _handed(graph, in_weights, in_inputs)
+    of_both = in_weights & in_inputs
+    calls = (node for node in graph.nodes if node.op == "call_function" and node in of_both)
+    handed = [node for node in calls if not _is_cheap(node)]
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     inputs_read = [p for p in placeholders if p in in_inputs]
     weights_read = [p for p in placeholders if p in in_weights and p not in handed]
@@ -87,10 +90,6 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     )
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
-
-
 def _ancestors(
     roots: Iterable[fx.Node | None], goes_on: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
@@ -103,10 +102,6 @@ def _ancestors(
             found.add(node)
             todo.extend(node.all_input_nodes if goes_on(node) else ())
     return found
-
-
-def _with_pieces(nodes: set[fx.Node]) -> set[fx.Node]:
-    return nodes | {user for node in nodes for user in node.users if user.target is operator.getitem}
 
 
 def _summed_by_inputs(weights: Iterable[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
@@ -146,15 +141,6 @@ def _is_materialised(node: fx.Node) -> bool:
         return True
     own_kernel = getattr(node.target, "namespace", "aten") not in ("aten", "prims")
     return own_kernel or node.target in (aten.mm.default, aten.bmm.default)
-
-
-def _handed(graph: fx.Graph, in_weights: set[fx.Node], in_inputs: set[fx.Node]) -> list[fx.Node]:
-    """Nodes that I computes and W reads instead of computing them again, in graph order."""
-    return [
-        node
-        for node in graph.nodes
-        if node.op == "call_function" and node in in_weights and node in in_inputs and not _is_cheap(node)
-    ]
 
 
 def _subgraph(

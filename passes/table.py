@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from graphmoe.config.schema import ConfigError, PassesConfig
-from graphmoe.passes.base import MadeBy, PassSpec, Rewrites, Stage
+from graphmoe.passes.base import PassSpec
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_loss import fuse_loss
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
-from graphmoe.passes.runner import PassReport, PassRunner
 from graphmoe.passes.split_backward import split_backward
 
 EXPERTS, ROUTER = ("moe_experts",), ("moe_router",)
@@ -28,8 +27,6 @@ PASSES = (
     PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
-
-__all__ = ["PASSES", "MadeBy", "PassReport", "PassRunner", "PassSpec", "Rewrites", "Stage", "select_passes"]
 
 
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:

@@ -87,17 +87,17 @@ def _refuse_warnings(record: logging.LogRecord) -> bool:
 @pytest.fixture(scope="session", autouse=True)
 def passes_match() -> Iterator[None]:
     """A pass that should match in a unit and does not is an error, but for tests with `passes_may_miss`."""
-    logging.getLogger("graphmoe.passes.runner").addFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.base").addFilter(_refuse_warnings)
     yield
-    logging.getLogger("graphmoe.passes.runner").removeFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.base").removeFilter(_refuse_warnings)
 
 
 @pytest.fixture
 def passes_may_miss(passes_match: None) -> Iterator[None]:
     """Let a pass that should match change nothing, with the warning that users get."""
-    logging.getLogger("graphmoe.passes.runner").removeFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.base").removeFilter(_refuse_warnings)
     yield
-    logging.getLogger("graphmoe.passes.runner").addFilter(_refuse_warnings)
+    logging.getLogger("graphmoe.passes.base").addFilter(_refuse_warnings)
 
 
 @pytest.fixture

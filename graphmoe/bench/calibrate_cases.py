@@ -153,7 +153,7 @@ def loss(tokens: int, hidden: int, vocabulary: int) -> CalibrateCase:
         normal, op = _normal(device), torch.ops.graphmoe.linear_cross_entropy
         h_TD, w_VD = normal(tokens, hidden), normal(vocabulary, hidden, scale=hidden**-0.5)
         labels_T = torch.randint(vocabulary, (tokens,), device=device)
-        return {"head": lambda: op(h_TD, w_VD, labels_T, -100, 0.0, tokens, 0, True)}
+        return {"head": lambda: op(h_TD, w_VD, labels_T, -100, True)}
 
     name, flops = f"head/{hidden}x{vocabulary}/{tokens}", 3 * 2 * tokens * hidden * vocabulary
     return CalibrateCase(name, hidden, tokens, flops, make)

@@ -228,7 +228,7 @@ def _router_cases(label: str, shape: Sizes, device: torch.device) -> Iterator[Op
     how = (grouped, False, scale)  # renormalise, softmax_after_topk, scale
 
     def make(direction: str) -> Alternatives:
-        from graphmoe.ops import fused_router  # noqa: F401  # registers the ops
+        from graphmoe.ops import router  # noqa: F401  # registers the ops
 
         generator, ops = _seeded(device), torch.ops.graphmoe
         logits_TE = torch.randn(T, E, generator=generator, device=device)
@@ -269,7 +269,7 @@ def _loss_case(shape: Sizes, device: torch.device) -> Operation:
         dtotal = torch.full((), 1 / T, device=device)  # a gradient of one would hide a missing scale
 
         def call() -> Results:
-            total = torch.ops.graphmoe.linear_cross_entropy(h_TD, w_VD, labels_T, -100, 0.0, S, 0, True)[0]
+            total = torch.ops.graphmoe.linear_cross_entropy(h_TD, w_VD, labels_T, -100, True)[0]
             return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
 
         return _own(call)

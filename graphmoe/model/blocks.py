@@ -1,4 +1,4 @@
-"""Blocks of every model: norm, matrices cut along tp, embedding, cross-entropy, and a tied head.
+"""Blocks of every model: norm, cut matrices, embedding, cross-entropy, a tied head, a rank's positions.
 
 Between two cut matrices each rank of tp has the whole sequence and a part of the heads or of the inner width
 (Megatron-LM, arXiv 1909.08053, section 3). Everywhere else it has its own part of the sequence, and all of
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.ops.collectives import all_reduce, index_along, reduce_scatter
-from graphmoe.plan.layout import Cut, ParameterLayout, layout_of
+from graphmoe.plan.layout import Cut, Layout, ParameterLayout, layout_of
 from graphmoe.segments import part
 
 IGNORED = -100
@@ -50,6 +50,25 @@ def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
     """Mark a parameter as this rank's part, along ``dim``, of one that the ranks of tp share."""
     if tp > 1:
         weight.parallel = ParameterLayout((Cut(dim, "tp", pieces),), "dp_cp")  # type: ignore[attr-defined]
+
+
+def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
+    """This rank's positions of a tensor over whole sequences, ``dim`` being that of positions.
+
+    A rank of cp holds neighbouring positions, where attention exchanges heads; first and last of 2 * cp
+    chunks, and so on inwards ("zigzag"), where keys and values go round, so that causal attention is equal
+    work for all. The ranks of tp share what their rank of cp holds, in its order.
+
+    The same on all ranks of tp, and the tensor itself where cp is 1. No device sync.
+    """
+    if layout.cp == 1:
+        return whole
+    place = index_along("cp", whole)
+    chunks = 2 * layout.cp if layout.ring else layout.cp
+    if whole.shape[dim] % chunks:
+        raise ValueError(f"{whole.shape[dim]} positions cannot be cut into {chunks} equal chunks")
+    places = torch.stack([place, chunks - 1 - place]) if layout.ring else place.unsqueeze(0)
+    return whole.unflatten(dim, (chunks, -1)).index_select(dim, places).flatten(dim, dim + 1)
 
 
 class Embedding(nn.Embedding):

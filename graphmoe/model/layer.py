@@ -32,7 +32,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load")
 """Names of the tensors of a `MoEOutput`, in its order."""
-PLAN = ("experts", "counts", "ends", "row", "slot", "live_rows")
+PLAN = ("counts", "ends", "row", "slot")
 
 
 class MoEOutput(NamedTuple):

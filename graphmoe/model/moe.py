@@ -73,7 +73,8 @@ class Router(nn.Module):
         logits_TE = F.linear(h_TD.float(), self.gate.weight.float())
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
-        weight_TK = ops.slot_weights(self.config, logits_TE, scores_TE, expert_TK)
+        how = self.config.renormalise, self.config.softmax_after_topk, self.config.routed_scale
+        weight_TK = ops.weights_of(logits_TE, scores_TE, expert_TK, *how)
         counts_BE, counted = None, list[Tensor]()
         if self.has_balance:
             counted_TK = self._counted(scores_TE.detach(), expert_TK)

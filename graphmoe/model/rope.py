@@ -1,4 +1,4 @@
-"""Positions of a rank of cp, and rotary embedding, with YaRN as DeepSeek-V2 and V3 define it.
+"""Rotary embedding, with YaRN as DeepSeek-V2 and V3 define it.
 
 Sources: RoFormer (arXiv 2104.09864, section 3.4); YaRN (arXiv 2309.00071, sections 3.2 and 3.4);
 DeepSeek-V2 (arXiv 2405.04434, section 3.1.4) for mscale. Suffixes: B batch, S sequence, H heads,
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import ModelConfig, RopeScaling
-from graphmoe.ops.collectives import index_along
-from graphmoe.plan.layout import Layout
 
 
 def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -64,25 +62,6 @@ def rotate_halves(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
     """Rotate element i with element i + R / 2, as Qwen3 and Mixtral checkpoints store them."""
     a, b = x_BSHR.float().chunk(2, dim=-1)
     return torch.cat(_rotate(a, b, cos_SP, sin_SP), dim=-1).to(x_BSHR.dtype)
-
-
-def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
-    """This rank's positions of a tensor over whole sequences, ``dim`` being that of positions.
-
-    A rank of cp holds neighbouring positions, where attention exchanges heads; first and last of 2 * cp
-    chunks, and so on inwards ("zigzag"), where keys and values go round, so that causal attention is equal
-    work for all. The ranks of tp share what their rank of cp holds, in its order.
-
-    The same on all ranks of tp, and the tensor itself where cp is 1. No device sync.
-    """
-    if layout.cp == 1:
-        return whole
-    place = index_along("cp", whole)
-    chunks = 2 * layout.cp if layout.ring else layout.cp
-    if whole.shape[dim] % chunks:
-        raise ValueError(f"{whole.shape[dim]} positions cannot be cut into {chunks} equal chunks")
-    places = torch.stack([place, chunks - 1 - place]) if layout.ring else place.unsqueeze(0)
-    return whole.unflatten(dim, (chunks, -1)).index_select(dim, places).flatten(dim, dim + 1)
 
 
 def _rotate(a: Tensor, b: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor]:

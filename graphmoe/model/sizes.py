@@ -14,10 +14,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
-from graphmoe.config.schema import DpShard, ModelConfig
-from graphmoe.model.build import build_model
+from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
+from graphmoe.model.transformer import Transformer
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
@@ -147,9 +148,8 @@ _built: dict[tuple[object, ...], dict[str, dict[str, Tensor]]] = {}
 
 
 def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    built = build_model(
-        model, device="meta", seed=None, layout=layout, stages=[all_pieces(model.num_layers, model.mtp_depth)]
-    )
+    with torch.device("meta"):
+        built = Transformer(model, MoEConfig(), layout)
     layers = [*["dense"] * model.num_dense_layers, "moe"]
     kinds = {"embed": "embed", "loss_head.norm": "norm", "loss_head.head": "head", "mtp.0": "mtp"}
     kinds |= {f"layers.{number}": kind for number, kind in enumerate(layers)}

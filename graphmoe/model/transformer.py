@@ -14,11 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
-from graphmoe.model.blocks import IGNORED, Embedding, RMSNorm, column_parallel, cross_entropy_sum, tie_head
+from graphmoe.model.blocks import (
+    IGNORED,
+    Embedding,
+    RMSNorm,
+    column_parallel,
+    cross_entropy_sum,
+    own_positions,
+    tie_head,
+)
 from graphmoe.model.dispatch import has_load
 from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput, MtpLayer
 from graphmoe.model.moe import ROUTER_STATS, Router
-from graphmoe.model.rope import own_positions, rope_tables
+from graphmoe.model.rope import rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.attention import attention_facts

@@ -1,6 +1,11 @@
 """One file for each operation: reference, kernels, vendor adapters and the choice among them."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from graphmoe.config.ranges import ConfigError
 
@@ -17,6 +22,49 @@ def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
         )
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Return whether row kernels run on the tensor."""
+    return x.is_cuda and x.dtype in (torch.float32, *HALF_DTYPES)
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype in which values of a tensor are summed: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
+    """Rows and columns of a tile of that many elements, powers of two: as wide as the rows, if it may be."""
+    width = min(1 << max(columns - 1, 0).bit_length(), widest)
+    return min(max(elements // width, 1), most_rows), width
+
+
 def num_warps(threads: int) -> int:
     """Warps of 32 threads (NVIDIA) or 64 (AMD) that hold a Triton program's ``threads``; at least one."""
     return max(threads // (64 if torch.version.hip else 32), 1)
+
+
+def register_gradient(
+    op: CustomOpDef,
+    gradient: Callable[..., Any],
+    kept: Callable[[Sequence[Any], Any], Sequence[Any]],
+    results: int = 1,
+) -> None:
+    """Let ``gradient(*d_results, *kept(inputs, output))`` be the gradients of an operation's first inputs.
+
+    ``d_results`` are of the first ``results``; the others have none. Of what is kept tensors, or None in the
+    place of one, stand before numbers.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*(output[results:] if isinstance(output, tuple) else ()))
+        way = kept(inputs, output)
+        ctx.save_for_backward(*(x for x in way if x is None or isinstance(x, Tensor)))
+        ctx.numbers = [x for x in way if not (x is None or isinstance(x, Tensor))]
+        ctx.num_inputs = len(inputs)
+
+    def backward(ctx: Any, *d_results: Tensor) -> tuple[Any, ...]:
+        found = gradient(*d_results[:results], *ctx.saved_tensors, *ctx.numbers)
+        found = found if isinstance(found, tuple) else (found,)
+        return *found, *[None] * (ctx.num_inputs - len(found))
+
+    op.register_autograd(backward, setup_context=keep)

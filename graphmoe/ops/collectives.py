@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.ops import register_gradient
 from graphmoe.plan.layout import Axis
 
 # Their names from torch 2.13 on, which warns of those before.
@@ -99,7 +100,7 @@ def index_along(axis: Axis, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::all_gather", mutates_args=())
 def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
-    group, whole = group_of(axis, size), x.new_empty(_gathered(x, size, dim))  # type: ignore[arg-type]
+    group, whole = group_of(axis, size), x.new_empty(_exchanged(x, size, join=dim))  # type: ignore[arg-type]
     if math.prod(x.shape[:dim]) == 1:  # the parts follow each other in memory
         all_gather_into(whole.view(-1), x.flatten(), group=group)
         return whole
@@ -111,7 +112,7 @@ def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
 
 @torch.library.custom_op("graphmoe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
-    part = x.new_empty(_scattered(x, size, dim))
+    part = x.new_empty(_exchanged(x, size, split=dim))
     if math.prod(x.shape[:dim]) > 1:
         x = x.unflatten(dim, (size, -1)).movedim(dim, 0)
     reduce_scatter_into(part.view(-1), x.flatten(), group=group_of(axis, size))  # type: ignore[arg-type]
@@ -141,50 +142,29 @@ def _index_along(like: Tensor, axis: str) -> Tensor:
     return torch.full((), index, dtype=torch.int64, device=like.device)
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.arguments = inputs
-
-
 def _keep_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     if inputs[2] != "sum":
         ctx.mark_non_differentiable(output)
 
 
-def _of_all_to_all(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
-    axis, size, split, join = ctx.arguments
-    return torch.ops.graphmoe.all_to_all(d_whole, axis, size, join, split), None, None, None, None
-
-
-_all_gather.register_fake(lambda x, axis, size, dim: x.new_empty(_gathered(x, size, dim)))
-_reduce_scatter.register_fake(lambda x, axis, size, dim: x.new_empty(_scattered(x, size, dim)))
+_all_gather.register_fake(lambda x, axis, size, dim: x.new_empty(_exchanged(x, size, join=dim)))
+_reduce_scatter.register_fake(lambda x, axis, size, dim: x.new_empty(_exchanged(x, size, split=dim)))
 _all_to_all.register_fake(lambda x, axis, *sizes: x.new_empty(_exchanged(x, *sizes)))
 _all_reduce.register_fake(lambda x, axis, op: x.new_empty(x.shape))
 _index_along.register_fake(lambda like, axis: like.new_empty((), dtype=torch.int64))
-_all_gather.register_autograd(
-    lambda ctx, d_whole: (torch.ops.graphmoe.reduce_scatter(d_whole, *ctx.arguments), None, None, None),
-    setup_context=_keep_arguments,
-)
-_reduce_scatter.register_autograd(
-    lambda ctx, d_part: (torch.ops.graphmoe.all_gather(d_part, *ctx.arguments), None, None, None),
-    setup_context=_keep_arguments,
-)
-_all_to_all.register_autograd(_of_all_to_all, setup_context=_keep_arguments)
+register_gradient(_all_gather, _reduce_scatter, lambda inputs, _: inputs[1:])
+register_gradient(_reduce_scatter, _all_gather, lambda inputs, _: inputs[1:])
+register_gradient(_all_to_all, _all_to_all, lambda inputs, _: (*inputs[1:3], inputs[4], inputs[3]))
 _all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_context=_keep_reduction)
 
 
-def _gathered(x: Tensor, size: int, dim: int) -> list[int]:
-    return [length * size if i == dim else length for i, length in enumerate(x.shape)]
-
-
-def _scattered(x: Tensor, size: int, dim: int) -> list[int]:
-    """The shape of one rank's part. Raises ValueError where the parts are not equal."""
-    if x.shape[dim] % size:
-        raise ValueError(f"{list(x.shape)} cannot be cut into {size} equal parts along dim {dim}")
-    return [length // size if i == dim else length for i, length in enumerate(x.shape)]
-
-
-def _exchanged(x: Tensor, size: int, split: int, join: int) -> list[int]:
-    """The shape after an ``all_to_all``. Raises ValueError where the parts are not equal."""
-    part = _scattered(x, size, split)
-    part[join] *= size
-    return part
+def _exchanged(x: Tensor, size: int, split: int | None = None, join: int | None = None) -> list[int]:
+    """The shape with ``split`` cut in ``size`` parts, and ``join`` made of them. Raises ValueError."""
+    lengths = [*x.shape]
+    if split is not None:
+        if lengths[split] % size:
+            raise ValueError(f"{lengths} cannot be cut into {size} equal parts along dim {split}")
+        lengths[split] //= size
+    if join is not None:
+        lengths[join] *= size
+    return lengths

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
+from graphmoe.ops import register_gradient
 from graphmoe.plan.experts import Load
 
 
@@ -129,27 +130,6 @@ def register_exchange(
     both gradients, or of ``combine`` behind the sums.
     """
 
-    def keep(ctx: Any, inputs: Sequence[Any], way: Sequence[Any]) -> None:
-        ctx.save_for_backward(*(x for x in way if isinstance(x, Tensor)))
-        ctx.numbers = [x for x in way if not isinstance(x, Tensor)]
-        ctx.num_inputs = len(inputs)
-
-    def keep_way_back(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(*output[2:])
-        keep(ctx, inputs, way_back(inputs, output))
-
-    def dispatch_backward(ctx: Any, dreceived_ND: Tensor, dweight_NK: Tensor, *_: Any) -> tuple[Any, ...]:
-        # One operation for both, so that every rank sends them in the same order.
-        gradients = dispatch_grad(dreceived_ND, dweight_NK, *ctx.saved_tensors, *ctx.numbers)
-        return *gradients, *[None] * (ctx.num_inputs - 2)
-
-    def keep_way_there(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        keep(ctx, inputs, way_there(inputs))
-
-    def combine_backward(ctx: Any, dy_TD: Tensor) -> tuple[Any, ...]:
-        dsum_ND = combine_grad(dy_TD, *ctx.saved_tensors, *ctx.numbers)
-        return dsum_ND, *[None] * (ctx.num_inputs - 1)
-
     def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:
         tokens = token_tensor(way).shape[0]
         dh_TD = dreceived_ND.new_empty(tokens, dreceived_ND.shape[1])
@@ -160,5 +140,6 @@ def register_exchange(
 
     dispatch_grad.register_fake(fake_dispatch_grad)
     combine.register_fake(fake_combine)
-    dispatch.register_autograd(dispatch_backward, setup_context=keep_way_back)
-    combine.register_autograd(combine_backward, setup_context=keep_way_there)
+    # One operation for both gradients, so that every rank sends them in the same order.
+    register_gradient(dispatch, dispatch_grad, way_back, results=2)
+    register_gradient(combine, combine_grad, lambda inputs, _: way_there(inputs))

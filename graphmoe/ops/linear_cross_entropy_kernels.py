@@ -32,16 +32,8 @@ LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that 
 
 
 def forward(
-    h_TD: Tensor,
-    w_VD: Tensor,
-    labels_T: Tensor,
-    ignore_index: int,
-    z_loss_coef: float,
-    seq_len: int,
-    label_shift: int,
-    needs_grad: bool,
-    rows: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, needs_grad: bool, rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `graphmoe::linear_cross_entropy`, ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
@@ -52,42 +44,23 @@ def forward(
         dw_VD.zero_()
     stride = triton.cdiv(V, ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(min(rows, T), stride, dtype=h_TD.dtype, device=device)
-    rows_3T = torch.empty(3, T, dtype=f32, device=device)
+    loss_T = torch.empty(T, dtype=f32, device=device)
+    block, group = min(BLOCK, triton.next_power_of_2(max(V, 256))), 16 // h_TD.element_size()
     for start in range(0, T, rows):
         h_CD = h_TD[start : start + rows]
         logits_CV = buffer[: len(h_CD), :V]
         torch.mm(h_CD, w_VD.T, out=logits_CV)
-        settings = (ignore_index, z_loss_coef, seq_len, label_shift, needs_grad)
-        _launch_rows(logits_CV, rows_3T, labels_T, start, *settings)
+        _rows_kernel[(len(h_CD),)](
+            logits_CV, loss_T, labels_T, start, V, stride, ignore_index,
+            WITH_GRADIENT=needs_grad, BLOCK=block, GROUP=group, STAGES=STAGES,
+            num_warps=num_warps(min(THREADS, block // group)),
+        )  # fmt: skip
         if needs_grad:
             torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
             _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
-    total, cross_entropy, z_sum = (torch.empty((), dtype=f32, device=device) for _ in range(3))
-    count = torch.empty((), dtype=torch.int64, device=device)
-    _total_kernel[(1,)](rows_3T, total, cross_entropy, z_sum, count, T, z_loss_coef, BLOCK=TOTAL_BLOCK)
-    return total, cross_entropy, z_sum, count, dh_TD, dw_VD
-
-
-def _launch_rows(
-    logits_CV: Tensor,
-    rows_3T: Tensor,
-    labels_T: Tensor,
-    start: int,
-    ignore_index: int,
-    z_loss_coef: float,
-    seq_len: int,
-    label_shift: int,
-    needs_grad: bool,
-) -> None:
-    """Loss, squared logsumexp and kept flag of each row; with gradients, the rows become theirs."""
-    block = min(BLOCK, triton.next_power_of_2(max(logits_CV.shape[1], 256)))
-    group = 16 // logits_CV.element_size()
-    _rows_kernel[(len(logits_CV),)](
-        logits_CV, rows_3T, labels_T, start, logits_CV.shape[1], logits_CV.stride(0), len(labels_T),
-        ignore_index, z_loss_coef, seq_len, label_shift,
-        WITH_GRADIENT=needs_grad, BLOCK=block, GROUP=group, STAGES=STAGES,
-        num_warps=num_warps(min(THREADS, block // group)),
-    )  # fmt: skip
+    loss, count = (torch.empty((), dtype=dtype, device=device) for dtype in (f32, torch.int64))
+    _total_kernel[(1,)](loss_T, labels_T, loss, count, T, ignore_index, BLOCK=TOTAL_BLOCK)
+    return loss, count, dh_TD, dw_VD
 
 
 def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> None:
@@ -125,25 +98,23 @@ def _add_block(x, highest, total):
 
 
 @triton.jit
-def _gradient(x, column, label, lse, factor):
-    return tl.exp(x - lse) * factor - tl.where(column == label, 1.0, 0.0)
+def _gradient(x, column, label, lse):
+    return tl.exp(x - lse) - tl.where(column == label, 1.0, 0.0)
 
 
 @triton.jit
 def _rows_kernel(
-    logits, rows, labels, start, V, stride, T, ignore_index, z_loss_coef, seq_len, label_shift,
+    logits, losses, labels, start, V, stride, ignore_index,
     WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits: its loss and logsumexp squared; then softmax - one-hot (and z-loss) in its place."""
+    """One row of logits: its loss; then softmax - one-hot in its place."""
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     blocks = V // BLOCK  # whole ones; their loads carry no mask, so they are wide
     tail = blocks * BLOCK + column
-    inside = token % seq_len < seq_len - label_shift
-    label = tl.load(labels + token + label_shift, mask=inside, other=ignore_index)
-    kept = inside & (label != ignore_index)
-    if kept:
+    label = tl.load(labels + token)
+    if label != ignore_index:
         # Before any barrier: other warps overwrite it in the second pass. No such class: the loss is NaN.
         known = (label >= 0) & (label < V)
         at_label = tl.load(base + label, mask=known, other=float("nan")).to(tl.float32)
@@ -156,22 +127,17 @@ def _rows_kernel(
             highest, total = _add_block(x, highest, total)
         top = tl.max(highest, 0)
         lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
-        tl.store(rows + token, lse - at_label)
-        tl.store(rows + T + token, lse * lse)
-        tl.store(rows + 2 * T + token, 1.0)
+        tl.store(losses + token, lse - at_label)
         if WITH_GRADIENT:
-            factor = 1 + 2 * z_loss_coef * lse
             if blocks * BLOCK < V:
                 x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
-                tl.store(base + tail, _gradient(x, tail, label, lse, factor), mask=tail < V)
+                tl.store(base + tail, _gradient(x, tail, label, lse), mask=tail < V)
             for i in tl.range(blocks, num_stages=STAGES):
                 here = (blocks - 1 - i) * BLOCK + column
                 x = tl.load(base + here).to(tl.float32)
-                tl.store(base + here, _gradient(x, here, label, lse, factor))
+                tl.store(base + here, _gradient(x, here, label, lse))
     else:
-        tl.store(rows + token, 0.0)
-        tl.store(rows + T + token, 0.0)
-        tl.store(rows + 2 * T + token, 0.0)
+        tl.store(losses + token, 0.0)
         if WITH_GRADIENT:
             for i in range(blocks):
                 tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
@@ -180,17 +146,13 @@ def _rows_kernel(
 
 
 @triton.jit
-def _total_kernel(rows, total, cross_entropy, z_sum, count, T, z_loss_coef, BLOCK: tl.constexpr):
+def _total_kernel(losses, labels, total, count, T, ignore_index, BLOCK: tl.constexpr):
     """Sums over all tokens, in an order that depends on their number only; one program."""
-    loss, square = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    kept = tl.zeros((BLOCK,), tl.int64)
+    loss, kept = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, T, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        loss += tl.load(rows + token, mask=token < T, other=0.0)
-        square += tl.load(rows + T + token, mask=token < T, other=0.0)
-        kept += tl.load(rows + 2 * T + token, mask=token < T, other=0.0).to(tl.int64)
-    loss_sum, square_sum = tl.sum(loss, 0), tl.sum(square, 0)
-    tl.store(cross_entropy, loss_sum)
-    tl.store(z_sum, square_sum)
-    tl.store(total, loss_sum + z_loss_coef * square_sum)
+        loss += tl.load(losses + token, mask=token < T, other=0.0)
+        label = tl.load(labels + token, mask=token < T, other=ignore_index)
+        kept += (label != ignore_index).to(tl.int64)
+    tl.store(total, tl.sum(loss, 0))
     tl.store(count, tl.sum(kept, 0))

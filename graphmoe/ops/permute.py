@@ -8,17 +8,18 @@ same arithmetic in PyTorch on a CPU and for fp64. The ops also know slots that a
 (row -1), buffers longer than their live rows (then R > T * K), and weights in the sum.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from graphmoe.ops import accumulator, has_kernel
+
 
 class RoutingPlan(NamedTuple):
     """Rows of each (token, slot); int32 tensors on the device, nothing is known to the host."""
 
-    expert_TK: Tensor
-    """Expert of each (token, slot)."""
     counts_E: Tensor
     """Rows of each expert."""
     ends_E: Tensor
@@ -27,8 +28,6 @@ class RoutingPlan(NamedTuple):
     """Row of each (token, slot) in expert order."""
     slot_R: Tensor
     """Inverse of row_TK: token * K + slot of each row."""
-    live_rows: Tensor
-    """Number of live rows, shape [1]."""
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
@@ -40,7 +39,7 @@ def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
     slot_R = expert_R.argsort(stable=True)
     rows_R = torch.arange(len(expert_R), device=expert_R.device, dtype=torch.int32)
     row_TK = torch.empty_like(expert_R).scatter_(0, slot_R, rows_R).view_as(expert_TK)
-    return RoutingPlan(expert_TK, counts_E, ends_E, row_TK, slot_R.int(), ends_E[-1:])
+    return RoutingPlan(counts_E, ends_E, row_TK, slot_R.int())
 
 
 def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -49,7 +48,7 @@ def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
     The gradient is `unpermute`, which sums in a fixed order; that of plain indexing adds rows with
     atomics on several CPU threads, so that two runs differ.
     """
-    return _Permute.apply(x_TD, slot_R, row_TK)
+    return _Move.apply(x_TD, slot_R, row_TK, True)
 
 
 def unpermute(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
@@ -57,39 +56,26 @@ def unpermute(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
 
     The order of a sum is fixed and depends on slots only, not on experts; bf16 rows are added in fp32.
     """
-    return _Unpermute.apply(y_RD, slot_R, row_TK)
+    return _Move.apply(y_RD, slot_R, row_TK, False)
 
 
-class _Permute(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """`permute`, or `unpermute`: each is the gradient of the other."""
+
     gradient_of_forward = True
 
     @staticmethod
-    def forward(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-        return x_TD[slot_R // row_TK.shape[1]]
+    def forward(x: Tensor, slot_R: Tensor, row_TK: Tensor, to_rows: bool) -> Tensor:
+        return x[slot_R // row_TK.shape[1]] if to_rows else x[row_TK].sum(dim=1)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:3])
+        ctx.to_rows = inputs[3]
 
     @staticmethod
-    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor, None, None]:
-        return unpermute(dy_RD, *ctx.saved_tensors), None, None
-
-
-class _Unpermute(torch.autograd.Function):
-    gradient_of_forward = True
-
-    @staticmethod
-    def forward(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-        return y_RD[row_TK].sum(dim=1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor, None, None]:
-        return permute(dx_TD, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Move.apply(gradient, *ctx.saved_tensors, not ctx.to_rows), None, None, None
 
 
 @torch.library.custom_op("graphmoe::routing_plan", mutates_args=())
@@ -167,16 +153,6 @@ def _weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
     return torch.stack(products_T, 1).masked_fill(row_TK < 0, 0)
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Return whether row kernels run on the tensor."""
-    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-
-
-def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype that sums of it have."""
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 @_plan_op.register_fake
 def _(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int) -> Tensor:
@@ -198,25 +174,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(None if weight_TK is None else rows, *plan, weight_TK)
 
 
-def _permute_backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
-    x_TD, *plan, weight_TK = ctx.saved_tensors
-    dx_TD = torch.ops.graphmoe.unpermute(dy_RD, *plan, weight_TK) if ctx.needs_input_grad[0] else None
-    return dx_TD, None, None, None, _weight_gradient(ctx, x_TD, dy_RD, plan[1], weight_TK)
+def _gradients_by(inverse: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The backward of an operation whose gradient of rows is the other one's forward."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, slot_R, row_TK, ends_E, weight_TK = ctx.saved_tensors
+        drows = dweight_TK = None
+        if ctx.needs_input_grad[0]:
+            drows = getattr(torch.ops.graphmoe, inverse)(gradient, slot_R, row_TK, ends_E, weight_TK)
+        if weight_TK is not None and ctx.needs_input_grad[4]:
+            pair = (rows, gradient) if inverse == "unpermute" else (gradient, rows)
+            dweight_TK = torch.ops.graphmoe.unpermute_weight_grad(*pair, row_TK).to(weight_TK.dtype)
+        return drows, None, None, None, dweight_TK
+
+    return backward
 
 
-def _unpermute_backward(ctx: Any, dx_TD: Tensor) -> tuple[Tensor | None, None, None, None, Tensor | None]:
-    y_RD, *plan, weight_TK = ctx.saved_tensors
-    dy_RD = torch.ops.graphmoe.permute(dx_TD, *plan, weight_TK) if ctx.needs_input_grad[0] else None
-    return dy_RD, None, None, None, _weight_gradient(ctx, dx_TD, y_RD, plan[1], weight_TK)
-
-
-def _weight_gradient(
-    ctx: Any, x_TD: Tensor, y_RD: Tensor, row_TK: Tensor, weight_TK: Tensor | None
-) -> Tensor | None:
-    if weight_TK is None or not ctx.needs_input_grad[4]:
-        return None
-    return torch.ops.graphmoe.unpermute_weight_grad(x_TD, y_RD, row_TK).to(weight_TK.dtype)
-
-
-_permute_op.register_autograd(_permute_backward, setup_context=_save)
-_unpermute_op.register_autograd(_unpermute_backward, setup_context=_save)
+_permute_op.register_autograd(_gradients_by("unpermute"), setup_context=_save)
+_unpermute_op.register_autograd(_gradients_by("permute"), setup_context=_save)

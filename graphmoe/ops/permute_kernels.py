@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops import num_warps
+from graphmoe.ops import num_warps, tile
 
 THREADS, TILE = 256, 2048
 """Threads of a program, and elements of its tile: 16 bytes of bf16 for each thread."""
@@ -59,8 +59,8 @@ def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
     if dot_TK.numel() == 0:
         return dot_TK
     padded = triton.next_power_of_2(slots)
-    width = min(triton.next_power_of_2(max(columns, 1)), max(DOT_TILE // padded, 1), 512)
-    height = max(min(DOT_TILE // (padded * width), MAX_TOKENS), 1)
+    elements = max(DOT_TILE // padded, 1)
+    height, width = tile(columns, elements, min(elements, 512), MAX_TOKENS)
     _dot_kernel[(triton.cdiv(tokens, height),)](
         dx_TD.contiguous(), y_RD.contiguous(), row_TK.contiguous(), dot_TK, tokens, columns,
         K=slots, SLOTS=padded, TOKENS=height, COLUMNS=width, num_warps=num_warps(THREADS),
@@ -70,8 +70,7 @@ def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
 
 def _launch(kernel: Any, source: Tensor, target: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> None:
     (tokens, slots), columns = row_TK.shape, source.shape[1]
-    width = min(triton.next_power_of_2(max(columns, 1)), TILE)
-    height = min(TILE // width, MAX_TOKENS)
+    height, width = tile(columns, TILE, TILE, MAX_TOKENS)
     programs = triton.cdiv(tokens, height) * triton.cdiv(columns, width)
     if programs == 0:
         return

@@ -15,20 +15,26 @@ values travels behind it, each rank adds its part, and it ends where the block b
 ``graphmoe.ops.attention``; S positions of this rank, and T keys of a block.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops import HALF_DTYPES
+from graphmoe.ops import HALF_DTYPES, accumulator, register_gradient
 from graphmoe.ops.attention import FLASH_MAX_HEAD_DIM, pad_heads
 from graphmoe.ops.collectives import group_of
 from graphmoe.plan.layout import Axis
 
 aten = torch.ops.aten
 Kernel = Literal["cpu", "flash", "cudnn", "efficient"]
+FORWARD: dict[Kernel, Any] = {
+    "cpu": aten._scaled_dot_product_flash_attention_for_cpu,
+    "flash": aten._scaled_dot_product_flash_attention,
+    "cudnn": aten._scaled_dot_product_cudnn_attention,
+    "efficient": aten._scaled_dot_product_efficient_attention,
+}
 CUDNN_MAX_HEAD_DIM = 192
 """Beyond it the backward of cuDNN depends on its version and on the GPU."""
 _LSE_ALIGNMENT = 32
@@ -67,21 +73,14 @@ class _Shift:
         return self._received
 
 
-class _Part(NamedTuple):
-    """The queries and keys of a step that meet."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def _part(step: int, index: int, seq: int) -> _Part:
+def _part(step: int, index: int, seq: int) -> tuple[slice, slice, bool]:
+    """The queries and the keys of a step that meet, and whether they do so causally."""
     everything = slice(0, seq)
     if step == 0:
-        return _Part(everything, everything, True)
+        return everything, everything, True
     if step <= index:  # the keys are of rank index - step
-        return _Part(everything, slice(0, seq // 2), False)
-    return _Part(slice(seq // 2, seq), everything, False)
+        return everything, slice(0, seq // 2), False
+    return slice(seq // 2, seq), everything, False
 
 
 @torch.library.custom_op("graphmoe::ring_attention", mutates_args=())
@@ -89,7 +88,7 @@ def _ring_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int
 ) -> tuple[Tensor, Tensor]:
     group = group_of(axis, size)  # type: ignore[arg-type]
-    (batch, seq, heads, _), kept = q.shape, accumulated(q.dtype)
+    (batch, seq, heads, _), kept = q.shape, accumulator(q)
     out = q.new_empty(batch, seq, heads, v.shape[-1], dtype=kept)
     lse = q.new_empty(batch, heads, seq, dtype=kept)
     block = _packed(k, v)
@@ -113,7 +112,7 @@ def _ring_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, axis: str, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    group, (_, seq, _, _), kept = group_of(axis, size), q.shape, accumulated(q.dtype)  # type: ignore[arg-type]
+    group, (_, seq, _, _), kept = group_of(axis, size), q.shape, accumulator(q)  # type: ignore[arg-type]
     dq = torch.zeros(q.shape, dtype=kept, device=q.device)
     block, adding = _packed(k, v), None
     for step in range(size):
@@ -140,7 +139,7 @@ def _ring_attention_backward(
 
 @_ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int) -> tuple[Tensor, Tensor]:
-    (batch, seq, heads, _), kept = q.shape, accumulated(q.dtype)
+    (batch, seq, heads, _), kept = q.shape, accumulator(q)
     return q.new_empty(batch, seq, heads, v.shape[-1]), q.new_empty(batch, heads, seq, dtype=kept)
 
 
@@ -149,19 +148,9 @@ _ring_attention_backward.register_fake(
 )
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, scale, axis, size = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
-    ctx.arguments = scale, axis, size
-
-
-def _backward_of_ring(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.graphmoe.ring_attention_backward(d_out, *ctx.saved_tensors, *ctx.arguments)
-    return *gradients, None, None, None
-
-
-_ring_attention.register_autograd(_backward_of_ring, setup_context=_keep_for_backward)
+register_gradient(
+    _ring_attention, _ring_attention_backward, lambda inputs, output: (*inputs[:3], *output, *inputs[3:])
+)
 
 
 def _join(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> None:
@@ -182,30 +171,15 @@ def _unpacked(block: Tensor, of_keys: torch.Size, of_values: torch.Size) -> tupl
     return k.view(of_keys), v.view(of_values)
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which blocks are joined: fp32, or fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, V] and natural log-sum-exp of the scores, [B, H, S] in the dtype of `accumulated`.
+    """Output [B, S, H, V] and natural log-sum-exp of the scores, [B, H, S] in the dtype of `accumulator`.
 
     q [B, S, H, E], k [B, T, G, E], v [B, T, G, V]; ``causal`` needs S = T. No gradient of its own.
     """
     kernel, V = choose_kernel(q, k, v, causal), v.shape[-1]
     q, k, v = _prepared(kernel, q, k, v)
-    if kernel == "cpu":
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    elif kernel == "flash":
-        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    elif kernel == "cudnn":
-        out, lse = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )[:2]
-    else:
-        out, lse = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
-        )[:2]
+    mask_and_lse = (None, True) if kernel in ("cudnn", "efficient") else ()
+    out, lse, *_ = FORWARD[kernel](q, k, v, *mask_and_lse, 0.0, causal, scale=scale)
     batch, heads, seq = q.shape[:3]
     # cuDNN's log-sum-exp has one more dimension, that of the efficient kernel more queries.
     lse = lse[:, :, :seq].reshape(batch, heads, seq)
@@ -281,7 +255,7 @@ def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _of_groups(d_BTHE: Tensor, groups: int) -> Tensor:
-    """Gradients of key-value heads from those of repeated ones, summed as `accumulated` says."""
+    """Gradients of key-value heads from those of repeated ones, summed as `accumulator` says."""
     if d_BTHE.shape[2] == groups:
         return d_BTHE
-    return d_BTHE.unflatten(2, (groups, -1)).to(accumulated(d_BTHE.dtype)).sum(dim=3)
+    return d_BTHE.unflatten(2, (groups, -1)).to(accumulator(d_BTHE)).sum(dim=3)

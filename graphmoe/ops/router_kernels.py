@@ -64,18 +64,13 @@ def forward(
         TOPK_GROUPS=min(topk_groups, num_groups), GROUP_TOP=min(group_top, size), TOKENS=tokens,
         num_warps=num_warps(THREADS),
     )  # fmt: skip
-    return weight_TK, expert_TK, *_sums(partial_PX, num_sequences, E)
-
-
-def _sums(partial_PX: Tensor, num_sequences: int, E: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     counts_BE, share_BE = (partial_PX.new_empty(num_sequences, E) for _ in range(2))
     z_sum, entropy_sum = (partial_PX.new_empty(()) for _ in range(2))
     _sum_kernel[(num_sequences, triton.cdiv(2 * E, SUMMED_COLUMNS) + 1)](
-        partial_PX, counts_BE, share_BE, z_sum, entropy_sum, len(partial_PX) // num_sequences,
-        len(partial_PX),
+        partial_PX, counts_BE, share_BE, z_sum, entropy_sum, programs, len(partial_PX),
         E=E, ROWS=SUMMED_ROWS, COLUMNS=SUMMED_COLUMNS,
     )  # fmt: skip
-    return counts_BE, share_BE, z_sum, entropy_sum
+    return weight_TK, expert_TK, counts_BE, share_BE, z_sum, entropy_sum
 
 
 def backward(
@@ -201,14 +196,6 @@ def _pick(
 
 
 @triton.jit
-def _times_best(key, id_1E, K: tl.constexpr):
-    left = key
-    for _ in range(K):
-        left = tl.where(id_1E == _first_best(left, id_1E, 1)[:, None], TAKEN, left)
-    return (left != key).to(tl.int32)
-
-
-@triton.jit
 def _weights(value, AFTER_TOPK: tl.constexpr, RENORMALISE: tl.constexpr):
     if AFTER_TOPK:
         value = tl.exp(value - tl.max(value, 1)[:, None])
@@ -253,7 +240,8 @@ def _forward_kernel(
         row = token * K if chosen is None else chosen + token * K
         ids, value, times = _pick(key, source, id_E[None, :], row, live, K, SLOTS, FILL, chosen is not None)
         if COUNT_SCORES:
-            times = _times_best(tl.where(real_1E, _key(score), TAKEN), id_E[None, :], K)
+            by_score = tl.where(real_1E, _key(score), TAKEN)
+            _, _, times = _pick(by_score, score, id_E[None, :], row, live, K, SLOTS, 0.0, False)
         count += tl.where(live_T1, times, 0)
         at = token[:, None] * K + slot
         tl.store(weight + at, _weights(value, AFTER_TOPK, RENORMALISE) * scale, mask=live_T1 & (slot < K))

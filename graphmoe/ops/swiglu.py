@@ -6,12 +6,10 @@ Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts.
 ``ends_E[-1]`` on are dead: they are not read on a GPU, and what an output holds there is undefined.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from graphmoe.ops.permute import accumulator, has_kernel
+from graphmoe.ops import accumulator, has_kernel, register_gradient
 
 
 @torch.library.custom_op("graphmoe::swiglu", mutates_args=())
@@ -59,17 +57,14 @@ def _(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> t
     return h_RH.new_empty(h_RH.shape), dweight_R
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, da_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
-    h_RH, weight_R, ends_E = ctx.saved_tensors
+def _backward(
+    da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor
+) -> tuple[Tensor, Tensor | None]:
     dh_RH, dweight_R = torch.ops.graphmoe.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
-    return dh_RH, None if weight_R is None else dweight_R, None
+    return dh_RH, None if weight_R is None else dweight_R
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+register_gradient(_forward, _backward, lambda inputs, _: inputs)
 
 
 def _no_weight_grad(h_RH: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphmoe.ops import num_warps
+from graphmoe.ops import num_warps, tile
 
 THREADS, TILE, WIDTH = 256, 2048, 512
 """Threads of a program, elements of its tile, and its columns: 512 leave few lanes idle at any width."""
@@ -23,7 +23,7 @@ def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
     """silu(gate) * up * weight of the live rows -> [R, F]; dead rows are left unwritten. No device sync."""
     rows, width = h_RH.shape[0], h_RH.shape[1] // 2
     a_RF = h_RH.new_empty(rows, width)
-    tile_rows, tile_columns = _tile_of(width)
+    tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns)
     if programs:
         _forward_kernel[(programs,)](
@@ -46,7 +46,7 @@ def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tenso
     else:
         weight_R = weight_R.contiguous()
         dweight_R = weight_R.new_empty(weight_R.shape)
-    tile_rows, tile_columns = _tile_of(width)
+    tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
     if rows:
         _backward_kernel[(triton.cdiv(rows, tile_rows),)](
             da_RF.contiguous(), h_RH.contiguous(), weight_R, ends_E, dh_RH, dweight_R, len(ends_E), rows,
@@ -54,11 +54,6 @@ def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tenso
             ROWS=tile_rows, COLUMNS=tile_columns, num_warps=num_warps(THREADS),
         )  # fmt: skip
     return dh_RH, dweight_R
-
-
-def _tile_of(width: int) -> tuple[int, int]:
-    columns = min(triton.next_power_of_2(max(width, 1)), WIDTH)
-    return min(TILE // columns, MAX_ROWS), columns
 
 
 @triton.jit

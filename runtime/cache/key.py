@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from graphmoe.config.schema import RunConfig
-from graphmoe.passes.table import PASSES, PassSpec
+from graphmoe.passes.base import PassSpec
+from graphmoe.passes.table import PASSES
 from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]

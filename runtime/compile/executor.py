@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,79 +13,22 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes.table import MadeBy, PassReport, PassRunner
+from graphmoe.passes.base import MadeBy, PassRunner
 from graphmoe.plan.recompute import NOTHING, Recompute, UnitRecompute
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
-from graphmoe.runtime.compile.code import (
-    Compiled,
-    CompileTurns,
-    PendingWeightGrads,
-    Turn,
-    UnitCode,
-    compile_graph,
-)
+from graphmoe.runtime.compile.code import Compiled, CompileTurns, PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
 from graphmoe.runtime.compile.kept import kept_graphs
 from graphmoe.runtime.compile.recompute import executor_outside_graphs
+from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
-from graphmoe.runtime.torch_compat import cache_counts
 from graphmoe.segments import Segment
 
 log = logging.getLogger(__name__)
 
 OVERLAPPED = frozenset({"shared_experts"})
 """Segments that are units of their own, so that they can run while a transfer is under way."""
-
-
-@dataclass
-class UnitReport:
-    """One compiled unit."""
-
-    unit: str
-    trains: bool
-    graphs: int = 0
-    """Compiled graphs: forward, and for training the gradients of inputs and those of weights; the latter
-    twice where they are added to others, of an earlier micro-batch or another use of a weight."""
-    seconds: float = 0.0
-    cache: dict[str, int] = field(default_factory=dict)
-    """Counts of torch's compile caches."""
-    passes: list[PassReport] = field(default_factory=list)
-    shared_by: int = 1
-    """Places in the model that run this code."""
-    kept_bytes: int = 0
-    """Intermediate results that the forward keeps for the backward, beside inputs."""
-    recomputed: int = 0
-    """Operations of the forward that the backward computes again because of ``recompute``."""
-    of_other_ranks: int = 0
-    """Graphs that another rank of the job compiled while this one waited."""
-
-    @property
-    def from_cache(self) -> int:
-        """Graphs that were found in torch's caches, without those that another rank has just put there."""
-        return self.cache.get("fx_hits", 0) - self.of_other_ranks
-
-    @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Add the time and cache counts of the block to seconds and cache."""
-        started = time.perf_counter()
-        with cache_counts() as counts:
-            yield
-        self.seconds += time.perf_counter() - started
-        for name, count in counts.items():
-            self.cache[name] = self.cache.get(name, 0) + count
-
-    def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
-        """Compile one more graph of this unit, in turn with other ranks if there are any."""
-        hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
-        with nullcontext(Turn()) if turns is None else turns.turn(graph) as turn:
-            self.seconds += time.perf_counter() - asked
-            with self.measured():
-                code = compile_graph(graph)
-            turn.compiles = self.cache["fx_hits"] == hits
-        self.of_other_ranks += turn.elsewhere and not turn.compiles
-        self.graphs += 1
-        return code
 
 
 class UnitTurns(Protocol):

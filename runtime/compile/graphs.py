@@ -12,9 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 
+from graphmoe.passes.base import MadeBy, PassReport, PassRunner
 from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op
 from graphmoe.passes.split_backward import SplitBackward, split_backward
-from graphmoe.passes.table import MadeBy, PassReport, PassRunner
 from graphmoe.plan.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.cut import (
     Halves,

@@ -11,7 +11,7 @@ from graphmoe.runtime.cache.folders import is_users
 from graphmoe.runtime.cache.key import EXTRA_PASS, base_of, key_of
 from graphmoe.runtime.cache.store import CompileCache, WorkFolder, point_torch_at
 from graphmoe.runtime.compile.code import CompileTurns
-from graphmoe.runtime.compile.executor import UnitReport
+from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
 

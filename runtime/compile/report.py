@@ -1,17 +1,71 @@
-"""The report of a compilation: one table for people, one JSON document for tools."""
+"""The report of a compilation: what each unit took, one table for people, one JSON document for tools."""
 
 import io
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from torch import fx
 
-from graphmoe.passes.table import PassReport
-from graphmoe.runtime.compile.executor import UnitReport
+from graphmoe.passes.base import PassReport
+from graphmoe.runtime.compile.code import Compiled, CompileTurns, Turn, compile_graph
+from graphmoe.runtime.torch_compat import cache_counts
 
 REPORT_FILE = "compile_report.json"
+
+
+@dataclass
+class UnitReport:
+    """One compiled unit."""
+
+    unit: str
+    trains: bool
+    graphs: int = 0
+    """Compiled graphs: forward, and for training the gradients of inputs and those of weights; the latter
+    twice where they are added to others, of an earlier micro-batch or another use of a weight."""
+    seconds: float = 0.0
+    cache: dict[str, int] = field(default_factory=dict)
+    """Counts of torch's compile caches."""
+    passes: list[PassReport] = field(default_factory=list)
+    shared_by: int = 1
+    """Places in the model that run this code."""
+    kept_bytes: int = 0
+    """Intermediate results that the forward keeps for the backward, beside inputs."""
+    recomputed: int = 0
+    """Operations of the forward that the backward computes again because of ``recompute``."""
+    of_other_ranks: int = 0
+    """Graphs that another rank of the job compiled while this one waited."""
+
+    @property
+    def from_cache(self) -> int:
+        """Graphs that were found in torch's caches, without those that another rank has just put there."""
+        return self.cache.get("fx_hits", 0) - self.of_other_ranks
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Add the time and cache counts of the block to seconds and cache."""
+        started = time.perf_counter()
+        with cache_counts() as counts:
+            yield
+        self.seconds += time.perf_counter() - started
+        for name, count in counts.items():
+            self.cache[name] = self.cache.get(name, 0) + count
+
+    def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
+        """Compile one more graph of this unit, in turn with other ranks if there are any."""
+        hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
+        with nullcontext(Turn()) if turns is None else turns.turn(graph) as turn:
+            self.seconds += time.perf_counter() - asked
+            with self.measured():
+                code = compile_graph(graph)
+            turn.compiles = self.cache["fx_hits"] == hits
+        self.of_other_ranks += turn.elsewhere and not turn.compiles
+        self.graphs += 1
+        return code
 
 
 def to_json(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import ConfigError, ContextMethod
+from graphmoe.model.blocks import own_positions
 from graphmoe.model.build import build_model
-from graphmoe.model.rope import own_positions
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.layout import Layout

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer, StepResult
-from graphmoe.passes.table import PassRunner
+from graphmoe.passes.base import PassRunner
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Mesh, Ranks

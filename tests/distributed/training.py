@@ -24,8 +24,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import RunConfig
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes.base import Stage
-from graphmoe.passes.table import PassRunner
+from graphmoe.passes.base import PassRunner, Stage
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
 from graphmoe.runtime.compile.code import CompileTurns

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes.table import PassRunner
+from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 
 WIDTH = 2**16

@@ -1,6 +1,6 @@
 """The router's kernels at real sizes on a GPU: values, gradients, no sync, capture, determinism.
 
-Suffixes as in graphmoe/ops/fused_router.py.
+Suffixes as in graphmoe/ops/router.py.
 """
 
 import pytest

@@ -119,13 +119,13 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
         plan = case.plan_of(rank)
         before = peers.barriers, peers.last
         with memory:
-            *received, arrivals = exchange.dispatch(
-                peers, h, weight, expert, plan, rows, case.experts, case.etp, block
+            *received, arrivals = exchange.bring(
+                peers, h, plan, (weight, expert), None, rows, block, case.experts, case.etp
             )
             way = (plan.send_ends_P, plan.send_row_TW, arrivals, block)
-            y = exchange.combine(peers, made[rank], *way)
-            dsum = exchange.combine_grad(peers, dy, plan, arrivals, rows, block)
-            gradients = exchange.dispatch_grad(peers, drows[rank], dweights[rank], *way)
+            y, _ = exchange.sums(peers, made[rank], None, *way)
+            dsum, *_ = exchange.bring(peers, dy, plan, None, arrivals, rows, block)
+            gradients = exchange.sums(peers, drows[rank], dweights[rank], *way)
         memory.assert_guards_are_whole()
         assert peers.barriers - before[0] == 4, "one barrier for each exchange"
         return *received, arrivals, y, dsum, *gradients

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -65,8 +66,9 @@ class Answers(dict):
         return self.setdefault(json.dumps(facts), answer)
 
 
-def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, **rest):
-    return choose_backends(requested, shape, device, memory, **rest)
+def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, measure=milliseconds, **rest):
+    with mock.patch.object(choice, "milliseconds", measure):
+        return choose_backends(requested, shape, device, memory, **rest)
 
 
 def measured(**rest):

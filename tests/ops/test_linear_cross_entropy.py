@@ -22,26 +22,19 @@ from tests.tolerances import TOLERANCES, relative_error
 ops = torch.ops.graphmoe
 DTYPES = (torch.float32, torch.bfloat16)
 IGNORED = -100
-NAMES = ("total", "cross_entropy", "z_sum", "count", "dh", "dw")
+NAMES = ("loss", "count", "dh", "dw")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and settings of one loss; ``rows`` is the size of a chunk."""
+    """Sizes and labels of one loss; ``rows`` is the size of a chunk."""
 
     T: int
     V: int
     D: int = 24
     rows: int = 128
-    seq_len: int = 0  # 0: all tokens are one sequence
-    shift: int = 0
-    z: float = 0.0
     ignored: str = "some"
     seed: int = 0
-
-    def settings(self):
-        """The operation's arguments between labels and ``needs_grad``."""
-        return (IGNORED, self.z, self.seq_len or self.T, self.shift)
 
 
 CASES = {
@@ -49,18 +42,14 @@ CASES = {
     "odd sizes, three chunks": Case(13, 301, 19, rows=5),
     "more than one block of logits": Case(6, 1100, rows=4),
     "whole blocks of logits": Case(4, 1024),
-    "z-loss": Case(9, 777, rows=4, z=0.01),
-    "labels shifted by one": Case(12, 50, rows=5, seq_len=4, shift=1, z=0.01),
-    "labels shifted by two": Case(15, 50, rows=4, seq_len=5, shift=2),
-    "labels shifted beyond the sequence": Case(6, 50, seq_len=2, shift=3, z=0.1),
     "nothing ignored": Case(11, 67, rows=3, ignored="none"),
-    "first chunk ignored": Case(12, 67, rows=4, ignored="first", z=0.01),
+    "first chunk ignored": Case(12, 67, rows=4, ignored="first"),
     "all but one ignored": Case(9, 33, rows=4, ignored="all but one"),
-    "everything ignored": Case(9, 33, rows=4, ignored="all", z=0.1),
+    "everything ignored": Case(9, 33, rows=4, ignored="all"),
     "one token": Case(1, 40, ignored="none"),
-    "one class": Case(5, 1, z=0.1),
+    "one class": Case(5, 1),
     "chunks of one token": Case(3, 10, rows=1),
-    "a large vocabulary": Case(3, 20_000, z=0.01),
+    "a large vocabulary": Case(3, 20_000),
 }
 
 
@@ -81,25 +70,11 @@ def inputs_of(case, dtype=torch.float32, device="cpu"):
     return h.to(device, dtype), w.to(device, dtype), labels.to(device)
 
 
-def targets_of(case, labels_T):
-    """The label that each token predicts, written out."""
-    seq_len, targets = case.seq_len or case.T, []
-    for t in range(case.T):
-        known = t % seq_len + case.shift < seq_len
-        targets.append(int(labels_T[t + case.shift]) if known else IGNORED)
-    return torch.tensor(targets, device=labels_T.device)
-
-
-def written_out(case, h_TD, w_VD, labels_T):
-    """total, cross_entropy, z_sum, count, dh and dw by fp64 autograd of the formula."""
+def written_out(h_TD, w_VD, labels_T):
+    """loss, count, dh and dw by fp64 autograd of the formula."""
     h, w = (x.detach().double().requires_grad_() for x in (h_TD, w_VD))
-    target_T = targets_of(case, labels_T)
-    kept_T = target_T != IGNORED
-    logits_TV = h @ w.T
-    cross_entropy = F.cross_entropy(logits_TV, target_T, ignore_index=IGNORED, reduction="sum")
-    z_sum = (logits_TV.logsumexp(1).square() * kept_T).sum()
-    total = cross_entropy + case.z * z_sum
-    return total, cross_entropy, z_sum, kept_T.sum(), *torch.autograd.grad(total, (h, w))
+    loss = F.cross_entropy(h @ w.T, labels_T, ignore_index=IGNORED, reduction="sum")
+    return loss, (labels_T != IGNORED).sum(), *torch.autograd.grad(loss, (h, w))
 
 
 def assert_close(name, actual, expected, dtype):
@@ -110,26 +85,26 @@ def assert_close(name, actual, expected, dtype):
 
 
 def assert_matches_fp64(run, case, dtype, device="cpu"):
-    """Compare every result of ``run(h, w, labels, *settings, needs_grad, rows)`` with fp64 autograd."""
+    """Compare every result of ``run(h, w, labels, ignore_index, needs_grad, rows)`` with fp64 autograd."""
     h, w, labels = inputs_of(case, dtype, device)
-    actual = run(h, w, labels, *case.settings(), True, case.rows)
-    expected = written_out(case, h, w, labels)
-    dtypes = (*[torch.float32] * 3, torch.int64, dtype, torch.float32)
+    actual = run(h, w, labels, IGNORED, True, case.rows)
+    expected = written_out(h, w, labels)
+    dtypes = (torch.float32, torch.int64, dtype, torch.float32)
     for name, result, wanted, kind in zip(NAMES, actual, expected, dtypes, strict=True):
         assert (result.dtype, result.shape, result.is_contiguous()) == (kind, wanted.shape, True), name
         if bool(wanted.any()):
             assert_close(name, result, wanted, dtype)
         else:  # one class has no gradient but that of rounding
             assert float(result.double().norm()) <= 1e-6 * (case.T if case.V == 1 else 0), name
-    assert int(actual[3]) == int(expected[3])
-    assert not bool(actual[4][targets_of(case, labels) == IGNORED].any())
-    only_loss = run(h, w, labels, *case.settings(), False, case.rows)
-    assert all(torch.equal(a, b) for a, b in zip(only_loss[:4], actual[:4], strict=True))
-    assert only_loss[4].numel() == only_loss[5].numel() == 0
+    assert int(actual[1]) == int(expected[1])
+    assert not bool(actual[2][labels == IGNORED].any())
+    only_loss = run(h, w, labels, IGNORED, False, case.rows)
+    assert all(torch.equal(a, b) for a, b in zip(only_loss[:2], actual[:2], strict=True))
+    assert only_loss[2].numel() == only_loss[3].numel() == 0
 
 
 def runs_of(backend):
-    """``(h, w, labels, *settings, needs_grad, rows)`` -> results."""
+    """``(h, w, labels, ignore_index, needs_grad, rows)`` -> results."""
     if backend == "plain":
         return plain
     from graphmoe.ops import linear_cross_entropy_kernels as kernels
@@ -160,7 +135,7 @@ def test_a_class_of_probability_1e_12_has_its_gradient_to_a_bf16_rounding(backen
     h, w = torch.zeros(T, D), torch.zeros(V, D)
     h[:, 0], w[:, 0], w[7, 0] = 1.0, -27.625, 0.0  # all logits are exact in bf16
     h, w = h.to(device, torch.bfloat16), w.to(device, torch.bfloat16)
-    dw = run(h, w, torch.full((T,), 7, device=device), IGNORED, 0.0, T, 0, True, 128)[5]
+    dw = run(h, w, torch.full((T,), 7, device=device), IGNORED, True, 128)[3]
     probability = torch.tensor(-27.625, dtype=torch.float64).exp()
     torch.testing.assert_close(dw[11, 0].double().cpu(), T * probability, rtol=8e-3, atol=0)
 
@@ -170,9 +145,9 @@ def test_large_logits_have_a_finite_loss_and_no_tokens_none(backend, small_block
     run, device = runs_of(backend), device_of(backend)
     h, w = torch.full((2, 1), 200.0, device=device), torch.arange(-2.0, 3, device=device).unsqueeze(1)
     labels = torch.tensor([0, 4], device=device)
-    total, *_, dh, dw = run(h, w, labels, IGNORED, 0.0, 2, 0, True, 128)
+    total, *_, dh, dw = run(h, w, labels, IGNORED, True, 128)
     assert total.item() == 800.0 and bool(dh.isfinite().all()) and bool(dw.isfinite().all())
-    total, _, _, count, dh, dw = run(h[:0], w, labels[:0], IGNORED, 0.1, 1, 0, True, 128)
+    total, count, dh, dw = run(h[:0], w, labels[:0], IGNORED, True, 128)
     assert (total.item(), count.item(), dh.shape) == (0.0, 0, (0, 1)) and not bool(dw.any())
 
 
@@ -181,19 +156,19 @@ def test_large_logits_have_a_finite_loss_and_no_tokens_none(backend, small_block
 def test_kernels_make_the_loss_of_an_impossible_label_or_a_nan_nan(backend, label, small_blocks):
     run, (h, w, labels) = runs_of(backend), inputs_of(Case(6, 50, ignored="none"), device=device_of(backend))
     labels[3] = label
-    total, _, z_sum, count, dh, _ = run(h, w, labels, IGNORED, 0.0, 6, 0, True, 128)
-    assert math.isnan(total) and math.isfinite(z_sum) and count == 6 and bool(dh.isfinite().all())
+    loss, count, dh, _ = run(h, w, labels, IGNORED, True, 128)
+    assert math.isnan(loss) and count == 6 and bool(dh.isfinite().all())
     labels[3], h[2, 0] = 1, math.nan
-    assert math.isnan(run(h, w, labels, IGNORED, 0.0, 6, 0, True, 128)[0])
+    assert math.isnan(run(h, w, labels, IGNORED, True, 128)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_views_and_int32_labels_are_taken(backend, small_blocks):
     case, run = Case(9, 70, rows=4), runs_of(backend)
     h, w, labels = inputs_of(case, device=device_of(backend))
-    expected = run(h, w, labels, *case.settings(), True, case.rows)
+    expected = run(h, w, labels, IGNORED, True, case.rows)
     views = (h.t().contiguous().t(), w.t().contiguous().t(), labels.int().repeat_interleave(2)[::2])
-    for actual, wanted in zip(run(*views, *case.settings(), True, 4), expected, strict=True):
+    for actual, wanted in zip(run(*views, IGNORED, True, 4), expected, strict=True):
         torch.testing.assert_close(actual, wanted)
 
 
@@ -222,21 +197,18 @@ def test_refused_fp32_products_are_named_once_but_no_lack_of_memory(backend, mon
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("name", ["odd sizes, three chunks", "labels shifted by one", "everything ignored"])
+@pytest.mark.parametrize("name", ["odd sizes, three chunks", "everything ignored"])
 def test_the_mean_loss_and_its_gradients_match_fp64_autograd(name, dtype, monkeypatch):
     case = CASES[name]
     monkeypatch.setattr(module, "ROWS_MULTIPLE", 1)
     monkeypatch.setattr(module, "LOGITS_BYTES", 5 * case.V * dtype.itemsize)
     h, w, labels = (x.requires_grad_(x.is_floating_point()) for x in inputs_of(case, dtype))
-    total, cross_entropy, z_sum, count, _, _ = ops.linear_cross_entropy(h, w, labels, *case.settings(), True)
-    (total / count.clamp_min(1)).backward()
-    expected = written_out(case, h, w, labels)
+    loss, count, _, _ = ops.linear_cross_entropy(h, w, labels, IGNORED, True)
+    (loss / count.clamp_min(1)).backward()
+    expected = written_out(h, w, labels)
     kind = torch.float32 if dtype == torch.float64 else dtype
-    for name, actual, wanted in zip(
-        ("total", "ce", "z"), (total, cross_entropy, z_sum), expected, strict=False
-    ):
-        assert_close(name, actual, wanted, kind)
-    for name, actual, wanted in (("dh", h.grad, expected[4]), ("dw", w.grad, expected[5])):
+    assert_close("loss", loss, expected[0], kind)
+    for name, actual, wanted in (("dh", h.grad, expected[2]), ("dw", w.grad, expected[3])):
         assert actual.dtype == dtype
         assert_close(name, actual, wanted / count.clamp_min(1), kind)
 
@@ -245,14 +217,14 @@ def test_an_impossible_label_raises_on_the_cpu():
     h, w, labels = inputs_of(CASES["one chunk"])
     labels[2] = 64
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        ops.linear_cross_entropy(h, w, labels, *CASES["one chunk"].settings(), True)
+        ops.linear_cross_entropy(h, w, labels, IGNORED, True)
 
 
 def test_the_gradients_are_scaled_in_fp32():
     case, factor = CASES["one chunk"], torch.tensor(1 / 12345)
     h, w, labels = inputs_of(case, torch.bfloat16)
     total, *_, dh, dw = ops.linear_cross_entropy(
-        h.requires_grad_(), w.requires_grad_(), labels, *case.settings(), True
+        h.requires_grad_(), w.requires_grad_(), labels, IGNORED, True
     )
     total.backward(factor)
     assert torch.equal(h.grad, (dh.float() * factor).bfloat16())
@@ -279,7 +251,7 @@ def test_the_backward_makes_the_gradients_that_are_wanted_and_nothing_else_as_la
     case = CASES["odd sizes, three chunks"]
     h, w, labels = inputs_of(case, torch.bfloat16)
     h.requires_grad_(wanted != "w"), w.requires_grad_(wanted != "h")
-    total = ops.linear_cross_entropy(h, w, labels, *case.settings(), True)[0]
+    total = ops.linear_cross_entropy(h, w, labels, IGNORED, True)[0]
     with Ran(w.shape) as ran:
         torch.autograd.grad(total, [x for x in (h, w) if x.requires_grad])
     assert ran.names == [] and ran.dtypes == [torch.bfloat16] * (wanted != "h")
@@ -302,11 +274,11 @@ def test_chunks_are_few_and_equal_and_their_logits_fit_into_the_buffer():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_torch_accepts_the_ops(dtype):
-    case = CASES["labels shifted by one"]
+    case = CASES["first chunk ignored"]
     h, w, labels = inputs_of(case, dtype)
     leaves = (h.requires_grad_(), w.requires_grad_(), labels)
-    opcheck(ops.linear_cross_entropy.default, (*leaves, *case.settings(), True))
-    opcheck(ops.linear_cross_entropy.default, (h.detach(), w.detach(), labels, *case.settings(), False))
+    opcheck(ops.linear_cross_entropy.default, (*leaves, IGNORED, True))
+    opcheck(ops.linear_cross_entropy.default, (h.detach(), w.detach(), labels, IGNORED, False))
 
 
 def ahead_of_time_cases():
@@ -320,12 +292,7 @@ def ahead_of_time_cases():
         ("sizes of 1", torch.bfloat16, 1, 1, True),
     ):
         with torch.device("meta"):
-            logits, rows = torch.empty(min(T, 128), V, dtype=dtype), torch.empty(3, T)
+            h, w = torch.empty(T, 64, dtype=dtype), torch.empty(V, 64, dtype=dtype)
             labels = torch.empty(T, dtype=torch.int64)
-        settings = (IGNORED, 0.01, min(T, 4096), 1, gradient)
-        call = functools.partial(kernels._launch_rows, logits, rows, labels, 0, *settings)
+        call = functools.partial(kernels.forward, h, w, labels, IGNORED, gradient, T)
         yield from launches_of(name, call)
-    with torch.device("meta"):
-        h, w = torch.empty(16, 32), torch.empty(64, 32)
-    only_loss = (torch.empty(16, dtype=torch.int64, device="meta"), IGNORED, 0.01, 16, 1, False, 16)
-    yield from launches_of("of few", lambda: kernels.forward(h, w, *only_loss))

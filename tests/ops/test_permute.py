@@ -112,13 +112,12 @@ def test_the_plan_of_the_plain_function_is_that_of_the_operation():
     for T, K, E in sizes():
         expert_TK = choose("skewed", T, K, E)
         expected = plain.routing_plan(expert_TK, E)
-        assert torch.equal(expected.expert_TK, expert_TK) and expected.live_rows.tolist() == [T * K]
-        for actual, wanted in zip(ops.routing_plan(expert_TK, E), expected[1:5], strict=True):
+        for actual, wanted in zip(ops.routing_plan(expert_TK, E), expected, strict=True):
             assert torch.equal(actual, wanted)
     twice = plain.routing_plan(torch.tensor([[1, 1], [0, 1]], dtype=torch.int32), 3)
     assert (twice.counts_E.tolist(), twice.row_TK.tolist()) == ([1, 3, 0], [[1, 2], [0, 3]])
     meta = plain.routing_plan(torch.empty(5, 2, dtype=torch.int32, device="meta"), 4)
-    assert [tuple(t.shape) for t in meta] == [(5, 2), (4,), (4,), (5, 2), (10,), (1,)]
+    assert [tuple(t.shape) for t in meta] == [(4,), (4,), (5, 2), (10,)]
     assert {t.dtype for t in meta} == {torch.int32}
 
 

@@ -1,6 +1,6 @@
 """The router as one operation on all backends, against fp64 and choices from plain lists; and its kernels.
 
-Suffixes as in graphmoe/ops/fused_router.py.
+Suffixes as in graphmoe/ops/router.py.
 """
 
 import functools
@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from graphmoe.ops import fused_router as _registers_the_ops  # noqa: F401
 from graphmoe.ops import router as plain
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of

@@ -82,8 +82,8 @@ def test_the_same_side_twice_takes_a_barrier_more(backend, few_programs):
         rank, barriers = peers.rank, []
         plan, (weight, expert) = case.plan_of(rank), case.slots_of(rank)
         for seed in range(3):
-            received = exchange.dispatch(
-                peers, case.tokens_of(rank, seed), weight, expert, plan, case.num_rows, 2, 1, 0
+            received = exchange.bring(
+                peers, case.tokens_of(rank, seed), plan, (weight, expert), None, case.num_rows, 0, 2
             )
             barriers.append(peers.barriers)
         return received[0], barriers

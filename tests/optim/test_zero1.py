@@ -15,7 +15,7 @@ from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.moe import update_selection_bias
 from graphmoe.optim.reduction import ArrivingWeights
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes.table import PassRunner
+from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.segments import Segment, run_segments

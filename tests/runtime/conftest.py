@@ -3,8 +3,8 @@
 import pytest
 from torch import Tensor, fx
 
-from graphmoe.runtime.compile import executor as compiled
 from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile import report
 from graphmoe.runtime.torch_compat import joint_graph
 
 _JOINTS: dict[str, fx.GraphModule] = {}
@@ -26,5 +26,5 @@ def _copied_joint(forward: fx.GraphModule, fakes: list[Tensor]) -> fx.GraphModul
 @pytest.fixture
 def graphs_as_they_are(monkeypatch):
     """Units run their graphs operation by operation: each gives the bits that it gave the first time."""
-    monkeypatch.setattr(compiled, "compile_graph", lambda graph: graph)
+    monkeypatch.setattr(report, "compile_graph", lambda graph: graph)
     monkeypatch.setattr(unit_graphs, "joint_graph", _copied_joint)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphmoe.passes.table import PassRunner
+from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.units import UntraceableSegment
 from graphmoe.segments import Segment, run_segments

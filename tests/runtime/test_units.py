@@ -8,10 +8,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import routing_plan
-from graphmoe.passes.table import PassRunner, PassSpec, Rewrites, select_passes
+from graphmoe.passes.base import PassRunner, PassSpec, Rewrites
+from graphmoe.passes.table import select_passes
 from graphmoe.runtime.compile.code import accumulate_outputs
-from graphmoe.runtime.compile.executor import CompiledSegments, UnitReport
-from graphmoe.runtime.compile.report import to_json, to_text
+from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.report import UnitReport, to_json, to_text
 from graphmoe.runtime.compile.units import BoundUnit, units_of
 from graphmoe.segments import Segment, run_segments
 from tests.ops.mlp_cases import make_problem

@@ -1,4 +1,4 @@
-"""Hugging Face folders (config.json and safetensors) to models and back."""
+"""Folders of the Hugging Face hub (config.json and safetensors): opened, read and written."""
 
 import json
 from collections import Counter
@@ -11,67 +11,16 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.hf.families import Family, to_hf_config, to_model_config
+from graphmoe.checkpoint.hf.families import Family, to_model_config
 from graphmoe.checkpoint.hf.names import Index, Piece, pieces
-from graphmoe.checkpoint.hf.tensor_files import (
-    DEFAULT_SHARD,
-    TensorFiles,
-    TensorToWrite,
-    parse_size,
-    write_shards,
-)
-from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
-from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 
 STEM = "model"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 Progress = Callable[[int], None]
-
-
-def load_hf(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[ModelConfig, Transformer]:
-    """Configuration and model of a Hugging Face folder, by default in its own dtype.
-
-    Families: deepseek_v2, deepseek_v3 (Moonlight and Kimi-K2 too), qwen3_moe, mixtral. The weights are
-    read from the memory mapped files straight into the model.
-
-    *Raises* ConfigError that lists all keys with unsupported values, or all tensors that are missing,
-    extra or mis-shaped.
-    """
-    source = open_hf(Path(folder))
-    source.files.check(source.pieces, shapes_of(source.config))
-    model = build_model(source.config, device=device, dtype=dtype or source.dtype(), seed=None)
-    fill(model.state_dict(), source.files, source.pieces)
-    return source.config, model
-
-
-def save_hf(
-    model: Transformer,
-    config: ModelConfig,
-    folder: str | Path,
-    *,
-    max_shard_size: int | str = DEFAULT_SHARD,
-    token_ids: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a folder that ``transformers`` reads, in the family of the configuration.
-
-    Weights keep their dtype. token_ids: bos_token_id, eos_token_id and pad_token_id for config.json.
-
-    *Raises* ConfigError naming the keys that no family can express, or the tensors of the model that do
-    not belong to the configuration.
-    """
-    family, raw = to_hf_config(config)
-    state = model.state_dict()
-    try:
-        build_model(config, device="meta").load_state_dict(state, assign=True)
-    except (RuntimeError, OverflowError, TypeError) as error:
-        raise ConfigError(f"the model does not fit the configuration: {error}") from error
-    dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    entries = hf_entries(family, config, dtypes, lambda name, index: state[name][index])
-    write_hf(Path(folder), raw, entries, max_bytes=parse_size(max_shard_size), token_ids=token_ids)
 
 
 @dataclass(frozen=True)
@@ -169,7 +118,8 @@ def write_hf(
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
     """Shape of each weight of the model by our name, without allocating it. *Raises* ConfigError."""
     try:
-        model = build_model(config, device="meta")
+        with torch.device("meta"):
+            model = Transformer(config, MoEConfig())
     except (RuntimeError, OverflowError, TypeError) as error:  # more elements than there are numbers
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.name={config.name}: no model has such sizes ({reason})") from error

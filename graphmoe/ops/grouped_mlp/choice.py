@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,10 +51,6 @@ class MlpShape:
     dtype: torch.dtype = torch.bfloat16
 
 
-Measure = Callable[[Sequence[str], str, MlpShape, torch.device], dict[str, float | Exception]]
-"""(backends, direction, shape, device) -> milliseconds of each backend, or what it raised."""
-
-
 class Memory(Protocol):
     """Small answers that outlive the process."""
 
@@ -72,7 +68,6 @@ def choose_backends(
     memory: Memory | None,
     *,
     sync_free: bool = True,
-    measure: Measure | None = None,
 ) -> str:
     """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
 
@@ -86,7 +81,8 @@ def choose_backends(
     reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
     if requested != "auto":
         return _checked(requested, reasons)
-    names = [name for name, reason in reasons.items() if reason is None and _has_package(name)]
+    missing = {name for name, vendor in VENDORS.items() if not packages.is_installed(vendor.module)}
+    names = [name for name, reason in reasons.items() if reason is None and name not in missing]
     if not names:
         raise ConfigError(
             f"{KEY}=auto finds no backend: "
@@ -99,14 +95,10 @@ def choose_backends(
     known = None if memory is None else memory.recall(NAME, facts)
     if known is not None and _is_answer(known):
         return known["choice"]
-    found = _fastest(names, shape, device, measure or milliseconds)
+    found = _fastest(names, shape, device)
     log.info("%s=auto: %s takes %s", KEY, json.dumps(facts, sort_keys=True), found["choice"])
     holds = found if memory is None else memory.remember(NAME, facts, found)
     return (holds if _is_answer(holds) else found)["choice"]
-
-
-def _has_package(backend: str) -> bool:
-    return backend not in VENDORS or packages.is_installed(VENDORS[backend].module)
 
 
 def _checked(requested: str, reasons: dict[str, str | None]) -> str:
@@ -121,13 +113,13 @@ def _checked(requested: str, reasons: dict[str, str | None]) -> str:
     return ",".join(names * len(DIRECTIONS) if len(names) == 1 else names)
 
 
-def _fastest(names: list[str], shape: MlpShape, device: torch.device, measure: Measure) -> dict[str, Any]:
+def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[str, Any]:
     """The choice and the milliseconds behind it. A backend that fails is left out, and the log says why."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{KEY}=auto cannot measure inside a graph capture: choose the backends before it")
     times: dict[str, dict[str, float]] = {direction: {} for direction in DIRECTIONS}
     for direction in DIRECTIONS:
-        for name, found in measure(names, direction, shape, device).items():
+        for name, found in milliseconds(names, direction, shape, device).items():
             if isinstance(found, Exception):
                 log.warning("%s=auto leaves out %s for %s: %s", KEY, name, direction, found)
             else:

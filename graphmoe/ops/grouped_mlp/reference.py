@@ -139,17 +139,13 @@ class Stepwise:
         return dw_gate_up, dw_down
 
 
-def _torch_products(dtype: torch.dtype) -> Products:
-    ops = torch.ops.graphmoe
-    return Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
-
-
 def _reason_against_torch(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
     waits = device.type == "cuda" and sync_free and not grouped_mm.has_grouped_kernel(dtype, device)
     return f"waits for the host in {dtype} on this device" if waits else None
 
 
-TORCH = Stepwise(_torch_products, _reason_against_torch)
+_PRODUCTS = Products(*(getattr(torch.ops.graphmoe, f"grouped_mm{kind}") for kind in ("", "_dgrad", "_wgrad")))
+TORCH = Stepwise(lambda dtype: _PRODUCTS, _reason_against_torch)
 
 
 def _row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:

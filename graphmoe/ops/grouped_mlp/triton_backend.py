@@ -54,7 +54,7 @@ def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
     _, H, D = w_gate_up.shape
     slot_R, row_TK, ends_E = plan
     tiles, h_RH = row_tiles(ends_E, len(slot_R)), x_TD.new_empty(len(slot_R), H)
-    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), h=h_RH, slot=slot_R, slots=row_TK.shape[1])
+    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), row_TK.shape[1], h=h_RH, slot=slot_R)
     return h_RH
 
 
@@ -67,8 +67,8 @@ def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
     parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
     partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
-    results: dict[str, Any] = {"out": dh_RH, "h": h_RH.contiguous(), "a": a_RF, "partial": partial}
-    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), **results, weight=weight_TK, slot=slot_R)
+    of_rows: dict[str, Any] = {"out": dh_RH, "h": h_RH, "a": a_RF, "partial": partial, "slot": slot_R}
+    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), weight=weight_TK, **of_rows)
     dx_RD = dh_RH.new_empty(len(dh_RH), D)
     _rows("up_dgrad", tiles, ends_E, dh_RH, w_gate_up, (2 * F, D), out=dx_RD)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
@@ -92,20 +92,36 @@ def wgrad(
 
 def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
     """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once."""
-    return functools.cache(functools.partial(_make_table, ends_E, num_rows))
+    import triton
+
+    from graphmoe.ops.grouped_mlp.rows_kernel import tiles_kernel
+
+    E = len(ends_E)
+
+    @functools.cache
+    def table_of(height: int) -> Tensor:
+        # Each expert may waste all but one row of a tile, and has no more tiles than rows.
+        max_tiles = min((num_rows + E * (height - 1)) // height, num_rows)
+        table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
+        if max_tiles:
+            tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
+                ends_E, table, max_tiles,
+                E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=height, BLOCK=TABLE_BLOCK,
+                num_warps=num_warps(256),
+            )  # fmt: skip
+        return table
+
+    return table_of
 
 
 def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
     """The parts of each slot's row added in order -> [T, K] fp32; 0 for a slot without a row."""
-    import triton
-
     from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
 
     sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
-    if sums_TK.numel():
-        (parts, num_rows), slots = partial.shape, row_TK.numel()
-        grid = (triton.cdiv(slots, 256),)
-        weight_sums_kernel[grid](
+    if slots := sums_TK.numel():
+        parts, num_rows = partial.shape
+        weight_sums_kernel[(-(-slots // 256),)](
             partial, row_TK.contiguous(), sums_TK, slots, num_rows, PARTS=parts, BLOCK=256
         )
     return sums_TK
@@ -168,24 +184,18 @@ _EPILOGUES = {
 
 
 def _rows(
-    step: str,
-    tiles: Tiles,
-    ends_E: Tensor,
-    x: Tensor,
-    w: Tensor,
-    sizes: tuple[int, int],
-    *,
-    out: Tensor | None = None,
-    h: Tensor | None = None,
-    a: Tensor | None = None,
-    partial: Tensor | None = None,
-    weight: Tensor | None = None,
-    slot: Tensor | None = None,
-    slots: int = 1,
-) -> None:
-    """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover."""
+    step: str, tiles: Tiles, ends_E: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, int], slots: int = 1,
+    **tensors: Tensor,
+) -> None:  # fmt: skip
+    """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover.
+
+    ``tensors`` are those of ``out``, ``h``, ``a``, ``partial``, ``weight`` and ``slot`` that the step has.
+    """
     from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
 
+    names = ("out", "h", "a", "partial", "weight", "slot")
+    given = [tensors[name].contiguous() if name in tensors else None for name in names]
+    weight, slot = given[-2:]
     num_rows = len(x if slot is None else slot)
     config = _config(step, x, num_rows, len(ends_E))
     table = tiles(config.block_m)
@@ -203,9 +213,7 @@ def _rows(
     flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
     rows_kernel[(programs,)](
         _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
-        _weight_descriptor(w, step, config) if load_w else w, out, h, a, partial,
-        None if weight is None else weight.contiguous(), None if slot is None else slot.contiguous(),
-        ends_E, table, max_tiles, num_rows,
+        _weight_descriptor(w, step, config) if load_w else w, *given, ends_E, table, max_tiles, num_rows,
         C=C, N=N, K=slots if weight is None else weight.shape[1], EPILOGUE=_EPILOGUES[step],
         CONTRACT_LAST=contract_last, X_DESCRIPTOR=load_x, W_DESCRIPTOR=load_w,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_k, GROUP=config.group,
@@ -217,24 +225,6 @@ def _rows(
 def _config(step: str, x: Tensor, num_rows: int, num_experts: int) -> Config:
     step = "up" if step == "hidden" else step
     return default(step, kind_of(x.device), x.dtype, num_rows // num_experts)
-
-
-def _make_table(ends_E: Tensor, num_rows: int, height: int) -> Tensor:
-    import triton
-
-    from graphmoe.ops.grouped_mlp.rows_kernel import tiles_kernel
-
-    E = len(ends_E)
-    # Each expert may waste all but one row of a tile, and has no more tiles than rows.
-    max_tiles = min((num_rows + E * (height - 1)) // height, num_rows)
-    table = torch.empty(1 + 2 * max_tiles, dtype=torch.int32, device=ends_E.device)
-    if max_tiles:
-        tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
-            ends_E, table, max_tiles,
-            E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=height, BLOCK=TABLE_BLOCK,
-            num_warps=num_warps(256),
-        )  # fmt: skip
-    return table
 
 
 def _programs(config: Config, tiles: int, device: torch.device) -> int:

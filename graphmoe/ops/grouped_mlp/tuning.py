@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-STEPS = ("up", "down", "down_dgrad", "up_dgrad", "up_wgrad", "down_wgrad")
-
 
 @dataclass(frozen=True)
 class Config:
@@ -65,7 +63,7 @@ _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
-    """The config of one of `STEPS`, or of a ``..._into``, on a device of `kind_of`.
+    """The config of one of the six steps, or of a ``..._into``, on a device of `kind_of`.
 
     Rows per expert set the height of row tiles.
     """

@@ -29,15 +29,17 @@ from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
 def _turbo_products(dtype: torch.dtype) -> Products:
     require_half(KEY, "turbo", dtype)
     require_package(KEY, "turbo")
-    return Products(_turbo_rows, _turbo_rows_grad, _turbo_weight_grad)
+    rows, rows_grad = (functools.partial(_turbo_rows, trans_b=trans_b) for trans_b in (True, False))
+    return Products(rows, rows_grad, _turbo_weight_grad)
 
 
-def _turbo_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
-    return _grouped_gemm(x_RC, w_ENC, *_offsets(ends_E), trans_b=True)
+def _turbo_rows(x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool) -> Tensor:
+    from primus_turbo.pytorch.ops import grouped_gemm  # type: ignore[import-not-found]
 
-
-def _turbo_rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
-    return _grouped_gemm(dy_RN, w_ENC, *_offsets(ends_E), trans_b=False)
+    lens_E, offsets = _offsets(ends_E)
+    return grouped_gemm(
+        x.contiguous(), w_ENC.contiguous(), group_lens=lens_E, group_offs=offsets, trans_b=trans_b
+    )
 
 
 def _turbo_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
@@ -59,14 +61,6 @@ def _turbo_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
     )
 
 
-def _grouped_gemm(a: Tensor, b: Tensor, lens_E: Tensor, offsets: Tensor, *, trans_b: bool) -> Tensor:
-    from primus_turbo.pytorch.ops import grouped_gemm  # type: ignore[import-not-found]
-
-    return grouped_gemm(
-        a.contiguous(), b.contiguous(), group_lens=lens_E, group_offs=offsets, trans_b=trans_b
-    )
-
-
 def _offsets(ends_E: Tensor) -> tuple[Tensor, Tensor]:
     offsets = torch.nn.functional.pad(ends_E.long(), (1, 0))
     return torch.diff(offsets), offsets
@@ -82,16 +76,12 @@ def _te_products(dtype: torch.dtype) -> Products:
             f"{KEY}=te needs the grouped products of cuBLASLt (13.3, on Hopper 13.4), which this GPU or "
             f"build of Transformer Engine lacks for {dtype}; use {KEY}=auto"
         )
-    return Products(_te_rows, _te_rows_grad, _te_weight_grad)
+    return Products(_te_rows, lambda dy_RN, w_ENC, ends_E: _te_rows(dy_RN, w_ENC.mT, ends_E), _te_weight_grad)
 
 
 def _te_rows(x_RC: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
     with torch.no_grad():
         return _call(x_RC.contiguous(), list(w_ENC.contiguous()), ends_E)
-
-
-def _te_rows_grad(dy_RN: Tensor, w_ENC: Tensor, ends_E: Tensor) -> Tensor:
-    return _te_rows(dy_RN, w_ENC.mT, ends_E)
 
 
 def _te_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:

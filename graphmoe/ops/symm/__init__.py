@@ -3,10 +3,10 @@
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the send plan, R = T * W, N rows of
 the received tensors (a fixed number, live and dead), D hidden.
 
-Four operations: `symm_dispatch` and its gradient, `symm_combine` and its gradient. Each is a collective of
-all ranks, on the peers that ``use_peers`` was given: Triton kernels that read their memory (`exchange`), or
-collectives of torch.distributed (`collective`: CPUs, fp64, the reference). With kernels nothing waits for
-the device and all can be captured.
+Four operations: `symm_dispatch` and its gradient, `symm_combine` and its gradient. Two of them ``bring``
+tokens, and two make ``sums`` of places. Each is a collective of all ranks, on the peers of ``use_peers``:
+Triton kernels that read their memory (`exchange`), or collectives of torch.distributed (`collective`: CPUs,
+fp64, the reference). With kernels nothing waits for the device and all can be captured.
 
 ``arrivals_PP[s, p]`` is the number of rows that rank s sends to rank p. Row j of source s lies at p at
 
@@ -45,21 +45,17 @@ def _dispatch(
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    return run.dispatch(peers, h_TD, weight_TK, expert_TK, plan, rows, experts, etp, block)
+    return run.bring(peers, h_TD, plan, (weight_TK, expert_TK), None, rows, block, experts, etp)
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch_grad", mutates_args=())
 def _dispatch_grad(
-    dreceived_ND: Tensor,
-    dweight_NK: Tensor,
-    send_ends_P: Tensor,
-    send_row_TW: Tensor,
-    arrivals_PP: Tensor,
+    dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, arrivals_PP: Tensor,
     block: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dh_TD, dweight_TK: the sums over a token's places, in order, added in fp32 and rounded once."""
     run, peers = _peers(len(arrivals_PP))
-    return run.dispatch_grad(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
+    return run.sums(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
 
 
 @torch.library.custom_op("graphmoe::symm_combine", mutates_args=())
@@ -70,7 +66,7 @@ def _combine(
 ) -> Tensor:  # fmt: skip
     """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once."""
     run, peers = _peers(len(arrivals_PP))
-    return run.combine(peers, sum_ND, send_ends_P, send_row_TW, arrivals_PP, block)
+    return run.sums(peers, sum_ND, None, send_ends_P, send_row_TW, arrivals_PP, block)[0]
 
 
 @torch.library.custom_op("graphmoe::symm_combine_grad", mutates_args=())
@@ -82,7 +78,7 @@ def _combine_grad(
     """dsum_ND: the token of each live row."""
     run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    return run.combine_grad(peers, dy_TD, plan, arrivals_PP, rows, block)
+    return run.bring(peers, dy_TD, plan, None, arrivals_PP, rows, block)[0]
 
 
 def _peers(size: int) -> tuple[Any, Peers]:

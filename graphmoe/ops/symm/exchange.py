@@ -25,63 +25,26 @@ from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
-Way = tuple[Tensor, Tensor, Tensor, int]
-"""ends_P, row_TW, arrivals_PP and block."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def dispatch(
-    peers: MemoryPeers,
-    h_TD: Tensor,
-    weight_TK: Tensor,
-    expert_TK: Tensor,
-    plan: SendPlan,
-    rows: int,
-    experts: int,
-    etp: int,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``graphmoe::symm_dispatch``."""
-    assert weight_TK.dtype == torch.float32, weight_TK.dtype
-    slots = weight_TK.contiguous(), expert_TK.contiguous()
-    return _bring(peers, h_TD, plan, slots, rows, block, experts, etp)
-
-
-def combine_grad(
-    peers: MemoryPeers, dy_TD: Tensor, plan: SendPlan, arrivals_PP: Tensor, rows: int, block: int
-) -> Tensor:
-    """As ``graphmoe::symm_combine_grad``."""
-    return _bring(peers, dy_TD, plan, (None, None), rows, block)[0]
-
-
-def combine(peers: MemoryPeers, sum_ND: Tensor, *way: Any) -> Tensor:
-    """As ``graphmoe::symm_combine``."""
-    return _sums(peers, sum_ND, None, way)[0]
-
-
-def dispatch_grad(
-    peers: MemoryPeers, dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any
-) -> tuple[Tensor, Tensor]:
-    """As ``graphmoe::symm_dispatch_grad``."""
-    assert dweight_NK.dtype == torch.float32, dweight_NK.dtype
-    dh_TD, dweight_TK = _sums(peers, dreceived_ND, _aligned(dweight_NK), way)
-    assert dweight_TK is not None
-    return dh_TD, dweight_TK
-
-
-def _bring(
+def bring(
     peers: MemoryPeers,
     x_TD: Tensor,
     plan: SendPlan,
-    of_slots: tuple[Tensor | None, Tensor | None],
+    of_slots: tuple[Tensor, Tensor] | None,
+    _: Tensor | None,
     rows: int,
     block: int,
     experts: int = 1,
     etp: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
+    """As `collective.bring`; the arrivals are read from the peers each time."""
     x_TD = _checked(x_TD)
+    weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)
+    assert weight_TK is None or weight_TK.dtype == torch.float32, weight_TK.dtype
     (tokens, columns), places = x_TD.shape, plan.send_row_TW.shape[1]
-    slots = 0 if of_slots[0] is None else of_slots[0].shape[1]
+    slots = 0 if weight_TK is None else weight_TK.shape[1]
     row_bytes = columns * x_TD.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
     received_ND = x_TD.new_empty(rows, columns)
@@ -91,22 +54,26 @@ def _bring(
             launches.pack(peers, region, x_TD, plan, received_ND, block)
         else:
             peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype).copy_(x_TD)
-        launches.put_records(peers, region, plan, *of_slots, experts, etp)
+        launches.put_records(peers, region, plan, weight_TK, expert_TK, experts, etp)
         peers.barrier()
     of_ranks = received_ND[: peers.size * block].view(peers.size, block, columns)
     with _beside(peers, _blocks(peers, of_ranks, region.blocks)):
         from_N, *received, arrivals_PP = launches.receive(peers, region, rows, slots, row_bytes, block)
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
-    return received_ND, received[0], received[1], arrivals_PP
+    return received_ND, *received, arrivals_PP
 
 
-def _sums(
-    peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, way: Way
+def sums(
+    peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, *way: Any
 ) -> tuple[Tensor, Tensor | None]:
+    """As `collective.sums`; ``way`` is ends_P, row_TW, arrivals_PP and block."""
     _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
-    slots = 0 if dweight_NK is None else dweight_NK.shape[1]
+    slots = 0
+    if dweight_NK is not None:
+        assert dweight_NK.dtype == torch.float32, dweight_NK.dtype
+        dweight_NK, slots = _aligned(dweight_NK), dweight_NK.shape[1]
     row_bytes = columns * y_ND.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
     with _first(block):

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from graphmoe.ops import num_warps
+from graphmoe.ops import num_warps, tile
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
@@ -29,8 +29,7 @@ class Launch:
 
     def tile(self, columns: int, element_bytes: int) -> tuple[int, int]:
         """Rows and columns of a tile."""
-        width = min(triton.next_power_of_2(max(columns, 1)), self.width_bytes // element_bytes)
-        return min(max(self.tile_bytes // (width * element_bytes), 1), MAX_ROWS), width
+        return tile(columns, self.tile_bytes // element_bytes, self.width_bytes // element_bytes, MAX_ROWS)
 
 
 MAX_ROWS = 256

@@ -15,12 +15,14 @@ from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes.table import PassRunner, select_passes
+from graphmoe.passes.base import PassRunner
+from graphmoe.passes.table import select_passes
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
 from graphmoe.runtime.compile.cut import said_of
-from graphmoe.runtime.compile.executor import CompiledSegments, UnitReport
+from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import RecomputedSegments
+from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh

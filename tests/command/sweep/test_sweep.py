@@ -28,9 +28,7 @@ DIR = "hydra.sweep.dir=sweep"
 
 def stub(folder: Path, *words: str) -> Command:
     """A sweep whose jobs take no time."""
-    run = command(folder, "-m", "run.device=cpu", *words, module=STUB)
-    run.wait()
-    return run
+    return command(folder, "-m", "run.device=cpu", *words, module=STUB)
 
 
 def last_line(run: Command) -> str:
@@ -53,9 +51,7 @@ def swept(tmp_path_factory):
     """A sweep of real jobs: one finishes, one diverges, and two cannot run."""
     folder = tmp_path_factory.mktemp("swept")
     rest = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1", "checkpoint.interval=0", DIR)
-    run = command(folder, "-m", *TINY, "optim.lr=1e38,1e-2", "model.top_k=99,2", *rest)
-    run.wait()
-    return folder / "sweep", run
+    return folder / "sweep", command(folder, "-m", *TINY, "optim.lr=1e38,1e-2", "model.top_k=99,2", *rest)
 
 
 def test_failed_jobs_do_not_stop_a_sweep_which_ends_with_status_1(swept):

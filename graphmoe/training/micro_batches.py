@@ -18,7 +18,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline, lanes_of
-from graphmoe.runtime.pipeline.stages import Deferring, OverlappedStage
+from graphmoe.runtime.pipeline.stages import Deferring, Stage
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 from graphmoe.training.step import Add, MicroBatches
@@ -66,25 +66,32 @@ class OneAfterTheOther:
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         overlap = _overlap_in_use(self.overlap, self.model)
-        for tokens in batches:
-            forward = functools.partial(self._forward, tokens.to(self.device, non_blocking=True))
+
+        def run(number: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
             with self._lane(0) if self._lane else nullcontext():
-                output = overlap.forward(forward) if overlap else forward()
-            total = output.total / self.num_global
-            if overlap:
-                overlap.backward(total)  # may still have to run at the end
+                output = self._forward(tokens, add)
+            return (), output.total / self.num_global
+
+        stage, number = Stage(run, overlap=lambda: overlap), 0
+        for number, tokens in enumerate(batches):  # noqa: B007  # ``run`` reads them
+            if overlap and number:
+                stage.together(number, (), stage, number - 1, ())
             else:
-                total.backward()
-            add(self.pieces, output)
+                stage.forward(number, ())
+            if not overlap:
+                stage.backward(number, (), weights=True)
         if overlap:
-            overlap.finish()
+            stage.backward(number, (), weights=True)
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         for tokens in batches:
-            add(self.pieces, self._forward(tokens.to(self.device, non_blocking=True)))
+            self._forward(tokens, add)
 
-    def _forward(self, tokens: Tensor) -> LossOutput:
-        return self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
+    def _forward(self, tokens: Tensor, add: Add) -> LossOutput:
+        tokens = tokens.to(self.device, non_blocking=True)
+        output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
+        add(self.pieces, output)
+        return output
 
 
 class Pipelined:
@@ -120,7 +127,7 @@ class Pipelined:
         counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
         splits = schedule_of(config.pipeline.schedule).splits_backward
         runs = {
-            number: OverlappedStage(
+            number: Stage(
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
@@ -137,7 +144,7 @@ class Pipelined:
         self._begin(batches, add, self._waiting_steps)
         self.pipeline.train()
         if self.overlap:
-            self.overlap.finish()
+            self.overlap.settle()
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         self._begin(batches, add, 1)

@@ -27,10 +27,9 @@ Call = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
 class Overlap:
     """Interleaves the units of two micro-batches; transfers between ranks get a stream of their own.
 
-    A step calls ``forward`` and ``backward`` for each micro-batch and ``finish`` at its end; or, where a
-    schedule says what runs beside what, ``record``, ``run_backward`` and ``finish``. An executor calls
-    ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn are under way; they are
-    summed over micro-batches in their order, as without overlap. No device sync.
+    A stage calls ``record`` and ``run_backward``, then ``settle`` where it reads results; a step ends with
+    that. An executor calls ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn
+    are under way; they are summed over micro-batches in their order, as without overlap. No device sync.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,8 +37,6 @@ class Overlap:
         self._transfers = TransferStream(device)
         self._tape: Tape | None = None
         """The tape of the forward that runs, or has run."""
-        self._before: Backward | None = None
-        """The backward of the micro-batch before."""
         self._beside: Backward | None = None
         """The backward that runs in turns with the forward under way, or alone."""
         self._queue: deque[tuple[Direction, int]] = deque()
@@ -49,18 +46,6 @@ class Overlap:
     def runs(self) -> bool:
         """Return whether a forward is under way whose units are to come here."""
         return self._tape is not None
-
-    def forward(self, run: Callable[[], Result]) -> Result:
-        """Return what ``run`` returns; the backward of the micro-batch before runs in between, all of it."""
-        before, self._before = self._before, None
-        result, self._tape = self.record(run, before, before.tape.units if before else ())
-        return result
-
-    def backward(self, loss: Tensor) -> None:
-        """Let the backward of the last forward begin; it runs beside the next forward or in ``finish``."""
-        assert self._tape is not None
-        self._tape.start([loss])
-        self._before, self._tape = Backward(self._tape), None
 
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
@@ -90,13 +75,6 @@ class Overlap:
         self._queue.extend(interleaved((), backward.turns))
         self._run_backward()
         self._beside = None
-
-    def finish(self) -> None:
-        """Run the backward that is left. The current stream then has all results of the step."""
-        if self._before is not None:
-            self.run_backward(self._before)
-        self._before = None
-        self.settle()
 
     def settle(self) -> None:
         """Let the current stream wait for the transfers that are under way."""
@@ -203,11 +181,10 @@ def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
     for number, unit in enumerate(forward):
         for source in unit.needs:
             readers[last - source].add(last - number)
-    units = [
+    return [
         OrderedUnit(unit.name, frozenset(needs), unit.transfers)
         for unit, needs in zip(reversed(forward), readers, strict=True)
     ]
-    return units
 
 
 def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:

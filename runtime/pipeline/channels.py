@@ -1,6 +1,6 @@
 """Channels, which carry messages between the ranks of a pipeline."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,17 +26,11 @@ def specs_of(tensors: Iterable[Tensor]) -> Specs:
     return tuple(Spec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
 
 
-class Arrival:
-    """A message whose receives are posted."""
+Arrival = Callable[[], tuple[Tensor, ...]]
+"""Waits for a message whose receives are posted and returns its tensors, on the device.
 
-    def __init__(self, tensors: Sequence[Tensor], works: Sequence[dist.Work], device: torch.device) -> None:
-        self._tensors, self._works, self._device = tensors, works, device
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """Return the tensors, on the device. With NCCL the stream waits for them, with gloo the host."""
-        for work in self._works:
-            wait_for(work.wait)
-        return tuple(tensor.to(self._device) for tensor in self._tensors)
+With NCCL the stream waits for them, with gloo the host.
+"""
 
 
 class Channels:
@@ -79,14 +73,20 @@ class Channels:
         """Start to send; the tensors must not be changed and are held until `release` or `finish`."""
         group, peer = self._ends[message.channel]
         held = [tensor.to(self._place).contiguous() for tensor in tensors]
-        self._in_flight[message] = [_sent(tensor, peer, group) for tensor in held], held
+        self._in_flight[message] = [_begun(dist.isend, tensor, peer, group) for tensor in held], held
 
     def receive(self, message: Message, specs: Specs) -> Arrival:
         """Post the receives of a message, after those of all that its source sends before it."""
         group, peer = self._ends[message.channel]
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._place) for spec in specs)
-        works = [_received(tensor, peer, group) for tensor in tensors]
-        return Arrival(tensors, works, self._device)
+        works = [_begun(dist.irecv, tensor, peer, group) for tensor in tensors]
+
+        def arrived() -> tuple[Tensor, ...]:
+            for work in works:
+                wait_for(work.wait)
+            return tuple(tensor.to(self._device) for tensor in tensors)
+
+        return arrived
 
     def release(self, messages: Iterable[Message]) -> None:
         """Wait for sent messages, then let them go. With NCCL the stream waits, with gloo the host."""
@@ -107,17 +107,13 @@ class Channels:
         """Send one byte along each channel of this pipeline, in one order on all of its ranks."""
         for channel, (group, peer) in self._ends.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
-            sends = ranks[channel[0]] == dist.get_rank()
-            wait_for((_sent if sends else _received)(byte, peer, group).wait)
+            way = dist.isend if ranks[channel[0]] == dist.get_rank() else dist.irecv
+            wait_for(_begun(way, byte, peer, group).wait)
 
 
-def _sent(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.isend(tensor, peer, group=group)
-    assert work is not None, "this rank is not in the group"
-    return work
-
-
-def _received(tensor: Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work:
-    work = dist.irecv(tensor, peer, group=group)
+def _begun(
+    way: Callable[..., dist.Work | None], tensor: Tensor, peer: int, group: dist.ProcessGroup
+) -> dist.Work:
+    work = way(tensor, peer, group=group)
     assert work is not None, "this rank is not in the group"
     return work

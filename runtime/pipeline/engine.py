@@ -82,22 +82,14 @@ class Pipeline:
         inputs = [self._inputs(action) for action in parts(step)]
         self._channels.release(self._transfers.over.get(step, ()))
         with self._recorded("compute", step):
-            if isinstance(step, Together):
-                self._together(step.forward, step.backward, inputs[0], inputs[1])
-            else:
+            if not isinstance(step, Together):
                 self._alone(step, inputs[0])
-
-    def _together(self, forward: Action, backward: Action, received: Tensors, gradients: Tensors) -> None:
-        """Run a forward and a backward of two micro-batches together.
-
-        The forward's results are delivered first: so the next rank expects it where both go to one.
-        """
-        stage, other = self._stages[forward.stage], self._stages[backward.stage]
-        sent, of_received = stage.together(
-            forward.micro_batch, received, other, backward.micro_batch, gradients
-        )
-        self._deliver(forward, sent)
-        self._deliver(backward, of_received)
+                return
+            forward, backward = step
+            stage, other = self._stages[forward.stage], self._stages[backward.stage]
+            results = stage.together(forward.micro_batch, inputs[0], other, backward.micro_batch, inputs[1])
+            for action, made in zip(step, results, strict=True):  # as the next rank expects, if it gets both
+                self._deliver(action, made)
 
     def _alone(self, action: Action, inputs: Tensors) -> None:
         stage = self._stages[action.stage]
@@ -116,7 +108,7 @@ class Pipeline:
         if of_others[0] in self._handed:
             return self._handed.pop(of_others[0])
         with self._recorded("comm", action):
-            return self._arriving.pop(of_others[0]).wait()
+            return self._arriving.pop(of_others[0])()
 
     def _deliver(self, action: Action, results: Tensors) -> None:
         """Bring the results of an action to the stage that reads them."""

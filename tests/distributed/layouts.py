@@ -24,7 +24,7 @@ from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile.units import Unit
 from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
-from graphmoe.runtime.pipeline.stages import OverlappedStage, Stage, Tensors
+from graphmoe.runtime.pipeline.stages import Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, SCALARS
@@ -252,26 +252,26 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
     queued, found = watched(overlap), list[tuple[int, bool]]()
 
     def in_turns(
-        stage: OverlappedStage, micro_batch: int, received: Tensors, other: Stage, *backward: Any
+        stage: Stage, micro_batch: int, received: Tensors, other: Stage, *backward: Any
     ) -> tuple[Tensors, Tensors]:
         queued.clear()
-        results = OverlappedStage.together(stage, micro_batch, received, other, *backward)
+        results = Stage.together(stage, micro_batch, received, other, *backward)
         both = stage in with_experts and other in with_experts
         found.append((num_changes(queued), both))
         return results
 
     for stage in stages.values():
         stage.together = functools.partial(in_turns, stage)  # type: ignore[method-assign]
-    finish = overlap.finish
+    train = micro_batches.pipeline.train
 
     def check() -> None:
-        finish()
+        train()
         assert len(found) == sum(isinstance(step, Together) for step in own)
         assert any(both for _, both in found)
         assert all(num >= (3 if both else 1) for num, both in found), found
         found.clear()
 
-    overlap.finish = check  # type: ignore[method-assign]
+    micro_batches.pipeline.train = check  # type: ignore[method-assign]
 
 
 def check_who_carries_messages(trainer: Trainer) -> None:

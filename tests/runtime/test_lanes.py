@@ -25,7 +25,7 @@ from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.code import UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.segments import Segment
 
 CPU = torch.device("cpu")
@@ -264,8 +264,9 @@ def test_only_forwards_inside_leave_their_w_and_an_overlap_has_a_list_of_its_own
     values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
     with overlapped.execute.deferring(later):
         forward = functools.partial(overlapped.execute, overlapped.segments, values, ("x",))
-        overlap.backward(overlap.forward(lambda: forward()[0].sum()))
-        overlap.finish()
+        loss, tape = overlap.record(lambda: forward()[0].sum())
+        tape.start([loss])
+        overlap.run_backward(Backward(tape))
     assert not later and all(gradient.begun for gradient in overlapped.gradients.values())
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
+from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -43,15 +44,27 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignal:
-    """Inside a ``with`` block, ``received`` names the first signal that asked to stop, if any."""
+    """Inside a ``with`` block, ``received`` names the first signal that asked to stop, if any.
+
+    A subclass does something else at a signal, and before a second one ends the process.
+    """
 
     received: str | None = None
     _is_last_call = False
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         self.received = raised()
-        self._previous = {number: signal.signal(number, self._handle) for number in heard()}
+        here = threading.current_thread() is threading.main_thread()  # elsewhere Python hears none
+        self._previous = {number: signal.signal(number, self._handle) for number in heard() if here}
         return self
+
+    def asked(self, name: str) -> None:
+        """Tell the user of a signal, unless the launcher does."""
+        if LAUNCHER_PID not in os.environ:
+            say(f"{name} received: the run stops after this step; a second signal ends it at once")
+
+    def ending(self, name: str) -> None:
+        """Do what the end of the process needs."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -62,13 +75,13 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if _heard.is_echo() or (number in NOTICES and self.received is not None):
             return
+        name = signal.Signals(number).name
         if self._is_last_call:
+            self.ending(name)
             os._exit(128 + number)
         self._is_last_call = number in SIGNALS
-        name = signal.Signals(number).name
         self.received = self.received or name
-        if LAUNCHER_PID not in os.environ:
-            say(f"{name} received: the run stops after this step; a second signal ends it at once")
+        self.asked(name)
 
 
 @contextmanager

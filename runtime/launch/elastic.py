@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -31,7 +30,7 @@ from torch.distributed.launcher.api import elastic_launch
 from graphmoe.config.schema import LaunchConfig
 from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.host.logs import LogFile
-from graphmoe.runtime.host.signals import NOTICES, SIGNALS, awaited, heard, raised, say
+from graphmoe.runtime.host.signals import StopSignal, awaited, say
 from graphmoe.runtime.launch.failures import (
     RunFailed,
     attempt_of,
@@ -235,7 +234,7 @@ class _Agent(threading.Thread):
             self.error = error
 
 
-class _Forwarding:
+class _Forwarding(StopSignal):
     """Inside a ``with`` block, the first signal makes every worker save and stop; a second kills all at once.
 
     Workers that start later, as after a failure, get it when they are there. Where submitit waits for a
@@ -245,26 +244,16 @@ class _Forwarding:
 
     def __init__(self, words: Sequence[str]) -> None:
         """``words`` end the command line of each worker."""
-        self.received = raised()
         self._words = [*words]
-        self._is_last_call = False
         self._told: set[int] = set()
-        self._previous: dict[int, Any] = {}
-        self._awaited: list[int] = []
+        self._awaited = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if awaited(number)]
 
-    def __enter__(self) -> _Forwarding:
-        if threading.current_thread() is threading.main_thread():
-            self._awaited = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if awaited(number)]
-            for number in heard():
-                self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
         for number in self._awaited:
-            if self.received == signal.Signals(number).name:
-                self._previous[number](number, None)
+            if number in self._previous and self.received == signal.Signals(number).name:
+                handler: Any = self._previous[number]
+                handler(number, None)
 
     def to_new_workers(self) -> int:
         """Send the signal to workers that have not had it; returns the number of all workers."""
@@ -276,20 +265,15 @@ class _Forwarding:
                     os.kill(pid, signal.SIGTERM)
         return len(pids)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if number in NOTICES and self.received is not None:
-            return
-        if self._is_last_call:
-            for pid in self._workers():
-                with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
-            say(f"{name} again: all workers are killed")
-            os._exit(128 + number)
-        self._is_last_call = number in SIGNALS
-        self.received = self.received or name
+    def asked(self, name: str) -> None:
         say(f"{name} received: the workers stop after this step; a second kills them")
         self.to_new_workers()
+
+    def ending(self, name: str) -> None:
+        for pid in self._workers():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # elastic gives each worker a group of its own
+        say(f"{name} again: all workers are killed")
 
     def _workers(self) -> list[int]:
         """Return the process ids of the workers that run now."""

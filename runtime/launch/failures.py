@@ -131,8 +131,17 @@ def silent_ranks(ranks: Iterable[int], log_dir: Path, attempt: str) -> list[int]
 
 
 def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
-    """The failures of a node's workers, from torch's ``ProcessFailure`` by rank."""
-    return (_of_agent(rank, failure, attempt) for rank, failure in of_agent.items())
+    """Yield the failures of a node's workers, from torch's ``ProcessFailure`` by rank."""
+    for rank, failure in of_agent.items():
+        if _OURS in failure.error_file_data:
+            yield Failure(**failure.error_file_data[_OURS])
+            continue
+        status, when = failure.exitcode, failure.timestamp - 1
+        message = f"killed by {failure.signal_name()}" if status < 0 else f"ended with status {status}"
+        if status == -signal.SIGKILL:
+            message += ", as a system does that is short of memory"
+        aborted = status == -signal.SIGABRT  # as NCCL does to a process whose peers are gone
+        yield Failure(rank, platform.node(), message, when, status, attempt, suffered=aborted)
 
 
 def _is_of_others(error: BaseException | None) -> bool:
@@ -143,18 +152,6 @@ def _is_of_others(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _of_agent(rank: int, failure: Any, attempt: str) -> Failure:
-    if _OURS in failure.error_file_data:
-        return Failure(**failure.error_file_data[_OURS])
-    killed = failure.exitcode < 0
-    message = f"killed by {failure.signal_name()}" if killed else f"ended with status {failure.exitcode}"
-    if failure.exitcode == -signal.SIGKILL:
-        message += ", as a system does that is short of memory"
-    status, when = failure.exitcode, failure.timestamp - 1
-    aborted = status == -signal.SIGABRT  # as NCCL does to a process whose peers are gone
-    return Failure(rank, platform.node(), message, when, status, attempt, suffered=aborted)
 
 
 def _left_in(log_dir: Path) -> Iterator[Failure]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from graphmoe.runtime.host.files import replace_text
+
 STAMPS = "GRAPHMOE_STAMPS"
 """The folder of the stamps of this node's workers; set by the launching process where it watches them."""
 BEFORE_TRAINING_S = 12 * 3600.0
@@ -96,9 +98,7 @@ def wait_for(answer: Callable[[], T]) -> T:
 def name_log_dir(log_dir: Path) -> None:
     """Tell the launching process of this node where the workers' logs are, on a disk that all nodes share."""
     if _writer is not None:
-        new = _writer.folder / f"{_writer.rank}.new"
-        new.write_text(str(log_dir), encoding="utf-8")
-        new.replace(_writer.folder / f"{_writer.rank}{LOG_DIR}")
+        replace_text(_writer.folder / f"{_writer.rank}{LOG_DIR}", str(log_dir))
 
 
 def read_stamp(path: Path) -> Stamp | None:

@@ -47,7 +47,7 @@ class AllToAll:
         number_SK = expert_TK[slot_S // row_TW.shape[1]] - (rank_S // self._etp * self._experts).unsqueeze(1)
         elsewhere_SK = (number_SK < 0) | (number_SK >= self._experts)
         number_SK = number_SK.masked_fill(elsewhere_SK, -1).int()
-        received = _ThereAndBack.apply(*packed, number_SK, sent, arrived, self._group)
+        received = _Transfer.apply(sent, arrived, self._group, *packed, number_SK)
         return *received, torch.tensor(sent), torch.tensor(arrived)
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class AllToAll:
         *plan, sent_P, arrived_P = plan_and_handle
         _, ends_P, row_TW, slot_R = SendPlan(*plan)
         sent, arrived = self._on_host(sent_P), self._on_host(arrived_P)
-        y_SD = _Back.apply(sum_ND, arrived, sent, self._group)
+        (y_SD,) = _Transfer.apply(arrived, sent, self._group, sum_ND)
         return torch.ops.graphmoe.unpermute(y_SD, slot_R[: sum(sent)], row_TW, ends_P, None)
 
     def _exchange_counts(self, counts_P: Tensor) -> tuple[list[int], list[int]]:
@@ -71,43 +71,24 @@ class AllToAll:
         return wait_for(counts.tolist)
 
 
-class _ThereAndBack(torch.autograd.Function):
-    """Rows of tokens, weights and expert numbers to other ranks; gradients of the first two come back."""
+class _Transfer(torch.autograd.Function):
+    """Rows of some tensors to other ranks; the gradients of those that are no integers come back."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        h_SD: Tensor,
-        weight_SK: Tensor,
-        number_SK: Tensor,
-        sent: list[int],
-        arrived: list[int],
-        group: dist.ProcessGroup | None,
+        ctx: Any, sent: list[int], arrived: list[int], group: dist.ProcessGroup | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.way_back = arrived, sent, group
-        h_ND, weight_NK, number_NK = (transfer(x, sent, arrived, group) for x in (h_SD, weight_SK, number_SK))
-        ctx.mark_non_differentiable(number_NK)
-        return h_ND, weight_NK, number_NK
+        ctx.has_gradient = [x.is_floating_point() for x in tensors]
+        moved = tuple(transfer(x, sent, arrived, group) for x in tensors)
+        ctx.mark_non_differentiable(*(x for x in moved if not x.is_floating_point()))
+        return moved
 
     @staticmethod
-    def backward(ctx: Any, dh_ND: Tensor, dweight_NK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # One node for both, so that every rank sends them in the same order.
-        return *(transfer(dx, *ctx.way_back) for dx in (dh_ND, dweight_NK)), None, None, None, None
-
-
-class _Back(torch.autograd.Function):
-    """Rows to the ranks that they came from; their gradients go there again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y_ND: Tensor, arrived: list[int], sent: list[int], group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.there = sent, arrived, group
-        return transfer(y_ND, arrived, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
-        return transfer(dy_SD, *ctx.there), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # One node for all, so that every rank sends them in the same order.
+        pairs = zip(gradients, ctx.has_gradient, strict=True)
+        return None, None, None, *(transfer(dx, *ctx.way_back) if has else None for dx, has in pairs)
 
 
 def transfer(

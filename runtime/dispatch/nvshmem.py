@@ -10,13 +10,14 @@ and where the rows of any rank do not fit, none are sent and all that arrives is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import register_exchange
@@ -168,20 +169,24 @@ def _sent_slots(slot_R: Tensor, row_TW: Tensor, ranks: int) -> Tensor:
     return slot_R[: len(row_TW) * min(row_TW.shape[1], ranks)]
 
 
-@torch.library.custom_op("graphmoe::nvshmem_dispatch", mutates_args=())
+_PLAN = "Tensor counts, Tensor ends, Tensor row, Tensor slot"
+"""The plan among the arguments of an operation."""
+
+
+def _operation(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    return torch.library.custom_op(f"graphmoe::nvshmem_{name}", mutates_args=(), schema=schema)
+
+
+@_operation(
+    "dispatch",
+    f"(Tensor h, Tensor weight, Tensor expert, {_PLAN}, int rows, int experts, int etp) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
 def _dispatch(
-    h_TD: Tensor,
-    weight_TK: Tensor,
-    expert_TK: Tensor,
-    counts_P: Tensor,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    slot_R: Tensor,
-    rows: int,
-    experts: int,
-    etp: int,
+    h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan_and_numbers: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Received tokens, weights, numbers of experts, how many rows were sent here, and the handle."""
+    counts_P, ends_P, row_TW, slot_R, rows, experts, etp = plan_and_numbers
     peers = _peers(len(counts_P))
     arrivals_PP = peers.gather(counts_P)
     way, slot_S = _Way.of(arrivals_PP, peers.rank, rows), _sent_slots(slot_R, row_TW, peers.size)
@@ -196,40 +201,24 @@ def _dispatch(
     return received_ND, weight_NK, number_NK.masked_fill(elsewhere_NK, -1), room, arrivals_PP
 
 
-@torch.library.custom_op("graphmoe::nvshmem_dispatch_grad", mutates_args=())
-def _dispatch_grad(
-    dreceived_ND: Tensor,
-    dweight_NK: Tensor,
-    counts_P: Tensor,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    slot_R: Tensor,
-    arrivals_PP: Tensor,
-) -> tuple[Tensor, Tensor]:
+@_operation(
+    "dispatch_grad", f"(Tensor dreceived, Tensor dweight, {_PLAN}, Tensor arrivals) -> (Tensor, Tensor)"
+)
+def _dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor) -> tuple[Tensor, ...]:
     """The sums over ranks of both gradients."""
-    dh_TD, dweight_TK = _back([dreceived_ND, dweight_NK], ends_P, row_TW, slot_R, arrivals_PP)
-    return dh_TD, dweight_TK
+    return (*_back([dreceived_ND, dweight_NK], *way),)
 
 
-@torch.library.custom_op("graphmoe::nvshmem_combine", mutates_args=())
-def _combine(
-    sum_ND: Tensor, counts_P: Tensor, ends_P: Tensor, row_TW: Tensor, slot_R: Tensor, arrivals_PP: Tensor
-) -> Tensor:
+@_operation("combine", f"(Tensor rows, {_PLAN}, Tensor arrivals) -> Tensor")
+def _combine(sum_ND: Tensor, *way: Tensor) -> Tensor:
     """The sum over ranks of each token's rows -> [T, D]."""
-    return _back([sum_ND], ends_P, row_TW, slot_R, arrivals_PP)[0]
+    return _back([sum_ND], *way)[0]
 
 
-@torch.library.custom_op("graphmoe::nvshmem_combine_grad", mutates_args=())
-def _combine_grad(
-    dy_TD: Tensor,
-    counts_P: Tensor,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    slot_R: Tensor,
-    arrivals_PP: Tensor,
-    rows: int,
-) -> Tensor:
+@_operation("combine_grad", f"(Tensor dy, {_PLAN}, Tensor arrivals, int rows) -> Tensor")
+def _combine_grad(dy_TD: Tensor, *way_and_rows: Any) -> Tensor:
     """The gradient of each token on the ranks that it went to -> [N, D]."""
+    _, ends_P, row_TW, slot_R, arrivals_PP, rows = way_and_rows
     peers = _peers(len(arrivals_PP))
     way, slot_S = _Way.of(arrivals_PP, peers.rank, rows), _sent_slots(slot_R, row_TW, peers.size)
     peers.wait()
@@ -238,10 +227,9 @@ def _combine_grad(
     return way.copy(dsum_ND)
 
 
-def _back(
-    columns: Sequence[Tensor], ends_P: Tensor, row_TW: Tensor, slot_R: Tensor, arrivals_PP: Tensor
-) -> list[Tensor]:
+def _back(columns: Sequence[Tensor], *way: Tensor) -> list[Tensor]:
     """Columns of received rows to where these came from, summed for each token in the order of its places."""
+    _, ends_P, row_TW, slot_R, arrivals_PP = way
     peers = _peers(len(arrivals_PP))
     way = _Way.of(arrivals_PP, peers.rank, len(columns[0]))
     slot_S = _sent_slots(slot_R, row_TW, peers.size)

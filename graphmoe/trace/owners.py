@@ -7,7 +7,7 @@ there autograd names the forward operation by its sequence number, whose range i
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphmoe.trace.events import Activity, HostEvent, Thread, Trace
@@ -52,6 +52,8 @@ class Owners(NamedTuple):
     calls: list[Place]
     around: list[Place]
     """Places in which host events begin."""
+    inner_us: list[float]
+    """Time of operations, and ranges of ours, right inside each host event."""
     of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:
@@ -65,23 +67,28 @@ class Owners(NamedTuple):
 def owners_of(trace: Trace) -> Owners:
     """Find the place of everything on the host."""
     num_host = len(trace.host)
-    owners = Owners([Place()] * num_host, [Place()] * len(trace.calls), [Place()] * num_host, {})
+    places = [Place()] * num_host, [Place()] * len(trace.calls), [Place()] * num_host
+    owners = Owners(*places, [0.0] * num_host, {})
     by_thread: dict[Thread, list[tuple[HostEvent, int]]] = defaultdict(list)
     for listed in (trace.host, trace.calls):
         for index, event in enumerate(listed):
             by_thread[event.thread].append((event, index))
     for events in by_thread.values():
-        nest: list[tuple[float, Place]] = []
+        nest: list[tuple[float, Place, int]] = []  # end, place, and index of what time inside is taken off
         for event, index in sorted(events, key=lambda pair: (pair[0].start, -pair[0].end)):
             while nest and nest[-1][0] <= event.start:
                 nest.pop()
-            outer = nest[-1][1] if nest else Place()
+            _, outer, counts = nest[-1] if nest else (0.0, Place(), -1)
             if event.is_call:
                 owners.calls[index] = outer
                 continue
             owners.around[index], place = outer, _inside(event, outer)
             owners.host[index] = place
-            nest.append((event.end, place))
+            if not event.is_range or unit_and_part(event.name):
+                if counts >= 0:
+                    owners.inner_us[counts] += event.end - event.start
+                counts = index
+            nest.append((event.end, place, counts))
             sequence = event.args.get("Sequence number", -1)
             if sequence >= 0 and place.sequence is None and place.owner.part == "F":
                 owners.of_sequence[sequence] = place.owner  # the last one has the node of autograd
@@ -92,24 +99,6 @@ def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
     """The step, in their order, that a time of the host is in."""
     number = bisect.bisect_right([step.start for step in steps], time) - 1
     return number if number >= 0 and time <= steps[number].end else None
-
-
-def self_times(trace: Trace) -> Iterator[tuple[int, float]]:
-    """Each operation's index and its time without that of operations and ranges of ours inside."""
-    inner: dict[int, float] = defaultdict(float)
-    nests: dict[Thread, list[int]] = defaultdict(list)
-    for index, event in enumerate(trace.host):
-        if event.is_range and not unit_and_part(event.name):
-            continue
-        nest = nests[event.thread]
-        while nest and trace.host[nest[-1]].end <= event.start:
-            nest.pop()
-        if nest:
-            inner[nest[-1]] += event.end - event.start
-        nest.append(index)
-    for index, event in enumerate(trace.host):
-        if not event.is_range:
-            yield index, max(event.end - event.start - inner[index], 0.0)
 
 
 def _inside(event: HostEvent, outer: Place) -> Place:

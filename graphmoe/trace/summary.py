@@ -19,7 +19,6 @@ from graphmoe.trace.owners import (
     is_communication,
     is_launch,
     owners_of,
-    self_times,
     step_of,
     unit_and_part,
 )
@@ -135,10 +134,10 @@ def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
     whole = sum(step.end - step.start for step in trace.steps)
     spent = _spent_in_ranges(trace, owners)
     times: dict[Owner, list[tuple[str, float, float | None]]] = defaultdict(list)
-    for index, own in self_times(trace):
-        event, place = trace.host[index], owners.host[index]
-        if step_of(trace.steps, event.start) is None:
+    for event, place, inner in zip(trace.host, owners.host, owners.inner_us, strict=True):
+        if event.is_range or step_of(trace.steps, event.start) is None:
             continue
+        own = max(event.end - event.start - inner, 0.0)
         owner = owners.of(place)
         times[OTHER if owner == NOBODY else owner].append((event.name, own, None))
         if place.sequence is not None and owner != NOBODY:  # an eager backward is in no range

@@ -60,13 +60,6 @@ class Entries:
     def folder(self, key: str) -> Path:
         return self._folder / key
 
-    def keys(self) -> list[str]:
-        """Return the keys of all entries, also of empty ones."""
-        try:
-            return sorted(path.name for path in self._folder.iterdir() if path.is_dir())
-        except OSError:
-            return []
-
     def read(self, key: str) -> Entry | None:
         """Return the entry, or None where it has no whole document. A file that is none is set aside."""
         for _ in range(READS):
@@ -89,7 +82,8 @@ class Entries:
         )
 
     def __iter__(self) -> Iterator[Entry]:
-        return (entry for key in self.keys() if (entry := self.read(key)) is not None)
+        keys = sorted(path.name for path in self._folder.glob("*") if path.is_dir())
+        return (entry for key in keys if (entry := self.read(key)) is not None)
 
     def write(self, key: str, document: Document, replaces: Iterable[Path]) -> None:
         """Write a document, then remove the documents that it includes. *Raises* OSError."""

@@ -31,7 +31,7 @@ class CompileCache:
         self._shared = shared
         self.folder = folder.absolute() if folder is not None else None
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
-        self.blobs, self.entries, self._choices = Blobs(nowhere), Entries(nowhere), Choices(nowhere)
+        self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
     def open(self, facts: Facts) -> WorkFolder:
         """Open a work folder of this process that starts with the verified files of these facts.
@@ -54,11 +54,25 @@ class CompileCache:
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:
         """Keep a small answer of plain values; returns the one that holds, the first that anybody kept."""
-        return self._choices.remember(name, facts, answer) if self.folder else answer
+        if self.folder is None:
+            return answer
+        path, document = self._answer(name, facts), {"name": name, "facts": dict(facts), "answer": answer}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(document, indent=1).encode(), first=True)
+        except OSError as error:
+            log.warning("compile cache: the answer for %s cannot be kept: %s", name, error)
+        holds = self.recall(name, facts)
+        return answer if holds is None else holds
 
     def recall(self, name: str, facts: Facts) -> Any | None:
         """Return the answer for this name and these facts, or None."""
-        return self._choices.recall(name, facts)
+        path = self._answer(name, facts)
+        return read_document(path, lambda found: found["answer"], path.parent.with_name("damaged"))
+
+    def _answer(self, name: str, facts: Facts) -> Path:
+        key = key_of({"name": name, "facts": dict(facts)})
+        return (self.folder or Path(os.devnull)) / "choices" / f"{key}.json"
 
     def _filled(self, facts: dict[str, Any], source: Entry | None, *, found: bool) -> WorkFolder:
         if self.folder is not None:
@@ -98,31 +112,3 @@ def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
         return len(differences(facts, entry.facts)), -entry.last_used
 
     return min(entries, key=distance, default=None)
-
-
-class Choices:
-    """Small answers that processes must agree on, such as the fastest kernel: the first that is kept holds.
-
-    ``choices/<hash>.json`` in the folder of a cache.
-    """
-
-    def __init__(self, cache: Path) -> None:
-        self._folder, self._damaged = cache / "choices", cache / "damaged"
-
-    def recall(self, name: str, facts: Facts) -> Any | None:
-        """Return the answer, or None."""
-        return read_document(self._path(name, facts), lambda found: found["answer"], self._damaged)
-
-    def remember(self, name: str, facts: Facts, answer: Any) -> Any:
-        """Keep an answer that is not None, unless there is one; returns the one that holds."""
-        document = {"name": name, "facts": dict(facts), "answer": answer}
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path(name, facts), json.dumps(document, indent=1).encode(), first=True)
-        except OSError as error:
-            log.warning("compile cache: the answer for %s cannot be kept: %s", name, error)
-        holds = self.recall(name, facts)
-        return answer if holds is None else holds
-
-    def _path(self, name: str, facts: Facts) -> Path:
-        return self._folder / f"{key_of({'name': name, 'facts': dict(facts)})}.json"

@@ -56,31 +56,25 @@ class CaptureReport:
     pool_bytes: int = 0
     """Bytes that the device's allocator took for the graphs' memory."""
 
-    @property
-    def graphs(self) -> int:
-        return sum(span.graphs for span in self.spans)
-
-    @property
-    def nodes(self) -> int | None:
-        return _sum([span.nodes for span in self.spans])
-
-    @property
-    def seconds(self) -> float:
-        return sum(span.seconds for span in self.spans)
+    def sums(self) -> dict[str, Any]:
+        """Graphs, nodes and seconds of all spans."""
+        return {
+            "graphs": sum(span.graphs for span in self.spans),
+            "nodes": _sum([span.nodes for span in self.spans]),
+            "seconds": sum(span.seconds for span in self.spans),
+        }
 
     def write(self, folder: Path) -> None:
         """Write capture_report.json."""
-        sums = {"graphs": self.graphs, "nodes": self.nodes, "seconds": self.seconds}
-        content = {**asdict(self), **sums}
+        content = {**asdict(self), **self.sums()}
         (folder / REPORT_FILE).write_text(json.dumps(content, indent=1) + "\n")
 
     def line(self) -> str:
         """Return one line for the log."""
-        nodes = "" if self.nodes is None else f" of {self.nodes} nodes"
-        return (
-            f"captured {self.scope}: {self.graphs} graphs{nodes} in {self.seconds:.1f} s, "
-            f"{self.pool_bytes / 2**20:.0f} MiB in their pool"
-        )
+        graphs, count, seconds = self.sums().values()
+        nodes = "" if count is None else f" of {count} nodes"
+        megabytes = f"{self.pool_bytes / 2**20:.0f} MiB"
+        return f"captured {self.scope}: {graphs} graphs{nodes} in {seconds:.1f} s, {megabytes} in their pool"
 
 
 TensorSlot = tuple[Mapping[str, Any], str]

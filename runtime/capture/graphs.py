@@ -1,28 +1,19 @@
 """Graphs of a function's launches: CUDA and HIP graphs on a GPU, and a stand-in on the host."""
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import gc
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Run = Callable[[], tuple[Tensor, ...]]
-
-
-class Graph(Protocol):
-    """A function's launches, which run again and again on the tensors of the capture."""
-
-    nodes: int | None
-    """Kernels, copies and memsets in it; None where nobody counts them."""
-
-    def replay(self) -> tuple[Tensor, ...]:
-        """Return the results, at the same addresses each time. No device sync."""
-        ...
 
 
 class GraphMaker:
@@ -96,10 +87,11 @@ class DeviceGraph:
                 raise
             self._graph.capture_end()
         self.nodes = _count_nodes(self._graph.raw_cuda_graph())
+        """Kernels, copies and memsets in it; None where nobody counts them."""
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch the graph on the current stream."""
+        """Launch the graph on the current stream; returns results at the same addresses each time."""
         self._graph.replay()
         return self._results
 
@@ -129,6 +121,10 @@ class HostGraph:
         for kept, result in zip(self._results, results, strict=True):
             kept.copy_(result)
         return self._results
+
+
+Graph = DeviceGraph | HostGraph
+"""A function's launches, which run again and again on the tensors of the capture."""
 
 
 def _count_nodes(graph: int) -> int | None:

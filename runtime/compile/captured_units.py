@@ -24,7 +24,7 @@ from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, rep
 from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import static_copy
 from graphmoe.runtime.capture.replays import Pool, Replay
-from graphmoe.runtime.compile.code import UnitCode, differentiable
+from graphmoe.runtime.compile.code import Gradients, UnitCode, UnitFunction
 
 
 class UnitCapture:
@@ -111,7 +111,8 @@ class CapturedUnit:
         if self.graphs.backward is None:
             results = lane.forward(tensors)[0]
         else:
-            results = differentiable(lane, tensors, gradients, pending)
+            run = lane.forward, lane.backward
+            results = UnitFunction.apply(self.graphs, *run, gradients, pending, *tensors)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def _free(self) -> _UnitOnLane:
@@ -188,7 +189,7 @@ class _UnitOnLane:
         of_outputs: Sequence[Tensor],
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> Gradients:
         """As ``UnitCode.backward``."""
         if self._forward is None:
             return self._code.backward(kept, of_outputs, gradients, pending)
@@ -198,7 +199,7 @@ class _UnitOnLane:
 
     def _whole_backward(
         self, kept: Sequence[Tensor], of_outputs: Sequence[Tensor], gradients: Sequence[Gradient]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> Gradients:
         sums = [gradients[i] for i in self.graphs.weight_gradients]
         add = have_begun(sums)
         replay = self._pool.find(self._backward[add], of_outputs)
@@ -226,7 +227,7 @@ class _UnitOnLane:
         of_outputs: Sequence[Tensor],
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> Gradients:
         inputs = self._pool.find(self._inputs, of_outputs)
         if inputs is None:
             inputs = self._captured_inputs(kept, of_outputs)

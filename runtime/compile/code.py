@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
 from graphmoe.runtime.compile.graphs import UnitGraphs
+from graphmoe.runtime.host.files import replace_text
 from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
 from graphmoe.segments import profiler_range
 
@@ -26,6 +27,8 @@ PATIENCE_S = 1800.0
 """Seconds after which a rank compiles what it waits for."""
 _COMPILED = "compiled"
 Compiled = Callable[..., Sequence[Tensor]]
+Gradients = tuple[list[Tensor | None], list[Tensor | None]]
+"""Those of a unit's inputs and, for autograd, of its weights."""
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.graphmoe
 
 
@@ -62,7 +65,7 @@ class CompileTurns:
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
         """Compile the graph inside: at once if no rank has begun it, else when that rank is done."""
         begun = self._folder / graph_fingerprint(graph)
-        done, draft = begun.with_suffix(".done"), begun.with_suffix(".draft")
+        done = begun.with_suffix(".done")
         try:
             os.close(os.open(begun, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -73,8 +76,7 @@ class CompileTurns:
             yield turn
         finally:
             with suppress(OSError):  # what is raised inside says more
-                draft.write_text(_COMPILED if turn.compiles else "found")
-                draft.replace(done)
+                replace_text(done, _COMPILED if turn.compiles else "found")
 
     def _wait_for(self, done: Path) -> bool:
         """Wait, and tell whether the rank that began the graph has compiled it."""
@@ -141,7 +143,8 @@ class UnitCode:
         if self.graphs.backward is None:
             results = tuple(self.run_forward(tensors))
         else:
-            results = differentiable(self, tensors, gradients, pending)
+            run = self.forward, self.backward
+            results = UnitFunction.apply(self.graphs, *run, gradients, pending, *tensors)
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -166,7 +169,7 @@ class UnitCode:
         of_outputs: Sequence[Tensor],
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    ) -> Gradients:
         """Run I, then W or leave it in ``pending``; returns gradients of inputs, of weights for autograd."""
         of_inputs, handed = self.backward_inputs(kept, of_outputs)
         if pending is None:
@@ -230,45 +233,30 @@ class UnitCode:
         return self._weights[add]
 
 
-class Differentiable(Protocol):
-    """Functions of a training unit: F, and I and W together."""
-
-    graphs: UnitGraphs
-
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]: ...
-
-    def backward(
-        self,
-        kept: Sequence[Tensor],
-        of_outputs: Sequence[Tensor],
-        gradients: Sequence[Gradient],
-        pending: PendingWeightGrads | None = None,
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]: ...
+Forward = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
+"""As ``UnitCode.forward``."""
+Backward = Callable[..., Gradients]
+"""As ``UnitCode.backward``."""
 
 
-def differentiable(
-    code: Differentiable,
-    tensors: Sequence[Tensor],
-    gradients: Sequence[Gradient],
-    pending: PendingWeightGrads | None,
-) -> tuple[Tensor, ...]:
-    """Run a unit's forward as one node of autograd's graph; returns what its outputs are views of."""
-    return _UnitFunction.apply(code, gradients, pending, *tensors)
+class UnitFunction(torch.autograd.Function):
+    """A unit's forward as one node of autograd's graph; returns tensors that its outputs are views of."""
 
-
-class _UnitFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        code: Differentiable,
+        graphs: UnitGraphs,
+        forward: Forward,
+        backward: Backward,
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        outputs, kept = code.forward(tensors)
-        ctx.code, ctx.gradients, ctx.pending, ctx.num_inputs = code, gradients, pending, len(tensors)
+        outputs, kept = forward(tensors)
+        ctx.graphs, ctx.code, ctx.num_inputs = graphs, backward, len(tensors)
+        ctx.gradients, ctx.pending = gradients, pending
         ctx.save_for_backward(*kept)
-        fixed = [o for o, wanted in zip(outputs, code.graphs.differentiable, strict=True) if not wanted]
+        fixed = [o for o, wanted in zip(outputs, graphs.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
@@ -276,17 +264,15 @@ class _UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("compiled segments have no gradients of gradients; use compile.enabled=false")
-        code: Differentiable = ctx.code
-        graphs = code.graphs
+        graphs: UnitGraphs = ctx.graphs
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
-        of_inputs, of_weights = code.backward(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
+        of_inputs, of_weights = ctx.code(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
         result: list[Tensor | None] = [None] * ctx.num_inputs
-        for i, gradient in zip(graphs.input_gradients, of_inputs, strict=True):
+        places = (*graphs.input_gradients, *graphs.weight_gradients)
+        for i, gradient in zip(places, (*of_inputs, *of_weights), strict=True):
             result[i] = gradient
-        for i, gradient in zip(graphs.weight_gradients, of_weights, strict=True):
-            result[i] = gradient
-        return None, None, None, *result
+        return *[None] * 5, *result
 
 
 def _no_results(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,15 +181,23 @@ class CompiledSegments:
         if key not in self._places:
             captured = self._capture.names if self._capture and program is not None else frozenset[str]()
             units = units_of(segments, keep, captured, OVERLAPPED if self._unit_turns else frozenset())
-            self._places[key] = [unit if unit.dynamic else self._place(BoundUnit.of(unit)) for unit in units]
+            self._places[key] = [unit if unit.dynamic else self._placed(unit) for unit in units]
         return self._places[key]
+
+    def _placed(self, unit: Unit) -> _PlacedUnit:
+        bound = BoundUnit.of(unit)
+        return _PlacedUnit(bound, self._gradients(bound.tensors[: bound.num_parameters]))
+
+    def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
+        """Return the gradients of parameters; none where autograd gets them."""
+        return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
 
     def _fused(self, segment: Segment) -> Segment:
         """Return a dynamic segment as the pass fuse_experts would leave it."""
         if segment.fused is None or self._experts is None:
             return segment
         owner = owner_of(segment.run)
-        totals = [self._gradient_of(p) for p in owner.parameters()] if owner and self._gradient_of else []
+        totals = self._gradients(owner.parameters() if owner else ())
         return dataclasses.replace(segment, run=functools.partial(segment.fused, self._experts, totals))
 
     @functools.cached_property
@@ -198,36 +206,26 @@ class CompiledSegments:
         knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 
-    def _place(self, bound: BoundUnit) -> _PlacedUnit:
-        parameters = bound.tensors[: bound.num_parameters]
-        return _PlacedUnit(bound, [self._gradient_of(p) for p in parameters] if self._gradient_of else [])
-
     def _code(
         self, place: _PlacedUnit, read: list[Tensor], made_by: dict[str, MadeBy | None]
     ) -> UnitCode | CapturedUnit:
-        trains = torch.is_grad_enabled()
-        shapes = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
-        code = place.codes.get(shapes)
-        if code is None:
-            if self._capture is not None and place.bound.unit.captured and trains:
-                code = self._captured_code(self._capture, place, read, made_by)
-            else:
-                code = self._shared_code(place, read, trains, made_by)
-            place.codes[shapes] = code
-        return code
-
-    def _captured_code(
-        self, capture: UnitCapture, place: _PlacedUnit, read: list[Tensor], made_by: dict[str, MadeBy | None]
-    ) -> UnitCode | CapturedUnit:
-        unit = place.bound.unit
-        for trains, *shapes in place.codes:
-            if trains:
+        trains, unit, capture = torch.is_grad_enabled(), place.bound.unit, self._capture
+        key = (trains, *((t.shape, t.dtype, t.requires_grad) for t in read))
+        if key in place.codes:
+            return place.codes[key]
+        if capture is None or not unit.captured or not trains:
+            place.codes[key] = self._shared_code(place, read, trains, made_by)
+            return place.codes[key]
+        for trained, *shapes in place.codes:
+            if trained:
                 raise ValueError(
                     f"{unit.name} is captured, and {_changes(unit, tuple(shapes), read)}; leave its segments "
                     f"out of graph.scope"
                 )
         code = self._shared_code(place, read, True, made_by)
-        return capture.unit(code, tuple(s.name for s in unit.segments), unit.name, unit.reads)
+        names = tuple(segment.name for segment in unit.segments)
+        place.codes[key] = capture.unit(code, names, unit.name, unit.reads)
+        return place.codes[key]
 
     def _shared_code(
         self, place: _PlacedUnit, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]

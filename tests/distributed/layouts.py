@@ -227,7 +227,7 @@ def check_that_backwards_run_inside_forwards(trainer: Trainer, overlap: Overlap)
         gc.disable()  # as a run does from its second step on; it would end cycles
         queued.clear()
         row = step(batches)
-        left = [each for each in gc.get_objects() if type(each).__name__ == "_UnitFunctionBackward"]
+        left = [each for each in gc.get_objects() if type(each).__name__ == "UnitFunctionBackward"]
         gc.enable()
         assert not left and trainer.ranks.gather(queued) == [queued] * trainer.ranks.size
         assert num_changes(queued) > 2 * layers, "the MoE layers of each micro-batch take turns more often"

@@ -28,14 +28,14 @@ class Ranks:
     Making one is collective. For tensors there is ``Mesh``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: timedelta = PATIENCE) -> None:
         spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if spread else 0
         self.size = dist.get_world_size() if spread else 1
         # LOCAL_RANK is 0 on every rank where each sees one GPU only (torch's virtual local rank)
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if spread else 1
         self.local_index = self.rank % self.local_size
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if spread else None
+        self.group = dist.new_group(backend="gloo", timeout=patience) if spread else None
         """For objects; None where there is one rank."""
 
     @property
@@ -52,7 +52,11 @@ class Ranks:
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Return the result of ``action``, run on rank 0 only; its error is raised on every rank."""
-        return self._from(0, action) if self.size > 1 else action()
+        if self.size == 1:
+            return action()
+        outcome: list[Any] = list(_outcome(action)) if self.is_first else [None, None]
+        dist.broadcast_object_list(outcome, group=self.group)
+        return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
         """Result of ``action``, run on the first rank of each node only; its error is raised on that node.
@@ -62,22 +66,11 @@ class Ranks:
         if self.size == 1:
             return action()
         mine = _outcome(action) if self.local_index == 0 else (None, None)
-        result, error = self.gather(mine)[self.rank - self.local_index]
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        return _result(*self.gather(mine)[self.rank - self.local_index])
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         self.gather(None)
-
-    def _from(self, source: int, action: Callable[[], T]) -> T:
-        outcome: list[Any] = list(_outcome(action)) if self.rank == source else [None, None]
-        dist.broadcast_object_list(outcome, src=source, group=self.group)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
 
 
 class Mesh:
@@ -122,6 +115,12 @@ def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...
     dist.all_reduce(total, group=group)
     parts = total.split([tensor.numel() for tensor in tensors])
     return tuple(p.view_as(t).to(t.dtype) for p, t in zip(parts, tensors, strict=True))
+
+
+def _result(result: Any, error: Exception | None) -> Any:
+    if error is not None:
+        raise error
+    return result
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

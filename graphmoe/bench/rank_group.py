@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from graphmoe.bench.cases import CaseFailed, reason
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.host.environment import MULTICAST
-from graphmoe.runtime.ranks import Mesh, backend_of
+from graphmoe.runtime.ranks import Mesh, Ranks, backend_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -37,18 +37,17 @@ Turn = tuple[Call | None, Call | None]
 """An exchange, and products beside it."""
 
 
-class RankGroup:
+class RankGroup(Ranks):
     """All ranks of the job, each with the experts of one index of ``ep``. Making one is collective."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(PATIENCE)
         self.device = device
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = Mesh(Layout(dp=self.size, ep=self.size))
         on_gpu = device.type == "cuda"
         # First in line for SMs that become free, or an exchange begins when the products end
         self.exchanges = torch.cuda.Stream(priority=PRIORITY) if on_gpu else None
         self.products = torch.cuda.Stream() if on_gpu else None
-        self._objects = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._signal = torch.zeros(1, device=device)
 
     def together(self, action: Callable[[], T]) -> T:
@@ -76,12 +75,6 @@ class RankGroup:
             found = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
             raise CaseFailed("; ".join(found))
         return result  # type: ignore[return-value]
-
-    def gather(self, item: T) -> list[T]:
-        """Every rank's item, in the order of ranks, on every rank."""
-        items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self._objects)
-        return items
 
     def meet(self) -> None:
         """Let what follows on the current stream begin on all ranks at once. No device sync on a GPU."""
@@ -153,7 +146,7 @@ def _captured(ranks: RankGroup, run: Call) -> Call:
     with torch.cuda.stream(ranks.products):
         run()
     torch.cuda.synchronize()
-    ranks.gather(None)  # no rank replays while another captures
+    ranks.barrier()  # no rank replays while another captures
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=ranks.products, capture_error_mode="thread_local"):
         run()

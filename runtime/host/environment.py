@@ -82,7 +82,9 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
         lines.append(
             HostLine("these were set after the GPU's runtime had started, maybe too late", warns=True)
         )
-    _mark(done)
+    os.environ.pop(MARKER, None)
+    if done:
+        os.environ[MARKER] = json.dumps(done)
     return lines
 
 
@@ -100,15 +102,12 @@ def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Varia
     """Yield the variables of the other keys; none for a run on a CPU."""
     if device is DeviceChoice.cpu:
         return
-    if torch.version.hip and host.kernarg_pool_mb is not None:
-        size_bytes = host.kernarg_pool_mb * 2**20
-        yield Variable(
-            "HSA_KERNARG_POOL_SIZE", str(size_bytes), f"host.kernarg_pool_mb={host.kernarg_pool_mb}"
-        )
-    if torch.version.hip and host.max_hw_queues is not None:
-        yield Variable(
-            "GPU_MAX_HW_QUEUES", str(host.max_hw_queues), f"host.max_hw_queues={host.max_hw_queues}"
-        )
+    for name, key, unit in (
+        ("HSA_KERNARG_POOL_SIZE", "kernarg_pool_mb", 2**20),
+        ("GPU_MAX_HW_QUEUES", "max_hw_queues", 1),
+    ):
+        if torch.version.hip and (value := getattr(host, key)) is not None:
+            yield Variable(name, str(value * unit), f"host.{key}={value}")
     if torch.version.cuda and not host.nvlink_multicast:
         for name, value in MULTICAST.items():
             yield Variable(name, value, "host.nvlink_multicast=false")
@@ -156,9 +155,3 @@ def _set_earlier() -> dict[str, str]:
     """Return the variables that an earlier call, here or in the parent, set and nobody has changed."""
     marked = json.loads(os.environ.get(MARKER, "{}"))
     return {name: value for name, value in marked.items() if os.environ.get(name) == value}
-
-
-def _mark(done: dict[str, str]) -> None:
-    os.environ.pop(MARKER, None)
-    if done:
-        os.environ[MARKER] = json.dumps(done)

@@ -2,11 +2,8 @@
 
 import functools
 import hashlib
-import logging
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +14,11 @@ from torch import Tensor, fx
 from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
 from graphmoe.runtime.compile.graphs import UnitGraphs
-from graphmoe.runtime.host.files import replace_text
+from graphmoe.runtime.host.files import FileLock, dispensable
+from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.torch_compat import FakeTensorMode, compile_inference
 from graphmoe.segments import profiler_range
 
-log = logging.getLogger(__name__)
-
-PATIENCE_S = 1800.0
-"""Seconds after which a rank compiles what it waits for."""
 _COMPILED = "compiled"
 Compiled = Callable[..., Sequence[Tensor]]
 Gradients = tuple[list[Tensor | None], list[Tensor | None]]
@@ -52,41 +46,33 @@ class Turn:
 
 
 class CompileTurns:
-    """One file for each graph in a folder of this job and node, which its first rank there makes.
+    """A file for each graph in a folder of this job and node, locked while its first rank there compiles.
 
-    Ranks that compile different graphs, as in a pipeline or for a device of another number, do not wait.
+    Ranks that compile different graphs, as in a pipeline or for a device of another number, do not wait; nor
+    for a rank that has died.
     """
 
-    def __init__(self, folder: Path, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._patience_s = folder, patience_s
+        self._folder = folder
 
     @contextmanager
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
         """Compile the graph inside: at once if no rank has begun it, else when that rank is done."""
-        begun = self._folder / graph_fingerprint(graph)
-        done = begun.with_suffix(".done")
+        path = self._folder / graph_fingerprint(graph)
+        lock = wait_for(lambda: FileLock.acquire(path, wait=True))
+        assert lock is not None
         try:
-            os.close(os.open(begun, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            yield Turn(elsewhere=self._wait_for(done))
-            return
-        turn = Turn()
-        try:
+            done = path.read_text()
+            if done:
+                lock.release()  # others that wait go on beside this one
+            turn = Turn(elsewhere=done == _COMPILED)
             yield turn
+            if not done:
+                with dispensable(path):
+                    path.write_text(_COMPILED if turn.compiles else "found")
         finally:
-            with suppress(OSError):  # what is raised inside says more
-                replace_text(done, _COMPILED if turn.compiles else "found")
-
-    def _wait_for(self, done: Path) -> bool:
-        """Wait, and tell whether the rank that began the graph has compiled it."""
-        end = time.monotonic() + self._patience_s
-        while not done.exists():
-            if time.monotonic() > end:
-                log.warning("waited %.0f s for another rank's code; compiling it here", self._patience_s)
-                return False
-            time.sleep(0.01)
-        return done.read_text() == _COMPILED
+            lock.release()
 
 
 def graph_fingerprint(graph: fx.GraphModule) -> str:

@@ -131,8 +131,8 @@ class Stage:
         self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Run ``forward`` and the whole ``backward`` of another micro-batch, in turns with an overlap."""
-        kept = other._kept[other_micro_batch]
-        if kept.tape is None or not self._units:
+        kept = other._kept[other_micro_batch] if self._units else None
+        if kept is None or kept.tape is None:
             sent = self.forward(micro_batch, received)
             return sent, other.backward(other_micro_batch, gradients, weights=True)
         del other._kept[other_micro_batch]

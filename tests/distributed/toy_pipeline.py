@@ -83,7 +83,7 @@ class Watched:
 
     def __init__(self, stage, part, parts, log, fails=None):
         self._stage, self._part, self._parts, self._log, self._fails = stage, part, parts, log, fails
-        self.received, self.sent = stage.received, stage.sent
+        self.received, self.sent, self._units = stage.received, stage.sent, stage._units
 
     def forward(self, micro_batch, received):
         with self._noted("F", micro_batch):

@@ -22,7 +22,7 @@ from graphmoe.segments import profiler_range
 _COMPILED = "compiled"
 Compiled = Callable[..., Sequence[Tensor]]
 Gradients = tuple[list[Tensor | None], list[Tensor | None]]
-"""Those of a unit's inputs and, for autograd, of its weights."""
+"""Gradients of a unit's inputs and, for autograd, of its weights."""
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.graphmoe
 
 

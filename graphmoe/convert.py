@@ -8,9 +8,8 @@ import enum
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,16 @@ from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import TOKEN_IDS, HfFolder, hf_entries, open_hf, shapes_of, write_hf
-from graphmoe.checkpoint.hf.names import Index
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, TensorToWrite, parse_size
+from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+from graphmoe.checkpoint.hf.names import Index, pieces
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
 from graphmoe.run.weights import (
     FolderKind,
     kind_of,
-    open_weights,
+    open_folder,
     option_name,
     own_pieces,
     read_run,
@@ -110,7 +109,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     _check_output(args)
     source = _open(args, kind)
     named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
-    dtypes = {name: _dtype_of(name, found, args.dtype) for name, found in source.dtypes.items()}
+    dtypes = {name: args.dtype.value or found for name, found in source.dtypes.items()}
+    dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
     total = sum(shapes[name].numel() * dtypes[name].itemsize for name in shapes)
     family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
@@ -118,10 +118,10 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         max_bytes = parse_size(args.max_shard_size)
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
-            entries = _own_entries(source, shapes, dtypes)
+            entries = entries_of(own_pieces(shapes), shapes, dtypes, source.read)
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
         else:
-            entries = hf_entries(family, named, dtypes, source.read)
+            entries = entries_of(pieces(family, named), shapes, dtypes, source.read)
             files = write_hf(
                 args.to, raw, entries, max_bytes=max_bytes, token_ids=source.token_ids, on_bytes=on_bytes
             )
@@ -183,52 +183,18 @@ def _check_output(args: ConvertArgs) -> None:
 
 def _open(args: ConvertArgs, kind: FolderKind) -> Source:
     folder = args.from_
-    if kind is FolderKind.hf:
-        opened = open_hf(folder)
-        opened.files.check(opened.pieces, shapes_of(opened.config))
-        ids = {key: opened.raw.get(key) for key in TOKEN_IDS}
-        dtypes = dict.fromkeys((piece.ours for piece in opened.pieces), opened.dtype())  # one for all
-        return Source(kind, opened.config, dtypes, _hf_reader(opened), ids, folder / TOKENIZER)
-    if kind is FolderKind.graphmoe:
-        weights = open_weights(folder, args.attention)
-        shapes = shapes_of(weights.config)
-        weights.files.check(own_pieces(shapes), shapes)
-        dtypes = {name: weights.files.dtype([name]) for name in shapes}
-        ids = weights.meta.token_ids or {}
-        return Source(kind, weights.config, dtypes, weights.files.read, ids, folder / TOKENIZER)
+    if kind is not FolderKind.run:
+        found = open_folder(folder, kind, args.attention)
+        found.check()
+        dtypes = dict.fromkeys(found.shapes, found.dtype())  # one for all
+        if kind is FolderKind.graphmoe:
+            dtypes = {name: found.files.dtype([name]) for name in found.shapes}
+        return Source(kind, found.config, dtypes, found.read, found.token_ids, folder / TOKENIZER)
     config, state, step = read_run(folder, args.step, args.attention)
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = _run_tokenizer(folder)
     ids = {} if end is None else {"eos_token_id": end}
     return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
-
-
-def _hf_reader(opened: HfFolder) -> Callable[[str, Index], Tensor]:
-    shapes = shapes_of(opened.config)
-    parts: dict[str, list[Any]] = {name: [] for name in shapes}
-    for piece in opened.pieces:
-        if piece.repeats is None:
-            parts[piece.ours].append(piece)
-
-    def read(name: str, index: Index) -> Tensor:
-        dtype = opened.files.dtype(piece.theirs for piece in parts[name])
-        whole = torch.empty(shapes[name], dtype=dtype)
-        for piece in parts[name]:
-            whole[piece.index] = opened.files.read(piece.theirs)
-        return whole[index]
-
-    return read
-
-
-def _own_entries(
-    source: Source, shapes: dict[str, torch.Size], dtypes: dict[str, torch.dtype]
-) -> Iterator[TensorToWrite]:
-    for name, shape in shapes.items():
-        yield TensorToWrite(name, tuple(shape), dtypes[name], partial(source.read, name, (slice(None),)))
-
-
-def _dtype_of(name: str, found: torch.dtype, asked: WeightDtype) -> torch.dtype:
-    return torch.float32 if name.endswith(".selection_bias") else asked.value or found
 
 
 def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:

@@ -4,11 +4,8 @@ python -m graphmoe.doctor
 python -m graphmoe.doctor format=json
 """
 
-import dataclasses
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -17,11 +14,12 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Group, RenderableType
@@ -30,7 +28,7 @@ from rich.text import Text
 
 import graphmoe
 from graphmoe.config.arguments import emit, parse_args, run_tool
-from graphmoe.config.packages import PACKAGES, Package
+from graphmoe.config.packages import PACKAGES, Package, is_installed, version_of
 from graphmoe.config.schema import DeviceChoice, HostConfig, OutputFormat
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.runtime.host.environment import variables
@@ -56,15 +54,6 @@ class DoctorArgs:
     """Form of the findings on stdout: text, or one JSON document."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A capability of the machine, and the reason of the answer."""
-
-    name: str
-    ok: bool
-    detail: str
-
-
 def main(argv: list[str]) -> None:
     """Examine the machine and print the findings."""
     args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
@@ -74,14 +63,13 @@ def main(argv: list[str]) -> None:
 
 def examine() -> dict[str, Any]:
     """All findings as plain values. Captures one small graph on the first GPU if there is one."""
-    probes = (probe_graphs, probe_symmetric_memory, probe_nccl, probe_gloo, probe_cpp_compiler)
     return {
         "versions": versions(),
         "host": host(),
         "environment": environment(),
         "devices": devices(),
         "links": links(),
-        "capabilities": [dataclasses.asdict(probe()) for probe in probes],
+        "capabilities": [examine_capability(*each) for each in CAPABILITIES.items()],
         "libraries": [examine_package(package) for package in PACKAGES],
     }
 
@@ -92,7 +80,7 @@ def versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
         "graphmoe": graphmoe.__version__,
-        **{name: _version(name) for name in VERSIONED},
+        **{name: version_of(name) for name in VERSIONED},
         "torch build": f"ROCm {torch.version.hip}" if torch.version.hip else cuda,
     }
 
@@ -116,14 +104,13 @@ def devices() -> list[dict[str, Any]]:
 
 def host() -> dict[str, Any]:
     """System, cores, NUMA nodes and memory of the host."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
         "physical_cores_for_a_run": cores_here(),
         "numa_nodes": len(cpus_of_nodes()) or None,
         "torch_threads": torch.get_num_threads(),
-        "memory_gib": round(memory_bytes / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
 
 
@@ -159,75 +146,81 @@ def links() -> dict[str, Any]:
     return {"peer_access": peers, "topology": _topology()}
 
 
-def probe_graphs() -> Finding:
+def examine_capability(name: str, probe: Callable[[], str]) -> dict[str, Any]:
+    """Name of a capability, whether it is there, and what its probe says of that."""
+    try:
+        return {"name": name, "ok": True, "detail": probe()}
+    # of torch for drivers and capture; of its private parts, which may move; of a compiler
+    except (RuntimeError, ImportError, AttributeError, OSError, subprocess.TimeoutExpired) as error:
+        return {"name": name, "ok": False, "detail": _first_line(error)}
+
+
+def probe_graphs() -> str:
     """Capture a small graph on the first GPU and compare a replay with the right result."""
-    name = "device graphs"
-    if not _num_gpus():
-        return Finding(name, False, "no GPU")
-    try:
-        replayed = _replay_small_graph()
-    except RuntimeError as error:  # what torch raises for driver and capture errors
-        return Finding(name, False, _first_line(error))
-    detail = "captured and replayed" if replayed == 7.0 else f"the replay gave {replayed}, not 7.0"
-    return Finding(name, replayed == 7.0, detail)
+    _require(_num_gpus(), "no GPU")
+    replayed = _replay_small_graph()
+    _require(replayed == 7.0, f"the replay gave {replayed}, not 7.0")
+    return "captured and replayed"
 
 
-def probe_symmetric_memory() -> Finding:
+def probe_symmetric_memory() -> str:
     """Name the allocator behind torch's symmetric memory. Nothing is allocated, no peer is waited for."""
-    name = "symmetric memory"
-    if not _num_gpus():
-        return Finding(name, False, "no GPU")
-    try:
-        from torch.distributed import _symmetric_memory as symmetric
+    _require(_num_gpus(), "no GPU")
+    from torch.distributed import _symmetric_memory as symmetric
 
-        backend = symmetric.get_backend(torch.device("cuda"))
-        nvshmem = "NVSHMEM available" if symmetric.is_nvshmem_available() else "no NVSHMEM"
-    except (ImportError, AttributeError, RuntimeError) as error:  # private: it may move or be left out
-        return Finding(name, False, _first_line(error))
-    return Finding(name, backend is not None, f"backend {backend or 'none'}, {nvshmem}")
+    backend = symmetric.get_backend(torch.device("cuda"))
+    nvshmem = "NVSHMEM available" if symmetric.is_nvshmem_available() else "no NVSHMEM"
+    _require(backend is not None, f"backend none, {nvshmem}")
+    return f"backend {backend}, {nvshmem}"
 
 
-def probe_nccl() -> Finding:
+def probe_nccl() -> str:
     """Look for NCCL, or RCCL under ROCm, in the torch build."""
-    name = "RCCL" if torch.version.hip else "NCCL"
-    if not (dist.is_available() and dist.is_nccl_available()):
-        return Finding(name, False, "not in this build of torch")
-    return Finding(name, True, ".".join(map(str, torch.cuda.nccl.version())))
+    _require(dist.is_available() and dist.is_nccl_available(), "not in this build of torch")
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def probe_gloo() -> Finding:
+def probe_gloo() -> str:
     """Look for gloo in the torch build."""
-    ok = dist.is_available() and dist.is_gloo_available()
-    return Finding("gloo", ok, "in this build of torch" if ok else "not in this build of torch")
+    _require(dist.is_available() and dist.is_gloo_available(), "not in this build of torch")
+    return "in this build of torch"
 
 
-def probe_cpp_compiler() -> Finding:
+def probe_cpp_compiler() -> str:
     """Compile a file with the needs of Inductor on a CPU: C++17, OpenMP and Python's headers."""
-    name = "C++ compiler for Inductor"
     words = shlex.split(os.environ.get("CXX", "g++"))
-    if not words or shutil.which(words[0]) is None:
-        return Finding(name, False, f"{' '.join(words) or 'CXX is empty'}: not found; install g++ or set CXX")
-    include = sysconfig.get_path("include")
+    is_there = bool(words) and shutil.which(words[0]) is not None
+    _require(is_there, f"{' '.join(words) or 'CXX is empty'}: not found; install g++ or set CXX")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cpp")
         source.write_text(
             "#include <Python.h>\n#include <omp.h>\nint f() { return omp_get_max_threads(); }\n"
         )
-        flags = ["-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/probe.so"]
-        try:
-            run = _run([*words, str(source), *flags])
-            about = _run([*words, "--version"])
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return Finding(name, False, _first_line(error))
-    if run.returncode:
-        errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
-        return Finding(name, False, _first_line(errors[0]))
-    return Finding(name, True, _first_line(about.stdout))
+        flags = ["-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
+        run = _run([*words, str(source), *flags, "-o", f"{folder}/probe.so"])
+        about = _run([*words, "--version"])
+    errors = [line for line in run.stderr.splitlines() if "error" in line] or [run.stderr]
+    _require(not run.returncode, errors[0])
+    return _first_line(about.stdout)
+
+
+CAPABILITIES = {
+    "device graphs": probe_graphs,
+    "symmetric memory": probe_symmetric_memory,
+    "RCCL" if torch.version.hip else "NCCL": probe_nccl,
+    "gloo": probe_gloo,
+    "C++ compiler for Inductor": probe_cpp_compiler,
+}
+
+
+def _require(holds: object, why: str) -> None:
+    if not holds:
+        raise RuntimeError(why)
 
 
 def examine_package(package: Package) -> dict[str, Any]:
     """State, use and installation of one optional package."""
-    state = "installed" if importlib.util.find_spec(package.module) else "missing"
+    state = "installed" if is_installed(package.module) else "missing"
     if state == "installed" and package.is_native:
         try:
             importlib.import_module(package.module)
@@ -235,7 +228,7 @@ def examine_package(package: Package) -> dict[str, Any]:
             state = f"does not load: {_first_line(error)}"
     return {
         "name": package.module,
-        "version": _version(package.distribution) if state != "missing" else None,
+        "version": version_of(package.distribution) if state != "missing" else None,
         "state": state,
         "enables": package.enables,
         "install": package.install,
@@ -319,13 +312,6 @@ def _num_gpus() -> int:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _first_line(text: object) -> str:

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
-from graphmoe.config.schema import ConfigError, DpShard, ModelConfig, RunConfig
+from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.layout import ALONE, Layout
-from graphmoe.plan.pipeline.plan import PipelinePlan, with_one_micro_batch
-from graphmoe.plan.plan import plan_of
+from graphmoe.plan.pipeline.plan import with_one_micro_batch
+from graphmoe.plan.plan import Plan, plan_of
 
 EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v3",
@@ -36,13 +36,8 @@ def main() -> None:
 
 def show(cfg: RunConfig) -> None:
     """Print the figures of the configured model."""
-    assert cfg.data.seq_len is not None  # filled when the configuration is resolved
     smallest = smallest_layout(cfg)
-    plan = plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world"))
-    num_moments = len(rule_of(cfg.optim.name).moments)
-    document = describe(
-        cfg.model, cfg.data.seq_len, plan.layout, cfg.parallel.dp_shard, plan.pipeline, num_moments
-    )
+    document = describe(plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world")))
     emit(document, render(document), cfg.format)
 
 
@@ -66,34 +61,30 @@ def smallest_layout(cfg: RunConfig) -> Layout:
     return Layout.of(parallel, nproc)
 
 
-def describe(
-    model: ModelConfig,
-    seq_len: int,
-    layout: Layout = ALONE,
-    dp_shard: DpShard = DpShard.zero1,
-    plan: PipelinePlan | None = None,
-    num_moments: int = 2,
-) -> dict[str, Any]:
+def describe(plan: Plan) -> dict[str, Any]:
     """Return all figures as plain values: parameters by component, FLOPs of a token, bytes of state.
 
-    The bytes are those of one rank alone, and of each rank of the layout; with a plan, of the rank along pp
-    that holds most, and of every one.
+    The bytes are those of one rank alone, and of each rank of the layout; with a pipeline, of the rank along
+    pp that holds most, and of every one.
     """
+    model, layout, pipeline = plan.config.model, plan.layout, plan.pipeline
+    dp_shard, num_moments = plan.config.parallel.dp_shard, len(rule_of(plan.config.optim.name).moments)
     of_places = [
         _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard, num_moments=num_moments))
-        for stages in (plan.stages_of_places if plan else [[]])
+        for stages in map(plan.own_stages, range(layout.pp))
     ]
+    assert plan.config.data.seq_len is not None  # filled when the configuration is resolved
     document = {
-        **_figures(model, seq_len),
+        **_figures(model, plan.config.data.seq_len),
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state_bytes(model, ALONE, num_moments=num_moments)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
     }
-    if plan:
+    if pipeline:
         document["pipeline"] = {
-            "layout": plan.layout,
+            "layout": pipeline.layout,
             "ranks": [
-                {"pieces": plan.pieces_of_place(place), "memory_bytes": kinds}
+                {"pieces": pipeline.pieces_of_place(place), "memory_bytes": kinds}
                 for place, kinds in enumerate(of_places)
             ],
         }

@@ -32,12 +32,14 @@ from hydra.core.hydra_config import HydraConfig
 
 from graphmoe import worker
 from graphmoe.command.hydra import hydra_app
+from graphmoe.command.sweep.job import in_sweep, job_gpus, record_folder
 from graphmoe.config.arguments import emit
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.files import CONFIG_FILE, display_path
+from graphmoe.run.files import CONFIG_FILE, SUMMARY_FILE, display_path, write_json
 from graphmoe.run.metrics_file import render, value_of
+from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
     ELASTIC,
@@ -49,11 +51,11 @@ from graphmoe.runtime.host.signals import (
     exit_at_signals,
 )
 from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.launch.nodes import Nodes, find_nodes
 from graphmoe.worker import LOGS, set_environment_of, train_rank
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
-    from graphmoe.runtime.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +88,8 @@ def train(config: RunConfig) -> float | None:
 
     In a sweep the summary is not printed, and a signal ends the whole sweep.
     """
-    from graphmoe.command.sweep.job import in_sweep
     from graphmoe.plan.rules.check import check
     from graphmoe.run.folder import next_folder
-    from graphmoe.runtime.launch.nodes import find_nodes
 
     if ELASTIC in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
@@ -106,9 +106,7 @@ def train(config: RunConfig) -> float | None:
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
     if starts_elsewhere and nodes.is_first:
-        from graphmoe.training.start_state import (
-            check_start,  # imports the model, which a launcher does without
-        )
+        from graphmoe.training.start_state import check_start  # imports the model, else not needed here
 
         base, resume = Path(HydraConfig.get().runtime.output_dir), config.checkpoint.resume
         check_start(config, next_folder(base, to_plain(config), resume=resume))
@@ -141,8 +139,6 @@ def _write_only(config: RunConfig) -> None:
 
 def _dry_run(config: RunConfig) -> None:
     """Report one rank of a layout without the others. The folder of the report stays free for a run."""
-    from graphmoe.command.sweep.job import in_sweep
-    from graphmoe.run.files import write_json
     from graphmoe.training.dry_run import dry_run
     from graphmoe.training.dry_run.report import FILE, render
 
@@ -170,13 +166,10 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     """Train in worker processes; return the summary, or None on nodes other than the first."""
-    from graphmoe.command.sweep.job import in_sweep, job_gpus
     from graphmoe.plan.experts import reads_peers
-    from graphmoe.run.files import SUMMARY_FILE
     from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes
     from graphmoe.runtime.dispatch import check_package
-    from graphmoe.runtime.host.files import temporary_folder
     from graphmoe.runtime.launch.elastic import launch
 
     # The workers would say it too, in a folder made for them.
@@ -243,7 +236,6 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
 
     An error or a signal before training has begun leaves a new folder free.
     """
-    from graphmoe.command.sweep.job import record_folder
     from graphmoe.run.folder import announce, claim
 
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)

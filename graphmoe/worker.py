@@ -34,7 +34,7 @@ from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.files import display_path
+from graphmoe.run.files import CONFIG_FILE, display_path
 from graphmoe.run.metrics_file import render
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
@@ -149,18 +149,13 @@ def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
     def take() -> tuple[RunConfig, Path]:
         adapted = _adapted(config, ranks)
-        base = _base(path, adapted)
+        other = Path("outputs", adapted.run.name).absolute()
+        base = path.parent if path.name == CONFIG_FILE else other
         mine.append(claim(base, to_plain(adapted), resume=adapted.checkpoint.resume))
         return adapted, mine[0].path
 
     agreed, folder = ranks.on_first(take)
     return agreed, folder, mine[0] if mine else None
-
-
-def _base(path: Path, config: RunConfig) -> Path:
-    from graphmoe.run.files import CONFIG_FILE
-
-    return path.parent if path.name == CONFIG_FILE else Path("outputs", config.run.name).absolute()
 
 
 def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:

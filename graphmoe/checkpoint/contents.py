@@ -51,7 +51,7 @@ _BUFFER_BYTES = 2**20
 
 
 def write_entries(
-    folder: Path, entries: Entries, copies: dict[str, torch.Tensor], ranks: Ranks
+    folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks
 ) -> dict[str, FileSum]:
     """Write this rank's share into the folder and fsync it; the sums of the files written here.
 
@@ -64,9 +64,9 @@ def write_entries(
     writer.fs = files
     with _dcp_errors():
         dcp.save(
-            {**entries.torch_tensors, **entries.values},
+            {**entries.of(Tensor), **entries.values},
             storage_writer=writer,
-            planner=CopiesPlanner(entries.shards, copies),
+            planner=CopiesPlanner(entries.of(FlatShard), copies),
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )
@@ -84,12 +84,12 @@ def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) 
 
     Nothing in the files runs. *Raises* CheckpointError for contents that are none of a checkpoint's.
     """
-    flat: dict[str, Any] = {**wanted.torch_tensors, **dict.fromkeys(sorted(values))}
+    flat: dict[str, Any] = {**wanted.of(Tensor), **dict.fromkeys(sorted(values))}
     with _dcp_errors():
         dcp.load(
             flat,
             storage_reader=_Reader(folder),
-            planner=FillPlanner(wanted.shards),
+            planner=FillPlanner(wanted.of(FlatShard)),
             process_group=ranks.group,
             no_dist=ranks.group is None,
         )

@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard, whole_shape
 from graphmoe.checkpoint.folders import CheckpointError
 from graphmoe.runtime.ranks import Ranks
 
+Kind = TypeVar("Kind", Tensor, FlatShard)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -34,15 +35,9 @@ class Entries:
     def names(self) -> set[str]:
         return self.tensors.keys() | self.values.keys()
 
-    @property
-    def torch_tensors(self) -> dict[str, Tensor]:
-        """All but the shards; a DTensor is one of them."""
-        return {name: each for name, each in self.tensors.items() if isinstance(each, Tensor)}
-
-    @property
-    def shards(self) -> dict[str, FlatShard]:
-        """Tensors that are FlatShards."""
-        return {name: each for name, each in self.tensors.items() if isinstance(each, FlatShard)}
+    def of(self, kind: type[Kind]) -> dict[str, Kind]:
+        """FlatShards, or Tensors, of which DTensors are some."""
+        return {name: each for name, each in self.tensors.items() if isinstance(each, kind)}
 
     @property
     def num_bytes(self) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -110,16 +111,12 @@ class FlatShard:
 
     def _runs(self, dim: int) -> list[range]:
         """Indices of the whole dimension that the own part consists of, in its order; none adjoin."""
-        length = self.whole_shape[dim]
-        runs = [range(length)]
+        indices = np.arange(self.whole_shape[dim])
         for cut in (cut for cut in self.parallel.cuts if cut.dim == dim):
-            piece = length // cut.pieces
-            part = piece // self.layout.size(cut.axis)
-            first = part * _index(self.layout, cut.axis, self.rank)
-            starts = (number * piece + first for number in range(cut.pieces))
-            runs = _joined(run for start in starts for _, run in _take(runs, start, part))
-            length = part * cut.pieces
-        return runs
+            parts = indices.reshape(cut.pieces, self.layout.size(cut.axis), -1)
+            indices = parts[:, _index(self.layout, cut.axis, self.rank)].reshape(-1)
+        runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+        return [range(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def shards_of(
@@ -184,14 +181,4 @@ def _take(runs: Sequence[range], start: int, length: int) -> list[tuple[int, ran
         if part:
             found.append((max(start, at), part))
         at += len(run)
-    return found
-
-
-def _joined(runs: Iterable[range]) -> list[range]:
-    """Return the same indices, with runs that adjoin made one."""
-    found: list[range] = []
-    for run in runs:
-        if found and found[-1].stop == run.start:
-            run = range(found.pop().start, run.stop)
-        found.append(run)
     return found

@@ -50,10 +50,15 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def run_of(path: Path) -> Path:
+    """Return the run's folder that a path names by itself, by its ``checkpoints`` or by one of these."""
+    inside = path if step_of(path) is None else path.parent
+    return inside.parent if inside.name == CHECKPOINTS else inside
+
+
 def why_none(path: Path) -> str:
     """The error for a path without a checkpoint: what to wait for, or what to give instead."""
-    inside = path if path.name == CHECKPOINTS else path.parent if step_of(path) is not None else None
-    run = inside.parent if inside else path
+    run = run_of(path)
     if (run / _RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
         return (
             f"{path} holds no checkpoint: none was saved yet; a run saves first after checkpoint.interval "
@@ -61,7 +66,7 @@ def why_none(path: Path) -> str:
         )
     return (
         f"{path} holds no checkpoint; give a run's folder, its {CHECKPOINTS} folder, or a whole "
-        f"checkpoint such as {folder_of(inside or path / CHECKPOINTS, 100)}"
+        f"checkpoint such as {folder_of(run / CHECKPOINTS, 100)}"
     )
 
 
@@ -73,13 +78,12 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
-def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoints that a run's folder, its ``checkpoints`` or one of these names, newest first."""
-    if step_of(path) is not None and path.is_dir():
-        return [path]
+def locate(path: Path) -> tuple[Path, int | None]:
+    """Return the folder of checkpoints that `run_of` a path has, and the step where it names one."""
+    if path.is_dir() and (step := step_of(path)) is not None:
+        return path.parent, step
     inside = path / CHECKPOINTS
-    folder = inside if inside.is_dir() else path
-    return [folder_of(folder, step) for step in saved_steps(folder)]
+    return inside if inside.is_dir() else path, None
 
 
 def make_temporary(folder: Path, step: int) -> Path:

@@ -16,14 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from graphmoe.checkpoint import folders
 from graphmoe.checkpoint.contents import read_entries, value_names, write_entries
 from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge, own_share
-from graphmoe.checkpoint.folders import (
-    CheckpointError,
-    MismatchError,
-    checkpoints_in,
-    damage,
-    why_none,
-    write_manifest,
-)
+from graphmoe.checkpoint.folders import CheckpointError, MismatchError, damage, write_manifest
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.host.checksums import FileSum
@@ -60,13 +53,10 @@ class CheckpointStore:
 
         *Raises* CheckpointError where there is no checkpoint in any of these senses.
         """
-        path = Path(path)
-        only = folders.step_of(path) if path.is_dir() else None
-        inside = path / folders.CHECKPOINTS
-        folder = inside if inside.is_dir() else path
-        store = cls(folder if only is None else path.parent, None, only)
+        folder, only = folders.locate(Path(path))
+        store = cls(folder, None, only)
         if not store.latest():
-            raise CheckpointError(folders.why_none(path))
+            raise CheckpointError(folders.why_none(Path(path)))
         return store
 
     def latest(self) -> list[int]:
@@ -229,9 +219,11 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
     path: a run's folder, its ``checkpoints``, or one checkpoint. Sections of the checkpoint that ``state``
     has not are let by. No collective. *Raises* CheckpointError.
     """
-    reasons = {each: damage(each, contents=False) for each in checkpoints_in(path)}
+    folder, only = folders.locate(path)
+    steps = folders.saved_steps(folder) if only is None else [only]
+    reasons = {each: damage(each, contents=False) for each in (folders.folder_of(folder, s) for s in steps)}
     if not reasons:
-        raise CheckpointError(why_none(path))
+        raise CheckpointError(folders.why_none(path))
     whole = next((each for each, lines in reasons.items() if not lines), None)
     if whole is None:
         lines = "; ".join(line for lines in reasons.values() for line in lines)

@@ -16,6 +16,9 @@ import graphmoe.conf
 from graphmoe.config.packages import PLUGINS
 from graphmoe.config.schema import RunConfig
 
+CONF = Path(graphmoe.conf.__path__[0])
+"""The folder of the options of a run."""
+
 
 def explain(error: BaseException, argv: Sequence[str]) -> str:
     """Return one message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
@@ -143,18 +146,14 @@ def _parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
     return found, unreadable
 
 
-def _conf_folder() -> Path:
-    return Path(graphmoe.conf.__path__[0])
-
-
 def _groups() -> list[str]:
-    return sorted(p.name for p in _conf_folder().iterdir() if p.is_dir() and not p.name.startswith("_"))
+    return sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
 
 
 def _options(group: str) -> list[str]:
     """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope."""
-    folder = _conf_folder() / group
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    files = (CONF / group).rglob("*.yaml")
+    return sorted(str(path.relative_to(CONF / group).with_suffix("")) for path in files)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -1,5 +1,6 @@
 """Optional packages: import names, uses and installation; the doctor, env.json and errors read the table."""
 
+import importlib.metadata
 import importlib.util
 from typing import NamedTuple
 
@@ -70,6 +71,14 @@ PACKAGES = (
 def is_installed(package: str) -> bool:
     """Return True where a top-level package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, None for one that is not there."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def require_package(key: str, value: str, instead: str | None = None) -> None:

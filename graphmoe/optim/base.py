@@ -24,6 +24,8 @@ from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
 Function = Callable[..., Sequence[Tensor]]
+COUNTERS = ("applied", "skipped", "skipped_in_row", "longest_skip")
+"""Numbers of steps, fp32 scalars."""
 
 
 class StepResult(NamedTuple):
@@ -45,11 +47,13 @@ class StepOptimizer(ABC):
     """Return the sum of a parameter's gradients, in its shape; None where autograd gets them."""
     model_is_whole: bool
     """True where each rank can read, after ``gather``, all that it has of the model."""
+    rounds: bool
+    """True where the model computes with weights that are rounded from the main ones."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.train, self.mesh, self.rule = optim, train, mesh, rule_of(optim.name)
         self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
-            torch.zeros((), device=device) for _ in range(4)
+            torch.zeros((), device=device) for _ in COUNTERS
         )
         self.void = torch.zeros((), device=device)
         """0.0, or 1.0 while ``step`` must leave everything as it is; others set it, and take it back."""
@@ -86,16 +90,21 @@ class StepOptimizer(ABC):
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         """Return the model's state by name as a checkpoint keeps it. A collective."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Return main weights and moments by parameter name, and the counters; tensors are not copied.
 
         On several ranks, the parts that this rank owns.
         """
+        kept = {moment: self._entries(moment) for moment in self.rule.moments}
+        return {**kept, "main": self._entries("main") if self.rounds else {}, "counters": self._counters()}
 
     @abstractmethod
+    def _entries(self, kind: str) -> dict[str, Any]:
+        """Return a moment, or the main weights, as a checkpoint keeps them by parameter name."""
+
     def restored(self) -> None:
         """Take over what was loaded in place into the tensors of ``state_dict`` and ``model_state``."""
+        self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
         """Return by name all tensors that a captured step uses without being given them."""
@@ -109,8 +118,7 @@ class StepOptimizer(ABC):
         """Take the values of what ``weights_to_fill`` gave for the main weights."""
 
     def _counters(self) -> dict[str, Tensor]:
-        names = ("applied", "skipped", "skipped_in_row", "longest_skip")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def _scalars(
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor

@@ -53,6 +53,7 @@ class ShardedOptimizer(StepOptimizer):
         """
         super().__init__(optim, train, mesh, device)
         self.model, self._dtype = model, next(model.parameters()).dtype
+        self.rounds = self._dtype != torch.float32
         blocks = model.blocks()
         self._sharded = ShardedWeights(blocks, mesh, device, fill)
         needed_once = not model.mtp and not model.config.tie_embeddings  # embedding and head
@@ -93,15 +94,8 @@ class ShardedOptimizer(StepOptimizer):
         state, shards = self.model.state_dict(keep_vars=True), self._shards(rounded)
         return {name: shards.get(name, tensor.detach()) for name, tensor in state.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **{kind: self._shards(moment) for kind, moment in self.moments.items()},
-            "main": self._shards(self.main) if self._dtype != torch.float32 else {},
-            "counters": self._counters(),
-        }
-
-    def restored(self) -> None:
-        self.longest_skip.zero_()
+    def _entries(self, kind: str) -> dict[str, Any]:
+        return self._shards(self.main if kind == "main" else self.moments[kind])
 
     def weights_to_fill(self) -> Mapping[str, FlatShard]:
         """Return this rank's part of the main weights, to be filled in place."""

@@ -111,6 +111,8 @@ class WeightGather:
         }
         self._underway: dict[int, dist.Work] = {}
         """Collectives that the current stream has not waited for yet, by place in the queue."""
+        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
+        """Parameters of a module."""
 
     def start(self) -> None:
         """Queue all collectives. The update that made the weights comes before them on the current stream."""
@@ -129,26 +131,22 @@ class WeightGather:
             if number is not None and number in self._underway:
                 wait_for(self._underway.pop(number).wait)
 
-
-class ArrivingWeights:
-    """Executor that starts while weights arrive: it waits only for those that the segments' modules hold.
-
-    The wait is of the current stream on the device: it stands outside compiled units and captured graphs of
-    units, and inside the graph of a captured step.
-    """
-
-    def __init__(self, execute: Executor, wait: Callable[[Iterable[Tensor]], None]) -> None:
-        """``wait`` returns when the current stream may read these parameters."""
-        self._execute, self._wait = execute, wait
-        self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
-
-    def __call__(
-        self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
+    def execute(
+        self,
+        execute: Executor,
+        segments: Sequence[Segment],
+        tensors: dict[str, Tensor],
+        keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
+        """Run segments once the weights that their modules hold are there; others may still arrive.
+
+        The wait is of the current stream on the device: it stands outside compiled units and captured graphs
+        of units, and inside the graph of a captured step.
+        """
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
                 if owner not in self._held:
                     self._held[owner] = tuple(owner.parameters())
-                self._wait(self._held[owner])
-        return self._execute(segments, tensors, keep)
+                self.wait(self._held[owner])
+        return execute(segments, tensors, keep)

@@ -12,7 +12,7 @@ and counters live on the device.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step, norm_of
 from graphmoe.optim.flat_buffers import Region, families_of
-from graphmoe.optim.reduction import ArrivingWeights, GradientReduction, WeightGather
+from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture.capture import TensorSlot
 from graphmoe.runtime.ranks import Mesh
@@ -51,6 +51,7 @@ class Optimizer(StepOptimizer):
         assert all(w.dtype == self.weights[0].dtype and w.requires_grad for w in self.weights)
         elements = optim.bucket_mb * 1e6 / torch.float32.itemsize
         self.families = families_of(model, self.mesh, elements, self.rule.moments)
+        self.rounds = self.weights[0].dtype != torch.float32
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
@@ -71,22 +72,16 @@ class Optimizer(StepOptimizer):
         On several ranks the norm is a function of its own, since they exchange it.
         """
         arguments = self._arguments(self.applied)
-        if self._alone:
-            self._update = compiler(functools.partial(self._norm_and_update, fused=False), arguments)
-        else:
-            self._norm = compiler(self._norm_of_shards, self._gradient_shards())
-            update = functools.partial(self._update_in_place, fused=False)
-            self._update = compiler(update, [self.applied, *arguments])
+        if not self._alone:
+            self._norm = compiler(self._norm, self._gradient_shards())
+            arguments.insert(0, self.applied)
+        self._update = compiler(functools.partial(self._update, fused=False), arguments)
 
     def executor(self, execute: Executor) -> Executor:
-        return execute if self._alone else ArrivingWeights(execute, self.wait_for)
+        return execute if self._alone else functools.partial(self._weight_gather.execute, execute)
 
     def start_gather(self) -> None:
         self._weight_gather.start()
-
-    def wait_for(self, weights: Iterable[Tensor]) -> None:
-        """Let the current stream wait until these parameters of the model are whole. No device sync."""
-        self._weight_gather.wait(weights)
 
     def gather(self) -> None:
         self._weight_gather.start()
@@ -101,23 +96,15 @@ class Optimizer(StepOptimizer):
         arguments = self._arguments(loss.detach().float())
         if self._alone:
             return StepResult(*self._update(*arguments))
-        return StepResult(*self._update(self._norm_of_all(), *arguments))
+        (own,) = self._norm(*self._gradient_shards())
+        return StepResult(*self._update(self._over_ranks(own), *arguments))
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         self.gather()
         return shards_of(self.model, self.mesh.layout, self.mesh.rank)
 
-    def state_dict(self) -> dict[str, Any]:
-        rounded = any(family.main is not family.weight_shard for family in self.families)
-        return {
-            **{name: self._state([f.moments[name] for f in self.families]) for name in self.rule.moments},
-            "main": self._state([f.main for f in self.families]) if rounded else {},
-            "counters": self._counters(),
-        }
-
     def restored(self) -> None:
-        """Take over what was loaded in place into the tensors of ``state_dict`` and of the model."""
-        self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
+        super().restored()
         for family in self.families:
             family.shard_weights()
         self.publish()
@@ -166,16 +153,17 @@ class Optimizer(StepOptimizer):
     def publish(self) -> None:
         """Round the main weights into the weights that the model has, or gathers."""
         for family in self.families:
-            if family.weight_shard is not family.main:
+            if self.rounds:
                 family.weight_shard.copy_(family.main)
 
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[name] for name in self.names}
 
-    def _state(self, shards: Sequence[Tensor]) -> dict[str, Any]:
-        """Return entries of a checkpoint: whole tensors on one rank, this rank's ranges on several."""
+    def _entries(self, kind: str) -> dict[str, Any]:
+        """Return whole tensors on one rank, this rank's ranges on several."""
         found: dict[str, Any] = {}
-        for family, flat in zip(self.families, shards, strict=True):
+        for family in self.families:
+            flat = family.main if kind == "main" else family.moments[kind]
             weights = dict(zip(family.names, family.weights, strict=True))
             if self._alone:
                 found |= family.views(flat)
@@ -190,10 +178,6 @@ class Optimizer(StepOptimizer):
         if weight.grad is not None:  # None: whoever computed it has added it already
             self.gradient_of(weight).add(weight.grad)
             weight.grad = None
-
-    def _norm_of_all(self) -> Tensor:
-        (own,) = self._norm(*self._gradient_shards())
-        return self._over_ranks(own)
 
     def _gradient_shards(self) -> list[Tensor]:
         return [region.grad for region in self._regions]

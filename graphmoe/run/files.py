@@ -5,6 +5,7 @@ Integers are below 2^53, which is what JSON's readers agree on.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, Required, TypedDict
 
@@ -159,3 +160,8 @@ def display_path(path: Path) -> str:
     """Return the path relative to where the user stands, if it lies there."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def hydra_value(text: str) -> str:
+    """Return a text as Hydra's grammar wants it behind a key."""
+    return text if re.fullmatch(r"[A-Za-z0-9_/.@-]+", text) else "'" + text.replace("'", r"\'") + "'"

@@ -1,6 +1,5 @@
 """Machine of a run: its device, memory, and the record of versions in ``env.json``."""
 
-import importlib.metadata
 import math
 import os
 import platform
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from graphmoe.config.packages import VENDORS
+from graphmoe.config.packages import VENDORS, version_of
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
 PACKAGES = (
@@ -52,15 +51,9 @@ def check_processes(host: HostConfig, nproc: int) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Versions, device, source commit and command line of this process."""
-    versions: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "python": platform.python_version(),
-        "packages": versions,
+        "packages": {package: version_of(package) for package in PACKAGES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": device_name(device),

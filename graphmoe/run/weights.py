@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.checkpoint.flat_shards import FlatShard, shards_of, whole_shape
-from graphmoe.checkpoint.folders import CHECKPOINTS, MismatchError, step_of
+from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
+from graphmoe.checkpoint.folders import MismatchError, run_of
 from graphmoe.checkpoint.hf.families import different_keys, same_function
-from graphmoe.checkpoint.hf.folder import fill, open_hf, shapes_of
+from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
 from graphmoe.checkpoint.store import check_fit
@@ -35,7 +35,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunCo
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules.check import violations
-from graphmoe.run.files import CONFIG_FILE
+from graphmoe.run.files import CONFIG_FILE, hydra_value
 
 log = logging.getLogger(__name__)
 
@@ -89,51 +89,49 @@ def load_weights(
     *Raises* ConfigError (CheckpointError for a run) that lists all tensors that are missing, extra or
     mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged then.
     """
-    folder = Path(folder)
-    config, state = model.config, shards_of(model, layout, rank, instead=into)
+    config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
-    own_shapes = {name: whole_shape(tensor) for name, tensor in state.items()}
-    shapes = {**shapes_of(config), **own_shapes}  # other ranks may have other layers
-    kind = kind_of(folder)
-    if kind is FolderKind.run:
-        theirs = run_config(folder, config.attention)
-        _refuse_other_tie(folder, theirs, config)
-        places = _places_in_run(folder, state)
-        with explained_mismatch(folder, config):
-            CheckpointStore.open_any(folder).load(places, partial=True)
-    else:
-        theirs, files, found = _open_files(folder, kind, config, shapes)
-        fill(state, files, [piece for piece in found if piece.ours in state])
+    theirs = _take(shards_of(model, layout, rank, instead=into), folder, config)
     for line in same_function(config, theirs):
         log.warning("%s in %s; the weights are used with the former", line, folder)
-    return kind
+    return kind_of(folder)
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raise what ``load_weights`` into a model of this configuration would; headers are read, no weights."""
-    kind, shapes = kind_of(folder), shapes_of(config)
-    if kind is not FolderKind.run:
-        _open_files(folder, kind, config, shapes)
-        return
-    _refuse_other_tie(folder, run_config(folder, config.attention), config)
-    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    with explained_mismatch(folder, config):
-        check_fit(folder, _places_in_run(folder, state), partial=True)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
+    _take(state, folder, config, only_check=True)
 
 
-def _open_files(
-    folder: Path, kind: FolderKind, config: ModelConfig, shapes: dict[str, torch.Size]
-) -> tuple[ModelConfig, TensorFiles, list[Piece]]:
-    """The model of a folder of safetensors, its files, and where our tensors lie in them, all checked."""
-    if kind is FolderKind.hf:
-        source = open_hf(folder, shaped_as=config)
-        theirs, files, found = source.config, source.files, source.pieces
-    else:
-        theirs, files, _ = open_weights(folder, config.attention)
-        found = own_pieces(shapes)
+def _take(
+    state: Mapping[str, Tensor | FlatShard], folder: Path, config: ModelConfig, *, only_check: bool = False
+) -> ModelConfig:
+    """Fill the tensors of a model, or a part of them, from a folder; return the folder's own model."""
+    if (kind := kind_of(folder)) is not FolderKind.run:
+        source = open_folder(folder, kind, config.attention, shaped_as=config)
+        _refuse_other_tie(folder, source.config, config)
+        source.check(hints=same_function(config, source.config))
+        if not only_check:
+            source.fill(state)
+        return source.config
+    theirs = run_config(folder, config.attention)
     _refuse_other_tie(folder, theirs, config)
-    files.check(found, shapes, hints=same_function(config, theirs))
-    return theirs, files, found
+    places = _places_in_run(folder, state)
+    with explained_mismatch(folder, config):
+        if only_check:
+            check_fit(folder, places, partial=True)
+        else:
+            CheckpointStore.open_any(folder).load(places, partial=True)
+    return theirs
+
+
+def open_folder(
+    folder: Path, kind: FolderKind, attention: str | None, shaped_as: ModelConfig | None = None
+) -> OpenFolder:
+    """Open a folder of safetensors of either kind. *Raises* ConfigError."""
+    if kind is FolderKind.hf:
+        return open_hf(folder, shaped_as)
+    return open_weights(folder, attention, shaped_as)
 
 
 def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -180,15 +178,9 @@ class WeightsMeta(msgspec.Struct):
     token_ids: dict[str, int | list[int] | None] | None = None
 
 
-class WeightsFolder(NamedTuple):
-    """Opened folder of our own format."""
-
-    config: ModelConfig
-    files: TensorFiles
-    meta: WeightsMeta
-
-
-def open_weights(folder: Path, attention: str | None = None) -> WeightsFolder:
+def open_weights(
+    folder: Path, attention: str | None = None, shaped_as: ModelConfig | None = None
+) -> OpenFolder:
     """Read the headers of a folder of our own format, ``attention`` as for `model_from`.
 
     *Raises* ConfigError.
@@ -205,7 +197,8 @@ def open_weights(folder: Path, attention: str | None = None) -> WeightsFolder:
     config = model_from(read_yaml(path, dict[str, Any]), f"{path}: ", attention)
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
-    return WeightsFolder(config, files, meta)
+    shapes = shapes_of(shaped_as or config)
+    return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
 
 
 def write_weights(
@@ -235,13 +228,9 @@ def own_pieces(names: Iterable[str]) -> list[Piece]:
 
 def train_command(folder: Path, config: ModelConfig) -> str:
     """The command that starts a run from the weights in a folder of our own format."""
-    option = option_name(config.name)
-    place = shlex.quote(str(folder))
-    text = str(folder)
-    if not re.fullmatch(r"[A-Za-z0-9_./-]+", text):  # Hydra's grammar needs quotes
-        text = "'" + text.replace("'", r"\'") + "'"
-    init = shlex.quote(f"checkpoint.init_from={text}")
-    return f"python -m graphmoe.train --config-dir {place} model={option} {init}"
+    words = ["--config-dir", str(folder), f"model={option_name(config.name)}"]
+    words.append(f"checkpoint.init_from={hydra_value(str(folder))}")
+    return shlex.join(["python", "-m", "graphmoe.train", *words])
 
 
 def option_name(name: str) -> str:
@@ -278,12 +267,7 @@ def config_file(folder: Path) -> Path | None:
 
     None where the folder is none of the three.
     """
-    folder = folder.absolute()
-    if step_of(folder) is not None:
-        folder = folder.parent
-    if folder.name == CHECKPOINTS:
-        folder = folder.parent
-    path = folder / CONFIG_FILE
+    path = run_of(folder.absolute()) / CONFIG_FILE
     return path if path.is_file() else None
 
 

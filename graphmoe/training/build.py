@@ -10,20 +10,28 @@ from torch import nn
 from graphmoe.config.schema import ConfigError, DpShard, RunConfig
 from graphmoe.model.build import build_model, init_weights, materialise
 from graphmoe.model.transformer import Transformer
+from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
 
 
-def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, StepOptimizer]:
+def build(
+    plan: Plan,
+    device: torch.device,
+    mesh: Mesh,
+    dispatcher: Dispatcher | None,
+    *,
+    has_values: bool = True,
+) -> tuple[Transformer, StepOptimizer]:
     """Build this rank's part of the model with its first weights, and the optimizer. A collective.
 
-    *Raises* ConfigError where one rank alone is to share its weights out.
+    Without ``has_values`` weights are as memory has them. *Raises* ConfigError where one rank alone is to
+    share its weights out.
     """
     config = plan.config
     shards = config.parallel.dp_shard is DpShard.fsdp2
@@ -36,11 +44,11 @@ def build(plan: Plan, device: torch.device, mesh: Mesh) -> tuple[Transformer, St
         config.model,
         device="meta" if shards else device,
         dtype=plan.dtype,
-        seed=config.train.seed,
+        seed=config.train.seed if has_values else None,
         execution=config.moe,
         layout=mesh.layout,
         rank=mesh.rank,
-        dispatcher=make_dispatcher(plan, mesh),
+        dispatcher=dispatcher,
         stages=plan.own_stages(mesh.index("pp")),
     )
     if not shards:

@@ -107,14 +107,7 @@ class Execution:
         if self.fuses and has_experts(config.model):
             self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
-
-        def runner(trains: bool) -> PassRunner:
-            knobs: dict[str, dict[str, Any]] = {
-                "fuse_loss": {"needs_grad": trains},
-                "fuse_experts": {"backend": self.experts},
-            }
-            return PassRunner(select_passes(config.passes, knobs), dump)
-
+        runner = functools.partial(pass_runner, config.passes, self.experts, dump)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
         self.compiled.turns = self._cache.turns
@@ -168,6 +161,15 @@ class Execution:
 
     def _content(self, compiled: CompiledSegments) -> dict[str, Any]:
         return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
+
+
+def pass_runner(passes: PassesConfig, experts: str, dump: Path | None, trains: bool) -> PassRunner:
+    """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
+    knobs: dict[str, dict[str, Any]] = {
+        "fuse_loss": {"needs_grad": trains},
+        "fuse_experts": {"backend": experts},
+    }
+    return PassRunner(select_passes(passes, knobs), dump)
 
 
 def _warn(because: str, unused: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from graphmoe.config.schema import ConfigError, LogConfig
+from graphmoe.config.masking import to_plain
+from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.metrics_file import cut_metrics
@@ -49,20 +50,13 @@ class Throughput(NamedTuple):
 class MetricsWriter:
     """Writer of rows to every sink that the configuration names."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: LogConfig,
-        run_name: str,
-        done: int,
-        run_config: dict[str, Any],
-        total_steps: int,
-    ) -> None:
-        self._wandb = _wandb(folder, config, run_name, run_config) if config.wandb else None
-        self._board = _tensorboard(folder, done) if config.tensorboard else None
+    def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
+        """Go on after step ``done``."""
+        self._wandb = _wandb(folder, config) if config.log.wandb else None
+        self._board = _tensorboard(folder, done) if config.log.tensorboard else None
         self._file = LineFile(folder / METRICS_FILE)
         self._file.append([])  # there from the start, for who follows it
-        self._loads = ExpertLoads(folder, done, total_steps)
+        self._loads = ExpertLoads(folder, done, config.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         """Append rows and hand them to the operating system, so that a kill loses none of them.
@@ -74,9 +68,9 @@ class MetricsWriter:
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
         self._file.append(lines)
         for row in rows:
+            loads = enumerate(row.get("load_max_over_mean", []))
             scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-            for index, value in enumerate(row.get("load_max_over_mean", [])):
-                scalars[f"load_max_over_mean/moe_layer_{index}"] = value
+            scalars |= {f"load_max_over_mean/moe_layer_{index}": value for index, value in loads}
             self._draw(scalars, row["step"])
 
     def close(self) -> None:
@@ -102,16 +96,6 @@ class MetricsWriter:
             except Exception as error:
                 self._wandb = None
                 log.warning("W&B gets no more rows (%s); the run goes on", error)
-
-
-class NoMetrics(MetricsWriter):
-    """Writer of ranks that write no metrics."""
-
-    def __init__(self) -> None: ...
-
-    def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def to_json(
@@ -172,7 +156,7 @@ def _tensorboard(folder: Path, done: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
 
 
-def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str, Any]) -> Any:
+def _wandb(folder: Path, config: RunConfig) -> Any:
     """Open a W&B run with an id of the folder's own, which a resume finds."""
     try:
         import wandb
@@ -183,10 +167,10 @@ def _wandb(folder: Path, config: LogConfig, run_name: str, run_config: dict[str,
         id_file.write_text(secrets.token_hex(8), encoding="utf-8")
     try:
         return wandb.init(
-            project=config.wandb_project,
-            name=run_name,
+            project=config.log.wandb_project,
+            name=config.run.name,
             dir=str(folder),
-            config=run_config,
+            config=to_plain(config),
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",
         )

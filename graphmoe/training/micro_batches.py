@@ -5,67 +5,60 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.schedules import schedule_of
-from graphmoe.plan.pipeline.transfers import Channel, channels_of
+from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.plan.plan import Plan
+from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline, lanes_of
 from graphmoe.runtime.pipeline.stages import Deferring, Stage
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
-from graphmoe.training.step import Add, MicroBatches
 
 log = logging.getLogger(__name__)
 
-OpenChannels = Callable[[Iterable[Channel], Sequence[Sequence[int]], torch.device], Channels]
+Add = Callable[[StagePieces, LossOutput], None]
+"""Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
 
 
-class StageOptions(NamedTuple):
-    """Choices of the executor that change how stages run."""
-
-    deferring: Deferring | None = None
-    """Context in which compiled units leave weight gradients for later; None without compiled units."""
-    overlap: Overlap | None = None
-    lane: Callable[[Hashable], AbstractContextManager[None]] | None = None
-    """Context with the captured graphs of one lane; None without captured units."""
-    waiting_steps: int = 0
-    """Number of first steps of a program in which the host waits: those that compile or capture."""
-
-
-def micro_batches_of(
-    plan: Plan,
-    model: Transformer,
-    execute: Executor,
-    mesh: Mesh,
-    options: StageOptions,
-    open_channels: OpenChannels = Channels,
-) -> MicroBatches:
-    """Return the runner of a run's micro-batches. A collective."""
-    if plan.pipeline is None:
-        return OneAfterTheOther(model, execute, plan.global_micro_batches, options)
-    return Pipelined(plan, model, execute, mesh, options, open_channels)
+Lane = Callable[[Hashable], AbstractContextManager[None]]
+"""Makes a context with the captured graphs of one lane."""
 
 
 class OneAfterTheOther:
-    """`MicroBatches` of a model that is whole; with overlap the backward of one beside the next's forward."""
+    """Runner of micro-batches through a model that is whole on its rank.
 
-    def __init__(self, model: Transformer, execute: Executor, num_global: int, options: StageOptions) -> None:
-        """``num_global`` is the number of micro-batches of all ranks in a step."""
-        self.model, self.execute, self.num_global = model, execute, num_global
-        self.overlap, self._lane = options.overlap, options.lane
+    With overlap the backward of one is beside the next's forward.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Transformer,
+        execute: Executor,
+        overlap: Overlap | None,
+        lane: Lane | None,
+    ) -> None:
+        self.model, self.execute, self.num_global = model, execute, plan.global_micro_batches
+        self.overlap, self._lane = overlap, lane
         self.device = next(model.parameters()).device
-        (self.pieces,) = model.stages
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        overlap = _overlap_in_use(self.overlap, self.model)
+        """Run forward and backward of token ids [micro_batch_size, seq_len + 1] each.
+
+        Gradients are those of the mean over micro-batches of all ranks. No device sync where no dispatcher
+        waits.
+        """
+        overlap = self._overlap_in_use()
 
         def run(number: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
             with self._lane(0) if self._lane else nullcontext():
@@ -84,18 +77,24 @@ class OneAfterTheOther:
             stage.backward(number, (), weights=True)
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
+        """Run the forward of each; the caller has switched gradients off."""
         for tokens in batches:
             self._forward(tokens, add)
+
+    def _overlap_in_use(self) -> Overlap | None:
+        """Return the overlap, or None where the host counts arriving rows and would wait between units."""
+        dispatcher = self.model.dispatcher
+        return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
     def _forward(self, tokens: Tensor, add: Add) -> LossOutput:
         tokens = tokens.to(self.device, non_blocking=True)
         output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
-        add(self.pieces, output)
+        add(self.model.stages[0], output)
         return output
 
 
-class Pipelined:
-    """`MicroBatches` by the schedule of a plan. Making one is collective."""
+class Pipelined(OneAfterTheOther):
+    """Runner of micro-batches by the schedule of a plan. Making one is collective."""
 
     def __init__(
         self,
@@ -103,16 +102,18 @@ class Pipelined:
         model: Transformer,
         execute: Executor,
         mesh: Mesh,
-        options: StageOptions,
-        open_channels: OpenChannels = Channels,
+        overlap: Overlap | None,
+        lane: Lane | None,
+        deferring: Deferring | None,
+        capture: Capture | None,
+        open_channels: Callable[..., Channels],
     ) -> None:
+        super().__init__(plan, model, execute, overlap, lane)
         config, pipeline = plan.config, plan.pipeline
         assert pipeline is not None and config.data.seq_len is not None
         log.info(pipeline.describe())
-        self.model, self.execute, self.num_global = model, execute, plan.global_micro_batches
-        self.device = next(model.parameters()).device
-        self.overlap, self._lane = options.overlap, options.lane
-        self._waiting_steps = options.waiting_steps
+        self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
+        """Number of first steps of a program in which the host waits: those that compile or capture."""
         self._num_run: Counter[tuple[bool, Dispatcher | None]] = Counter()
         """Steps and validations run so far, of each program."""
         self._batches: list[Tensor] = []
@@ -131,8 +132,8 @@ class Pipelined:
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                options.deferring if splits else None,
-                lambda: _overlap_in_use(self.overlap, self.model),
+                deferring if splits else None,
+                self._overlap_in_use,
             )
             for number in self.stages
         }
@@ -167,17 +168,35 @@ class Pipelined:
         """Run a stage: hidden states for the next one, and the term of the loss."""
         assert self._add is not None
         pieces, tokens = self.stages[number], self._batches[micro_batch]
-        trains = self._lane is not None and torch.is_grad_enabled()
-        lane = (
-            self._lane((number, self._lanes[number, micro_batch])) if self._lane and trains else nullcontext()
-        )
-        with lane:
+        in_lane = self._lane if torch.is_grad_enabled() else None
+        with in_lane((number, self._lanes[number, micro_batch])) if in_lane else nullcontext():
             output = self.model.stage(pieces, received, tokens[:, :-1], tokens[:, 1:], self.execute)
         self._add(pieces, output)
         return output.carried, output.total / self.num_global
 
 
-def _overlap_in_use(overlap: Overlap | None, model: Transformer) -> Overlap | None:
-    """Return the overlap, or None where the host counts arriving rows and would wait between units."""
-    dispatcher = model.dispatcher
-    return overlap if dispatcher is not None and dispatcher.capacity is not None else None
+def micro_batches_of(
+    plan: Plan,
+    model: Transformer,
+    execute: Executor,
+    mesh: Mesh,
+    *,
+    overlap: Overlap | None = None,
+    lane: Lane | None = None,
+    deferring: Deferring | None = None,
+    capture: Capture | None = None,
+    open_channels: Callable[..., Channels] = Channels,
+) -> OneAfterTheOther:
+    """Return the runner of a run's micro-batches. A collective.
+
+    ``lane`` is None without captured units. In ``deferring`` compiled units leave weight gradients for later.
+    """
+    if plan.pipeline is None:
+        return OneAfterTheOther(plan, model, execute, overlap, lane)
+    return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)
+
+
+def one_of_all(received_load: Tensor, mesh: Mesh) -> Tensor:
+    """Put a rank's load as a row among zeros [world, 2]: their sum over all ranks has the load of each."""
+    after = mesh.layout.size("world") - 1 - mesh.rank
+    return F.pad(received_load.unsqueeze(0), (0, 0, mesh.rank, after))

@@ -95,7 +95,7 @@ class StepTrace:
         with self._clock.paused():
             written: list[str] = []
             if self._profiler is not None:
-                _synchronize(self._device)
+                torch.get_device_module(self._device).synchronize()
                 self._profiler.add_metadata_json(FACTS, json.dumps(self._facts()))
                 written = self._write(self._profiler)
                 self._profiler = None
@@ -112,7 +112,7 @@ class StepTrace:
                 stop_memory_history()
 
     def _started(self) -> profile:
-        _synchronize(self._device)
+        torch.get_device_module(self._device).synchronize()
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         profiler = profile(activities=kinds, record_shapes=True)
         if self._on_gpu:
@@ -264,8 +264,3 @@ def in_common_time(parts: Sequence[_Part]) -> list[Span]:
         moved = (part.began_ns - first.began_ns) / 1e3 if one_host else 0.0
         found += [Span(s.rank, s.track, s.step, s.start + moved, s.end + moved) for s in part.spans]
     return found
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

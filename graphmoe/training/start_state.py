@@ -61,19 +61,8 @@ def check_memory(plan: Plan, device: torch.device) -> None:
     Where layers are shared out, of the ranks that hold most.
     """
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
-    parameters = count_parameters(config.model)["total"]["full"]
-    rounded, dp_shard = config.precision.compute is ComputeDtype.bf16, config.parallel.dp_shard
-    num_moments = len(rule_of(config.optim.name).moments)
-    needed_by_place = [
-        sum(
-            state_bytes(
-                config.model, layout, stages, rounded=rounded, dp_shard=dp_shard, num_moments=num_moments
-            ).values()
-        )
-        for stages in map(plan.own_stages, range(layout.pp))
-    ]
-    needed = max(needed_by_place)
-    there = memory_of(device)
+    parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
+    needed, there = max(needed_by_place), memory_of(device)
     if needed > there:
         where, instead = f" on each of {num_ranks} ranks" if num_ranks > 1 else "", ""
         if pipeline:
@@ -89,6 +78,18 @@ def check_memory(plan: Plan, device: torch.device) -> None:
             f"model{instead}"
         )
     _check_batches(plan, there)
+
+
+def state_of_places(plan: Plan) -> list[float]:
+    """Bytes of weights, gradients and moments of a rank of each place along pp."""
+    config = plan.config
+    facts: dict[str, Any] = {
+        "rounded": config.precision.compute is ComputeDtype.bf16,
+        "dp_shard": config.parallel.dp_shard,
+        "num_moments": len(rule_of(config.optim.name).moments),
+    }
+    places = map(plan.own_stages, range(plan.layout.pp))
+    return [sum(state_bytes(config.model, plan.layout, each, **facts).values()) for each in places]
 
 
 def _check_batches(plan: Plan, device_bytes: int) -> None:

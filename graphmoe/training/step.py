@@ -1,39 +1,20 @@
 """One optimizer step as a function of its micro-batches."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.model.moe import ROUTER_STATS, update_selection_bias
-from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.model.transformer import LossOutput
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
+from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
 from graphmoe.training.step_rows import RECEIVED, device_row
-
-Add = Callable[[StagePieces, LossOutput], None]
-"""Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
-
-
-class MicroBatches(Protocol):
-    """Runner of micro-batches, token ids [micro_batch_size, seq_len + 1] each."""
-
-    def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """Run forward and backward of each; gradients are those of the mean over micro-batches.
-
-        No device sync where no dispatcher waits.
-        """
-        ...
-
-    def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """Run the forward of each; the caller has switched gradients off."""
-        ...
 
 
 class TrainStep:
@@ -52,17 +33,15 @@ class TrainStep:
     def __init__(
         self,
         plan: Plan,
-        model: Transformer,
         optimizer: StepOptimizer,
-        micro_batches: MicroBatches,
+        micro_batches: OneAfterTheOther,
         mesh: Mesh,
     ) -> None:
-        self.plan, self.model, self.optimizer, self.mesh = plan, model, optimizer, mesh
-        self.micro_batches = micro_batches
+        self.plan, self.optimizer, self.micro_batches, self.mesh = plan, optimizer, micro_batches, mesh
+        self.model = model = micro_batches.model
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
         """Routers of this rank, by their place among all MoE layers of the model."""
-        self.device = next(model.parameters()).device
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """Map token ids [micro_batch_size, seq_len + 1] of each own micro-batch to a row of ``StepRows``."""
@@ -86,9 +65,9 @@ class TrainStep:
         `graphmoe.plan.experts.Load`, or None where no room is planned.
         """
         model, loads = self.model, list[Tensor]()
-        losses = torch.zeros(2 + len(ROUTER_STATS), device=self.device)
-        shape = model.num_moe_layers, model.config.num_experts
-        counts_LE = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        shape, device = (model.num_moe_layers, model.config.num_experts), self.micro_batches.device
+        losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
+        counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
         apart = any(router.counts_apart for router in model.routers())
         counted_LE = torch.zeros_like(counts_LE) if apart else counts_LE  # slots that balance losses count
 
@@ -139,9 +118,3 @@ class TrainStep:
         for layer in layers:
             if (router := self.routers[layer]).reads_earlier:
                 router.earlier_counts.copy_(counts_LE[layer])
-
-
-def one_of_all(received_load: Tensor, mesh: Mesh) -> Tensor:
-    """Put a rank's load as a row among zeros [world, 2]: their sum over all ranks has the load of each."""
-    after = mesh.layout.size("world") - 1 - mesh.rank
-    return F.pad(received_load.unsqueeze(0), (0, 0, mesh.rank, after))

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
-from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.sizes import flops_per_token
@@ -28,7 +27,7 @@ from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_s
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun
-from graphmoe.runtime.dispatch import close_dispatcher, open_dispatcher
+from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
@@ -37,8 +36,8 @@ from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
-from graphmoe.training.metrics import MetricsWriter, NoMetrics, Throughput, log_line, to_json
-from graphmoe.training.micro_batches import Pipelined, StageOptions, micro_batches_of
+from graphmoe.training.metrics import MetricsWriter, Throughput, log_line, to_json
+from graphmoe.training.micro_batches import Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.rerun import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
@@ -68,7 +67,7 @@ class Trainer:
         self.corpus: Corpus = open_data(
             data, seq_len=data.seq_len, vocab_size=config.model.vocab_size, check=ranks.local_index == 0
         )
-        self.model, self.optimizer = build(plan, device, mesh)
+        self.model, self.optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh))
         self.loader = Loader(
             self.corpus.train,
             micro_batch_size=train.micro_batch_size,
@@ -107,15 +106,18 @@ class Trainer:
         first_steps = self.capture.warmup_steps + 1 if self.capture else 1
         self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
         self.execute = self.optimizer.executor(self.execution.execute)
-        compiled, capture = self.execution.compiled, self.capture
-        options = StageOptions(
-            compiled.deferring if compiled else None,
-            self.execution.overlap,
-            compiled.lane if compiled and compiled.captures else None,
-            1 if capture is None else capture.warmup_steps + (not plan.captures_step),
+        compiled = self.execution.compiled
+        micro_batches = micro_batches_of(
+            plan,
+            self.model,
+            self.execute,
+            mesh,
+            overlap=self.execution.overlap,
+            lane=compiled.lane if compiled and compiled.captures else None,
+            deferring=compiled.deferring if compiled else None,
+            capture=self.capture,
         )
-        micro_batches = micro_batches_of(plan, self.model, self.execute, mesh, options)
-        self.train_step = TrainStep(plan, self.model, self.optimizer, micro_batches, mesh)
+        self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh)
         places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
         own_folder = folder if ranks.is_first else None
         self._captured = CapturedRun(self.train_step, plan, self.capture, device, places, own_folder)
@@ -124,9 +126,7 @@ class Trainer:
         )
         # A step is TrainStep, replayed by CapturedRun, run again by RetryingSteps where it found no room.
         self.steps = RetryingSteps(self._captured, self.rows, self.optimizer.void, self.heartbeat, ladder)
-        self.validation = Validation(
-            train, self.corpus, self.model, micro_batches, mesh, self.heartbeat, ladder
-        )
+        self.validation = Validation(train, self.corpus, micro_batches, mesh, self.heartbeat, ladder)
         self.trace: StepTrace | None = None
         """Recorder of the steps of ``profile.steps``; None where no such step is left."""
         if (steps := config.profile.steps) and self.step >= steps[-1]:
@@ -137,7 +137,8 @@ class Trainer:
         if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
             pipeline, clock = micro_batches.pipeline, self.rows.clock
             self.pipeline_profile = PipelineProfile(plan, pipeline, device, mesh, clock, folder, self.step)
-        self.metrics: MetricsWriter = NoMetrics()
+        self.metrics: MetricsWriter | None = None
+        """Writer of rank 0."""
         ranks.on_first(self._open_metrics)
 
     def run(self) -> bool:
@@ -148,7 +149,8 @@ class Trainer:
             garbage = stack.enter_context(GarbageCollection(self.config.host))
             stack.callback(self.corpus.bad_records.log_total, "this run's data")
             for end in (self.corpus.check, self.metrics, self.store, self.loader):
-                stack.callback(end.close)
+                if end is not None:
+                    stack.callback(end.close)
             stack.callback(self._captured.release)
             stack.push(self.heartbeat.leave)
             if self.trace:
@@ -207,8 +209,7 @@ class Trainer:
             self.steps(self.step + 1, batches)
         self.step += 1
         if self.first_step_s is None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            torch.get_device_module(self.device).synchronize()
             self.first_step_s = seconds_since_process_start()
             with self.rows.clock.paused():
                 if self.ranks.is_first:
@@ -264,7 +265,8 @@ class Trainer:
         read = self.rows.read(step)
         self.heartbeat.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
-        self.metrics.write(rows, read)
+        if self.metrics:
+            self.metrics.write(rows, read)
         for row in rows:
             log.info(log_line(row, self.config.train.steps))
         return read
@@ -275,7 +277,8 @@ class Trainer:
             return
         self.optimizer.gather()
         mean, count = self.validation()
-        self.metrics.write([{"step": self.step, "val_loss": mean}])
+        if self.metrics:
+            self.metrics.write([{"step": self.step, "val_loss": mean}])
         steps = self.config.train.steps
         log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, steps, mean, count)
 
@@ -330,9 +333,7 @@ class Trainer:
         return self.ranks.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
 
     def _open_metrics(self) -> None:
-        config, plain = self.config, to_plain(self.config)
-        name, steps = config.run.name, config.train.steps
-        self.metrics = MetricsWriter(self.folder, config.log, name, self.step, plain, steps)
+        self.metrics = MetricsWriter(self.folder, self.config, self.step)
 
     def _import_weights(self) -> None:
         """Start from the weights of checkpoint.init_from, if it names any."""

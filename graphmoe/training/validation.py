@@ -5,12 +5,12 @@ from torch import Tensor
 
 from graphmoe.config.schema import TrainConfig
 from graphmoe.data import Corpus, first_batches
-from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.model.transformer import LossOutput
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.step import MicroBatches, one_of_all
+from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
 
 
 class Validation:
@@ -20,15 +20,13 @@ class Validation:
         self,
         config: TrainConfig,
         corpus: Corpus,
-        model: Transformer,
-        micro_batches: MicroBatches,
+        micro_batches: OneAfterTheOther,
         mesh: Mesh,
         heartbeat: Heartbeat,
         ladder: ReceiveLadder | None,
     ) -> None:
-        self.config, self.corpus, self.model, self.micro_batches = config, corpus, model, micro_batches
+        self.config, self.corpus, self.micro_batches = config, corpus, micro_batches
         self.mesh, self.heartbeat, self.ladder = mesh, heartbeat, ladder
-        self.device = next(model.parameters()).device
 
     @property
     def wanted(self) -> bool:
@@ -52,7 +50,7 @@ class Validation:
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
         """Return the sum over micro-batches, and whether there was room. Waits for the device."""
         layout, index = self.mesh.layout, self.mesh.index("dp")
-        total, loads = torch.zeros((), device=self.device), list[Tensor]()
+        total, loads = torch.zeros((), device=self.micro_batches.device), list[Tensor]()
         numbers = range(index, index + len(batches), layout.dp)
         # ranks that are through go on with the last one, since experts wait for tokens of all ranks
         mine = [batches[min(number, len(batches) - 1)] for number in numbers]
@@ -66,7 +64,7 @@ class Validation:
 
         self.micro_batches.evaluate(mine, add)
         (total,) = sums(self.mesh.group("dp_pp"), total)
-        value, has_room, dispatcher = wait_for(total.item), True, self.model.dispatcher
+        value, has_room, dispatcher = wait_for(total.item), True, self.micro_batches.model.dispatcher
         if loads and dispatcher is not None and (room := dispatcher.capacity) is not None:
             most = one_of_all(torch.stack(loads).amax(dim=0), self.mesh)
             rows, slots = sums(self.mesh.group("world"), most)[0].amax(dim=0).tolist()

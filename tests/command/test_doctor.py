@@ -53,8 +53,8 @@ def test_a_compiler_that_is_not_there_fails_or_hangs_is_reported(tmp_path, monke
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(doctor, "PROBE_TIMEOUT_S", 2.0)
-    finding = doctor.probe_cpp_compiler()
-    assert not finding.ok and said in finding.detail
+    finding = doctor.examine_capability("compiler", doctor.probe_cpp_compiler)
+    assert not finding["ok"] and said in finding["detail"]
 
 
 def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
@@ -62,11 +62,13 @@ def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
         raise RuntimeError("CUDA error: operation not permitted\nlong advice")
 
     monkeypatch.setattr(doctor, "_num_gpus", lambda: 1)
-    monkeypatch.setattr(doctor, "_replay_small_graph", fail)
-    said = "CUDA error: operation not permitted"
-    assert doctor.probe_graphs() == doctor.Finding("device graphs", False, said)
-    monkeypatch.setattr(doctor, "_replay_small_graph", lambda: 1.0)
-    assert not doctor.probe_graphs().ok
+    for replay, why in (
+        (fail, "CUDA error: operation not permitted"),
+        (lambda: 1.0, "the replay gave 1.0, not 7.0"),
+    ):
+        monkeypatch.setattr(doctor, "_replay_small_graph", replay)
+        found = doctor.examine_capability("device graphs", doctor.probe_graphs)
+        assert found == {"name": "device graphs", "ok": False, "detail": why}
 
 
 def test_several_gpus_get_a_peer_matrix_and_a_topology(report, monkeypatch):

@@ -1,6 +1,8 @@
 """The figures that graphmoe.info prints."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,16 @@ from graphmoe.plan.plan import plan_of
 from tests.runs import PRESETS, command, config, text_of
 
 
+def described(preset: str, num_ranks: int = 1, **parallel: int) -> dict[str, Any]:
+    """The figures of a preset on as many ranks."""
+    run = replace(config(), model=load_preset(preset), parallel=ParallelConfig(**parallel))
+    layout = Layout.of(run.parallel, num_ranks)
+    return describe(plan_of(with_one_micro_batch(run, layout), num_ranks))
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_components_add_up_to_the_totals(preset):
-    for counts in describe(load_preset(preset), 1024)["parameters"].values():
+    for counts in described(preset)["parameters"].values():
         full, body = counts.pop("full"), counts.pop("body")
         assert sum(counts.values()) == full
         outside = sum(counts[name] for name in ("embedding", "head", "norms", "mtp"))
@@ -23,7 +32,7 @@ def test_components_add_up_to_the_totals(preset):
 
 
 def test_the_text_shows_the_counts_in_billions_and_memory_is_eighteen_bytes_a_parameter():
-    document = describe(load_preset("deepseek_v2_lite"), 4096)
+    document = described("deepseek_v2_lite")
     (row,) = [line for line in text_of(render(document)).splitlines() if "without embedding" in line]
     assert {"15.287", "2.242"} < {*row.split()}
     memory = document["memory_bytes"]
@@ -31,13 +40,13 @@ def test_the_text_shows_the_counts_in_billions_and_memory_is_eighteen_bytes_a_pa
 
 
 def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
-    document = describe(load_preset("deepseek_v3"), 4096, Layout(dp=16, ep=16))
+    document = described("deepseek_v3", num_ranks=16, ep=16)
     alone, each = document["memory_bytes"], document["memory_bytes_per_rank"]
     assert each["moments_fp32"] == pytest.approx(alone["moments_fp32"] / 16)
     assert each["total"] == sum(size for kind, size in each.items() if kind != "total")
     text = text_of(render(document))
     assert "GiB on each of 16" in text and "of a run of 16 ranks" in text
-    assert "on each of" not in text_of(render(describe(load_preset("deepseek_v3"), 4096)))
+    assert "on each of" not in text_of(render(described("deepseek_v3")))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
     smallest = smallest_layout(run)
     whole = plan_of(with_one_micro_batch(run, smallest), smallest.size("world"))
     plan = whole.pipeline
-    document = describe(run.model, 16, whole.layout, plan=plan)
+    document = describe(whole)
     ranks = document["pipeline"]["ranks"]
     totals = [rank["memory_bytes"]["total"] for rank in ranks]
     assert document["memory_bytes_per_rank"]["total"] == max(totals) > min(totals)

@@ -145,7 +145,7 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
 
     found = {"after the step": fresh() | {n for n in weights if not torch.equal(weights[n], before[n])}}
     optimizer.start_gather()
-    optimizer.wait_for([weights["first"], weights["norm"]])
+    optimizer._weight_gather.wait([weights["first"], weights["norm"]])
     found["first and norm"] = fresh() & {"first", "norm"}
     found["awaited"] = {str(len(optimizer._weight_gather._underway))}
     optimizer.gather()

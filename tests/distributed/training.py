@@ -32,7 +32,7 @@ from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.metrics import MetricsWriter, NoMetrics
+from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.step_rows import SCALARS, StepRow
 from graphmoe.training.trainer import Trainer
@@ -99,16 +99,20 @@ class Graphs:
         return found
 
 
-class Recorder(NoMetrics):
+class Recorder(MetricsWriter):
     """Writer that keeps the rows that go to the metrics of a rank."""
 
-    def __init__(self, inner: MetricsWriter) -> None:
+    def __init__(self, inner: MetricsWriter | None) -> None:
         self.inner, self.rows = inner, list[dict[str, Any]]()
-        self.close = inner.close
+
+    def close(self) -> None:
+        if self.inner:
+            self.inner.close()
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         self.rows += [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
-        self.inner.write(rows, read)
+        if self.inner:
+            self.inner.write(rows, read)
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Training:
     def _train(self, ranks: Ranks, folder: Path) -> Outcome:
         trainer, rows, written = quiet_trainer(self.config, folder, ranks)
         assert isinstance(trainer.metrics, Recorder)
-        writes = not isinstance(trainer.metrics.inner, NoMetrics)
+        writes = trainer.metrics.inner is not None
         compiled = trainer.execution.compiled
         if compiled is not None and ranks.size > 1 and not self.traced:
             # As where torch's caches are graphmoe's own: what one rank has compiled the others load.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.model.moe import update_selection_bias
-from graphmoe.optim.reduction import ArrivingWeights
+from graphmoe.optim.reduction import WeightGather
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
@@ -302,8 +302,9 @@ def test_segments_wait_for_the_weights_of_their_modules_and_methods_and_for_no_o
         events.append("run")
         return run_segments(segments, tensors, keep)
 
-    run = ArrivingWeights(execute, lambda weights: events.extend(map(id, weights)))
+    gather = WeightGather([])
+    gather.wait = lambda weights: events.extend(map(id, weights))
     for calls in ([("attn", one), ("mlp", other.forward)], [("embed", torch.sin)], [("loss", third.forward)]):
         segments = [Segment(name, function, ("x",), ("x",)) for name, function in calls]
-        run(segments, {"x": torch.ones(1)}, ("x",))
+        gather.execute(execute, segments, {"x": torch.ones(1)}, ("x",))
     assert events == [id(one.weight), id(other.weight), "run", "run", id(third.weight), "run"]

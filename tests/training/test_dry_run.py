@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphmoe.model.build import build_model
 from graphmoe.ops.collectives import use_groups
-from graphmoe.optim.reduction import ArrivingWeights
-from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan import layout as layouts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
@@ -22,12 +19,13 @@ from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.segments import run_segments
+from graphmoe.training.build import build
 from graphmoe.training.dry_run import collectives, dry_run, run_watched
 from graphmoe.training.dry_run.collectives import CollectiveLog, WrongGroup, check_experts, check_groups
 from graphmoe.training.dry_run.model import BalancedAllToAll
 from graphmoe.training.dry_run.report import FILE, render, verdict
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, bytes_inside
-from graphmoe.training.micro_batches import StageOptions, micro_batches_of
+from graphmoe.training.micro_batches import micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
 from tests.runs import command, config, text_of
@@ -61,21 +59,13 @@ class RealStep:
         plan = plan_of(run, ranks.size)
         mesh = Mesh(plan.layout)
         use_groups(mesh)
-        model = build_model(
-            run.model,
-            execution=run.moe,
-            layout=mesh.layout,
-            rank=ranks.rank,
-            dispatcher=make_dispatcher(plan, mesh),
-            stages=plan.own_stages(mesh.index("pp")),
-        )
-        optimizer = Optimizer(model, run.optim, run.train, mesh)
+        model, optimizer = build(plan, torch.device("cpu"), mesh, make_dispatcher(plan, mesh))
         log, memory = CollectiveLog(mesh), MemoryLog()
         watch = StepWatch(log, memory, has_data=True)
-        execute = ArrivingWeights(run_segments, optimizer.wait_for)
+        execute = optimizer.executor(run_segments)
         channels = functools.partial(WatchedChannels, watch)
-        micro_batches = micro_batches_of(plan, model, execute, mesh, StageOptions(), channels)
-        step = TrainStep(plan, model, optimizer, micro_batches, mesh)
+        micro_batches = micro_batches_of(plan, model, execute, mesh, open_channels=channels)
+        step = TrainStep(plan, optimizer, micro_batches, mesh)
         run_watched(step, watch, memory)
         use_groups(None)
         times = dict.fromkeys(("forward", "backward"), 1 if plan.pipeline else plan.num_micro_batches)

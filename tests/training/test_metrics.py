@@ -14,7 +14,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from graphmoe.config.schema import ConfigError, LogConfig
+from graphmoe.config.schema import ConfigError
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.layout import Layout
@@ -100,7 +100,8 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
 
 def writer(folder, done: int, **log) -> MetricsWriter:
     folder.mkdir(parents=True, exist_ok=True)
-    return MetricsWriter(folder, LogConfig(**log), "name", done, {"a": 1}, total_steps=6)
+    words = (f"log.{key}={value}" for key, value in {"tensorboard": True, **log}.items())
+    return MetricsWriter(folder, config("train.steps=6", *words), done)
 
 
 def test_values_that_are_not_finite_are_written_as_null(tmp_path):
@@ -188,7 +189,7 @@ def test_weights_and_biases_tells_folders_of_one_name_apart_and_finds_a_resumed_
         sink.close()
     one, other, again = wandb.started
     assert one["id"] != other["id"] == again["id"]
-    assert one["project"] == "mine" and one["config"] == {"a": 1}
+    assert one["project"] == "mine" and one["config"]["train"]["steps"] == 6
     assert wandb.rows == [(0, 2.5), (1, 2.5), (2, 2.5)]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import fill, hf_entries, open_hf, shapes_of, write_hf
+from graphmoe.checkpoint.hf.folder import entries_of, open_hf, write_hf
+from graphmoe.checkpoint.hf.names import pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.build import Transformer, build_model
@@ -25,9 +26,9 @@ def load_hf(
     extra or mis-shaped.
     """
     source = open_hf(Path(folder))
-    source.files.check(source.pieces, shapes_of(source.config))
+    source.check()
     model = build_model(source.config, device=device, dtype=dtype or source.dtype(), seed=None)
-    fill(model.state_dict(), source.files, source.pieces)
+    source.fill(model.state_dict())
     return source.config, model
 
 
@@ -53,5 +54,7 @@ def save_hf(
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ConfigError(f"the model does not fit the configuration: {error}") from error
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    entries = hf_entries(family, config, dtypes, lambda name, index: state[name][index])
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    found = pieces(family, config)
+    entries = entries_of(found, shapes, dtypes, lambda name, index: state[name][index])
     write_hf(Path(folder), raw, entries, max_bytes=parse_size(max_shard_size), token_ids=token_ids)

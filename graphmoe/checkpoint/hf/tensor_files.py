@@ -18,14 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphmoe.checkpoint.hf.names import WHOLE, Index, Piece
+from graphmoe.checkpoint.hf.names import WHOLE, Index
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DEFAULT_SHARD = "5GB"
-NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 
 class _Index(msgspec.Struct):
@@ -86,51 +85,6 @@ class TensorFiles:
                 raise ConfigError(
                     f"{where}: model.{key}={asked}, but the weights have {len(self.headers)} tensors"
                 )
-
-    def check(self, pieces: list[Piece], shapes: dict[str, torch.Size], *, hints: Iterable[str] = ()) -> None:
-        """Raise one ConfigError listing what is missing, extra, mis-shaped or no float.
-
-        shapes: of our tensors. hints: lines put in front of the list, if there is one.
-        """
-        problems = self._fp8() or self._differences(pieces, shapes)
-        if problems:
-            head = f"{self.folder} does not fit the model in {len(problems)} tensors:"
-            raise ConfigError("\n  ".join([*hints, head, *problems]))
-
-    def _differences(self, pieces: list[Piece], shapes: dict[str, torch.Size]) -> list[str]:
-        assert {piece.ours for piece in pieces} == shapes.keys()
-        ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        problems = []
-        for piece in pieces:
-            wanted = tuple(ours[piece.ours][piece.index].shape)
-            header = self.headers.get(piece.theirs)
-            if header is None:
-                if piece.repeats is None:
-                    problems.append(f"missing: {piece.theirs} {list(wanted)}")
-            elif header.shape != wanted:
-                problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
-            elif header.dtype not in DTYPES:
-                problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
-            elif piece.repeats in self.headers and not torch.equal(
-                *map(self.read, (piece.theirs, piece.repeats))
-            ):
-                problems.append(f"different: {piece.theirs} must equal {piece.repeats}; the model has one")
-        known = {piece.theirs for piece in pieces}
-        for name, header in self.headers.items():
-            if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
-                problems.append(f"extra: {name} {list(header.shape)}")
-        return problems
-
-    def _fp8(self) -> list[str]:
-        quantized = [
-            n for n, h in self.headers.items() if h.dtype.startswith("F8") or n.endswith("_scale_inv")
-        ]
-        if not quantized:
-            return []
-        return [
-            f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; fp8 checkpoints are "
-            "not read: cast them to bf16 first (DeepSeek-V3 ships inference/fp8_cast_bf16.py)"
-        ]
 
 
 def _paths(folder: Path, stem: str) -> list[Path]:

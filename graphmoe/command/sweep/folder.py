@@ -17,6 +17,8 @@ from typing import Any
 
 from graphmoe.config.untrusted import FileError, read_json
 from graphmoe.run.files import SUMMARY_FILE, JobRecord, Summary
+from graphmoe.run.metrics_file import value_of
+from graphmoe.runtime.host.files import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -72,10 +74,14 @@ class Job:
             return lines[1]
         return lines[0] if lines else ""
 
+    def settle(self, otherwise: JobStatus) -> None:
+        """Take from its run's summary that it finished, and its value; else it is ``otherwise``."""
+        summary = self.summary or {}
+        self.status = JobStatus.finished if summary.get("finished") else otherwise
+        self.value = value_of(summary) if summary.get("finished") else self.value
+
     def write(self) -> None:
         """Replace ``job.json`` in its folder."""
-        from graphmoe.runtime.host.files import replace_text
-
         assert self.path is not None
         kept = {name: value for name, value in vars(self).items() if name != "path"}
         replace_text(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n", durably=True)

@@ -8,7 +8,6 @@ starts the sweep. Jobs may run in other processes, so they speak to it by files
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import traceback
@@ -27,7 +26,7 @@ from graphmoe.command.sweep.folder import Job, JobStatus, read_job
 from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
 from graphmoe.config.masking import MASK, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.metrics_file import value_of
+from graphmoe.runtime.host.files import replace_text
 from graphmoe.runtime.host.signals import end_with_parent
 
 log = logging.getLogger(__name__)
@@ -122,10 +121,14 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
     words = masked_overrides(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
     record = Job(hydra.job.num, words, Path(hydra.runtime.output_dir))
     _mask_file(Path(hydra.sweep.dir) / "multirun.yaml")
-    earlier = _earlier(record)
-    if earlier is not None and _is_finished(earlier):
-        log.info("job %d is finished already", record.number)
-        return earlier.value
+    earlier = read_job(Path(hydra.runtime.output_dir))
+    if earlier is not None:
+        SweepError.unless_same(earlier, words)
+        earlier.settle(earlier.status)  # its process may have died before it could say so
+        if earlier.status is JobStatus.finished:
+            _note(earlier)
+            log.info("job %d is finished already", record.number)
+            return earlier.value
     record.status = JobStatus.running
     _note(record)
     if (Path(hydra.sweep.dir) / STOP_FILE).exists():  # read after the write: see RunningSweep._stop
@@ -136,7 +139,7 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
         with _signals_of_a_job() if own_process else contextlib.nullcontext():
             value = job()
     except KeyboardInterrupt:
-        _end_at_signal(record)
+        _end(record, JobStatus.interrupted)
         if not own_process:
             raise
         if os.getppid() != parent:  # nobody waits for this process any more
@@ -146,10 +149,10 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
         if not isinstance(error, known):
             log.error("%s", traceback.format_exc())
         record.error = str(error) if isinstance(error, known) else repr(error)
-        _end(record, JobStatus.failed, error=record.error)
+        _end(record, JobStatus.failed)
         log.error("job %d failed: %s", record.number, record.brief_error)
         return None
-    _end(record, None, value=value)
+    _end(record, JobStatus.written)
     return value
 
 
@@ -170,8 +173,6 @@ def _mask_file(path: Path) -> None:
     config.hydra.overrides.task, config.hydra.job.override_dirname = shown, ",".join(shown)
     for name in environment or {}:
         environment[name] = MASK
-    from graphmoe.runtime.host.files import replace_text
-
     replace_text(path, OmegaConf.to_yaml(config), durably=True)
 
 
@@ -226,48 +227,14 @@ def _launcher() -> str | None:
     return _SIDE_BY_SIDE.get(HydraConfig.get().launcher._target_.rpartition(".")[2])
 
 
-def _earlier(record: Job) -> Job | None:
-    """Return the job as an earlier start of the sweep left it in the folder. *Raises* SweepError."""
-    assert record.path is not None
-    earlier = read_job(record.path)
-    if earlier is not None:
-        SweepError.unless_same(earlier, record.overrides)
-    return earlier
-
-
-def _is_finished(job: Job) -> bool:
-    """Return True where the job's run is at its end, even if its process died before it could say so."""
-    summary = job.summary
-    if job.status is not JobStatus.finished and summary is not None and summary.get("finished") is True:
-        job.value = value_of(summary)
-        job.status = JobStatus.finished
-        _note(job)
-    return job.status is JobStatus.finished
-
-
-def _end(
-    record: Job, status: JobStatus | None, *, value: float | None = None, error: str | None = None
-) -> None:
-    """Write what became of a job; without a status its run's summary says it."""
+def _end(record: Job, status: JobStatus) -> None:
+    """Write what became of a job: its error, else that it finished, else the status."""
     assert record.path is not None
     job = read_job(record.path) or record  # with the folder that the run has noted there
-    if status is None:
-        summary = job.summary
-        ended = JobStatus.finished if summary and summary.get("finished") else JobStatus.interrupted
-        status = JobStatus.written if summary is None else ended
-    job.status, job.error = status, error
-    job.value = value if value is not None and math.isfinite(value) else None
+    job.status, job.error = status, record.error
+    if not record.error:
+        job.settle(JobStatus.interrupted if status is JobStatus.written and job.summary else status)
     _note(job)
-
-
-def _end_at_signal(record: Job) -> None:
-    """Write what became of a job that a signal ended, or that finished when it came."""
-    assert record.path is not None
-    summary = (read_job(record.path) or record).summary
-    if summary and summary.get("finished"):
-        _end(record, JobStatus.finished, value=value_of(summary))
-    else:
-        _end(record, JobStatus.interrupted)
 
 
 def _note(job: Job) -> None:

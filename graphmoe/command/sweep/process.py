@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import signal
 import socket
@@ -41,7 +40,7 @@ from graphmoe.config.masking import masked_overrides
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.report.comparison import RunCurves, curves_of_runs, run_curves
 from graphmoe.report.run_data import read_run
-from graphmoe.run.files import SweepRecord, display_path, write_json
+from graphmoe.run.files import SweepRecord, display_path, hydra_value, write_json
 from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
 from graphmoe.web_page import paragraph, table
@@ -75,7 +74,6 @@ class RunningSweep:
     format: OutputFormat
     planned: list[list[str]]
     """The overrides of each job, where they are known ahead."""
-    side_by_side: bool
     _lock: FileLock
     _stopping: bool = False
     _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -93,9 +91,8 @@ class RunningSweep:
         (folder / STOP_FILE).unlink(missing_ok=True)
         if resume is None:
             write_json(folder / SWEEP_FILE, {"command": _command(), "jobs": []})
-        side_by_side = config.hydra.launcher._target_.endswith(".JoblibLauncher")
-        sweep = cls(folder, config.format, planned, side_by_side, lock)
-        if side_by_side:
+        sweep = cls(folder, config.format, planned, lock)
+        if config.hydra.launcher._target_.endswith(".JoblibLauncher"):
             for number in heard():
                 sweep._signals.callback(signal.signal, number, signal.signal(number, sweep._stop))
         else:
@@ -113,7 +110,10 @@ class RunningSweep:
         self._signals.close()
         jobs = self.jobs()
         for job in jobs:
-            _settle(job)
+            gone = job.pid == os.getpid() or not psutil.pid_exists(job.pid)
+            if job.status is JobStatus.running and job.host == socket.gethostname() and gone:
+                job.settle(JobStatus.interrupted)
+                job.write()
         if any(job.path for job in jobs):
             self._report(jobs)
         else:  # refused before the first job
@@ -140,8 +140,8 @@ class RunningSweep:
         if any(job.status is not JobStatus.finished for job in jobs):
             print(f"to go on with what is not finished: {command}", file=sys.stderr)
         for text in dict.fromkeys(job.error for job in jobs if job.error):
-            failed = [job for job in jobs if job.error == text]
-            names = ", ".join(f"job {job.number}{_in_brackets(words[job.number])}" for job in failed)
+            failed = [(job.number, " ".join(words[job.number])) for job in jobs if job.error == text]
+            names = ", ".join(f"job {number} ({own})" if own else f"job {number}" for number, own in failed)
             print(f"error: {names}: {text}", file=sys.stderr)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -164,20 +164,13 @@ class RunningSweep:
         say(f"{name}: ending when the running jobs have saved; again ends them at once")
 
 
-def _settle(job: Job) -> None:
-    gone = job.pid == os.getpid() or not psutil.pid_exists(job.pid)
-    if job.status is JobStatus.running and job.host == socket.gethostname() and gone:
-        job.status = JobStatus.interrupted
-        job.write()
-
-
 def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[str]]) -> None:
     earlier = jobs_of(folder) if folder.is_dir() else []
     if resume is None:
         if earlier:
             raise SweepError(
-                f"hydra.sweep.dir={folder} holds a sweep already; sweep.resume={_word(folder)} goes on with "
-                f"it, another folder begins a new one"
+                f"hydra.sweep.dir={folder} holds a sweep already; {_resume(folder)} goes on with it, another "
+                f"folder begins a new one"
             )
         return
     if Path(resume).expanduser().absolute() != folder:
@@ -208,18 +201,12 @@ def _planned_jobs(config: DictConfig) -> list[list[str]]:
 
 def _command(resume: Path | None = None) -> str:
     words = [word for word in masked_overrides(sys.argv[1:]) if not word.startswith("sweep.resume=")]
-    words += [f"sweep.resume={_word(resume)}"] if resume else []
+    words += [_resume(resume)] if resume else []
     return shlex.join(["python", "-m", "graphmoe.train", *words])
 
 
-def _in_brackets(words: Sequence[str]) -> str:
-    return f" ({' '.join(words)})" if words else ""
-
-
-def _word(folder: Path) -> str:
-    """Return the folder as Hydra's grammar wants it on the command line."""
-    text = display_path(folder)
-    return text if re.fullmatch(r"[\w/.@-]+", text) else "'" + text.replace("'", "\\'") + "'"
+def _resume(folder: Path) -> str:
+    return f"sweep.resume={hydra_value(display_path(folder))}"
 
 
 def _document(job: Job, words: Sequence[str]) -> dict[str, Any]:
@@ -283,21 +270,15 @@ def job_curves(job: Job, words: Sequence[str]) -> RunCurves | None:
 
 def _cells(jobs: Sequence[Job], words: Words, wanted: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows: a column for each key that differs, and each wanted number that is known."""
-    settings = {job.number: dict(_split(word) for word in words[job.number]) for job in jobs}
-    keys = list(dict.fromkeys(key for job in jobs for key in settings[job.number]))
-    summaries = {job.number: job.summary or {} for job in jobs}
-    numbers = [
-        (name, *_NUMBERS[name])
-        for name in wanted
-        if any(summary.get(_NUMBERS[name][0]) is not None for summary in summaries.values())
-    ]
+    settings = [dict(_split(word) for word in words[job.number]) for job in jobs]
     rows = []
-    for job in jobs:
-        mine = summaries[job.number]
-        known = [format(mine[key], form) if mine.get(key) is not None else "" for _, key, form in numbers]
-        own = [settings[job.number].get(key, "") for key in keys]
-        rows.append([str(job.number), *own, *known, job.status.value])
-    return ["job", *keys, *(name for name, _, _ in numbers), "state"], rows
+    for job, own in zip(jobs, settings, strict=True):
+        found, shown = job.summary or {}, [(name, *_NUMBERS[name]) for name in wanted]
+        known = {name: format(found[key], form) for name, key, form in shown if found.get(key) is not None}
+        rows.append({"job": str(job.number), **own, **known, "state": job.status.value})
+    keys = dict.fromkeys(key for own in settings for key in own)
+    headings = ["job", *keys, *(name for name in wanted if any(name in row for row in rows)), "state"]
+    return headings, [[row.get(name, "") for name in headings] for row in rows]
 
 
 def _split(word: str) -> tuple[str, str]:

@@ -7,7 +7,6 @@ equal. Several ranks must take one rank's answer.
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import logging
 import statistics
@@ -208,16 +207,9 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
         "backends": names,
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "packages": {name: _version(VENDORS[name].module) for name in names if name in VENDORS},
+        "packages": {name: packages.version_of(VENDORS[name].module) for name in names if name in VENDORS},
         "source": _source_hash(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _triton_version() -> str | None:

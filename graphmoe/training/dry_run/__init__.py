@@ -18,10 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import AttentionBackend, ComputeDtype, RunConfig
-from graphmoe.model.sizes import state_bytes
-from graphmoe.optim import rule_of
-from graphmoe.optim.reduction import ArrivingWeights
+from graphmoe.config.schema import AttentionBackend, RunConfig
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.sizes import Sizes
@@ -30,10 +27,11 @@ from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
-from graphmoe.training.dry_run.model import GraphSegments, fake_executor, fake_mesh, fake_model
+from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
-from graphmoe.training.micro_batches import Pipelined, StageOptions, micro_batches_of
-from graphmoe.training.step import Add, TrainStep
+from graphmoe.training.micro_batches import Add, Pipelined, micro_batches_of
+from graphmoe.training.start_state import state_of_places
+from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +53,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     launch, started = config.launch, time.perf_counter()
     assert launch.fake_world is not None
     _say_what_is_left_out(config)
-    plan = plan_of(config, launch.fake_world)
+    model = replace(config.model, attention_backend=AttentionBackend.auto)
+    plan = plan_of(replace(config, model=model), launch.fake_world)
     layout, pipeline = plan.layout, plan.pipeline
     projected = projected_bytes(plan, pipeline) if pipeline else []
     rank = launch.fake_rank
@@ -107,40 +106,34 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
 def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
     """Estimate the peak bytes of each place along pp: state, and activations kept of micro-batches."""
-    config, layout = plan.config, plan.layout
-    rounded = config.precision.compute is ComputeDtype.bf16
-    num_moments = len(rule_of(config.optim.name).moments)
-    states = [
-        sum(state_bytes(config.model, layout, stages, rounded=rounded, num_moments=num_moments).values())
-        for stages in map(plan.own_stages, range(layout.pp))
-    ]
-    padded = replace(config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
-    sizes = Sizes.from_config(replace(config, model=padded), layout, on_nvidia=torch.version.hip is None)
+    padded = replace(plan.config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
+    config, on_nvidia = replace(plan.config, model=padded), torch.version.hip is None
+    sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
     kept = [
         sum(part.total() for part in stage_activations(sizes, plan.recompute, stage).values())
         for stage in pipeline.stages
     ]
-    return [round(sum(of_place)) for of_place in zip(states, peaks(pipeline.table, kept), strict=True)]
+    places = zip(state_of_places(plan), peaks(pipeline.table, kept), strict=True)
+    return [round(sum(of_place)) for of_place in places]
 
 
 def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
     """Run forward and backward of micro-batches, and the update."""
-    config, memory = plan.config, MemoryLog()
+    memory = MemoryLog()
     with fake_mesh(plan, rank) as mesh:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
-        model = fake_model(plan, mesh)
-        optimizer = Optimizer(model, config.optim, config.train, mesh)
+        model, optimizer = fake_build(plan, mesh)
         segments = fake_executor(plan, watch, optimizer.gradient_of)
         micro_batches = micro_batches_of(
             plan,
             model,
-            ArrivingWeights(segments, optimizer.wait_for),
+            optimizer.executor(segments),
             mesh,
-            StageOptions(segments.deferring if isinstance(segments, GraphSegments) else None),
-            functools.partial(WatchedChannels, watch),
+            deferring=segments.deferring if isinstance(segments, GraphSegments) else None,
+            open_channels=functools.partial(WatchedChannels, watch),
         )
-        run_watched(TrainStep(plan, model, optimizer, micro_batches, mesh), watch, memory)
+        run_watched(TrainStep(plan, optimizer, micro_batches, mesh), watch, memory)
     return collectives, memory
 
 

@@ -7,16 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from graphmoe.config.schema import AttentionBackend
-from graphmoe.model.build import build_model
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient
-from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import select_passes
+from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
 from graphmoe.runtime.compile.cut import said_of
@@ -28,7 +26,9 @@ from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group, without_modes
 from graphmoe.segments import Executor, Segment, run_segments
+from graphmoe.training.build import build
 from graphmoe.training.dry_run.watch import StepWatch
+from graphmoe.training.executor import pass_runner
 
 log = logging.getLogger(__name__)
 
@@ -47,29 +47,21 @@ def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
             use_groups(None)
 
 
-def fake_model(plan: Plan, mesh: Mesh) -> Transformer:
-    """Build a rank's part of the model without data, inside ``fake_mesh``.
+def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
+    """Build a rank's part of the model and its optimizer without data, inside ``fake_mesh``.
 
-    Its dispatcher assumes balanced experts where the host would count rows.
+    The dispatcher assumes balanced experts where the host would count rows.
     """
-    config, dispatcher = plan.config, make_dispatcher(plan, mesh)
+    model, dispatcher = plan.config.model, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
-        dispatcher = BalancedAllToAll(mesh, config.model.num_experts, plan.tokens, config.model.top_k)
-    model = build_model(
-        replace(config.model, attention_backend=AttentionBackend.auto),
-        dtype=plan.dtype,
-        seed=None,
-        execution=config.moe,
-        layout=mesh.layout,
-        rank=mesh.rank,
-        dispatcher=dispatcher,
-        stages=plan.own_stages(mesh.index("pp")),
-    )
+        dispatcher = BalancedAllToAll(mesh, model.num_experts, plan.tokens, model.top_k)
+    built, optimizer = build(plan, torch.device("cpu"), mesh, dispatcher, has_values=False)
+    assert isinstance(optimizer, Optimizer)
     if isinstance(dispatcher, BalancedAllToAll):
-        for module in model.modules():
+        for module in built.modules():
             if isinstance(module, Experts):
                 module.assumed_rows = dispatcher.expert_rows
-    return model
+    return built, optimizer
 
 
 def fake_executor(
@@ -81,14 +73,7 @@ def fake_executor(
     """
     config, recompute = plan.config, plan.recompute
     if config.compile.enabled:
-
-        def runner(trains: bool) -> PassRunner:
-            knobs: dict[str, dict[str, Any]] = {
-                "fuse_loss": {"needs_grad": trains},
-                "fuse_experts": {"backend": "triton"},
-            }
-            return PassRunner(select_passes(config.passes, knobs), None)
-
+        runner = functools.partial(pass_runner, config.passes, "triton", None)
         return GraphSegments(watch, runner, gradient_of, recompute=recompute)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
 

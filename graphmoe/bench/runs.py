@@ -33,7 +33,7 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules.check import resolve
+from graphmoe.plan.resolve import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.project.memory import PlaceMemory, allocated_bytes
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES

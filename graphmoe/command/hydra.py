@@ -188,7 +188,8 @@ def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
         folder = compiled_folder(config.compile.cache_dir)
         check_trusted(folder, shared=config.compile.cache_shared)
         keep_bytecode(folder, shared=config.compile.cache_shared)
-    from graphmoe.plan.rules.check import check, resolve  # imports torch
+    from graphmoe.plan.resolve import resolve  # imports torch
+    from graphmoe.plan.rules.check import check
 
     check(config)
     if prepare is not None:

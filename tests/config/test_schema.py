@@ -26,7 +26,8 @@ from graphmoe.config.schema import (
 )
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.rules.check import resolve, violations
+from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules.check import violations
 from tests.runs import PRESETS, ROOT, command, config
 
 CONF = Path(conf.__path__[0])

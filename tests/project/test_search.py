@@ -13,7 +13,8 @@ from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import in_flight
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.plan.rules.check import check, resolve
+from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules.check import check
 from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys
 from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project

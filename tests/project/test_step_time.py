@@ -11,7 +11,7 @@ from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, Speeds, default_rates, rates_of
-from graphmoe.plan.rules.check import resolve
+from graphmoe.plan.resolve import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
 from graphmoe.project.memory import allocated_bytes

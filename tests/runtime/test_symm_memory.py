@@ -18,7 +18,7 @@ from graphmoe.plan.costs.sizes import Sizes as ProjectedSizes
 from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules.check import resolve
+from graphmoe.plan.resolve import resolve
 from graphmoe.project.memory import projected_memory, with_its_transport
 from graphmoe.runtime.dispatch import planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module

@@ -37,7 +37,7 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
     """
     names = [spec.name for spec in PASSES]
     for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
-        unknown = [name for name in given if name not in names]
+        unknown = [str(name) for name in given if name not in names]
         if unknown:
             raise ConfigError(
                 f"{key}={given}: there is no pass {', '.join(unknown)}; there are {', '.join(names)}"

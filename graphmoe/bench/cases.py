@@ -192,8 +192,8 @@ def run_cases(
 ) -> list[Row]:
     """The rows of the chosen cases, each logged, ``brief`` if it has no error, and kept beside ``out``.
 
-    What a case raises is its row's error, and the others go on. *Raises* ConfigError for an ``only`` that is
-    the begin of no case's name.
+    What a case raises is its row's error, and the others go on. *Raises* ConfigError for an ``only`` that
+    begins no case's name.
     """
     unknown = [prefix for prefix in only if not any(case.name.startswith(prefix) for case in cases)]
     if unknown:

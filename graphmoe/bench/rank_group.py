@@ -71,7 +71,7 @@ class RankGroup(Ranks):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(1)  # other ends of a process wait for its GPU, which may wait for other ranks
-        if any(errors):
+        if any(error is not None for error in errors):
             found = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
             raise CaseFailed("; ".join(found))
         return result  # type: ignore[return-value]

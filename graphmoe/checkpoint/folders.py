@@ -64,9 +64,10 @@ def why_none(path: Path) -> str:
             f"{path} holds no checkpoint: none was saved yet; a run saves first after checkpoint.interval "
             "steps, and at its end (never with checkpoint.enabled=false)"
         )
+    folder = path.parent if step_of(path) is not None else run / CHECKPOINTS
     return (
         f"{path} holds no checkpoint; give a run's folder, its {CHECKPOINTS} folder, or a whole "
-        f"checkpoint such as {folder_of(run / CHECKPOINTS, 100)}"
+        f"checkpoint such as {folder_of(folder, 100)}"
     )
 
 

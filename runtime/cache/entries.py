@@ -137,6 +137,10 @@ def _checked(found: Any) -> Document:
         raise ValueError(f"created={document.created!r} is no time")
     for path, digest in document.files.items():
         parts = PurePosixPath(path).parts
-        if parts[0] not in (INDUCTOR, TRITON, GRAPHS) or ".." in parts or not _DIGEST.fullmatch(digest):
+        if (
+            parts[:1] not in ((INDUCTOR,), (TRITON,), (GRAPHS,))
+            or ".." in parts
+            or not _DIGEST.fullmatch(digest)
+        ):
             raise ValueError(f"{path!r}: {digest!r} is no file of a work folder with its sha256")
     return document

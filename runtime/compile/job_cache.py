@@ -59,7 +59,7 @@ class JobCache:
             entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
             log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
-        return work.path, why, work.path / GRAPHS if work.keeps else None
+        return work.path, why, work.path / GRAPHS if work.keeps or work.found else None
 
     def publish(self, notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import psutil
 import torch
 from torch import fx
 
 from graphmoe.runtime.cache.blobs import write_whole
+from graphmoe.runtime.cache.bytecode import own_sources
 from graphmoe.runtime.compile.graphs import UnitGraphs
+from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.torch_compat import graphs_from_bytes, graphs_to_bytes
 
 log = logging.getLogger(__name__)
@@ -30,23 +33,40 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     something that is this process's own, such as a function within a function or a user's class, whose source
     is no fact.
     """
-    text = lasting_text(key) if folder is not None else None
-    if folder is None or text is None:
+    if folder is None:
         return trace()
-    file = folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-    if file.exists():
-        graphs: UnitGraphs = graphs_from_bytes(file.read_bytes())
-        for module in _modules(graphs):
-            module.recompile()
-        return graphs
+    text = lasting_text(key)
+    file = folder / hashlib.sha256((text or "").encode()).hexdigest()[:24]
+    if text is not None and file.exists():
+        try:
+            return _loaded(file)
+        except Exception as error:  # of any type: another environment stored it, with pickles of its own
+            log.warning("compile cache: %s cannot be read (%s); its unit is traced", file, error)
     graphs = trace()
     try:
-        content = graphs_to_bytes(graphs)
+        content = graphs_to_bytes(graphs) if text is not None and not _are_sources_edited() else None
     except Exception as error:  # of any type: whatever a graph calls may refuse to be stored
-        log.info("%s is traced by each run, as its graphs cannot be stored: %s", graphs.name, error)
+        content = None
+        log.debug("%s", error)
+    if content is None:
+        log.info("%s is traced by each run: its graphs cannot be kept", graphs.name)
     else:
-        write_whole(file, content)
+        with dispensable(file):
+            write_whole(file, content)
     return graphs
+
+
+def _loaded(file: Path) -> UnitGraphs:
+    graphs: UnitGraphs = graphs_from_bytes(file.read_bytes())
+    for module in _modules(graphs):
+        module.recompile()
+    return graphs
+
+
+def _are_sources_edited() -> bool:
+    """Return whether a source changed since this process started: the facts may have another than it runs."""
+    started = psutil.Process().create_time()
+    return any(source.stat().st_mtime > started for source in own_sources())
 
 
 def _modules(graphs: UnitGraphs) -> Iterator[fx.GraphModule]:

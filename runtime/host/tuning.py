@@ -99,8 +99,8 @@ class GarbageCollection:
 
     A collection in the middle of a step delays its kernel launches by milliseconds; at a fixed step
     every rank pays at the same time. None happens before the first step has ended, since imports and
-    tracing make much that stays and a quarter of their time would go into looking at it. No collection
-    inside looks at objects that are there before it.
+    tracing make much that stays and a quarter of their time would go into looking at it. Later collections
+    pass over what the first one left.
     """
 
     def __init__(self, config: HostConfig) -> None:
@@ -109,7 +109,6 @@ class GarbageCollection:
 
     def __enter__(self) -> GarbageCollection:
         gc.disable()
-        gc.freeze()
         return self
 
     def after_step(self, step: int) -> None:
@@ -118,6 +117,8 @@ class GarbageCollection:
             gc.enable()
         elif not self._began or step % self.config.gc_interval == 0:
             gc.collect()
+            if not self._began:
+                gc.freeze()
         self._began = True
 
     def __exit__(

@@ -12,6 +12,7 @@ from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.recompute import UnitRecompute
 from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile import kept
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.kept import kept_graphs, lasting_text
 from graphmoe.runtime.compile.units import Unique
@@ -19,12 +20,18 @@ from tests.runs import config
 from tests.runtime.test_compiled import gradients, model_of
 
 
-def executor(kept: Path, *overrides: str) -> CompiledSegments:
+@pytest.fixture(autouse=True)
+def unedited(monkeypatch):
+    """Let sources count as older than this process, whatever a clock that was set makes of its start."""
+    monkeypatch.setattr(kept, "own_sources", list)
+
+
+def executor(folder: Path, *overrides: str) -> CompiledSegments:
     passes = config(*overrides).passes
     made = CompiledSegments(
         lambda trains: PassRunner(select_passes(passes, {"fuse_loss": {"needs_grad": trains}}))
     )
-    made.kept = kept
+    made.kept = folder
     return made
 
 
@@ -57,6 +64,24 @@ def test_what_cannot_be_stored_is_traced_by_each_run(tmp_path, caplog):
     for _ in range(2):
         assert kept_graphs(tmp_path, ("embed",), lambda: made) is made
     assert not [*tmp_path.iterdir()] and "embed is traced by each run" in caplog.text
+
+
+def test_graphs_that_cannot_be_read_are_traced_and_stored_again(tmp_path, caplog):
+    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    kept_graphs(tmp_path, ("embed",), lambda: made)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(b"torn")
+    assert kept_graphs(tmp_path, ("embed",), lambda: made) is made and "cannot be read" in caplog.text
+    assert kept_graphs(tmp_path, ("embed",), refuse).name == "embed"
+
+
+def test_no_graphs_are_kept_after_a_source_was_edited(tmp_path, monkeypatch):
+    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    source = tmp_path / "edited.py"
+    source.touch()
+    monkeypatch.setattr(kept, "own_sources", lambda: [source])
+    assert kept_graphs(tmp_path / "graphs", ("embed",), lambda: made) is made
+    assert not (tmp_path / "graphs").exists()
 
 
 class Kind(enum.Enum):

@@ -80,8 +80,8 @@ def choose_backends(
     reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
     if requested != "auto":
         return _checked(requested, reasons)
-    missing = {name for name, vendor in VENDORS.items() if not packages.is_installed(vendor.module)}
-    names = [name for name, reason in reasons.items() if reason is None and name not in missing]
+    able = [name for name, reason in reasons.items() if reason is None]
+    names = [n for n in able if n not in VENDORS or packages.is_installed(VENDORS[n].module)]
     if not names:
         raise ConfigError(
             f"{KEY}=auto finds no backend: "

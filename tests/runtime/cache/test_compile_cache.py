@@ -72,7 +72,7 @@ def test_a_damaged_file_is_named_set_aside_and_made_again(cache, caplog, damage)
     assert read(cache.open(FACTS)) == {"a": "1234", "b": "5678"} and warnings_of(caplog) == []
 
 
-OUTSIDE = ("../x", "inductor/../../x", "/etc/x", "turns/x")
+OUTSIDE = ("", "../x", "inductor/../../x", "/etc/x", "turns/x")
 """Paths of files that no entry may name."""
 
 

@@ -119,6 +119,13 @@ class PassReport:
     ms: float
     left: tuple[str, ...]
     """Why each candidate was left as it is; why there is none where the unit should have one."""
+    warning: str = ""
+    """A line for the log, where a pass that should have matched did not."""
+
+    def warn(self) -> None:
+        """Log the warning, if there is one."""
+        if self.warning:
+            log.warning("%s", self.warning)
 
 
 class PassRunner:
@@ -165,16 +172,14 @@ class PassRunner:
             if rewrites.matches:
                 self._dump(spec.name, unit, before_text, self._text(module))
             after = _num_operations(module.graph)
-            left = rewrites.left
+            left, warning = rewrites.left, ""
             if not rewrites.matches and spec.expects(segments):
                 left = left or (rewrites.absent or "the graph has nothing that looks like its pattern",)
                 if rewrites.expected:
-                    log.warning("pass %s changed nothing in %s: %s", spec.name, unit, "; ".join(left))
-            reports.append(
-                PassReport(
-                    spec.name, unit, rewrites.matches, before, after, bytes_before, bytes_after, ms, left
-                )
-            )
+                    warning = f"pass {spec.name} changed nothing in {unit}: {'; '.join(left)}"
+            counts = (rewrites.matches, before, after, bytes_before, bytes_after)
+            reports.append(PassReport(spec.name, unit, *counts, ms, left, warning))
+            reports[-1].warn()
         return reports
 
     @property

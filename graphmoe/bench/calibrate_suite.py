@@ -65,7 +65,7 @@ def calibrate_row(case: str, rate: str, call: str, kind: float = 0, size: float 
 
 
 def _case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> Case:
-    """Time all calls of a case, which take turns."""
+    """Return the case whose run times all calls, which take turns."""
 
     def run() -> list[Row]:
         calls, rows = case.make(device), []
@@ -132,7 +132,7 @@ def num_segments(model: ModelConfig) -> int:
 
 
 def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
-    """An all-to-all of all ranks, equal on all of them. Collective."""
+    """Return the case of an all-to-all of all ranks, equal on all of them; its run is collective."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
 

@@ -144,7 +144,7 @@ class DispatchSuite:
         use_peers(make_peers(ranks.mesh, ranks.device))
 
     def case(self, case: DispatchCase) -> Case:
-        """Measure each exchange of a case, and all four. Collective.
+        """Return the case whose run, a collective, measures each exchange and all four.
 
         Before anything is timed, the case's results must be those of `alltoall` in every bit.
         """
@@ -210,7 +210,9 @@ class DispatchSuite:
     def _bind_products(self, shape: MlpShape) -> dict[str, Call]:
         """Calls of the experts of a rank on a natural routing of as many tokens, by direction."""
         device = self._ranks.device
-        choice = choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
+        choice = self._ranks.together(
+            lambda: choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
+        )
         self.backends = self._ranks.gather(choice)[0]
         generator = torch.Generator(device).manual_seed(0)
         _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, device)

@@ -35,10 +35,12 @@ def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
     return look_up(KINDS, config.attention, "model.attention")(config, layout)
 
 
-def check_backend(config: ModelConfig, device_type: str) -> None:
-    """Raise ConfigError where the requested attention backend cannot run the model's heads on the device."""
+def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) -> None:
+    """Raise ConfigError where the attention backend cannot run the model's heads; warn where it is slow."""
     facts = attention_facts(config)
-    choose_backend(config.attention_backend, device_type, facts.head, facts.value)
+    backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value)
+    largest = max(facts.head, facts.value)
+    warn_of_slow_heads(AttentionBackend.sdpa if ring else backend, device_type, largest)
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,10 @@ class CoreAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, S / cp, H, V] from positions of this rank, or after `whole_sequence` from whole sequences."""
-        device_type, head, value = q.device.type, q.shape[-1], v.shape[-1]
-        asked = AttentionBackend.sdpa if self.ring else self.backend
-        backend = choose_backend(asked, device_type, head, value)
-        warn_of_slow_heads(backend, device_type, max(head, value))
         with part("core_attn"):
             if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
+            backend = choose_backend(self.backend, q.device.type, q.shape[-1], v.shape[-1])
             out = causal_attention(q, k, v, scale=self.scale, backend=backend)
         # [B, S, H / cp, V] of this rank's heads -> [B, S / cp, H, V] of its positions
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+from torch.library import CustomOpDef
 
 from graphmoe.config.ranges import ConfigError
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+from torch.library import CustomOpDef
 
 import graphmoe.ops.permute  # noqa: F401  # registers the operations
 from graphmoe.ops import register_gradient

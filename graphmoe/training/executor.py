@@ -23,7 +23,7 @@ from graphmoe.passes.table import select_passes
 from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
-from graphmoe.runtime.cache.key import facts_of, key_of
+from graphmoe.runtime.cache.key import facts_of
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
@@ -103,18 +103,16 @@ class Execution:
         store = CompileCache(folder, shared=config.compile.cache_shared)
         dump = self._folder / "graphs" if config.passes.dump and ranks.is_first else None
         # Before the choice of experts' kernels, which compiles those that it measures.
-        self._cache = JobCache(store, facts_of(config, select_passes(config.passes, {}), device), ranks)
+        facts = facts_of(config, select_passes(config.passes, {}), device)
+        traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
+        self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
         if self.fuses and has_experts(config.model):
             self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
             log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         runner = functools.partial(pass_runner, config.passes, self.experts, dump)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
-        self.compiled.turns = self._cache.turns
-        # Sources of a user's code are no facts, and a rank's graphs may hold its place in the layout.
-        if self._cache.graphs and not config.passes.dump and not any(own_code(config)):
-            place = key_of({**asdict(self._plan.layout), "rank": ranks.rank})
-            self.compiled.kept = self._cache.graphs / place
+        self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled

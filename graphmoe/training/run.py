@@ -60,7 +60,7 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
         torch.cuda.set_device(device)
     plan = plan_of(config, ranks.size)
     check_memory(plan, open_device(config.run.device))
-    check_backend(config.model, device.type)
+    check_backend(config.model, device.type, ring=plan.layout.ring)
     check_dispatcher(plan.dispatcher, device, plan.layout, ranks)
     select_passes(config.passes, {})
     return plan, lines

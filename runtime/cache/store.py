@@ -33,19 +33,19 @@ class CompileCache:
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
         self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
-    def open(self, facts: Facts) -> WorkFolder:
+    def open(self, facts: Facts, places: Sequence[str] = ()) -> WorkFolder:
         """Open a work folder of this process that starts with the verified files of these facts.
 
         Where these facts have no entry, it starts with the files of the nearest entry of the same base, of
-        which torch takes those of equal graphs. A cache that is damaged, read-only or full ends no run: the
-        log says so, and the work folder lies among the temporary files. *Raises* OSError where their disk is
-        full too.
+        which torch takes those of equal graphs. Only an entry of these facts gives graphs of units: those in
+        the folders ``places``. A cache that is damaged, read-only or full ends no run: the log says so, and
+        the work folder lies among the temporary files. *Raises* OSError where their disk is full too.
         """
         ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as they are in a document
         entry = self.entries.read(key_of(ours))
         others = [] if entry else [other for other in self.entries if other.files]
         source = entry or _nearest(ours, [other for other in others if may_share(ours, other.facts)])
-        work = self._filled(ours, source, found=entry is not None)
+        work = self._filled(ours, source, places if entry else None)
         near = _nearest(ours, others)
         work.differences = differences(ours, near.facts) if near else []
         if entry:
@@ -74,23 +74,25 @@ class CompileCache:
         key = key_of({"name": name, "facts": dict(facts)})
         return (self.folder or Path(os.devnull)) / "choices" / f"{key}.json"
 
-    def _filled(self, facts: dict[str, Any], source: Entry | None, *, found: bool) -> WorkFolder:
+    def _filled(
+        self, facts: dict[str, Any], source: Entry | None, places: Sequence[str] | None
+    ) -> WorkFolder:
         if self.folder is not None:
             try:
-                return self._filled_in(self.folder, facts, source, found=found)
+                return self._filled_in(self.folder, facts, source, places)
             except OSError as error:
                 problem = f"{self.folder} cannot be written ({error.strerror or error})"
                 log.warning("compile cache: %s; what is compiled is not kept", problem)
         work = WorkFolder(self.blobs, self.entries, facts, *make_temporary_folder(TEMPORARY), keeps=False)
         try:
-            work.fill(source, found=found)
+            work.fill(source, places)
         except OSError as error:
             log.warning("compile cache: nothing can be taken from it: %s", error)
             work.clear()
         return work
 
     def _filled_in(
-        self, folder: Path, facts: dict[str, Any], source: Entry | None, *, found: bool
+        self, folder: Path, facts: dict[str, Any], source: Entry | None, places: Sequence[str] | None
     ) -> WorkFolder:
         make_cache(folder, shared=self._shared)
         remove_dead(folder / "work")
@@ -98,7 +100,7 @@ class CompileCache:
         place = make_process_folder(folder / "work")
         work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)
         try:
-            work.fill(source, found=found)
+            work.fill(source, places)
         except OSError:
             work.close()
             raise

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,21 +66,25 @@ class WorkFolder:
         self.clear()
         atexit.register(self.close)
 
-    def fill(self, source: Entry | None, *, found: bool) -> None:
-        """Put an entry's files here; ``found`` says that it is the entry of our facts. *Raises* OSError."""
+    def fill(self, source: Entry | None, places: Sequence[str] | None) -> None:
+        """Put an entry's files here, of graphs those in the folders ``places``. *Raises* OSError.
+
+        ``places`` is None for an entry of other facts, which gives no graphs.
+        """
         if source is None:
             return
-        self.found = found
-        self.shared_from = None if found else source.key
-        taken = {part for name, part in VARIABLES.items() if not is_users(name)}
-        taken |= {GRAPHS} if found else set()  # of the same facts alone
-        wanted = {path: digest for path, digest in source.files.items() if path.split("/")[0] in taken}
+        self.found = places is not None
+        self.shared_from = None if self.found else source.key
+        taken = [f"{part}/" for name, part in VARIABLES.items() if not is_users(name)]
+        taken += [f"{GRAPHS}/{place}/" for place in places or ()]
+        wanted = {path: digest for path, digest in source.files.items() if path.startswith((*taken,))}
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
             problems = list(threads.map(self._place, wanted, wanted.values()))
         for (path, digest), problem in zip(wanted.items(), problems, strict=True):
             if problem:
                 self._refuse(path, digest, source.key, problem)
         broken = {unit_of(path) for path in self.damaged}
+        broken |= {unit_of(path) for path in wanted if not self._has_its_group(path)}
         for path, digest in wanted.items():
             place = self.path / path
             if unit_of(path) in broken:
@@ -144,6 +148,13 @@ class WorkFolder:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
         return None
+
+    def _has_its_group(self, path: str) -> bool:
+        """Return False for a placed group file, one of whose children is not there."""
+        place = self.path / path
+        if not place.name.startswith(GROUP_FILE) or not place.exists():
+            return True
+        return all(map(os.path.exists, json.loads(place.read_bytes())[CHILDREN].values()))
 
     def _refuse(self, path: str, digest: str, key: str, problem: str) -> None:
         log.warning("compile cache: %s of entry %s %s; it is compiled again", path, key, problem)

@@ -3,9 +3,11 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from graphmoe.plan.layout import Layout
 from graphmoe.runtime.cache.entries import GRAPHS
 from graphmoe.runtime.cache.folders import is_users
 from graphmoe.runtime.cache.key import EXTRA_PASS, base_of, key_of
@@ -28,8 +30,13 @@ class JobCache:
     of them compiles the others find.
     """
 
-    def __init__(self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks) -> None:
-        """A collective of all ranks. ``facts`` are those of ``key.facts_of``."""
+    def __init__(
+        self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks, layout: Layout | None
+    ) -> None:
+        """A collective of all ranks. ``facts`` are those of ``key.facts_of``.
+
+        A rank's graphs may hold its place in ``layout``, so each place has its own; None keeps none.
+        """
         from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
 
         # An operation's gradient may change while the graph that calls it does not: other sources, other keys
@@ -39,32 +46,36 @@ class JobCache:
         self._cache, self._ranks = cache, ranks
         self._work: WorkFolder | None = None
         self.graphs: Path | None = None
-        """Folder for the graphs of units, which jobs of the same facts share; None to keep none."""
+        """Folder of the graphs of this rank's units, of earlier jobs of the same facts too; None for none."""
         self.turns: CompileTurns | None = None
         """Turns of the ranks of a node; None where there is one."""
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
-        path, self.why, self.graphs = ranks.on_first_of_node(lambda: self._open(facts))
+        of_node = range(ranks.rank - ranks.local_index, ranks.rank - ranks.local_index + ranks.local_size)
+        places = [key_of({**asdict(layout), "rank": rank}) for rank in of_node] if layout else []
+        path, self.why, keeps_graphs = ranks.on_first_of_node(lambda: self._open(facts, places))
+        if places and keeps_graphs:
+            self.graphs = path / GRAPHS / places[ranks.local_index]
         if ranks.local_index > 0:
             point_torch_at(path)
         if ranks.local_size > 1:
             self.turns = CompileTurns(path / "turns")
 
-    def _open(self, facts: Mapping[str, Any]) -> tuple[Path, str, Path | None]:
-        """Open the work folder; return it, the reason why code is missing there, and the folder of graphs."""
-        self._work = work = self._cache.open(facts)
+    def _open(self, facts: Mapping[str, Any], places: Sequence[str]) -> tuple[Path, str, bool]:
+        """Open the work folder; return it, why code is missing there, and whether graphs can be of use."""
+        self._work = work = self._cache.open(facts, places)
         work.activate()
         if work.num_files:
             entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
             log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
-        return work.path, why, work.path / GRAPHS if work.keeps or work.found else None
+        return work.path, why, work.keeps or work.found
 
     def publish(self, notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.
 
-        None of them compiles meanwhile: compilers write libraries in place.
+        All have met before: none compiles meanwhile, for compilers write libraries in place.
         """
         try:
             if self._work is not None:

@@ -39,20 +39,25 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     file = folder / hashlib.sha256((text or "").encode()).hexdigest()[:24]
     if text is not None and file.exists():
         try:
-            return _loaded(file)
+            graphs = _loaded(file)
         except Exception as error:  # of any type: another environment stored it, with pickles of its own
             log.warning("compile cache: %s cannot be read (%s); its unit is traced", file, error)
+        else:
+            for report in graphs.reports:
+                report.warn()
+            return graphs
     graphs = trace()
     try:
-        content = graphs_to_bytes(graphs) if text is not None and not _are_sources_edited() else None
+        if text is None:
+            raise ValueError("a part of it is in this process alone")
+        if _are_sources_edited():
+            raise ValueError("a source was edited after this process had started")
+        content = graphs_to_bytes(graphs)
     except Exception as error:  # of any type: whatever a graph calls may refuse to be stored
-        content = None
-        log.debug("%s", error)
-    if content is None:
-        log.info("%s is traced by each run: its graphs cannot be kept", graphs.name)
-    else:
-        with dispensable(file):
-            write_whole(file, content)
+        log.info("the graphs of %s are not kept, so the next run traces it again: %s", graphs.name, error)
+        return graphs
+    with dispensable(file):
+        write_whole(file, content)
     return graphs
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+from torch.library import CustomOpDef
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import register_exchange

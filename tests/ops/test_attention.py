@@ -9,8 +9,10 @@ from torch.nn.attention import SDPBackend
 
 from graphmoe.config import packages
 from graphmoe.config.schema import AttentionBackend, ConfigError
+from graphmoe.model.attention import check_backend
 from graphmoe.ops import attention
 from graphmoe.ops.attention import causal_attention, choose_backend, kernel_order
+from tests.runs import config
 from tests.tolerances import assert_forward_close, assert_gradient_close
 from tests.vendor_api import bind, install_module, recorded_signature
 
@@ -157,6 +159,15 @@ def test_auto_is_resolved_and_what_cannot_work_is_refused_with_what_can(requeste
 
 def test_heads_too_large_for_flash_are_logged_once(caplog):
     attention.warn_of_slow_heads.cache_clear()
+    for ring in (False, True):  # as a run asks before it starts
+        check_backend(
+            config("model.head_dim=320", "model.attention=gqa", "model.num_kv_heads=2").model,
+            "cuda",
+            ring=ring,
+        )
+        assert "heads of 320 run slower kernels" in caplog.text
+        caplog.clear()
+        attention.warn_of_slow_heads.cache_clear()
     for given in [(SDPA, "cpu", 320), (SDPA, "cuda", 256), (TE, "cuda", 320), *3 * [(SDPA, "cuda", 320)]]:
         attention.warn_of_slow_heads(*given)
     (record,) = caplog.records

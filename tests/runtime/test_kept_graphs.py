@@ -8,7 +8,7 @@ import torch
 
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.permute import permute
-from graphmoe.passes.base import PassRunner
+from graphmoe.passes.base import PassReport, PassRunner
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.recompute import UnitRecompute
 from graphmoe.runtime.compile import graphs as unit_graphs
@@ -35,6 +35,11 @@ def executor(folder: Path, *overrides: str) -> CompiledSegments:
     return made
 
 
+def embed() -> unit_graphs.UnitGraphs:
+    """Graphs of a unit that does nothing."""
+    return unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+
+
 def refuse(*given, **named):
     raise AssertionError("traced")
 
@@ -59,15 +64,26 @@ def test_a_second_run_traces_nothing_and_has_the_same_numbers_and_reports(tmp_pa
 
 def test_what_cannot_be_stored_is_traced_by_each_run(tmp_path, caplog):
     caplog.set_level("INFO")
-    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    made = embed()
     made.reports.append(value for value in ())
     for _ in range(2):
         assert kept_graphs(tmp_path, ("embed",), lambda: made) is made
-    assert not [*tmp_path.iterdir()] and "embed is traced by each run" in caplog.text
+    assert not [*tmp_path.iterdir()] and "graphs of embed are not kept" in caplog.text
+
+
+def test_a_warning_of_a_pass_is_there_in_each_run(tmp_path, caplog, passes_may_miss):
+    made = embed()
+    made.reports.append(
+        PassReport("fuse", "embed", 0, 3, 3, None, None, 0.1, (), "pass fuse changed nothing")
+    )
+    kept_graphs(tmp_path, ("embed",), lambda: made)
+    assert not caplog.text  # a trace has said it itself
+    kept_graphs(tmp_path, ("embed",), refuse)
+    assert "pass fuse changed nothing" in caplog.text
 
 
 def test_graphs_that_cannot_be_read_are_traced_and_stored_again(tmp_path, caplog):
-    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    made = embed()
     kept_graphs(tmp_path, ("embed",), lambda: made)
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"torn")
@@ -76,7 +92,7 @@ def test_graphs_that_cannot_be_read_are_traced_and_stored_again(tmp_path, caplog
 
 
 def test_no_graphs_are_kept_after_a_source_was_edited(tmp_path, monkeypatch):
-    made = unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
+    made = embed()
     source = tmp_path / "edited.py"
     source.touch()
     monkeypatch.setattr(kept, "own_sources", lambda: [source])

@@ -289,6 +289,17 @@ def test_a_kernel_with_a_damaged_file_is_left_out_as_a_whole(cache, caplog):
     assert len(warnings_of(caplog)) == 2  # kernel.json has the content of kernel.cubin here
 
 
+def test_a_group_of_which_a_file_is_in_no_document_is_made_again(cache):
+    work = cache.open(FACTS)
+    write_kernel(work)
+    work.publish()
+    (path,) = cache.entries.folder(work.key).glob("*.json")
+    document = json.loads(path.read_text())
+    del document["files"][KERNEL]
+    path.write_text(json.dumps(document))
+    assert not [*(cache.open(FACTS).path / "triton" / "ABC").rglob("*.*")]
+
+
 def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     kept(cache, FACTS | {"model.num_experts": 16, "model.top_k": 4}, far="far")
     kept(cache, FACTS | {"model.num_experts": 16}, used="1", unused="2")
@@ -302,13 +313,19 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     }
 
 
-def test_graphs_are_for_jobs_of_the_same_facts_alone(cache):
-    work = cache.open(FACTS)
-    (work.path / "graphs" / "ab12").write_text("traced")
+def test_graphs_are_for_jobs_of_the_same_facts_and_for_ranks_of_the_node_alone(cache):
+    work = cache.open(FACTS, ["rank 0", "rank 1"])
+    for rank in (0, 1):
+        place = work.path / "graphs" / f"rank {rank}"
+        place.mkdir()
+        (place / "ab12").write_text("traced")
     work.publish()
-    assert [path.name for path in Path(cache.open(FACTS).path, "graphs").iterdir()] == ["ab12"]
-    other = cache.open(FACTS | {"model.num_experts": 16})
-    assert other.shared_from == work.key and not [*Path(other.path, "graphs").iterdir()]
+    one = cache.open(FACTS, ["rank 1"])
+    assert [*one.path.rglob("ab12")] == [one.path / "graphs" / "rank 1" / "ab12"]
+    one.publish()  # and keeps what it has not taken
+    assert len([*cache.open(FACTS, ["rank 0", "rank 1"]).path.rglob("ab12")]) == 2
+    other = cache.open(FACTS | {"model.num_experts": 16}, ["rank 0", "rank 1"])
+    assert other.shared_from == work.key and not [*other.path.rglob("ab12")]
 
 
 def test_lent_files_join_the_new_entry(cache):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._inductor.runtime import compile_tasks
 
+from graphmoe.plan.layout import Layout
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.compile import job_cache as job
 from graphmoe.runtime.compile.code import CompileTurns
@@ -22,17 +23,22 @@ from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag, tuned
 from tests.runtime.cache.cache_contents import FACTS
 
 
-def opened(cache, monkeypatch, ranks: Ranks) -> JobCache:
+def opened(cache, monkeypatch, ranks: Ranks, layout: Layout | None = None) -> JobCache:
     for module, name in ((job, "set_key_tag"), (tuned_kernels, "tune_each_kernel_once")):
         monkeypatch.setattr(module, name, lambda *arguments: None)
-    return JobCache(cache, FACTS, ranks)
+    return JobCache(cache, FACTS, ranks, layout)
 
 
-def test_ranks_share_a_folder_of_graphs_where_code_is_kept(cache, monkeypatch):
+def test_each_place_of_a_layout_has_graphs_of_its_own_where_code_is_kept(cache, monkeypatch):
     with mock.patch.dict(os.environ):
-        kept = opened(cache, monkeypatch, Ranks())
-        assert kept.graphs == kept._work.path / "graphs" and kept.graphs.is_dir()
-        assert opened(CompileCache(None), monkeypatch, Ranks()).graphs is None
+        folders = [
+            opened(cache, monkeypatch, Ranks(), layout).graphs
+            for layout in (Layout(), Layout(tp=2), Layout())
+        ]
+        assert len({folder.name for folder in folders}) == 2 and folders[0].name == folders[2].name
+        assert {folder.parent.name for folder in folders} == {"graphs"}
+        assert opened(cache, monkeypatch, Ranks(), None).graphs is None
+        assert opened(CompileCache(None), monkeypatch, Ranks(), Layout()).graphs is None
 
 
 def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(

@@ -176,6 +176,7 @@ def memory_bytes(kind: Literal["kept", "peak"] | None, run: Run, device: torch.d
     if kind is None or device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
+    gc.collect()  # or tensors of an earlier alternative may be freed between the two counts
     before = torch.cuda.memory_allocated(device)
     if kind == "kept":
         assert run.forward is not None

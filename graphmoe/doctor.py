@@ -226,9 +226,13 @@ def examine_package(package: Package) -> dict[str, Any]:
             importlib.import_module(package.module)
         except (ImportError, OSError, RuntimeError) as error:  # a missing or mismatched shared library
             state = f"does not load: {_first_line(error)}"
+    plugin = version_of(package.plugin) if package.plugin else None
+    if state == "installed" and package.plugin and plugin is None:
+        state = f"installed without {package.plugin}"
     return {
         "name": package.module,
         "version": version_of(package.distribution) if state != "missing" else None,
+        "plugin": f"{package.plugin} {plugin}" if plugin else None,
         "state": state,
         "enables": package.enables,
         "install": package.install,
@@ -256,7 +260,15 @@ def render(document: dict[str, Any]) -> Group:
     rows = [[each["name"], each["ok"], each["detail"]] for each in document["capabilities"]]
     parts.append(_table("Capabilities", ("capability", "", "detail"), rows))
     libraries = document["libraries"]
-    rows = [[a["name"], a["state"] == "installed", a["version"] or "", a["enables"]] for a in libraries]
+    rows = [
+        [
+            a["name"],
+            a["state"] == "installed",
+            ", ".join(filter(None, (a["version"], a["plugin"]))),
+            a["enables"],
+        ]
+        for a in libraries
+    ]
     parts.append(_table("Optional libraries", ("library", "", "version", "enables"), rows))
     if unusable := [found for found in libraries if found["state"] != "installed"]:
         lines = [f"  {found['name']} ({found['state']}): {found['install']}" for found in unusable]

@@ -7,6 +7,7 @@ python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -31,7 +32,7 @@ EXAMPLES = [
 
 def main() -> None:
     """Run the command line."""
-    hydra_app(show, prog="graphmoe.info", examples=EXAMPLES)
+    hydra_app(show, prog="graphmoe.info", examples=EXAMPLES, complete=with_some_batch)
 
 
 def show(cfg: RunConfig) -> None:
@@ -39,6 +40,18 @@ def show(cfg: RunConfig) -> None:
     smallest = smallest_layout(cfg)
     document = describe(plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world")))
     emit(document, render(document), cfg.format)
+
+
+def with_some_batch(cfg: RunConfig) -> RunConfig:
+    """Return the configuration with a global batch that its ranks can share: no figure depends on it."""
+    counts = [count for count in (cfg.launch.nproc, cfg.launch.nodes) if type(count) is int]
+    with suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
+        layout = Layout.of(cfg.parallel, math.prod(counts))
+        together = cfg.train.micro_batch_size * layout.dp
+        if cfg.train.global_batch_size % together:
+            train = replace(cfg.train, global_batch_size=4 * layout.pp * together)
+            return replace(cfg, train=train)
+    return cfg
 
 
 def smallest_layout(cfg: RunConfig) -> Layout:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,12 @@ def test_a_wheel_brings_one_name_and_all_options(wheel):
     assert names == {"graphmoe"}
     options = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").rglob("*.yaml")}
     assert options == {path.relative_to(wheel / "graphmoe/conf") for path in wheel.rglob("*.yaml")}
+
+
+def test_a_wheel_has_types_and_a_license_and_an_extra_for_each_optional_package(wheel):
+    (found,) = distributions(path=[str(wheel)])
+    assert (wheel / "graphmoe/py.typed").is_file() and found.metadata["License-Expression"] == "Apache-2.0"
+    (license,) = [file for file in found.files or () if file.name == "LICENSE"]
+    assert "Apache License" in license.read_text()
+    extras = {"hf", "te", "turbo", "wandb", "mlflow", "slurm", "sweeps", "dev"}
+    assert {*found.metadata.get_all("Provides-Extra")} == extras

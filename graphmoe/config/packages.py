@@ -19,18 +19,18 @@ class Package(NamedTuple):
     """Command that installs it."""
     is_native: bool = False
     """Built against torch or a driver, so that it may be installed and still not load."""
+    plugin: str | None = None
+    """Distribution that offers the package to Hydra, and brings it along."""
 
 
 _BUILT = "pip install --no-build-isolation"
 _OWN = "pip install 'graphmoe[{}]'"
-_TURBO = "'primus-turbo[pytorch]' --extra-index-url https://amd-agi.github.io/Primus-Turbo/simple/"
+_TURBO = "'graphmoe[turbo]' --extra-index-url https://amd-agi.github.io/Primus-Turbo/simple/"
 _TE_KEYS = "model.attention_backend=te, moe.experts=te"
 _TURBO_KEYS = "model.attention_backend=turbo, moe.experts=turbo, moe.dispatcher=turbo"
 _DEEPEP = f"{_BUILT} git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 VENDORS = {
-    "te": Package(
-        "transformer_engine", "transformer-engine", _TE_KEYS, f"{_BUILT} 'transformer-engine[pytorch]'", True
-    ),
+    "te": Package("transformer_engine", "transformer-engine", _TE_KEYS, f"{_BUILT} 'graphmoe[te]'", True),
     "turbo": Package("primus_turbo", "primus-turbo", _TURBO_KEYS, f"{_BUILT} {_TURBO}", True),
     "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
@@ -38,16 +38,18 @@ VENDORS = {
 TRITON = Package(
     "triton", "triton", "compile.enabled=true on a GPU, moe.experts=triton", "pip install triton", True
 )
-SUBMITIT = Package("submitit", "hydra-submitit-launcher", "hydra/launcher=slurm", _OWN.format("slurm"))
+
+
+def _plugin(module: str, enables: str, extra: str, plugin: str) -> Package:
+    return Package(module, module, enables, _OWN.format(extra), plugin=plugin)
+
+
+_SUBMITIT = _plugin("submitit", "hydra/launcher=slurm", "slurm", "hydra-submitit-launcher")
 PLUGINS = {
-    "launcher/joblib": Package(
-        "joblib", "hydra-joblib-launcher", "hydra/launcher=joblib", _OWN.format("sweeps")
-    ),
-    "sweeper/optuna": Package(
-        "optuna", "hydra-optuna-sweeper", "hydra/sweeper=optuna", _OWN.format("optuna")
-    ),
-    "launcher/submitit_slurm": SUBMITIT,
-    "launcher/submitit_local": SUBMITIT,
+    "launcher/joblib": _plugin("joblib", "hydra/launcher=joblib", "sweeps", "hydra-joblib-launcher"),
+    "sweeper/optuna": _plugin("optuna", "hydra/sweeper=optuna", "sweeps", "hydra-optuna-sweeper"),
+    "launcher/submitit_slurm": _SUBMITIT,
+    "launcher/submitit_local": _SUBMITIT,
 }
 """Packages that bring an option of Hydra's groups."""
 _EXTRAS = {

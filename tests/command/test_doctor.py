@@ -5,13 +5,14 @@ import os
 import re
 import subprocess
 import tomllib
+from importlib.metadata import version
 
 import pytest
 import torch
 
 from graphmoe import doctor
 from graphmoe.config.choices import EXPERTS_BACKENDS
-from graphmoe.config.packages import PACKAGES, Package
+from graphmoe.config.packages import PACKAGES, PLUGINS, Package
 from graphmoe.config.schema import AttentionBackend
 from graphmoe.plan.experts import FACTS
 from tests.runs import ROOT, command, text_of
@@ -28,6 +29,15 @@ def test_a_missing_library_is_reported_with_the_command_that_installs_it(report)
     found = doctor.examine_package(lacking)
     assert (found["state"], found["version"]) == ("missing", None)
     assert "pip install 'thing[all]'" in text_of(doctor.render(report | {"libraries": [found]}))
+
+
+def test_a_plugin_of_hydra_has_a_version_beside_that_of_its_package(report, monkeypatch):
+    (joblib,) = [found for found in report["libraries"] if found["name"] == "joblib"]
+    plugin = f"hydra-joblib-launcher {version('hydra-joblib-launcher')}"
+    assert (joblib["version"], joblib["plugin"]) == (version("joblib"), plugin)
+    assert f"{version('joblib')}, {plugin}" in text_of(doctor.render(report))
+    found = doctor.examine_package(PLUGINS["launcher/joblib"]._replace(plugin="hydra-no-launcher"))
+    assert (found["state"], found["plugin"]) == ("installed without hydra-no-launcher", None)
 
 
 def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
@@ -98,7 +108,8 @@ def test_each_library_is_installed_by_a_command_that_can_be_typed():
         assert not re.search(r"[<>]|\.\.\.", library.install), "a placeholder"
         if "graphmoe[" in library.install:
             extra = library.install.split("graphmoe[")[1].split("]")[0]
-            assert any(entry.startswith(library.distribution) for entry in extras[extra])
+            brought = library.plugin or library.distribution
+            assert any(entry.startswith(brought) for entry in extras[extra])
 
 
 def test_nothing_but_the_document_is_on_stdout(tmp_path):

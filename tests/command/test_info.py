@@ -5,14 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from graphmoe.config.schema import LaunchConfig, ParallelConfig, RunConfig
-from graphmoe.info import describe, render, smallest_layout
+from graphmoe.command.hydra import schema, to_config
+from graphmoe.config.schema import ConfigError, LaunchConfig, ParallelConfig, RunConfig
+from graphmoe.info import describe, render, smallest_layout, with_some_batch
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
-from tests.runs import PRESETS, command, config, text_of
+from tests.runs import PRESETS, TINY, command, config, text_of
 
 
 def described(preset: str, num_ranks: int = 1, **parallel: int) -> dict[str, Any]:
@@ -90,6 +92,29 @@ def test_with_a_pipeline_the_ranks_that_hold_most_and_least_are_shown(schedule, 
 )
 def test_ranks_are_those_of_the_launch(launch, parallel, ranks):
     assert smallest_layout(RunConfig(launch=launch, parallel=parallel)).size("world") == ranks
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch.nproc=64",),
+        ("launch.nproc=8", "launch.nodes=4", "parallel.tp=2", "train.micro_batch_size=3"),
+        ("launch.nproc=12", "parallel.pp=2", "pipeline.schedule=zbv"),
+        ("train.micro_batch_size=3",),
+    ],
+)
+def test_a_layout_needs_no_batch_that_its_ranks_can_share(words):
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        config(*words)
+    run = to_config(OmegaConf.merge(schema(), OmegaConf.from_dotlist([*TINY, *words])), None, with_some_batch)
+    layout = smallest_layout(run)
+    assert describe(plan_of(with_one_micro_batch(run, layout), layout.size("world")))["parameters"]
+
+
+@pytest.mark.parametrize("wrong", ["train.micro_batch_size=0", "parallel.ep=0", "launch.nproc=0"])
+def test_wrong_sizes_are_refused_by_name_all_the_same(wrong):
+    with pytest.raises(ConfigError, match=wrong.split("=")[0]):
+        to_config(OmegaConf.merge(schema(), OmegaConf.from_dotlist([*TINY, wrong])), None, with_some_batch)
 
 
 def test_the_command_prints_one_json_document_and_makes_no_folder(tmp_path):

@@ -3,7 +3,8 @@
 Results go to the run's folder (hydra.run.dir, by default outputs/<run.name>): resolved.yaml, env.json,
 metrics.jsonl, summary.json, logs/, tensorboard/ and checkpoints/.
 
-One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker.
+One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker. Where
+torchrun, srun or mpirun started this process as one rank of many, it is that rank's worker.
 What imports torch is imported by the functions, so that a misspelt key is answered at once.
 """
 
@@ -15,14 +16,16 @@ if __name__ == "__main__":  # before imports that take a third of a second
     exit_at_signals()
 
 import gc
+import io
 import json
 import logging
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +36,7 @@ from hydra.core.hydra_config import HydraConfig
 from graphmoe import worker
 from graphmoe.command.hydra import hydra_app
 from graphmoe.command.sweep.job import in_sweep, job_gpus, record_folder
-from graphmoe.config.arguments import emit
+from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
@@ -42,7 +45,6 @@ from graphmoe.run.metrics_file import render, value_of
 from graphmoe.runtime.host.files import temporary_folder
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
-    ELASTIC,
     FOLDER_HELD,
     LAUNCHED_AT,
     LAUNCHER_PID,
@@ -51,7 +53,7 @@ from graphmoe.runtime.host.signals import (
     exit_at_signals,
 )
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.launch.nodes import Nodes, find_nodes
+from graphmoe.runtime.launch.nodes import Nodes, find_nodes, started_by
 from graphmoe.worker import LOGS, set_environment_of, train_rank
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FIRST_WORD_S = 10.0
+"""Seconds in which the first rank of a node says what is wrong before torchrun ends it as another failed."""
 EXAMPLES = (
     "python -m graphmoe.train",
     "python -m graphmoe.train model=deepseek_v2_lite model.num_layers=4 data=synthetic train.steps=20",
@@ -71,14 +75,31 @@ def main() -> None:
     exit_at_signals()
     gc.disable()  # until training begins
     try:
+        starter = started_by()
+    except ConfigError as error:
+        print_error(error)
+        sys.exit(2)
+    speaking = ExitStack()  # closed once ranks speak for themselves
+    if starter is not None:
+        worker.start_rank()
+        if os.environ["LOCAL_RANK"] != "0":  # one of each node words what is wrong with the command line
+            speaking.enter_context(redirect_stdout(io.StringIO()))
+            speaking.enter_context(redirect_stderr(io.StringIO()))
+    try:
         hydra_app(
-            train,
+            train if starter is None else lambda config: _train_as_rank(config, speaking),
             prog="graphmoe.train",
             examples=EXAMPLES,
             makes_folder=True,
             known_errors=(RunFailed,),
             prepare=set_environment_of,
+            complete=None if starter is None else lambda config: counted(config, starter),
         )
+    except SystemExit as end:
+        if end.code and os.environ.get("LOCAL_RANK", "0") != "0":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without a word
+            time.sleep(_FIRST_WORD_S)
+        raise
     finally:
         gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
 
@@ -91,11 +112,6 @@ def train(config: RunConfig) -> float | None:
     from graphmoe.plan.rules.check import check
     from graphmoe.run.folder import next_folder
 
-    if ELASTIC in os.environ or os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            "start graphmoe with python -m graphmoe.train; for your own torchrun use -m graphmoe.worker "
-            "<resolved.yaml>, which python -m graphmoe.train launch.write_only=true writes"
-        )
     if config.launch.write_only:
         _write_only(config)
         return None
@@ -119,6 +135,38 @@ def train(config: RunConfig) -> float | None:
     elif summary["stopped_by"]:
         raise KeyboardInterrupt
     return value_of(summary)
+
+
+def counted(config: RunConfig, starter: str) -> RunConfig:
+    """Put the ranks that there are into the configuration. *Raises* ConfigError where it asks for others."""
+    launch, local_size = config.launch, int(os.environ["LOCAL_WORLD_SIZE"])
+    nodes = int(os.environ["WORLD_SIZE"]) // local_size
+    wrong = [
+        f"launch.{key}={value}, but {starter} started {there} {what}; leave it out"
+        for key, value, there, what, free in (
+            ("nproc", launch.nproc, local_size, "ranks on each node", (1, "auto")),
+            ("nodes", launch.nodes, nodes, "nodes", ("auto",)),
+        )
+        if value not in (there, *free)
+    ]
+    if launch.max_restarts:
+        wrong.append(
+            f"launch.max_restarts={launch.max_restarts} is for workers that graphmoe starts, not {starter}"
+        )
+    alone = {"write_only": launch.write_only, "fake_world": launch.fake_world is not None, "-m": in_sweep()}
+    wrong += [
+        f"{key if key == '-m' else f'launch.{key}'} is for one process; start it without {starter}"
+        for key, given in alone.items()
+        if given
+    ]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return replace(config, launch=replace(launch, nproc=local_size))
+
+
+def _train_as_rank(config: RunConfig, speaking: ExitStack) -> None:
+    speaking.close()
+    worker.train_as_rank(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 def _write_only(config: RunConfig) -> None:

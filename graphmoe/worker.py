@@ -49,6 +49,7 @@ from graphmoe.runtime.host.signals import (
 )
 from graphmoe.runtime.launch.failures import RunFailed, write_failure
 from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
+from graphmoe.runtime.launch.nodes import set_meeting_place
 from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
@@ -65,18 +66,35 @@ _USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run> [package.mod
 
 def main() -> None:
     """Run the command line."""
+    start_rank()
+    try:
+        path = _path(sys.argv[1:])
+        config = load_config(path, set_environment_of, None if LAUNCHER_PID in os.environ else sys.argv[2:])
+    except BaseException as error:
+        _end(error, None)
+    own = Path("outputs", config.run.name).absolute()
+    train_as_rank(config, path.parent if path.name == CONFIG_FILE else own)
+
+
+def start_rank() -> None:
+    """Prepare this process to be a rank whose launcher watches and ends it."""
     gc.disable()  # imports and tracing make no garbage to speak of, and collecting takes a quarter of them
     die_with_launcher()
     exit_at_signals()
     faulthandler.enable()
     begin_stamps()
+
+
+def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
+    """Train as one of the ranks of the environment, and end this process.
+
+    The folder is the launcher's, or else one that rank 0 claims: ``base``, ``base-2`` and so on.
+    """
     log_dir: Path | None = None
     try:
-        path = _path(sys.argv[1:])
-        config = load_config(path, set_environment_of, None if LAUNCHER_PID in os.environ else sys.argv[2:])
         ranks = _join(config)
         with ends_at_signals():
-            config, folder, claimed = _agree(config, path, ranks)
+            config, folder, claimed = _agree(config, base, ranks)
             log_dir = folder / LOGS
             name_log_dir(log_dir)
             if _has_flight_recorder(config):
@@ -115,7 +133,9 @@ def _join(config: RunConfig) -> Ranks:
             set_flight_recorder(Path(held, LOGS) if held else None)
         backend, rank, size = backend_of(device), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         try:
-            store = own_store(rank, size, COLLECTIVE_TIMEOUT) if LAUNCHER_PID in os.environ else None
+            set_meeting_place(config.launch)
+            torchruns = ELASTIC in os.environ and LAUNCHER_PID not in os.environ  # has a store already
+            store = None if torchruns else own_store(rank, size, COLLECTIVE_TIMEOUT)
         except OSError as error:
             at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise RunFailed(
@@ -134,7 +154,7 @@ def _has_flight_recorder(config: RunConfig) -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.device is DeviceChoice.cuda
 
 
-def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
+def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
     """Agree on the configuration and folder of all ranks; also return the claim, if this rank has it.
 
     The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
@@ -149,8 +169,6 @@ def _agree(config: RunConfig, path: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
     def take() -> tuple[RunConfig, Path]:
         adapted = _adapted(config, ranks)
-        other = Path("outputs", adapted.run.name).absolute()
-        base = path.parent if path.name == CONFIG_FILE else other
         mine.append(claim(base, to_plain(adapted), resume=adapted.checkpoint.resume))
         return adapted, mine[0].path
 
@@ -235,8 +253,10 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         if log_dir is None or not launched:
             print(text, file=sys.stderr)
     elif not launched and not isinstance(error, KeyboardInterrupt):
-        print_error(error)
-    if ELASTIC not in os.environ:
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or not isinstance(error, ConfigError):  # which all ranks have alike
+            print_error(f"rank {rank}: {error}" if rank else error)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and ELASTIC not in os.environ:
         sys.exit(status)
     try:
         write_failure(error, status, log_dir)

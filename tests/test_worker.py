@@ -16,7 +16,6 @@ from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host.signals import LAUNCHER_PID
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.train import train
 from graphmoe.worker import _adapted, _join
 from tests.runs import ROOT, TINY, Command, command, config, numbers
 
@@ -90,14 +89,6 @@ def test_a_worker_takes_the_number_of_workers_that_there_are():
     assert (adapted.launch.nproc, adapted.launch.nodes) == (2, "auto")
     with pytest.raises(ConfigError, match="not a multiple of train.micro_batch_size=2 times 4 workers"):
         _adapted(config(), four)
-
-
-@pytest.mark.parametrize("variable", [{"TORCHELASTIC_RUN_ID": "x"}, {"WORLD_SIZE": "2"}])
-def test_under_torchrun_train_is_refused_with_what_to_type_instead(monkeypatch, variable):
-    for name, value in variable.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="for your own torchrun use -m graphmoe.worker <resolved.yaml>"):
-        train(config())
 
 
 def misspelt(at_end: str) -> subprocess.CompletedProcess[str]:

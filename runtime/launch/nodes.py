@@ -8,18 +8,22 @@ import secrets
 import shutil
 import socket
 import subprocess
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
 from graphmoe.config.schema import ConfigError, LaunchConfig
+from graphmoe.runtime.host.signals import ELASTIC
 
 log = logging.getLogger(__name__)
 
 _FIRST_PORT, _PORTS = 20000, 10000
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,56 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
     host, _, _ = endpoint.rpartition(":")
     job = f"graphmoe-{endpoint}"
     return Nodes(count, _is_this_machine(host.strip("[]")), endpoint, job, _address_towards(endpoint))
+
+
+def started_by() -> str | None:
+    """Name what started this process as one rank of many: torchrun, srun or mpirun; None for none of them.
+
+    Fills in torch's variables of the rank where srun or Open MPI's mpirun has variables of its own.
+    *Raises* ConfigError where they do not say how many ranks each node has.
+    """
+    environ = os.environ
+    if ELASTIC in environ or environ.get("WORLD_SIZE", "1") != "1":
+        name, values = "torchrun", [environ.get(variable) for variable in _TORCHS]
+    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > int(environ.get("SLURM_STEP_NUM_NODES", "1")):
+        each = environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]  # such as 8(x4)
+        size = environ["SLURM_STEP_NUM_TASKS"]
+        name, values = "srun", [environ["SLURM_PROCID"], size, environ["SLURM_LOCALID"], each]
+    elif int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        name, values = "mpirun", [environ.get(f"OMPI_COMM_WORLD_{variable}") for variable in _OPEN_MPIS]
+    else:
+        return None
+    if not all(value is not None and value.isdecimal() for value in values):
+        shown = ", ".join(f"{key}={value}" for key, value in zip(_TORCHS, values, strict=True))
+        raise ConfigError(f"{name} started this process, but does not say which rank it is: {shown}")
+    of_rank, of_all, local_rank, local_size = (int(value) for value in values if value is not None)
+    if of_all % local_size or of_rank >= of_all or local_rank >= local_size:
+        raise ConfigError(
+            f"{name} started {of_all} ranks, and {local_size} of them on this node; each node must have "
+            "equally many"
+        )
+    environ.update({key: str(value) for key, value in zip(_TORCHS, values, strict=True)})
+    return name
+
+
+def set_meeting_place(launch: LaunchConfig) -> None:
+    """Set torch's variables of the place where ranks meet, unless their starter or the user has."""
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    if launch.endpoint is not None:
+        endpoint = launch.endpoint
+    elif "SLURM_STEP_NODELIST" in os.environ:
+        endpoint = _slurm_endpoint()
+    elif os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))  # the same for all, which mpirun started
+        endpoint = f"{_LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
+    else:
+        raise ConfigError(
+            "ranks on several nodes need a place to meet; give the first node and a free port, e.g. "
+            "launch.endpoint=node0:29500"
+        )
+    host, _, port = endpoint.rpartition(":")
+    os.environ |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
 
 
 def interface_of(address: str) -> str | None:
@@ -121,15 +175,9 @@ def _is_usable(endpoint: str, address: str) -> bool:
 
 
 def _check_step(count: int, in_step: int) -> None:
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", in_step))
     if count != in_step:
         raise ConfigError(
             f"launch.nodes={count}, but the Slurm step has {in_step} nodes; use auto, or srun --nodes={count}"
-        )
-    if tasks != in_step:
-        raise ConfigError(
-            f"the Slurm step has {tasks} tasks on {in_step} nodes, and each would start launch.nproc "
-            f"workers; use srun --ntasks-per-node=1"
         )
 
 

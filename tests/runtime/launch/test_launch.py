@@ -2,11 +2,13 @@
 
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -16,10 +18,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from graphmoe.config.schema import ConfigError, LaunchConfig
 from graphmoe.runtime.launch.elastic import RankLogs
 from graphmoe.runtime.launch.failures import RunFailed, first_failure, write_failure
-from graphmoe.runtime.launch.nodes import find_nodes
+from graphmoe.runtime.launch.nodes import find_nodes, started_by
+from graphmoe.train import counted
 from tests.faults import HOLD, RAISE_AT, SIGNAL_AT, STEP_S
 from tests.faults import WORDS as FAULTY
-from tests.runs import ROOT, TINY, Command, command, metrics, numbers, summary
+from tests.runs import ROOT, TINY, Command, command, config, metrics, numbers, summary
 
 TWO = ("launch.nproc=2", "train.steps=8", "checkpoint.interval=2", "hydra.run.dir=run")
 SLOW = {STEP_S: "0.15"}
@@ -58,6 +61,17 @@ def test_two_ranks_leave_one_summary_and_a_log_each_and_the_command_reports(undi
     assert not list(folder.glob("logs/*error*")) and not (folder / "logs" / "elastic.log").exists()
 
 
+def test_under_torchrun_the_command_is_one_job_and_bitwise_the_same_run(tmp_path, undisturbed):
+    words = ("--standalone", "--nproc-per-node=2", "-m", "graphmoe.train", *TINY, *TWO, *FAULTY)
+    run = command(tmp_path, *words, module="torch.distributed.run")
+    assert run.wait() == 0, run.err.read_text()
+    assert run.out.read_text().endswith("results: run\n")
+    assert [path.name for path in tmp_path.glob("run*/")] == ["run"]
+    assert numbers(tmp_path / "run") == numbers(undisturbed.out.parent / "run")
+    config = (tmp_path / "run" / "resolved.yaml").read_text()
+    assert config == (undisturbed.out.parent / "run" / "resolved.yaml").read_text()
+
+
 @pytest.mark.slow
 def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed):
     written = command(tmp_path, *TINY, *TWO, *FAULTY, "launch.write_only=true")
@@ -67,6 +81,89 @@ def test_a_torchrun_of_ones_own_gives_bitwise_the_same_run(tmp_path, undisturbed
     assert run.wait() == 0, run.err.read_text()
     assert run.out.read_text().endswith("results: run\n")
     assert numbers(tmp_path / "run") == numbers(undisturbed.out.parent / "run")
+
+
+OF_SRUN = {"SLURM_JOB_ID": "9", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_NUM_NODES": "1"}
+OF_SRUN |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+OF_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "a"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("common", "names"),
+    [
+        (OF_SRUN, ("SLURM_PROCID", "SLURM_LOCALID")),
+        (OF_MPIRUN, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")),
+    ],
+    ids=["srun", "mpirun"],
+)
+def test_tasks_of_srun_and_mpirun_are_the_ranks_of_one_job(tmp_path, undisturbed, common, names):
+    (tmp_path / "second").mkdir()
+    words = (*TINY, *TWO, *FAULTY, f"hydra.run.dir={tmp_path}/run")
+    places = (tmp_path, tmp_path / "second")
+    runs = [
+        Command(place, words, environment={**common, **dict.fromkeys(names, str(rank))})
+        for rank, place in enumerate(places)
+    ]
+    assert [run.wait() for run in runs] == [0, 0], [run.err.read_text() for run in runs]
+    assert runs[1].out.read_text() == "" and numbers(tmp_path / "run") == numbers(
+        undisturbed.out.parent / "run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "starter", "rank"),
+    [
+        ({}, None, ()),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}, None, ()),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun",
+            (3, 4, 1, 2),
+        ),
+        (
+            {
+                **{"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"},
+                **{"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+            },
+            "srun",
+            (9, 16, 1, 8),
+        ),
+        ({**OF_MPIRUN, **{f"OMPI_COMM_WORLD_{n}RANK": "1" for n in ("", "LOCAL_")}}, "mpirun", (1, 2, 1, 2)),
+    ],
+)
+def test_what_started_a_rank_is_known_by_its_variables(monkeypatch, variables, starter, rank):
+    environment = dict(variables)
+    monkeypatch.setattr("os.environ", environment)
+    assert started_by() == starter
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert rank == tuple(int(environment[name]) for name in names if starter)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        (LaunchConfig(nproc=4), "launch.nproc=4, but torchrun started 2 ranks on each node; leave it out"),
+        (
+            LaunchConfig(max_restarts=1),
+            "launch.max_restarts=1 is for workers that graphmoe starts, not torchrun",
+        ),
+        (LaunchConfig(write_only=True), "launch.write_only is for one process; start it without torchrun"),
+        (LaunchConfig(fake_world=8), "launch.fake_world is for one process; start it without torchrun"),
+    ],
+)
+def test_keys_that_start_processes_are_refused_under_torchrun(monkeypatch, launch, said):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        counted(replace(config(), launch=launch), "torchrun")
+    assert counted(config("launch.nproc=auto"), "torchrun").launch.nproc == 2
+
+
+def test_a_misspelt_key_under_torchrun_is_said_once(tmp_path):
+    words = ("--standalone", "--nproc-per-node=2", "-m", "graphmoe.train", "model.num_layer=2")
+    run = command(tmp_path, *words, module="torch.distributed.run")
+    assert run.wait() == 1 and run.err.read_text().count("error: unknown key 'model.num_layer'") == 1
 
 
 def test_killed_and_stopped_no_worker_stays_and_the_run_goes_on_bitwise(tmp_path, undisturbed):
@@ -281,17 +378,9 @@ def test_without_slurm_there_is_one_node_or_the_endpoint_says_which_is_first(mon
     assert (here.is_first, away.is_first) == (True, False) and here.job != away.job
 
 
-@pytest.mark.parametrize(
-    ("launch", "tasks", "said"),
-    [
-        (LaunchConfig(nodes=4), "2", "launch.nodes=4, but the Slurm step has 2 nodes"),
-        (LaunchConfig(), "16", "16 tasks on 2 nodes, .*use srun --ntasks-per-node=1"),
-    ],
-)
-def test_a_slurm_step_of_another_shape_is_refused(step, monkeypatch, launch, tasks, said):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
-    with pytest.raises(ConfigError, match=said):
-        find_nodes(launch)
+def test_a_slurm_step_of_another_number_of_nodes_is_refused(step):
+    with pytest.raises(ConfigError, match="launch.nodes=4, but the Slurm step has 2 nodes"):
+        find_nodes(LaunchConfig(nodes=4))
 
 
 def test_a_worker_whose_launcher_was_gone_before_it_could_ask_ends_at_once():

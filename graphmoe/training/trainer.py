@@ -39,7 +39,7 @@ from graphmoe.training.executor import Execution
 from graphmoe.training.metrics import MetricsWriter, Throughput, log_line, to_json
 from graphmoe.training.micro_batches import Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
-from graphmoe.training.rerun import RetryingSteps, receive_ladder
+from graphmoe.training.retry import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
 from graphmoe.training.start_state import named_source, random_state, restore_random_state, seed_everything
 from graphmoe.training.step import TrainStep

@@ -17,7 +17,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.rerun import RetryingSteps, rungs_of
+from graphmoe.training.retry import RetryingSteps, rungs_of
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 

@@ -164,7 +164,7 @@ def check_command(page: str, line: str, folder: Path) -> None:
         args = parse_args(ProjectArgs, own, prog=tool)
         check_hydra_words(words, folder, functools.partial(completed, args=args))
     elif hasattr(module, "hydra_app"):
-        check_hydra_words(words, folder)
+        check_hydra_words(words, folder, getattr(module, "with_some_batch", None))
     elif tool == "graphmoe.worker":
         assert words and all(map(OWN_CODE.fullmatch, words[1:]))
     elif words == ["--help"] or (not words and line in inline((ROOT / page).read_text(encoding="utf-8"))):

@@ -16,15 +16,25 @@ class SourceFacts(NamedTuple):
 
     needs: tuple[str, ...] = ()
     """Keys of ``data`` without which it cannot be opened."""
+    reads: tuple[str, ...] | None = None
+    """Further keys of ``data`` that it reads beside `EVERY_SOURCE`; None where it may read any."""
     endless: bool = True
 
+    def ignores(self, key: str) -> bool:
+        """Return True where a key of ``data`` has no effect."""
+        return self.reads is not None and key not in (*EVERY_SOURCE, *self.needs, *self.reads)
 
+
+EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")
+"""Keys of ``data`` that have an effect, or do no harm, with every source."""
+_TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
+_HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
-    "stdlib": SourceFacts(endless=False),
-    "files": SourceFacts(("paths", "tokenizer"), endless=False),
-    "hf": SourceFacts(("hf_name", "tokenizer")),
-    "memmap": SourceFacts(("paths",), endless=False),
-    "synthetic": SourceFacts(),
+    "stdlib": SourceFacts(reads=(*_TEXT, "bpe_vocab_size"), endless=False),
+    "files": SourceFacts(("paths", "tokenizer"), (*_TEXT, "val_paths", "text_field"), endless=False),
+    "hf": SourceFacts(("hf_name", "tokenizer"), (*_TEXT, *_HF, "text_field")),
+    "memmap": SourceFacts(("paths",), (*_TEXT, "val_paths"), endless=False),
+    "synthetic": SourceFacts(reads=()),
 }
 ATTENTIONS = OneOf(("mla", "gqa"))
 DATA_SOURCES = OneOf(tuple(SOURCES))

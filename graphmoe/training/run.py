@@ -11,12 +11,13 @@ import psutil
 import torch
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, DpShard, RunConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunConfig
 from graphmoe.data import DataError
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.plan.rules.unused import without_effect
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, TOKENIZER_FILE, to_json
 from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_rows, summarise
@@ -98,28 +99,9 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    is_alone, zero1 = plan.pipeline is None, config.parallel.dp_shard is DpShard.zero1
-    of_stages = ("schedule", "virtual_stages", "microbatches", "layout", "costs")
-    uses_buckets, dispatcher = zero1 and ranks.size > 1, f"with moe.dispatcher={plan.dispatcher}"
-    for unused, section, keys, because in (
-        (is_alone, "pipeline", of_stages, "with parallel.pp=1"),
-        (not plan.reads_peers, "moe", ("receive_budget",), dispatcher),
-        (plan.dispatcher != "symm", "moe", ("transport",), dispatcher),
-        (is_alone, "profile", ("pipeline",), "with parallel.pp=1"),
-        (not config.profile.steps, "profile", ("ranks",), "without profile.steps"),
-        (
-            not uses_buckets,
-            "optim",
-            ("bucket_mb",),
-            f"with {'one rank' if zero1 else 'parallel.dp_shard=fsdp2'}",
-        ),
-    ):
-        given = getattr(config, section)
-        for key in keys if unused else ():
-            if (value := getattr(given, key)) != getattr(type(given)(), key):
-                text = "true" if value is True else getattr(value, "value", value)
-                log.warning("%s.%s=%s has no effect %s", section, key, text, because)
-    splits = not is_alone and schedule_of(config.pipeline.schedule).splits_backward
+    for line in without_effect(plan, ranks.size):
+        log.warning(line)
+    splits = plan.pipeline is not None and schedule_of(config.pipeline.schedule).splits_backward
     if splits and not config.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "

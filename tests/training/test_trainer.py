@@ -9,15 +9,18 @@ import pytest
 import torch
 import yaml
 
+from graphmoe.bench.jobs import compose_config
 from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
+from graphmoe.plan.rules.unused import without_effect
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.run import _summarise, sample_of, warn_of_unused
 from tests.damage import no_file_beyond
 from tests.runs import (
+    PRESETS,
     QUIET,
     TINY,
     Command,
@@ -246,11 +249,27 @@ def test_a_summary_that_the_disk_does_not_take_is_an_error_that_says_what_to_do(
     assert not (tmp_path / "summary.tmp").exists()
 
 
+@pytest.mark.parametrize("option", [f"model={name}" for name in PRESETS] + ["optim=adamw", "debug=quick"])
+def test_what_a_preset_sets_has_an_effect(option):
+    assert [*without_effect(plan_of(compose_config(option), 1), 1)] == []
+
+
 @pytest.mark.parametrize(
     ("words", "warnings"),
     [
         ("profile.pipeline=true profile.ranks=[1]", ["profile.pipeline=true", "profile.ranks=[1]"]),
-        ("pipeline.costs=[moe:1]", ["pipeline.costs=['moe:1'] has no effect with parallel.pp=1"]),
+        ("pipeline.costs=[moe:1]", ["pipeline.costs=[moe:1] has no effect with parallel.pp=1"]),
+        ("model.head_dim=8", ["model.head_dim=8 has no effect with model.attention=mla"]),
+        ("model.yarn_factor=2", ["model.yarn_factor=2.0 has no effect with model.rope_scaling=none"]),
+        (
+            "optim.schedule=constant optim.min_lr_ratio=0.5",
+            ["optim.min_lr_ratio=0.5 has no effect with optim.schedule=constant"],
+        ),
+        ("optim.schedule=wsd optim.wsd_decay_fraction=0.5", []),
+        (
+            "checkpoint.enabled=false checkpoint.interval=100 checkpoint.keep_last=3",
+            ["checkpoint.keep_last=3 has no effect with checkpoint.enabled=false"],
+        ),
         ("moe.receive_budget=worst_case moe.transport=pull", ["moe.receive_budget=", "moe.transport=pull"]),
         ("moe.receive_budget=worst_case moe.dispatcher=symm parallel.ep=2", []),
         ("parallel.pp=2 pipeline.schedule=zb1p", ["pipeline.schedule=zb1p splits the backward"]),

@@ -15,6 +15,7 @@ RULES = (
     run.name_rules,
     run.lr_schedule_rules,
     run.data_rules,
+    run.unread_data_rules,
     run.checkpoint_rules,
     run.compile_rules,
     run.graph_rules,

@@ -4,7 +4,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from graphmoe.config.schema import AttentionBackend, ConfigError, DpShard, ModelConfig, RunConfig, TrainConfig
+from graphmoe.config.choices import SOURCES
+from graphmoe.config.schema import (
+    AttentionBackend,
+    ConfigError,
+    DataConfig,
+    DpShard,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -49,6 +58,20 @@ def data_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"data.seq_len={data.seq_len} leaves no label for model.mtp_depth={model.mtp_depth}; "
             f"use at least {model.mtp_depth + 1}"
+        )
+
+
+def unread_data_rules(config: RunConfig) -> Iterator[str]:
+    """Refuse keys of ``data`` that its source does not read: the run would be on other tokens than meant."""
+    data, default = config.data, DataConfig()
+    for field in dataclasses.fields(data):
+        key, value = field.name, getattr(data, field.name)
+        if value == getattr(default, key) or not data.source_facts.ignores(key):
+            continue
+        others = [f"data={name}" for name, facts in SOURCES.items() if not facts.ignores(key)]
+        yield (
+            f"data.{key}={as_typed(value)} has no effect with data={data.source}; add {' or '.join(others)}, "
+            f"or leave it out"
         )
 
 
@@ -242,6 +265,13 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
         return config
     train = dataclasses.replace(train, global_batch_size=together * count)
     return dataclasses.replace(config, train=train)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as it is typed on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
 def _layers_with(name: str, model: ModelConfig) -> range:

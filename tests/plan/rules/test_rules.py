@@ -57,6 +57,12 @@ data.source=files data.tokenizer=t | data.source=files needs data.paths, e.g. 'd
 data.source=memmap | data.source=memmap needs data.paths
 data.source=files data.paths=[a] | data.source=files needs data.tokenizer
 data.source=hf data.tokenizer=t | data.source=hf needs data.hf_name
+data.paths=[a.txt,b] | data.paths=[a.txt,b] has no effect with data=stdlib; add data=files or data=memmap, or
+data.hf_name=me/texts | data.hf_name=me/texts has no effect with data=stdlib; add data=hf, or leave it out
+data.source=memmap data.paths=[a] data.text_field=body | data.text_field=body has no effect with data=memmap
+data.source=synthetic data.shuffle=false | data.shuffle=false has no effect with data=synthetic; add data=
+data.source=hf data.hf_name=a data.tokenizer=t data.paths=[a] | data.paths=[a] has no effect with data=hf; add
+data.source=files data.paths=[a] data.tokenizer=t data.bpe_vocab_size=500 | has no effect with data=files; add
 data.seq_len=5000 | data.seq_len=5000 exceeds model.context_length=4096; use at most 4096
 data.seq_len=0 | data.seq_len=0 must be greater than 0
 data.seq_len=2 model.mtp_depth=2 | leaves no label for model.mtp_depth=2; use at least 3

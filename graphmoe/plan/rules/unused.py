@@ -1,0 +1,90 @@
+"""Keys that were set and have no effect in a run, of which it warns."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from graphmoe.config.schema import AuxLoss, DpShard, RopeScaling, RunConfig
+from graphmoe.plan.attention import keys_of_others
+from graphmoe.plan.plan import Plan
+from graphmoe.plan.rules.run import as_typed
+
+
+class _Unused(NamedTuple):
+    """Keys of a section without effect."""
+
+    section: str
+    keys: Sequence[str]
+    because: str
+
+
+def without_effect(plan: Plan, num_ranks: int) -> Iterator[str]:
+    """Yield a warning for each key that is not its default and that this run does not read.
+
+    A sweep may set such a key for some of its jobs, so none is refused.
+    """
+    for section, keys, because in _unused(plan, num_ranks):
+        given = getattr(plan.config, section)
+        default = type(given)()
+        for key in keys:
+            if (value := getattr(given, key)) != getattr(default, key):
+                yield f"{section}.{key}={as_typed(value)} has no effect {because}"
+
+
+def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
+    config = plan.config
+    if plan.pipeline is None:
+        of_stages = ("schedule", "virtual_stages", "microbatches", "layout", "costs")
+        yield _Unused("pipeline", of_stages, "with parallel.pp=1")
+        yield _Unused("profile", ("pipeline",), "with parallel.pp=1")
+    if not plan.reads_peers:
+        yield _Unused("moe", ("receive_budget",), f"with moe.dispatcher={plan.dispatcher}")
+    if plan.dispatcher != "symm":
+        yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
+    if config.parallel.dp_shard is not DpShard.zero1:
+        yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
+    elif num_ranks == 1:
+        yield _Unused("optim", ("bucket_mb",), "with one rank")
+    yield from _of_model(config)
+    yield from _of_run(config)
+
+
+def _of_model(config: RunConfig) -> Iterator[_Unused]:
+    model = config.model
+    yield _Unused("model", sorted(keys_of_others(model)), f"with model.attention={model.attention}")
+    if model.rope_scaling is not RopeScaling.yarn:
+        keys = [field.name for field in dataclasses.fields(model) if field.name.startswith("yarn_")]
+        yield _Unused("model", keys, f"with model.rope_scaling={model.rope_scaling.value}")
+    if not model.selection_bias:
+        yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")
+    if model.aux_loss is AuxLoss.none:
+        yield _Unused("model", ("aux_loss_coef",), "with model.aux_loss=none")
+    if not model.mtp_depth:
+        yield _Unused("model", ("mtp_loss_weight",), "with model.mtp_depth=0")
+
+
+def _of_run(config: RunConfig) -> Iterator[_Unused]:
+    data, schedule = config.data, config.optim.schedule
+    if data.source == "stdlib" and data.tokenizer is None:
+        yield _Unused("data", ("eod_token",), "without data.tokenizer")
+    elif data.source == "stdlib":
+        yield _Unused("data", ("bpe_vocab_size",), "with data.tokenizer")
+    if data.source != "stdlib" and data.val_paths:
+        yield _Unused("data", ("val_fraction",), "with data.val_paths")
+    if data.source == "hf" and data.hf_val_split:
+        yield _Unused("data", ("val_fraction",), "with data.hf_val_split")
+    if schedule in ("cosine", "constant"):
+        yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
+    if schedule == "constant":
+        yield _Unused("optim", ("min_lr_ratio",), "with optim.schedule=constant")
+    if not config.checkpoint.enabled:
+        keys = ("interval", "keep_last", "keep_every", "async_save")
+        yield _Unused("checkpoint", keys, "with checkpoint.enabled=false")
+    if config.graph.scope in ("none", None):
+        yield _Unused("graph", ("warmup_steps",), "with graph.scope=none")
+    if not config.host.manual_gc:
+        yield _Unused("host", ("gc_interval",), "with host.manual_gc=false")
+    if not config.log.wandb:
+        yield _Unused("log", ("wandb_project",), "with log.wandb=false")
+    if not config.profile.steps:
+        yield _Unused("profile", ("ranks",), "without profile.steps")

@@ -49,6 +49,11 @@ class ProjectArgs:
 NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
 """Keys of a run for the number of ranks, which this tool takes from ``nodes``."""
 GLOBAL_BATCH = "train.global_batch_size"
+MICRO_BATCH = "train.micro_batch_size"
+NAMES_DATA = {"data", "data.source", "data.paths", "data.hf_name", "experiment"}
+DATA = "data=synthetic"
+ENDPOINT = "launch.endpoint=node0:29500"
+"""Words of a command that was found, where the searcher typed no others."""
 MISSPELT = 0.7
 """Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
 
@@ -93,8 +98,8 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     """Return the configuration on the tool's ranks, in bf16, with a global batch if none was chosen.
 
     The batch has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline,
-    or one. For a search it has four micro-batches for each GPU, whatever the layout, whose rules are not
-    checked yet.
+    or one. For a search it has four times ``train.micro_batch_size`` sequences for each GPU, whatever the
+    layout, whose rules are not checked yet.
     """
     config = replace(
         config,
@@ -122,9 +127,24 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
 
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     """Return the command that starts a run on each node: a search's words, and those that it found."""
+    keys = fixed_keys(words)
     own = [word for word in words if not fixed_keys([word]) & {"format"}]
+    data = [] if keys & NAMES_DATA else [DATA]
     launch = [f"launch.nproc={GPUS_PER_NODE}", f"launch.nodes={args.nodes}"]
-    return shlex.join(["python", "-m", "graphmoe.train", *own, *found.split(), *launch])
+    launch += [ENDPOINT] * (args.nodes > 1 and "launch.endpoint" not in keys)
+    return shlex.join(["python", "-m", "graphmoe.train", *own, *data, *found.split(), *launch])
+
+
+def to_change(command: str) -> str:
+    """Return a sentence on the words of a `train_command` that stand for what only its reader knows."""
+    words, notes = shlex.split(command), []
+    if DATA in words:
+        notes.append(f"put your data in the place of {DATA}, which is random tokens")
+    if ENDPOINT in words:
+        notes.append(f"type it on each node, with the name of the first for {ENDPOINT.partition('=')[2]}")
+        notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
+    text = "; ".join(notes)
+    return text[:1].upper() + text[1:]
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:

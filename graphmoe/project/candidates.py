@@ -18,10 +18,11 @@ from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules.check import violations
 from graphmoe.plan.rules.experts import one_node_rules
-from graphmoe.plan.rules.parallel import context_method, rank_batch_rules
-from graphmoe.project.arguments import GLOBAL_BATCH, ProjectArgs
+from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
+from graphmoe.project.arguments import GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
 
 MOST_CP = 8
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
 """Numbers of virtual stages that are tried with schedules that take any."""
 
@@ -45,6 +46,7 @@ class Candidates:
         self.config, self.num_ranks, self.fixed = config, args.num_ranks, fixed
         self._launch = replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes)
         self.kinds = self._kinds()
+        self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
         self._violated: dict[Layout, list[str]] = {}
@@ -67,7 +69,8 @@ class Candidates:
             if is_auto and "moe.dispatcher" not in self.fixed:
                 moe = replace(moe, dispatcher="auto")
             moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
-            config = replace(self.config, parallel=parallel, moe=moe)
+            train = replace(self.config.train, micro_batch_size=self.micro_batch_sizes[0])
+            config = replace(self.config, parallel=parallel, moe=moe, train=train)
             yield Candidate(self._words(parallel), config, layout), self._problems(config, layout)
         if not count:
             raise ConfigError(
@@ -81,6 +84,19 @@ class Candidates:
             pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
             config = replace(candidate.config, pipeline=pipeline)
             yield replace(candidate, words=_joined(candidate.words, *words), config=config)
+
+    def sized(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield a layout with each size of micro-batches that its data-parallel ranks can share, from 1 on.
+
+        The first is there in any case: a layout that cannot share it was refused before.
+        """
+        for size in self.micro_batch_sizes:
+            train = replace(candidate.config.train, micro_batch_size=size)
+            if any(rank_batch_rules(train, candidate.layout, self.num_ranks)):
+                return
+            words = "" if MICRO_BATCH in self.fixed else f"{MICRO_BATCH}={size}"
+            config = replace(candidate.config, train=train)
+            yield replace(candidate, words=_joined(candidate.words, words), config=config)
 
     def recomputing(self, candidate: Candidate, kind: str) -> Candidate:
         """Return a candidate with a kind of recompute, whose words are complete."""
@@ -115,6 +131,15 @@ class Candidates:
                 yield f"pipeline.virtual_stages={virtual_stages}"
             elif self.config.pipeline.virtual_stages is not None:  # of a file
                 yield "pipeline.virtual_stages=null"
+
+    def _micro_batch_sizes(self) -> list[int]:
+        """Return powers of two that divide the global batch, the given size alone where there is one."""
+        train = self.config.train
+        if MICRO_BATCH in self.fixed:
+            return [train.micro_batch_size]
+        whole = [size for size in MICRO_BATCH_SIZES if train.global_batch_size % size == 0]
+        few = [size for size in whole if train.global_batch_size <= MOST_MICRO_BATCHES * size]
+        return few or whole[-1:]
 
     def _kinds(self) -> dict[str, RecomputeConfig]:
         """Return kinds of recompute by their words, the given one alone where the command line has one."""

@@ -13,10 +13,10 @@ from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.memory import PlaceMemory, exact_memory
-from graphmoe.project.step_time import step_time
+from graphmoe.project.step_time import short_plan, step_time
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -63,7 +63,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     Ranks at one place along pp are alike; rank 0 is at place 0. FLOPs are the model's: no recomputation,
     causal attention halved.
     """
-    card, plan = args.card, plan_of(config, args.num_ranks)
+    card, plan = args.card, short_plan(config, args.num_ranks)
     layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
     virtual_stages = len(plan.stages) // layout.pp
     is_published = args.assumptions is Assumptions.published

@@ -45,6 +45,13 @@ class PlaceKind(NamedTuple):
     """Micro-batches that are kept of each stage, at the moments when a rank keeps most."""
 
 
+class Like(NamedTuple):
+    """A layout that stands for all whose ranks compute and keep the same of a layer, and sequences."""
+
+    layout: Layout
+    micro_batch_size: int
+
+
 class ShortPipeline(NamedTuple):
     """A pipeline with as many micro-batches as fill it."""
 
@@ -79,7 +86,7 @@ class Estimates:
         self._plain = Sizes.from_config(config, Layout(), on_nvidia=self.on_nvidia)
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
         self._are_alike = not any(kind.layer_ids for kind in kinds.values())
-        self._sizes: dict[Layout, tuple[RunConfig, Sizes]] = {}
+        self._sizes: dict[Like, tuple[RunConfig, Sizes]] = {}
         self._pipelines: dict[tuple[object, ...], ShortPipeline] = {}
         self._stage = functools.cache(self._estimate_stage)
         self._state = functools.cache(self._estimate_state)
@@ -167,19 +174,19 @@ class Estimates:
             pipeline.schedule, pipeline.virtual_stages, pipeline.ep_overlap, *shares, message=delay
         )
 
-    def _like(self, candidate: Candidate) -> Layout:
-        """Return the layout that stands for all whose ranks compute and keep the same of a layer."""
-        like = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
+    def _like(self, candidate: Candidate) -> Like:
+        layout = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
+        like = Like(layout, candidate.config.train.micro_batch_size)
         if like not in self._sizes:
             sizes = Sizes.from_config(candidate.config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = candidate.config, sizes
         return like
 
-    def _with_recompute(self, like: Layout, kind: str) -> tuple[RunConfig, Sizes]:
+    def _with_recompute(self, like: Like, kind: str) -> tuple[RunConfig, Sizes]:
         config, sizes = self._sizes[like]
         return replace(config, recompute=self.kinds[kind]), sizes
 
-    def _estimate_stage(self, like: Layout, kind: str, pieces: StagePieces) -> _Stage:
+    def _estimate_stage(self, like: Like, kind: str, pieces: StagePieces) -> _Stage:
         config, sizes = self._with_recompute(like, kind)
         times = stage_times(config, sizes, self.speeds, pieces)
         kept = stage_activations(sizes, Recompute.of(config.recompute), pieces)
@@ -196,7 +203,7 @@ class Estimates:
             update_seconds(optim.name, owned_elements(weights, layout, optim.bucket_mb), self.speeds),
         )
 
-    def _estimate_buffers(self, like: Layout, kind: str, stages: Stages, lanes: int) -> float:
+    def _estimate_buffers(self, like: Like, kind: str, stages: Stages, lanes: int) -> float:
         config, sizes = self._with_recompute(like, kind)
         return sum(own_buffer_bytes(config, sizes, stages, lanes).values())
 

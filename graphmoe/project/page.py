@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words
 from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import COLUMNS, cells, listed, recommendation
-from graphmoe.web_page import COLOURS, Chart, grid, paragraph, table, tiles, write_page
+from graphmoe.web_page import COLOURS, Chart, folds, grid, paragraph, table, tiles, write_page
 
 TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
 
@@ -29,45 +30,81 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
             ("MFU", f"{document['mfu']:.1%}", "of the card's peak in bf16"),
         ]
     )
-    if document["fits"] and not document["fits_with_margin"]:
-        header += paragraph(margin_words(document) + ".")
+    header += "".join(map(paragraph, _caveats(document)))
     memory = _memory_chart(names, places, card, "ranks of a place along pp")
     charts = [memory, _time_chart(document["time_s"])]
-    write_page(path, "graphmoe: projection", paragraph(f"`{command}`") + header, [("", grid(charts))])
+    write_page(path, _title(document), paragraph(f"`{command}`") + header, [("", grid(charts))])
 
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     """Write memory and throughput of the layouts that a search lists, and the words to type for each."""
     best, card = listed(document), document["card_gb"]
-    numbers = [str(number) for number in range(1, len(best) + 1)]
-    rows = [(number, *cells(line), line["words"]) for number, line in zip(numbers, best, strict=True)]
-    said = f"{document['num_fitting']} candidates fit, {len(document['rejected'])} do not run."
-    content = paragraph(f"Nothing fits {document['num_ranks']} cards of {card:,.0f} GB.")
-    if best:
-        memory = _memory_chart(numbers, [line["memory_gb"] for line in best], card, "layout")
-        rates = [line["tokens_per_s_per_gpu"] for line in best]
-        alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
-        speed = _bars("Throughput", alt, {"tokens/s/GPU": rates}, numbers, "layout", "tokens/s/GPU")
-        content = grid([memory, speed]) + table(("", *COLUMNS, "what to type"), rows)
-        if not all(line["fits_with_margin"] for line in best):
-            content += paragraph(margin_words(document) + ".")
-        content += paragraph(f"Recommended, {recommendation(document)}:")
-        content += paragraph(f"`{document['recommended']['command']}`")
-    header = paragraph(f"`{command}`") + paragraph(said)
-    write_page(path, "graphmoe: search of layouts", header, [("", content)])
+    header = paragraph(f"`{command}`")
+    header += paragraph(
+        f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step: "
+        f"{document['num_fitting']} candidates fit, {len(document['rejected'])} do not run."
+    )
+    if not best:
+        header += paragraph(f"Nothing fits {document['num_ranks']} cards of {card:,.0f} GB.")
+        write_page(path, _title(document), header, [])
+        return
+    recommended = document["recommended"]
+    shown = [(line, cells(line), line["words"] == recommended["words"]) for line in best]
+    marks = [f"{number}{CHOSEN * chosen}" for number, (_, _, chosen) in enumerate(shown, 1)]
+    names = [f"{mark}. {row[0]}, {row[1]}" for mark, (_, row, _) in zip(marks, shown, strict=True)]
+    header += paragraph(f"Recommended{CHOSEN}, {recommendation(document)}:")
+    header += paragraph(f"`{recommended['command']}`")
+    notes = [to_change(recommended["command"]), *_caveats(document)]
+    header += "".join(map(paragraph, filter(None, notes)))
+    memory = _memory_chart(names, [line["memory_gb"] for line in best], card, "", lying=True)
+    rates = [line["tokens_per_s_per_gpu"] for line in best]
+    alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
+    speed = _bars("Throughput", alt, {"tokens/s/GPU": rates}, names, "", "tokens/s/GPU", lying=True)
+    content = grid([memory, speed])
+    content += table(("", *COLUMNS), [(mark, *row) for mark, (_, row, _) in zip(marks, shown, strict=True)])
+    typed = [(name, paragraph(f"`{line['words']}`")) for name, line in zip(names, best, strict=True)]
+    sections = [("", content), ("What to type", folds(typed))]
+    write_page(path, _title(document), header, sections)
+
+
+CHOSEN = " *"
+"""Mark of the recommended layout."""
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    return f"graphmoe: {document['model']} on {document['num_ranks']} {document['hardware']}, projected"
+
+
+def _caveats(document: Mapping[str, Any]) -> list[str]:
+    """Return what a reader of projected numbers has to know, in sentences."""
+    lines = document.get("best", [document])
+    near = any(line.get("fits", True) and not line["fits_with_margin"] for line in lines)
+    not_counted = f"Not counted in memory: {', '.join(document['not_counted'])}."
+    return [
+        f"Nothing of this was run. Times are projected from {document['rates_from']}.",
+        f"{margin_words(document)}." if near else not_counted,
+    ]
 
 
 def _memory_chart(
-    names: Sequence[str], bars: Sequence[Mapping[str, float]], card_gb: float, axis: str
+    names: Sequence[str],
+    bars: Sequence[Mapping[str, float]],
+    card_gb: float,
+    axis: str,
+    *,
+    lying: bool = False,
 ) -> Chart:
     heights = {kind: [bar[kind] for bar in bars] for kind in MEMORY_KINDS[:-1]}
     largest = max(sum(bar[kind] for kind in heights) for bar in bars)
     alt = f"Memory by kind, {len(names)} bars, the largest {largest:,.1f} GB of {card_gb:,.0f} GB of the card"
-    chart = _bars("Memory by kind", alt, heights, names, axis, "memory of a rank, GB")
-    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": card_gb, "y1": card_gb}
-    says = {"text": f"card, {card_gb:,.0f} GB", "xref": "paper", "x": 1, "y": card_gb, "yanchor": "bottom"}
-    chart.layout["shapes"] = [line | {"line": {"dash": "dash", "color": "#d65f5f"}}]
-    chart.layout["annotations"] = [says | {"xanchor": "right", "showarrow": False}]
+    chart = _bars("Memory by kind", alt, heights, names, axis, "memory of a rank, GB", lying=lying)
+    along, up = ("y", "x") if lying else ("x", "y")
+    line = {"type": "line", f"{along}ref": "paper", f"{along}0": 0, f"{along}1": 1}
+    chart.layout["shapes"] = [
+        line | {f"{up}0": card_gb, f"{up}1": card_gb, "line": {"dash": "dash", "color": "#d65f5f"}}
+    ]
+    says = {"text": f"card, {card_gb:,.0f} GB", f"{along}ref": "paper", along: 1, up: card_gb}
+    chart.layout["annotations"] = [says | {"xanchor": "right", "yanchor": "bottom", "showarrow": False}]
     return chart
 
 
@@ -85,14 +122,20 @@ def _bars(
     places: Sequence[str],
     below: str,
     beside: str,
+    *,
+    lying: bool = False,
 ) -> Chart:
+    """Draw stacked bars; ``lying`` ones have room for long names, the first on top."""
+    along, up = ("y", "x") if lying else ("x", "y")
+    way = {"orientation": "h"} if lying else {}
     traces = [
-        {"type": "bar", "name": name, "x": [*places], "y": [*each], "marker": {"color": colour}}
+        {"type": "bar", "name": name, along: [*places], up: [*each], "marker": {"color": colour}, **way}
         for (name, each), colour in zip(heights.items(), itertools.cycle(COLOURS), strict=False)
     ]
+    names = {"title": {"text": below}, "type": "category"} | ({"autorange": "reversed"} if lying else {})
     layout = {
         "barmode": "stack",
-        "xaxis": {"title": {"text": below}, "type": "category"},
-        "yaxis": {"title": {"text": beside}, "rangemode": "tozero"},
+        f"{along}axis": names,
+        f"{up}axis": {"title": {"text": beside}, "rangemode": "tozero"},
     }
-    return Chart(title, alt, traces, layout, height_px=380)
+    return Chart(title, alt, traces, layout, height_px=150 + 26 * len(places) if lying else 380)

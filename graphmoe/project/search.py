@@ -23,8 +23,8 @@ PROJECTED = 20
 WITH_MARGIN = 5
 """Candidates with a margin that are projected whole at least."""
 COPIED = (
-    "layout", "pipeline", "micro_batches", "memory_gb", "left_gb", "fits_with_margin", "worst_rank",
-    "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu",
+    "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
+    "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu",
 )  # fmt: skip
 """Keys of a projection that the document has for each of the best."""
 
@@ -46,8 +46,9 @@ def search(
 ) -> dict[str, Any]:
     """Return all candidates as plain values. Keys in ``words``, those of a run, stay as they are.
 
-    Each layout with its schedule has the fastest kind of recompute that fits. Where that one leaves no
-    margin, the fastest that leaves one is there too; where no kind fits, the one that needs least memory is.
+    Each layout with its schedule and its size of micro-batches has the fastest kind of recompute that fits.
+    Where that one leaves no margin, the fastest that leaves one is there too; where no kind fits, the one
+    that needs least memory is.
     ``report`` gets the progress of the search in words. *Raises* ConfigError.
     """
     refuse_unknown(config)
@@ -77,7 +78,7 @@ def search(
         "nodes": args.nodes,
         "num_ranks": args.num_ranks,
         "seq_len": config.data.seq_len,
-        "micro_batch_size": config.train.micro_batch_size,
+        "micro_batch_sizes": tried.micro_batch_sizes,
         "global_batch_size": config.train.global_batch_size,
         "card_gb": card.memory_gb,
         "num_fitting": len(fitting),
@@ -117,9 +118,24 @@ def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitt
             reason = f"weights, gradients and optimizer state alone are {least:,.1f} GB"
             yield _rejected(layout, [f"{reason}, {least - card.memory_gb:,.1f} too many"], least)
             continue
-        kinds = sorted(tried.kinds, key=lambda kind: estimates.model_seconds(tried.recomputing(layout, kind)))
         for scheduled in tried.scheduled(layout):
-            yield from _with_recompute(scheduled, kinds, tried, estimates, card)
+            yield from _with_micro_batches(scheduled, tried, estimates, card)
+
+
+def _with_micro_batches(
+    scheduled: Candidate, tried: Candidates, estimates: Estimates, card: Card
+) -> Iterator[Fitting | Rejected]:
+    """Yield what runs with each size of micro-batches, up to the first with which nothing does.
+
+    Where the smallest does not run, its reason comes.
+    """
+    for number, sized in enumerate(tried.sized(scheduled)):
+        kinds = sorted(tried.kinds, key=lambda kind: estimates.model_seconds(tried.recomputing(sized, kind)))
+        found = [*_with_recompute(sized, kinds, tried, estimates, card)]
+        fitting = [one for one in found if isinstance(one, Fitting)]
+        yield from fitting if number else found
+        if not fitting:
+            return
 
 
 def _with_recompute(

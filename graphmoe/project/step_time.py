@@ -20,11 +20,12 @@ from graphmoe.plan.costs.segment_times import (
     times_of_layers,
 )
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.layout import Axis, layout_of
+from graphmoe.plan.layout import Axis, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces
-from graphmoe.plan.pipeline.plan import costs_of
-from graphmoe.plan.pipeline.simulate import simulate
-from graphmoe.plan.plan import Plan
+from graphmoe.plan.pipeline.plan import SIMULATED, PipelinePlan, costs_of, num_micro_batches
+from graphmoe.plan.pipeline.schedules import make_table, schedule_of
+from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
@@ -49,7 +50,7 @@ def step_time(
     if plan.pipeline is None:
         makespan, waits = count * busy[0], 0.0
     else:
-        makespan = simulate(plan.pipeline.table, costs_of(totals, message_seconds(sizes, speeds))).makespan
+        makespan = _makespan(plan, plan.pipeline, costs_of(totals, message_seconds(sizes, speeds)))
         waits = 1 - count * sum(busy) / (makespan * layout.pp)
     if bubble is not None:
         makespan, waits = count * sum(busy) / len(busy) / (1 - bubble), bubble
@@ -80,6 +81,35 @@ def step_time(
             "host": host,
         },
     }
+
+
+def short_plan(config: RunConfig, num_ranks: int) -> Plan:
+    """Return the plan of a run, whose pipeline's table has `SIMULATED` micro-batches for each rank at most.
+
+    By then ranks keep what they keep of more. *Raises* ConfigError.
+    """
+    layout = Layout.of(config.parallel, num_ranks)
+    count, most = num_micro_batches(config, layout), SIMULATED * layout.pp
+    is_wrong = config.pipeline.microbatches not in (None, count)
+    keeps_all = layout.pp > 1 and schedule_of(config.pipeline.schedule).keeps_all
+    if layout.pp == 1 or count < most + layout.pp or keeps_all or is_wrong:
+        return plan_of(config, num_ranks)
+    batch = (most + count % layout.pp) * config.train.micro_batch_size * layout.dp
+    pipeline = replace(config.pipeline, microbatches=None)
+    short = replace(config, train=replace(config.train, global_batch_size=batch), pipeline=pipeline)
+    return replace(plan_of(short, num_ranks), config=config, num_micro_batches=count)
+
+
+def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
+    """Return the simulated seconds of all micro-batches; those that a short table lacks go on at its pace."""
+    long, asked = pipeline.table, plan.config.pipeline
+    makespan = simulate(long, costs).makespan
+    if (missing := plan.num_micro_batches - long.num_micro_batches) == 0:
+        return makespan
+    fewer = SIMULATED // 2 * plan.layout.pp
+    sizes = plan.layout.pp, long.num_micro_batches - fewer, asked.virtual_stages
+    short = make_table(asked.schedule, *sizes, overlap=asked.ep_overlap, costs=pipeline.costs)
+    return makespan + missing * (makespan - simulate(short, costs).makespan) / fewer
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.arguments import text_table
+from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words
 from graphmoe.project.memory import MEMORY_KINDS
 
@@ -25,8 +26,8 @@ WORDS = {
     "total": "total",
 }
 
-COLUMNS = ("layout", "schedule", "computed again", "GB", "left", "bubble", "tokens/s/GPU")
-"""Heads of a search's table."""
+COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble", "tokens/s/GPU")
+"""Heads of a search's table; *size* is of a micro-batch, in sequences."""
 
 
 def render(document: dict[str, Any]) -> Group:
@@ -77,10 +78,9 @@ def verdict(document: dict[str, Any]) -> str:
         near = "" if document["fits_with_margin"] else f". [bold]{margin_words(document)}[/bold]"
         return f"[bold]fits[/bold]: {numbers}, {document['left_gb']:,.1f} GB more{near}"
     largest = max(MEMORY_KINDS[:-1], key=lambda kind: memory[kind])
-    *ways, last = _ways(document, largest)
     return (
         f"[bold]DOES NOT FIT[/bold]: {numbers}, {total - card:,.1f} GB too few; most are {WORDS[largest]}, "
-        f"{memory[largest]:,.1f} GB: try {', '.join(ways)}{' or ' if ways else ''}{last}"
+        f"{memory[largest]:,.1f} GB: try {joined_or(_ways(document, largest))}"
     )
 
 
@@ -148,7 +148,7 @@ def render_search(document: dict[str, Any]) -> Group:
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}: "
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, micro-batches "
-        f"of {document['micro_batch_size']}",
+        f"of {joined_or(document['micro_batch_sizes'])}",
         f"{document['num_fitting']} candidates fit {document['card_gb']:,.0f} GB, "
         f"{len(document['rejected'])} do not run; the {document['num_simulated']} that may be among the best "
         f"were projected, from {document['rates_from']}",
@@ -167,8 +167,16 @@ def render_search(document: dict[str, Any]) -> Group:
         shown += ["", "[bold]Why others do not run[/bold]", reasons]
     if recommended:
         command = Text(recommended["command"], no_wrap=True, overflow="ignore")
-        shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:", command]
+        shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:"]
+        shown += [note] if (note := to_change(recommended["command"])) else []
+        shown.append(command)
     return Group(*shown)
+
+
+def joined_or(values: Sequence[object]) -> str:
+    """Join values as "1, 2 or 4"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -197,6 +205,7 @@ def cells(line: dict[str, Any]) -> list[str]:
         " ".join(cuts) or "dp",
         f"{pipeline['schedule']} x{pipeline['virtual_stages']}" if pipeline else "-",
         line["recompute"].removeprefix("recompute=").removeprefix("recompute.") or "as given",
+        str(line["micro_batch_size"]),
         f"{line['memory_gb']['total']:,.1f}",
         f"{'' if line['fits_with_margin'] else '! '}{line['left_gb']:,.1f}",
         f"{line['bubble']:.1%}",

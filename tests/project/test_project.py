@@ -68,6 +68,10 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
     page = tmp_path / "one.html"
     found = document(*SMALL, *words, f"page={page}")
     text = page.read_text()
+    assert (
+        "<h1>graphmoe: tiny on 8 H200, projected</h1>" in text and "network and overlap are assumed" in text
+    )
+    assert "Not counted in memory: the device" in text
     for said in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
         assert f'"{said}"' in text, said
     ranks = found["memory_gb_per_rank"]
@@ -160,6 +164,10 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
     words = (*SMALL, "search=true", "top=3", "parallel.tp=1", "train.global_batch_size=16")
     result = project(*words, f"page={page}")
     assert (result.status, result.err) == (0, f"wrote {page}\n")  # progress is for terminals
+    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "Recommended *", "*. ", "network and overlap are")
+    assert all(
+        words in page.read_text() for words in (*said, "Not counted in memory: the device", "What to type")
+    )
     assert "tokens/s/GPU" in result.out
     text = page.read_text()
     assert all(said in text for said in ("plotly", "card, 141 GB", "tokens/s/GPU"))

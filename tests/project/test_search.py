@@ -15,7 +15,8 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.plan.resolve import resolve
 from graphmoe.plan.rules.check import check
-from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys
+from graphmoe.project import step_time
+from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys, to_change, train_command
 from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
 from graphmoe.project.page import write_search
@@ -136,6 +137,7 @@ def test_the_command_starts_a_run_of_the_recommended_layout(small_card):
     assert (python, flag, module) == ("python", "-m", "graphmoe.train")
     assert typed[:2] == [*words[:2]] and "'recompute.ops=[layernorm]'" in command
     assert typed[-2:] == ["launch.nproc=8", "launch.nodes=1"] and "format=json" not in typed
+    typed.remove("data=synthetic")  # a group's option
     check(configured(*typed))
 
 
@@ -159,6 +161,42 @@ def test_a_listed_layout_has_its_own_numbers_also_where_a_file_set_what_a_search
         assert has_its_own_numbers(line, projected(" ".join((*OF_A_FILE, line["words"])), small_card)), line
     assert re.fullmatch(r"looking for layouts: \d+ fit, \d+ do not run", said[-2])
     assert said[-1].startswith("projecting the fastest of ")
+
+
+def test_each_size_of_micro_batches_is_tried_up_to_the_first_that_does_not_fit(small_card):
+    words = ("parallel.tp=1", "parallel.cp=1", "parallel.ep=8")
+    found = searched(replace(small_card, top=10_000), *words)
+    assert found["micro_batch_sizes"] == [1, 2, 4, 8, 16]
+    sizes = {line["micro_batch_size"] for line in found["best"]}
+    assert len(sizes) > 1
+    for line in found["best"]:
+        assert f"train.micro_batch_size={line['micro_batch_size']}" in line["words"]
+        assert has_its_own_numbers(line, projected(line["words"] + " " + " ".join(words), small_card))
+        assert line["micro_batches"] * line["micro_batch_size"] * line["layout"]["dp"] == 32
+    (given,) = searched(small_card, *words, "train.micro_batch_size=2")["micro_batch_sizes"]
+    assert given == 2
+    assert not any("train.micro_batch_size=16" in line["words"] for line in found["rejected"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb1p", "zbv"])
+def test_long_pipelines_are_projected_from_shorter_ones(schedule, monkeypatch):
+    words = f"parallel.pp=4 parallel.ep=2 pipeline.schedule={schedule} train.micro_batch_size=1"
+    words += " train.global_batch_size=400"
+    short = projected(words, ProjectArgs("h200"))
+    assert short["micro_batches"] == 200 > 16 * 4
+    monkeypatch.setattr(step_time, "SIMULATED", 1000)
+    whole = projected(words, ProjectArgs("h200"))
+    assert short["memory_gb_per_rank"] == whole["memory_gb_per_rank"]
+    assert short["step_time_s"] == pytest.approx(whole["step_time_s"], rel=0.005)
+
+
+def test_a_command_for_several_nodes_names_where_they_meet_and_data():
+    words = ("parallel.ep=2", "data=memmap", "data.paths=[a]")
+    alone, several = (train_command(words, "", ProjectArgs("h200", nodes=nodes)) for nodes in (1, 2))
+    assert "launch.endpoint" not in alone and to_change(alone) == ""
+    assert several.endswith("launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500")
+    assert to_change(several).startswith("Type it on each node, with the name of the first for node0:29500;")
+    assert to_change(train_command((), "", ProjectArgs("h200"))).startswith("Put your data in the place of")
 
 
 def test_what_no_projection_counts_is_refused_before_anything_is_tried(small_card):

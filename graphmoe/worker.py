@@ -233,8 +233,7 @@ def leave_report(folder: Path) -> None:
     try:
         write_report(folder, max_trace_bytes=MAX_TRACE_BYTES)
     except Exception as error:
-        why = f"{error}; pip install plotly" if isinstance(error, ImportError) else repr(error)
-        log.warning("no report: %s. python -m graphmoe.report run=%s makes it", why, display_path(folder))
+        log.warning("no report: %r. python -m graphmoe.report run=%s makes it", error, display_path(folder))
 
 
 def _end(error: BaseException, log_dir: Path | None) -> NoReturn:

@@ -1,13 +1,11 @@
 """A page with the timelines of a pipeline: one file, which needs no network."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from graphmoe.pipeline_view.bars import (
     COLOURS,
@@ -24,12 +22,8 @@ from graphmoe.pipeline_view.bars import (
     summary,
     text_colour,
 )
-from graphmoe.web_page import Chart, chart_of, grid, paragraph, table
+from graphmoe.web_page import Chart, grid, paragraph, table
 from graphmoe.web_page import write_page as write_whole
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Bar as Trace
-    from plotly.graph_objects import Figure
 
 ROW_PX = 40
 """Height of a rank's row."""
@@ -45,90 +39,87 @@ def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
 
 
 def timeline_chart(panels: Sequence[Panel]) -> Chart:
-    """``timeline_figure`` for a page."""
-    said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
-    alt = f"Timelines of a pipeline, a row for each rank: {said}"
-    return chart_of(timeline_figure(panels), "Pipeline", alt, min_width_px=640, is_zoomed=True)
-
-
-def timeline_figure(panels: Sequence[Panel]) -> Figure:
-    """A row for each rank, and a trace for each kind of action of each panel.
+    """Panels for a page, with a row for each rank and a trace for each kind of action.
 
     A click in the legend hides a kind in all panels.
     """
-    from plotly.subplots import make_subplots
-
     heights = [panel.timeline.table.placement.num_ranks * ROW_PX for panel in panels]
     plot_px = sum(heights) + GAP_PX * (len(panels) - 1)
-    figure = make_subplots(
-        rows=len(panels),
-        cols=1,
-        shared_xaxes=True,
-        row_heights=heights,
-        vertical_spacing=GAP_PX / plot_px,
-        subplot_titles=[f"<b>{html.escape(panel.title)}</b>  {summary(panel)}" for panel in panels],
-    )
-    shown: set[BarKind] = set()
-    for row, panel in enumerate(panels, start=1):
+    traces, shown = [], set[BarKind]()
+    layout: dict[str, Any] = {
+        "barmode": "overlay",
+        "uniformtext": {"minsize": 8, "mode": "hide"},
+        "legend": {"orientation": "h", "y": 1 + 28 / plot_px, "yanchor": "bottom", "x": 0},
+        "margin": {"t": HEAD_PX, "b": 60, "l": 10, "r": 10},
+        "annotations": [],
+    }
+    end, top_px = max(bar.end for panel in panels for bar in bars_of(panel)), plot_px
+    for number, (panel, height) in enumerate(zip(panels, heights, strict=True), start=1):
+        axis, top = str(number) if number > 1 else "", top_px / plot_px
         for kind, bars in bars_by_kind(panel).items():
-            figure.add_trace(_trace(kind, bars, panel, kind not in shown), row=row, col=1)
+            trace = _trace(kind, bars, panel, kind not in shown)
+            traces.append({**trace, "xaxis": f"x{axis}", "yaxis": f"y{axis}"})
             shown.add(kind)
-        ranks = range(panel.timeline.table.placement.num_ranks)
-        figure.update_yaxes(
-            range=[ranks.stop - 0.5, -0.5],
-            tickvals=list(ranks),
-            ticktext=[
-                f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
-                f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
-                for rank, idle in enumerate(idle_shares(panel.timeline))
-            ],
-            fixedrange=True,
-            row=row,
-            col=1,
-        )
-    end = max(bar.end for panel in panels for bar in bars_of(panel))
-    figure.update_xaxes(range=[0, end * 1.005], minallowed=0, maxallowed=end * 1.02, showticklabels=True)
-    figure.update_xaxes(title_text=axis_title(panels), row=len(panels), col=1)
-    figure.update_yaxes(automargin=True, ticks="", showgrid=False, zeroline=False)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    figure.update_layout(
-        barmode="overlay",
-        height=plot_px + HEAD_PX + 60,
-        uniformtext={"minsize": 8, "mode": "hide"},
-        legend={"orientation": "h", "y": 1 + 28 / plot_px, "yanchor": "bottom", "x": 0},
-        margin={"t": HEAD_PX, "b": 60, "l": 10, "r": 10},
-    )
-    return figure
+        layout[f"yaxis{axis}"] = {**_ranks_axis(panel), "domain": [(top_px - height) / plot_px, top]}
+        layout[f"xaxis{axis}"] = {"range": [0, end * 1.005], "minallowed": 0, "maxallowed": end * 1.02,
+                                  "anchor": f"y{axis}", **({"matches": "x"} if axis else {})}  # fmt: skip
+        title = f"<b>{html.escape(panel.title)}</b>  {summary(panel)}"
+        layout["annotations"].append({"text": title, "xref": "paper", "yref": "paper", "x": 0, "y": top,
+                                      "xanchor": "left", "yanchor": "bottom", "showarrow": False,
+                                      "font": {"size": 13}})  # fmt: skip
+        top_px -= height + GAP_PX
+    layout[f"xaxis{axis}"]["title"] = {"text": axis_title(panels)}
+    said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
+    alt = f"Timelines of a pipeline, a row for each rank: {said}"
+    return Chart("Pipeline", alt, traces, layout, plot_px + HEAD_PX + 60, is_wide=True, min_width_px=640,
+                 has_own_title=True, is_zoomed=True)  # fmt: skip
 
 
-def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) -> Trace:
-    from plotly.graph_objects import Bar as Trace
+def _ranks_axis(panel: Panel) -> dict[str, Any]:
+    """Axis with a row for each rank, which says how long it is idle and how much it keeps."""
+    ranks = range(panel.timeline.table.placement.num_ranks)
+    return {
+        "range": [ranks.stop - 0.5, -0.5],
+        "tickvals": list(ranks),
+        "ticktext": [
+            f"rank {rank}<br><span style='font-size:9px'>{idle:.0%} idle, "
+            f"{re.sub('activations?', 'act.', shown_peak(panel.timeline, rank))}</span>"
+            for rank, idle in enumerate(idle_shares(panel.timeline))
+        ],
+        "fixedrange": True,
+        "ticks": "",
+        "showgrid": False,
+        "zeroline": False,
+    }
 
+
+def _trace(kind: BarKind, bars: Sequence[Bar], panel: Panel, in_legend: bool) -> dict[str, Any]:
     unit = f" {panel.unit}" if panel.unit else ""
     border_px = 0 if kind == "comm" else 0.5  # transfers may be as narrow as the border
-    return Trace(
-        orientation="h",
-        name=WORDS[kind],
-        legendgroup=kind,
-        legendrank=list(COLOURS).index(kind),
-        showlegend=in_legend,
-        y=[(bar.low + bar.high) / 2 for bar in bars],
-        width=[bar.high - bar.low for bar in bars],
-        base=[bar.start for bar in bars],
-        x=[bar.end - bar.start for bar in bars],
-        marker={"color": [bar.colour for bar in bars], "line": {"width": border_px, "color": "#ffffff"}},
-        text=None if kind == "comm" else [bar.label for bar in bars],
-        textposition="none" if kind == "comm" else "inside",
-        insidetextanchor="middle",
-        textangle=0,
-        insidetextfont={"color": [text_colour(bar.colour) for bar in bars], "size": 11},
-        customdata=[[bar.what, bar.start, bar.end] for bar in bars],
-        hovertemplate=(
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": WORDS[kind],
+        "legendgroup": kind,
+        "legendrank": list(COLOURS).index(kind),
+        "showlegend": in_legend,
+        "y": [(bar.low + bar.high) / 2 for bar in bars],
+        "width": [bar.high - bar.low for bar in bars],
+        "base": [bar.start for bar in bars],
+        "x": [bar.end - bar.start for bar in bars],
+        "marker": {"color": [bar.colour for bar in bars], "line": {"width": border_px, "color": "#ffffff"}},
+        **({} if kind == "comm" else {"text": [bar.label for bar in bars]}),
+        "textposition": "none" if kind == "comm" else "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "insidetextfont": {"color": [text_colour(bar.colour) for bar in bars], "size": 11},
+        "customdata": [[bar.what, bar.start, bar.end] for bar in bars],
+        "hovertemplate": (
             "%{customdata[0]}<br>"
             f"%{{customdata[1]:,.6~g}} to %{{customdata[2]:,.6~g}}{unit}, takes %{{x:,.6~g}}{unit}"
             "<extra></extra>"
         ),
-    )
+    }
 
 
 def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:

@@ -36,13 +36,10 @@ def main(argv: list[str]) -> None:
     from graphmoe.report.run_data import read_run
 
     path = args.out or Path(COMPARISON_FILE)
-    try:
-        if args.run is not None:
-            path = write_report(args.run, args.out)
-        else:
-            write_comparison([read_run(folder) for folder in args.runs or ()], path)
-    except ImportError as error:
-        raise ConfigError(f"no page: {error}; pip install plotly") from error
+    if args.run is not None:
+        path = write_report(args.run, args.out)
+    else:
+        write_comparison([read_run(folder) for folder in args.runs or ()], path)
     emit({"page": str(path)}, f"report: {path}", args.format)
 
 

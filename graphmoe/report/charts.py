@@ -2,15 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from graphmoe.report.curves import curve, curves_chart, level, over
 from graphmoe.report.run_data import RunData
-from graphmoe.run.metrics_file import Row
 from graphmoe.web_page import COLOURS, Chart, Frames, paragraph
 
-MAX_POINTS = 1500
-"""Points of a curve. Of a longer one the smallest and the largest of neighbours are drawn."""
 MAX_FRAMES, MAX_CELLS = 40, 200_000
 """Pictures of the heat map, and numbers in all of them."""
 KINDS = {
@@ -25,75 +23,6 @@ OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory share
 """Kinds that the measured peak of a GPU leaves out, as their writer names them, which imports torch."""
 
 
-class Curve(NamedTuple):
-    """Values over steps."""
-
-    name: str
-    steps: list[int]
-    values: list[float]
-
-
-def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
-    """The curve of a key of the rows, or of a function of each; rows without it are left out."""
-    of = value if callable(value) else lambda row: row.get(value)
-    known = [(row["step"], v) for row in rows if (v := of(row)) is not None and math.isfinite(v)]
-    return Curve(name, [step for step, _ in known], [found for _, found in known])
-
-
-def over(key: str, divisor: float) -> Callable[[Row], float | None]:
-    """The value of a key of a row divided by a number."""
-    return lambda row: None if row.get(key) is None else row[key] / divisor
-
-
-def thinned(whole: Curve) -> Curve:
-    """At most ``MAX_POINTS`` of its points: first, last, and the smallest and largest of each stretch."""
-    name, steps, values = whole
-    count, stretches = len(steps), (MAX_POINTS - 2) // 2
-    if count <= MAX_POINTS:
-        return whole
-    kept = {0, count - 1}
-    for number in range(stretches):
-        places = range(number * count // stretches, (number + 1) * count // stretches)
-        kept |= {min(places, key=values.__getitem__), max(places, key=values.__getitem__)}
-    return Curve(name, [steps[n] for n in sorted(kept)], [values[n] for n in sorted(kept)])
-
-
-def curves_chart(
-    title: str, unit: str, curves: Iterable[Curve], *, log: bool = False, note: str = ""
-) -> list[Chart]:
-    """A chart of curves, each with a colour of its own; empty where none has a point."""
-    whole = [each for each in curves if each.steps]
-    if not whole:
-        return []
-    drawn = [thinned(each) for each in whole]
-    traces = [
-        {
-            "type": "scatter",
-            "name": each.name,
-            "x": each.steps,
-            "y": each.values,
-            "mode": "lines" if len(each.steps) > 30 else "lines+markers",
-            "line": {"color": COLOURS[place % len(COLOURS)], "width": 1.8},
-            "hovertemplate": "step %{x}: <b>%{y:.5g}</b>",
-        }
-        for place, each in enumerate(drawn)
-    ]
-    shorter = [
-        f"{len(thin.steps):,} of {len(each.steps):,} points{f' of {each.name}' if len(whole) > 1 else ''}"
-        for each, thin in zip(whole, drawn, strict=True)
-        if thin is not each
-    ]
-    notes = [note, f"Drawn: {', '.join(shorter)}." if shorter else ""]
-    ends = [f"{each.name} from {each.values[0]:.4g} to {each.values[-1]:.4g}" for each in whole]
-    layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"title": {"text": unit}, **({"type": "log"} if log else {})},
-        "showlegend": len(traces) > 1,
-    }
-    alt = f"{title} over steps {whole[0].steps[0]} to {whole[0].steps[-1]}: {'; '.join(ends)}"
-    return [Chart(title, alt, traces, layout, note=" ".join(filter(None, notes)))]
-
-
 def training_charts(run: RunData) -> list[Chart]:
     """Loss, learning rate, gradient norm, and terms that are added to the loss where any of them is not 0."""
     losses = curve("training", run.steps, "loss"), curve("validation", run.validations, "val_loss")
@@ -103,7 +32,9 @@ def training_charts(run: RunData) -> list[Chart]:
     title = f"Loss of {added[0].name}" if len(added) == 1 else "Other losses"
     return [
         *curves_chart("Loss", "nats per token", losses),
-        *curves_chart("Learning rate", "learning rate", [curve("learning rate", run.steps, "lr")]),
+        *curves_chart(
+            "Learning rate", "learning rate", [curve("learning rate", run.steps, "lr")], smooths=False
+        ),
         *curves_chart("Gradient norm", "before clipping", [norm], log=min(norm.values, default=0) > 0),
         *curves_chart(title, "before its weight", added),
     ]
@@ -125,7 +56,7 @@ def speed_charts(run: RunData) -> list[Chart]:
 def memory_charts(run: RunData) -> list[Chart]:
     """Projected beside measured, and the peak over steps."""
     peak = curve("peak of rank 0", run.steps, "memory_gib")
-    return [*projected_chart(run), *curves_chart("Peak memory so far", "GiB", [peak])]
+    return [*projected_chart(run), *curves_chart("Peak memory so far", "GiB", [peak], smooths=False)]
 
 
 def projected_chart(run: RunData) -> list[Chart]:
@@ -198,13 +129,9 @@ def expert_charts(run: RunData) -> list[Chart]:
     if any(load != 1 for load in of_ranks.values):  # ranks share the experts
         curves.append(of_ranks)
     entropy = [curve("mean of layers", run.steps, "router_entropy")] if routed else []
-    entropies, experts = curves_chart("Router entropy", "nats", entropy), run.of("model.num_experts")
-    if entropies and experts:
-        most = math.log(experts)
-        even = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": most, "y1": most}
-        label = {"text": f"even: ln {experts}", "xref": "paper", "x": 1, "y": most, "showarrow": False}
-        entropies[0].layout["shapes"] = [{**even, "line": {"dash": "dot", "width": 1, "color": "#888888"}}]
-        entropies[0].layout["annotations"] = [{**label, "xanchor": "right", "yanchor": "top"}]
+    if (experts := run.of("model.num_experts")) and entropy and entropy[0].steps:
+        entropy.append(level(math.log(experts), f"even: ln {experts}", entropy[0]))
+    entropies = curves_chart("Router entropy", "nats", entropy)
     loads = loads_chart(run.expert_loads)
     return [*loads, *curves_chart("Fullest expert", "load / mean", curves), *entropies]
 

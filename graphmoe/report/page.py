@@ -17,14 +17,28 @@ from graphmoe.report.charts import (
     speed_charts,
     training_charts,
 )
+from graphmoe.report.curves import reached
+from graphmoe.report.questions import NO_TRACE, questions
 from graphmoe.report.run_data import RunData, read_run
-from graphmoe.run.files import PIPELINE_FILE
-from graphmoe.web_page import COLOURS, Chart, folds, grid, paragraph, side_by_side, table, tiles, write_page
+from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
+from graphmoe.trace.events import read_trace, traces_of
+from graphmoe.trace.summary import Summary, summarise
+from graphmoe.web_page import (
+    COLOURS,
+    Chart,
+    controls,
+    folds,
+    grid,
+    paragraph,
+    quoted,
+    side_by_side,
+    table,
+    tiles,
+    write_page,
+)
 
-REPORT_FILE = "report.html"
 MAX_TRACE_BYTES = 16 * 2**20
 """Size of a compressed trace that is read when a run ends; larger ones take too long there."""
-SEGMENTS_HINT = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
 PIPELINE_HINT = "No picture of the pipeline: `profile.pipeline=true` records one."
 NO_STEPS = "No step of training is recorded yet: the run writes them every `train.log_interval` steps."
 NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet."
@@ -33,24 +47,26 @@ NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet
 def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float = math.inf) -> Path:
     """Make the page of what a run's folder has by now; returns its file, by default report.html there.
 
-    Traces of more than ``max_trace_bytes`` are not read. *Raises* ConfigError for a folder that is no run's,
-    ImportError without Plotly.
+    Traces of more than ``max_trace_bytes`` are not read. *Raises* ConfigError for a folder that is no run's.
     """
     run = read_run(folder)
+    trace = trace_of(run, max_trace_bytes)
     sections = [
         ("Training", _charts(training_charts(run), NO_STEPS)),
+        ("Sample", _sample(run)),
         ("Speed", _charts(speed_charts(run), NO_STEPS) + _rates(run)),
         ("Memory", _charts(memory_charts(run), NO_STEPS) + memory_remarks(run)),
         ("Experts", _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
-        ("Segments", segments_section(run, max_trace_bytes)),
+        ("Segments", segments_section(trace)),
         ("Pipeline", pipeline_section(run)),
         ("Compilation", compile_section(run)),
         ("Capture", capture_section(run)),
         ("Configuration", _configuration(run)),
         ("Environment", _environment(run)),
     ]
-    path = to or folder / REPORT_FILE
-    write_page(path, f"graphmoe: {run.name}", _header(run), [each for each in sections if each[1]])
+    path, bar = to or folder / REPORT_FILE, controls({"": reached(run)}) if run.steps else ""
+    header = questions(run, trace) + _header(run)
+    write_page(path, f"graphmoe: {run.name}", header, [each for each in sections if each[1]], bar)
     return path
 
 
@@ -95,30 +111,25 @@ def _loads_hint(run: RunData) -> str:
     return paragraph("No heat map: the run recorded no expert_load.jsonl.") if missing else ""
 
 
-def segments_section(run: RunData, max_trace_bytes: float) -> str:
-    """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
-    from graphmoe.trace.events import traces_of
-
+def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
+    """Numbers of the run's trace of steps, or a sentence on why there are none."""
     try:
         (path,) = traces_of([run.folder], None)
     except ConfigError:
-        return paragraph(SEGMENTS_HINT)
+        return NO_TRACE
     if (size := path.stat().st_size) > max_trace_bytes:
         command = f"python -m graphmoe.report run={run.folder}"
-        return paragraph(
-            f"The trace of {size / 2**20:.0f} MiB is not read when a run ends: `{command}` does."
-        )
-    return _of_trace(path)
-
-
-def _of_trace(path: Path) -> str:
-    from graphmoe.trace.events import read_trace
-    from graphmoe.trace.summary import summarise
-
+        return f"The trace of {size / 2**20:.0f} MiB is not read when a run ends: `{command}` does."
     try:
-        found = summarise(read_trace(path), 1)
+        return summarise(read_trace(path), 1)
     except ConfigError as error:
-        return paragraph(f"No time by segment: {error}")
+        return f"No time by segment: {error}"
+
+
+def segments_section(found: Summary | str) -> str:
+    """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
+    if isinstance(found, str):
+        return paragraph(found)
     segments = list(dict.fromkeys(each.segment for each in found.segments))
     times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for each in found.segments:
@@ -217,6 +228,12 @@ def _saved(each: dict[str, Any]) -> str:
     if before is None or after is None:
         return ""
     return f"{before / 2**20:,.2f} MiB to {after / 2**20:,.2f} MiB"
+
+
+def _sample(run: RunData) -> str:
+    """Text that the model wrote at the end of the run."""
+    written = run.summary.get("sample")
+    return paragraph("Written by the model at the end of the run.") + quoted(written) if written else ""
 
 
 def _configuration(run: RunData) -> str:

@@ -23,6 +23,7 @@ PROJECTION_FILE = "projection.json"
 TOKENIZER_FILE = "tokenizer.json"
 COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
 """Reports that `graphmoe.runtime` names by itself, since it imports nothing of a run; a test compares."""
+REPORT_FILE = "report.html"
 PROFILE_FOLDER = "profile"
 """Name of the folder of traces, in a run's folder."""
 FACTS = "graphmoe"
@@ -62,7 +63,7 @@ ExpertLoad = _record(
 Summary = _record(
     "",
     finished=bool | None,
-    stopped_by=str | None,
+    **_each(str | None, "stopped_by sample"),
     **_each(Count, "steps skipped_steps"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),

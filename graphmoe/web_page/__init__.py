@@ -1,14 +1,18 @@
 """Pages of charts and tables, each one file that needs no network, for phones and wide screens."""
 
+import base64
+import functools
 import html
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from graphmoe.runtime.host.files import replace_text
+from graphmoe.web_page.terms import TERMS
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")
 """Colours of curves, seen on white and on black."""
@@ -21,6 +25,13 @@ class Frames:
     label: str
     names: Sequence[str]
     values: Sequence[Sequence[Sequence[float]]]
+
+
+class Link(NamedTuple):
+    """A cell of a table that leads somewhere."""
+
+    text: str
+    to: str
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,8 @@ class Chart:
     note: str = ""
     has_own_title: bool = False
     """The figure has titles of its own."""
+    is_curves: bool = False
+    """Its traces are over steps, and the controls of the page change axes and smoothing."""
     is_zoomed: bool = False
     """A wheel zooms, and on a touch screen there are buttons that do."""
 
@@ -53,10 +66,11 @@ class Chart:
                 f'<label class="slider">{_text(self.frames.label)} <output>{_text(self.frames.names[last])}'
                 f'</output><input type="range" min="0" max="{last}" value="{last}"></label>'
             )
-        title = "" if self.has_own_title else f"<figcaption>{_text(self.title)}</figcaption>"
+        title = "" if self.has_own_title else f"<figcaption>{_term(self.title)}</figcaption>"
         note = f'<p class="note">{_text(self.note)}</p>' if self.note else ""
         frames = {"names": self.frames.names, "values": self.frames.values} if self.frames else None
-        spec = _json({"data": self.traces, "layout": self.layout, "frames": frames, "zooms": self.is_zoomed})
+        kinds = {"curves": self.is_curves, "zooms": self.is_zoomed}
+        spec = _json({"data": self.traces, "layout": self.layout, "frames": frames, **kinds})
         return (
             f'<figure class="chart{" wide" if self.is_wide else ""}">{title}'
             f'<div class="scroll"><div class="plot" role="img" aria-label="{_text(self.alt)}" '
@@ -65,56 +79,109 @@ class Chart:
         )
 
 
-def chart_of(figure: Any, title: str, alt: str, **words: Any) -> Chart:
-    """A chart of a ``plotly.graph_objects.Figure`` that has its own height and titles."""
-    plain = json.loads(figure.to_json())
-    layout = {key: value for key, value in plain["layout"].items() if key not in ("template", "height")}
-    return Chart(
-        title,
-        alt,
-        plain["data"],
-        layout,
-        height_px=math.ceil(figure.layout.height),
-        is_wide=True,
-        has_own_title=True,
-        **words,
-    )
-
-
 def grid(charts: Iterable[Chart]) -> str:
     """Charts next to each other where there is room."""
     return f'<div class="grid">{"".join(chart.to_html() for chart in charts)}</div>'
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[Any]], *, numbers_from: int | None = None, caption: str = ""
+    head: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    numbers_from: int | None = None,
+    caption: str = "",
+    is_sorted: bool = False,
 ) -> str:
-    """A table that scrolls in its own box; columns from ``numbers_from`` on are numbers."""
+    """A table that scrolls in its own box; columns from ``numbers_from`` on are numbers.
+
+    A click on a heading of one that ``is_sorted`` puts its rows in the order of that column.
+    """
 
     def row(tag: str, cells: Sequence[Any]) -> str:
         first = len(cells) if numbers_from is None else numbers_from
         kinds = ["" if place < first else ' class="number"' for place in range(len(cells))]
-        return "".join(f"<{tag}{kind}>{_text(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
+        show = _term if tag == "th" else _cell
+        return "".join(f"<{tag}{kind}>{show(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
 
     title = f"<caption>{_text(caption)}</caption>" if caption else ""
     thead = f"<thead><tr>{row('th', head)}</tr></thead>" if head else ""
     body = "\n".join(f"<tr>{row('td', cells)}</tr>" for cells in rows)
-    return f'<div class="scroll" tabindex="0"><table>{title}{thead}<tbody>\n{body}</tbody></table></div>'
+    kind = ' class="sorted"' if is_sorted else ""
+    return (
+        f'<div class="scroll" tabindex="0"><table{kind}>{title}{thead}<tbody>\n{body}</tbody></table></div>'
+    )
 
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
     """Name, value and remark of each, as boxes."""
     boxes = [
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd><dd class=remark>{_text(remark)}</dd></div>"
+        f"<div><dt>{_term(name)}</dt><dd>{_text(value)}</dd><dd class=remark>{_text(remark)}</dd></div>"
         for name, value, remark in entries
     ]
     return f'<dl class="tiles">{"".join(boxes)}</dl>'
+
+
+def cards(entries: Iterable[tuple[str, str, Iterable[str]]]) -> str:
+    """Question, answer in short, and sentences of each; words between backquotes are code."""
+    boxes = [
+        f"<article><h2>{_text(question)}</h2><p class=answer>{_text(answer)}</p>"
+        f"{''.join(map(paragraph, sentences))}</article>"
+        for question, answer, sentences in entries
+    ]
+    return f'<div class="cards">{"".join(boxes)}</div>'
+
+
+def chips(colours: Mapping[str, str]) -> str:
+    """The runs of a page with their colours; a click hides one in all charts."""
+    buttons = (
+        f'<button type="button" aria-pressed="true" data-run="{_text(name)}" style="--run:{colour}">'
+        f"{_text(name)}</button>"
+        for name, colour in colours.items()
+    )
+    return f'<div class="chips">{"".join(buttons)}</div>'
+
+
+def controls(reached: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Choices of axes and smoothing for all curves of a page.
+
+    ``reached`` has for each run the tokens and seconds that it had come to at some steps.
+    """
+    choices = "".join(
+        f'<label title="{_text(says)}">{name} <select name="{key}">'
+        + "".join(f'<option value="{value}">{text}</option>' for value, text in options.items())
+        + "</select></label>"
+        for key, name, says, options in _CHOICES
+    )
+    data = f'<script type="application/json" id="reached">{_json(reached)}</script>'
+    return f'<form class="controls" aria-label="curves" autocomplete="off">{choices}</form>{data}'
+
+
+_CHOICES = (
+    ("x", "over", "horizontal axis of all curves", {"step": "steps", "tokens": "tokens", "time": "time"}),
+    (
+        "smooth",
+        "smoothed",
+        "a mean over the last steps, older ones counting less: over 1, 4 or 15 of 100 steps of the run",
+        {"0": "no", "0.01": "a little", "0.04": "more", "0.15": "much"},
+    ),
+    (
+        "y",
+        "axis",
+        "vertical axis of all curves; auto is logarithmic where that is usual",
+        {"auto": "auto", "linear": "linear", "log": "log"},
+    ),
+)
 
 
 def paragraph(text: str) -> str:
     """A paragraph; words between backquotes are code."""
     parts = [_text(part) for part in text.split("`")]
     return "<p>" + "".join(f"<code>{p}</code>" if n % 2 else p for n, p in enumerate(parts)) + "</p>"
+
+
+def quoted(text: str) -> str:
+    """A text as it is, with its lines."""
+    return f'<pre class="sample">{_text(text)}</pre>'
 
 
 def folds(parts: Iterable[tuple[str, str]]) -> str:
@@ -128,29 +195,36 @@ def side_by_side(parts: Iterable[str]) -> str:
     return f'<div class="side">{"".join(parts)}</div>'
 
 
-def write_page(path: Path, title: str, header: str, sections: Sequence[tuple[str, str]]) -> None:
+def write_page(
+    path: Path, title: str, header: str, sections: Sequence[tuple[str, str]], bar: str = ""
+) -> None:
     """Write a page of sections, each a heading and HTML, whole at any moment.
 
-    *Raises* ImportError where Plotly is missing and a section has a chart.
+    ``bar`` stands beside the links to the sections, where it stays in sight.
     """
     body = [header]
     named = [(name, name.lower().replace(" ", "-"), content) for name, content in sections]
-    if any(name for name, _, _ in named):
-        links = "".join(f'<a href="#{anchor}">{_text(name)}</a>' for name, anchor, _ in named if name)
-        body.append(f"<nav>{links}</nav>")
+    links = "".join(f'<a href="#{anchor}">{_text(name)}</a>' for name, anchor, _ in named if name)
+    if links or bar:
+        body.append(f'<div class="bar">{f"<nav>{links}</nav>" if links else ""}{bar}</div>')
     for name, anchor, content in named:
-        head = f"<h2>{_text(name)}</h2>" if name else ""
+        head = f"<h2>{_term(name)}</h2>" if name else ""
         body.append(f'<section id="{anchor}">{head}{content}</section>' if name else content)
     whole = "\n".join(body)
     style, code = (
         Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
-    script = ""
-    if 'class="plot"' in whole:
-        from plotly.offline import get_plotlyjs
-
-        script = f"<script>{get_plotlyjs()}</script>\n<script>{code}</script>"
+    drawing = (
+        f'<script type="text/plain" id="plotly">{_plotly()}</script>\n' if 'class="plot"' in whole else ""
+    )
+    script = f"{drawing}<script>{code}</script>"
     replace_text(path, _PAGE.format(title=_text(title), style=style, body=whole, script=script))
+
+
+@functools.cache
+def _plotly() -> str:
+    """Code of Plotly for charts on two axes, compressed; the page's script unpacks it."""
+    return base64.b64encode(Path(__file__).with_name("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 
 def _json(value: Any) -> str:
@@ -166,6 +240,20 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(each) for each in value]
     return value
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Link):
+        return f'<a href="{_text(quote(value.to))}">{_text(value.text)}</a>'
+    return _text(value)
+
+
+def _term(text: str) -> str:
+    """A word with what it means, if `TERMS` has it, which the page shows beside it."""
+    says = TERMS.get(text.lower())
+    if says is None:
+        return _text(text)
+    return f'<span class="term" tabindex="0" data-says="{_text(says)}">{_text(text)}</span>'
 
 
 def _text(value: Any) -> str:

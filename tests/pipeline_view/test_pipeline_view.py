@@ -12,7 +12,7 @@ from matplotlib.image import imread
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as tool
 from graphmoe.pipeline_view.bars import Panel, bars_of, draw_chart, idle_shares, summary
-from graphmoe.pipeline_view.page import timeline_figure, write_page
+from graphmoe.pipeline_view.page import timeline_chart, write_page
 from graphmoe.pipeline_view.plans import load_preset, median_costs
 from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
@@ -291,8 +291,9 @@ def test_idle_shares_and_peaks_count_what_takes_turns_once_and_bytes_where_they_
     assert idle_shares(folded_in_turns()) == pytest.approx([4 / 8, 6 / 8])
     assert summary(PANELS[0]) == "makespan 12, bubble 58.3%, peak 1 activation"
     assert summary(Panel("b", folded_in_turns(), "ms", 0.5)) == "makespan 4 ms, bubble 62.5%, peak 2 GiB"
-    axes = timeline_figure(PANELS).layout
-    assert "58% idle, 1 act." in axes.yaxis.ticktext[0] and "50% idle, 1 GiB" in axes.yaxis2.ticktext[0]
+    axes = timeline_chart(PANELS).layout
+    first, second = (axes[name]["ticktext"] for name in ("yaxis", "yaxis2"))
+    assert "58% idle, 1 act." in first[0] and "50% idle, 1 GiB" in second[0]
 
 
 def test_the_page_loads_nothing_escapes_titles_and_has_all_bars(tmp_path):

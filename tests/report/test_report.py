@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,19 +21,16 @@ from graphmoe.report.charts import (
     KINDS,
     MAX_CELLS,
     MAX_FRAMES,
-    MAX_POINTS,
     OUTSIDE_ALLOCATOR,
-    Curve,
-    curve,
-    curves_chart,
     loads_chart,
     memory_remarks,
     projected_chart,
-    thinned,
 )
-from graphmoe.report.comparison import config_differences, names_of, numbers
-from graphmoe.report.page import segments_section, write_report
-from graphmoe.report.run_data import read_run
+from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
+from graphmoe.report.curves import MAX_POINTS, MAX_REACHED, Curve, curve, curves_chart, reached, thinned
+from graphmoe.report.page import segments_section, trace_of, write_report
+from graphmoe.report.questions import NO_TRACE, learning, speed, times
+from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run import files
 from graphmoe.worker import leave_report
 from tests.kineto import FACTS, two_steps
@@ -109,7 +106,7 @@ def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tm
     for words in ("env.json is no JSON", "compile_report.json: expected object, found array"):
         assert words in text.split("Not readable: ")[1]
     assert "No step of training" in text
-    assert "<figure" not in text and "Plotly" not in (tmp_path / "report.html").read_text()
+    assert "<figure" not in text and 'id="plotly"' not in (tmp_path / "report.html").read_text()
 
 
 def test_a_summary_of_the_end_counts_more_than_metrics_and_metrics_that_went_on_more_than_it(tmp_path):
@@ -189,19 +186,110 @@ def test_the_page_says_why_a_run_is_not_projected(tmp_path):
 
 def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path):
     trace = two_steps().write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
-    text = segments_section(read_run(tmp_path), max_trace_bytes=trace.stat().st_size)
+    run = read_run(tmp_path)
+    text = segments_section(trace_of(run, max_trace_bytes=trace.stat().st_size))
     assert "Mean of 2 steps of rank 3, 0.95 ms each" in text
-    text = segments_section(read_run(tmp_path), max_trace_bytes=4)
+    text = segments_section(trace_of(run, max_trace_bytes=4))
     assert f"python -m graphmoe.report run={tmp_path}" in text and "is not read" in text
+
+
+def told(answer: tuple[str, list[str]]) -> str:
+    return " ".join([answer[0], *answer[1]])
+
+
+def with_losses(folder: Path, losses: list[float | None], **more: object) -> RunData:
+    """A run with a row for each loss, and more in each row."""
+    path = run_in(folder) / "metrics.jsonl"
+    rows = [{**ROWS[1], "step": n, "loss": loss, **more} for n, loss in enumerate(losses, start=1)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return read_run(folder)
+
+
+FALLING = [9.0 - 0.1 * n + 0.01 * (n % 3) for n in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (FALLING, "Yes, and it still falls"),
+        (FALLING + [3.1, 3.2] * 60, "Yes, but it falls no more"),
+        (FALLING + [3.0] * 40 + [3.5] * 30, "Yes, but it rises at the end"),
+        ([9.0, 9.1] * 30, "No: the loss stays at 9.050"),
+        ([*FALLING, None, None], "No: the loss is not finite It is no number since step 61"),
+        ([], "Not known yet"),
+    ],
+)
+def test_a_report_says_whether_the_run_learns(losses, said, tmp_path):
+    assert said in told(learning(with_losses(tmp_path, losses)))
+
+
+def test_a_validation_that_was_better_before_is_no_learning_any_more(tmp_path):
+    run = with_losses(tmp_path, [2.0] * 30, epoch=3.0)
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "val_loss": loss} for step, loss in ((0, 9.0), (10, 2.5), (30, 2.75))]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + path.read_text())
+    run = read_run(tmp_path)
+    said = told(learning(run))
+    assert "Not any more: validation is best at step 10" in said and "read its data 3.0 times" in said
+    assert "validation is 0.75 above training" in said
+
+
+def test_the_floor_is_the_models_arithmetic_at_the_peak_or_unknown(tmp_path):
+    run = with_losses(tmp_path, [3.0] * 4, step_s=2.0, mfu=0.25, tflops=100.0, tokens_per_s=800.0)
+    assert speed(run)[0] == "4.0 times the floor"
+    assert "200 tokens/s on each GPU" in told(speed(run)) and "peak of 400 TFLOP/s" in told(speed(run))
+    assert "would take 0.5 s" in told(speed(run))
+    assert "log.peak_tflops" in told(speed(with_losses(tmp_path, [3.0] * 4)))
+
+
+def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
+    run = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.5)
+    assert times(run, NO_TRACE)[0] == "Not recorded" and "profile.steps=" in told(times(run, NO_TRACE))
+    assert "1.50 times the mean" in told(times(run, NO_TRACE))
+    trace = two_steps().write(tmp_path / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
+    found = trace_of(run, math.inf)
+    assert trace.is_file() and found.on == "gpu"
+    said = told(times(run, replace(found, idle=0.4, step_ms=2.0, exposed_ms=0.5, launches=30, launch_ms=1.0)))
+    assert "idle for 40% of a step, with 30 launches in 1 ms of the host" in said
+    assert "`graph.scope=full_iteration`" in said and "For 25% of a step ranks communicate" in said
+    assert "pipeline.ep_overlap=true" in said and "Nothing stands out" not in said
+    calm = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.0)
+    assert "Nothing stands out" in told(times(calm, replace(found, idle=0.01, exposed_ms=0.0)))
+
+
+def test_tokens_and_time_of_a_long_run_are_known_at_some_steps_among_them_the_last(tmp_path):
+    path = run_in(tmp_path) / "metrics.jsonl"
+    rows = [{"step": n, "loss": 1.0, "step_s": 0.5, "tokens": 8 * n} for n in range(1, 5 * MAX_REACHED)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    known = reached(read_run(tmp_path))
+    assert [known[name][0] for name in known] == [0, 0, 0] and len(known["step"]) <= MAX_REACHED + 1
+    last = 5 * MAX_REACHED - 1
+    assert [known[name][-1] for name in ("step", "tokens", "time")] == [last, 8 * last, last / 2]
+
+
+def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):
+    text = outside_scripts(write_report(run_in(tmp_path)))
+    marked = r"<(h2|dt|figcaption)>(.*?)</"
+    plain = [found for _, found in re.findall(marked, text) if not found.startswith('<span class="term"')]
+    asked = ["Does it learn?", "How fast is it, against the floor?", "Where does the time go?"]
+    assert plain == asked
 
 
 def test_a_comparison_names_what_differs(tmp_path):
     runs = [read_run(run_in(tmp_path / name / "run", lr)) for name, lr in (("a", "0.1"), ("b", "0.2"))]
     assert names_of(runs) == ["a/run", "b/run"]
-    assert config_differences(runs) == [["optim.lr", "0.1", "0.2"]]
-    rows = {row[0]: row[1:] for row in numbers(runs)}
-    assert rows["final loss"] == ["6.0000"] * 2 and "MFU, median" not in rows
-    assert rows["peak memory, GiB"] == ["3.00"] * 2 and rows["steps"] == ["3", "3"]
+    differences = config_differences(runs)
+    assert differences == [["optim.lr", "0.1", "0.2"]]
+    assert names_of([runs[0], runs[0]]) != [names_of(runs)[0]] * 2
+    named = [["model.name", "a", "b"], ["model.top_k", "1", "2"], ["run.name", "a", "b"], *differences]
+    assert column_keys(named) == ["model.name", "optim.lr"]  # a preset by its name
+    write_report(tmp_path / "b" / "run")
+    write_comparison(runs, tmp_path / "both.html")
+    head, first, second = re.findall("<tr>.*</tr>", outside_scripts(tmp_path / "both.html"))[:3]
+    words = [re.sub("<.*?>", " ", row).split() for row in (first, second)]
+    assert re.sub("<.*?>", " ", head).split()[:4] == ["run", "optim.lr", "loss", "tokens/s"]  # no MFU
+    assert words[0][:5] == ["a/run", "0.1", "6.0000", "83", "2.5"] and words[1][:2] == ["b/run", "0.2"]
+    assert "href" not in first and '<a href="b/run/report.html">b/run</a>' in second
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):
@@ -237,14 +325,10 @@ def test_what_the_command_cannot_do_is_said(tmp_path, monkeypatch):
             report.main(words)
 
 
-def test_without_plotly_the_command_ends_and_a_run_is_warned_and_goes_on(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(ConfigError, match=r"^no page: .*; pip install plotly$"):
-        report.main([f"run={run_in(tmp_path)}"])
+def test_a_page_that_cannot_be_made_is_a_warning_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         leave_report(run_in(tmp_path / "a"))
         leave_report(tmp_path / "none")
-    first, second = (record.getMessage() for record in caplog.records)
-    assert "pip install plotly. python -m graphmoe.report run=" in first and "\n" not in first
-    assert "is no folder" in second and f"run={tmp_path}/none makes it" in second
-    assert not any(record.exc_info for record in caplog.records)
+    (record,) = caplog.records
+    assert "is no folder" in record.getMessage() and f"run={tmp_path}/none makes it" in record.getMessage()
+    assert not record.exc_info

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphmoe.command.sweep.folder import Job, JobStatus
-from graphmoe.command.sweep.process import write_page as write_sweep_page
+from graphmoe.command.sweep.page import write_sweep_page
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.pipeline_view.page import write_page as write_pipeline_page
 from graphmoe.plan.pipeline.schedules import make_table
@@ -19,6 +19,7 @@ from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.report import __main__ as report
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
+from graphmoe.web_page.terms import TERMS
 from tests.runs import COMPILED, TINY, command
 
 WIDTHS = (390, 1600)
@@ -163,18 +164,83 @@ def test_the_report_of_a_run_that_recorded_little_says_what_would_draw_more(runs
 def test_a_comparison_lays_curves_over_each_other(runs, drawn, width, tmp_path):
     report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
     found = drawn(tmp_path / "both.html", width)
-    assert [len(chart["traces"]) for chart in found["charts"]] == [2 * 7 - 1]  # one run has no validation
-    assert "compile.enabled" in found["text"] and "final loss" in found["text"]
+    of_charts = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
+    assert of_charts.pop("Validation loss") == 1  # one run has no validation
+    assert of_charts == dict.fromkeys(of_charts, 2) and len(of_charts) == 6
+    assert "compile.enabled" in found["text"] and "peak GiB" in found["text"]
     assert "data.seq_len" not in found["text"]
+
+
+CONTROLS = """(async () => {
+  const [form, plot] = ['.controls', '.chips ~ .grid .plot'].map(query => document.querySelector(query));
+  const set = async (name, value) => {
+    form.elements[name].value = value;
+    form.dispatchEvent(new Event('change', {bubbles: true}));
+    await new Promise(done => setTimeout(done, 300));
+  };
+  const state = () => ({
+    x: plot.data.map(({x}) => x.at(-1)), traces: plot.data.length,
+    last: plot.data.filter(({opacity}) => !opacity).map(({y}) => y.at(-1)),
+    below: plot.layout.xaxis.title.text,
+    ticks: [...plot.querySelectorAll('.ytick text')].map(tick => tick.textContent),
+  });
+  const found = {plain: state()};
+  await set('x', 'tokens'); found.tokens = state();
+  await set('x', 'time'); found.time = state();
+  await set('smooth', '0.15'); found.smooth = state();
+  await set('y', 'log'); found.log = state();
+  document.querySelector('.chips button')?.click();
+  await new Promise(done => setTimeout(done, 300));
+  found.visible = plot.data.map(({visible}) => visible);
+  const links = [...document.querySelectorAll('nav a')].map(link => link.getBoundingClientRect());
+  found.links = links.every(({left, right}) => left >= 0 && right <= innerWidth);
+  document.querySelector('.term').focus();
+  const tip = document.getElementById('tip'), box = tip.getBoundingClientRect();
+  found.tip = [tip.hidden, tip.textContent, box.left >= 0 && box.right <= innerWidth];
+  document.querySelectorAll('.sorted th')[1]?.click();
+  found.order = [...document.querySelectorAll('.sorted tbody tr td:nth-child(2)')].map(c => c.textContent);
+  return found;
+})()"""
+
+
+def lines_of_a_run(steps: int, scale: float) -> list[str]:
+    rows = [
+        {"step": n, "loss": scale * (0.6 + 3 / n), "step_s": 2.0, "tokens": 100 * n} for n in range(1, steps)
+    ]
+    return [json.dumps(row) for row in rows]
+
+
+def sweep_in(folder: Path) -> Path:
+    """A page of two jobs of 40 steps, the second with half of the loss."""
+    jobs = []
+    for number, rate in enumerate(("1e-2", "1e-3")):
+        (path := folder / str(number)).mkdir()
+        (path / METRICS_FILE).write_text("\n".join(lines_of_a_run(41, 1 / (1 + number))))
+        jobs.append(Job(number, [f"optim.lr={rate}"], path, JobStatus.finished, value=1.0 - number / 2))
+    words = {job.number: job.overrides for job in jobs}
+    write_sweep_page(folder / "sweep.html", "command", jobs, words)
+    return folder / "sweep.html"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_controls_change_axes_smooth_and_hide_runs_and_words_are_explained(value_in, width, tmp_path):
+    found = value_in(sweep_in(tmp_path), width, f"await {CONTROLS}")
+    plain, smooth = found["plain"], found["smooth"]
+    assert (plain["x"], plain["traces"], plain["below"]) == ([40, 40], 2, "step")
+    assert (found["tokens"]["x"], found["tokens"]["below"]) == ([4000, 4000], "tokens")
+    assert (found["time"]["x"], found["time"]["below"]) == ([80, 80], "seconds in steps")
+    assert smooth["traces"] == 4 and all(map(float.__gt__, smooth["last"], plain["last"]))  # a falling curve
+    ticks = [float(tick) for tick in found["log"]["ticks"]]
+    assert ticks == sorted(ticks) and 0.3 < ticks[0] < 1 < ticks[-1] < 4  # 0.9 is no 9
+    assert found["visible"] == [False, False, True, True] and found["links"]
+    assert found["tip"] == [False, TERMS["loss"], True]
+    assert found["order"] == ["0.001", "0.01"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_pages_of_sweeps_and_pipelines_are_drawn(drawn, width, tmp_path):
-    rows = [{"step": n, "loss": 9.0 - n, "step_s": 1.0, "tokens": n, "tokens_per_s": 1.0} for n in range(5)]
-    lines = [json.dumps(row) for row in [*rows, {"step": 5, "val_loss": 3.0}]]
-    (tmp_path / METRICS_FILE).write_text("\n".join(lines))
-    job = Job(0, ["optim.lr=1"], tmp_path, JobStatus.finished, value=3.0)
-    write_sweep_page(tmp_path / "sweep.html", "command", [job], {0: ["optim.lr=1"]})
-    assert [len(chart["traces"]) for chart in drawn(tmp_path / "sweep.html", width)["charts"]] == [3]
+    found = drawn(sweep_in(tmp_path), width, dark=True)
+    traces = {chart["title"]: len(chart["traces"]) for chart in found["charts"]}
+    assert traces == {"Value over optim.lr": 1, "Loss": 2}
     write_pipeline_page(tmp_path / "pipeline.html", "command", [Panel("one", timeline(), "")])
     assert len(drawn(tmp_path / "pipeline.html", width)["charts"]) == 1

@@ -8,7 +8,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,16 +35,13 @@ from graphmoe.command.sweep.folder import (
     read_object,
     varying_overrides,
 )
+from graphmoe.command.sweep.page import Words, split_word, write_sweep_page
 from graphmoe.config.arguments import emit
 from graphmoe.config.masking import masked_overrides
-from graphmoe.config.schema import ConfigError, OutputFormat
-from graphmoe.report.comparison import RunCurves, curves_of_runs, run_curves
-from graphmoe.report.run_data import read_run
+from graphmoe.config.schema import OutputFormat
 from graphmoe.run.files import SweepRecord, display_path, hydra_value, write_json
 from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
-from graphmoe.web_page import paragraph, table
-from graphmoe.web_page import write_page as write_whole
 
 PAGE_FILE = "sweep.html"
 STOP_FILE = "sweep.stop"
@@ -132,11 +129,8 @@ class RunningSweep:
         whole = {"command": begun.get("command"), "resume": command, "jobs": documents}
         write_json(self.folder / SWEEP_FILE, whole)
         emit(documents, sweep_table(ranked(jobs), words), self.format)
-        try:
-            write_page(self.folder / PAGE_FILE, str(begun.get("command")), ranked(jobs), words)
-            print(f"curves: {display_path(self.folder / PAGE_FILE)}", file=sys.stderr)
-        except ImportError as error:
-            print(f"no {PAGE_FILE}: {error}; pip install plotly", file=sys.stderr)
+        write_sweep_page(self.folder / PAGE_FILE, str(begun.get("command")), ranked(jobs), words)
+        print(f"curves: {display_path(self.folder / PAGE_FILE)}", file=sys.stderr)
         if any(job.status is not JobStatus.finished for job in jobs):
             print(f"to go on with what is not finished: {command}", file=sys.stderr)
         for text in dict.fromkeys(job.error for job in jobs if job.error):
@@ -221,22 +215,18 @@ def _document(job: Job, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-Words = Mapping[int, Sequence[str]]
-"""Overrides that set a job apart, by its number."""
-
 _NUMBERS: dict[str, tuple[str, str]] = {
     "val loss": ("final_val_loss", ".4f"),
     "loss": ("final_loss", ".4f"),
     "tokens/s": ("median_tokens_per_s", ",.0f"),
     "steps": ("steps", "d"),
-    "first step s": ("time_to_first_step_s", ".1f"),
 }
 """Keys of a run's summary that are shown, with their format."""
 
 
 def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
     """Return the jobs in the order given, then the errors of those that failed, a line for each."""
-    headings, rows = _cells(jobs, words, list(_NUMBERS)[:4])
+    headings, rows = _cells(jobs, words)
     short = [name.rpartition(".")[2] for name in headings]  # lr for optim.lr, where no other key ends so
     headings = [s if short.count(s) == 1 else name for s, name in zip(short, headings, strict=True)]
     table = Table(*(Column(name, overflow="fold") for name in headings), box=SIMPLE_HEAD)
@@ -247,43 +237,16 @@ def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
     return Group(table, *errors)
 
 
-def write_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> None:
-    """Write a page that needs no network: the curves of all jobs that have any, and the table."""
-    curves = [each for job in jobs if (each := job_curves(job, words[job.number])) is not None]
-    headings, rows = _cells(jobs, words, list(_NUMBERS))
-    rows = [[*row, job.brief_error] for row, job in zip(rows, jobs, strict=True)]
-    content = curves_of_runs(curves) + table([*headings, ""], rows)
-    write_whole(path, "graphmoe: sweep", paragraph(f"`{command}`"), [("", content)])
-
-
-def job_curves(job: Job, words: Sequence[str]) -> RunCurves | None:
-    """Return the curves of a job's run, None where it has no folder of a run yet."""
-    if job.folder is None:
-        return None
-    try:
-        run = read_run(job.folder)
-    except ConfigError:
-        return None
-    short = ("=".join(_split(word)) for word in words)
-    return run_curves(run, " ".join([str(job.number), *short]), [f"job {job.number}", *words])
-
-
-def _cells(jobs: Sequence[Job], words: Words, wanted: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: a column for each key that differs, and each wanted number that is known."""
-    settings = [dict(_split(word) for word in words[job.number]) for job in jobs]
+def _cells(jobs: Sequence[Job], words: Words) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows: a column for each key that differs, and each number that is known."""
+    settings = [dict(split_word(word) for word in words[job.number]) for job in jobs]
     rows = []
     for job, own in zip(jobs, settings, strict=True):
-        found, shown = job.summary or {}, [(name, *_NUMBERS[name]) for name in wanted]
-        known = {name: format(found[key], form) for name, key, form in shown if found.get(key) is not None}
+        found = job.summary or {}
+        known = {
+            n: format(found[key], form) for n, (key, form) in _NUMBERS.items() if found.get(key) is not None
+        }
         rows.append({"job": str(job.number), **own, **known, "state": job.status.value})
     keys = dict.fromkeys(key for own in settings for key in own)
-    headings = ["job", *keys, *(name for name in wanted if any(name in row for row in rows)), "state"]
+    headings = ["job", *keys, *(name for name in _NUMBERS if any(name in row for row in rows)), "state"]
     return headings, [[row.get(name, "") for name in headings] for row in rows]
-
-
-def _split(word: str) -> tuple[str, str]:
-    """Key and value of an override; long fractions, as an optimiser chooses them, with five digits."""
-    key, _, value = word.partition("=")
-    with contextlib.suppress(ValueError):
-        value = format(float(value), ".5g") if len(value) > 8 else value
-    return key, value

@@ -75,7 +75,7 @@ def test_a_sweep_ends_with_a_table_best_first_and_errors_that_name_the_jobs_that
 
 def test_a_sweep_leaves_a_page_and_its_data(swept):
     sweep, run = swept
-    assert (sweep / "sweep.html").stat().st_size > 1_000_000  # plotly's code is in it
+    assert (sweep / "sweep.html").stat().st_size > 500_000  # plotly's code is in it
     whole = json.loads((sweep / "sweep.json").read_text())
     command = whole["command"]
     assert command.startswith("python -m graphmoe.train -m ") and "sweep.resume" not in command

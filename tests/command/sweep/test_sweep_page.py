@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_overrides
-from graphmoe.command.sweep.process import job_curves, sweep_table, write_page
-from graphmoe.report.charts import MAX_POINTS
-from graphmoe.report.comparison import curves_figure
+from graphmoe.command.sweep.page import value_charts, write_sweep_page
+from graphmoe.command.sweep.process import sweep_table
+from graphmoe.report.curves import MAX_POINTS
 from graphmoe.run.files import METRICS_FILE
 from tests.runs import text_of
 
@@ -58,19 +58,38 @@ def test_the_table_has_a_column_for_each_key_that_differs_and_no_others(jobs):
     assert ["4", "5", "not", "started"] in lines and ["0", "1", "<b>", "failed"] in lines
 
 
-def test_curves_are_over_steps_tokens_and_time_by_a_button(jobs):
-    ordered, words = jobs
-    curves = [each for job in ordered if (each := job_curves(job, words[job.number])) is not None]
-    figure = curves_figure(curves)
-    names = [trace.name for trace in figure.data[::3]]
-    assert names == ["3 optim.lr=0.012346", "1 optim.lr=2", "2 optim.lr=3"]
-    loss, validation, speed = figure.data[:3]
-    assert list(loss.y) == [8.0, 7.0, 6.0] and list(validation.y) == [9.0, 4.25] and list(speed.y) == [16] * 2
-    over = {button.label: button.args[0]["x"] for button in figure.layout.updatemenus[0].buttons}
-    assert over["step"][:2] == [[1, 2, 3], [0, 3]] and over["tokens"][:2] == [[8, 16, 24], [0, 24]]
-    assert over["time in steps, s"][:2] == [[0.5, 1.0, 1.5], [0.0, 1.5]]
-    assert len(over["step"]) == len(figure.data) == 9
-    assert f"job 3<br>optim.lr={LONG}<br>" in loss.hovertemplate
+def test_curves_of_jobs_have_their_words_and_what_each_step_had_reached(jobs, tmp_path):
+    write_sweep_page(tmp_path / "sweep.html", "command", *jobs)
+    text = (tmp_path / "sweep.html").read_text()
+    (known,) = re.findall(r'id="reached">(.*?)</script>', text)
+    specs = [
+        json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)
+    ]
+    loss, validation, speed = (spec["data"] for spec in specs if spec["curves"])
+    names = ["3 optim.lr=0.012346", "1 optim.lr=2", "2 optim.lr=3"]
+    assert [trace["name"] for trace in loss] == [trace["meta"]["run"] for trace in loss] == names
+    assert loss[0]["meta"]["words"] == f"job 3<br>optim.lr={LONG}"
+    assert (loss[0]["y"], validation[0]["y"], speed[0]["y"]) == ([8.0, 7.0, 6.0], [9.0, 4.25], [16] * 2)
+    reached = {"step": [0, 1, 2, 3], "tokens": [0, 8, 16, 24], "time": [0.0, 0.5, 1.0, 1.5]}
+    assert json.loads(known) == dict.fromkeys(names, reached)
+    assert len({trace["line"]["color"] for trace in loss}) == 3
+
+
+def test_the_value_is_drawn_over_each_parameter_with_a_line_for_each_value_of_one_other():
+    values = {0: 3.0, 1: 2.0, 2: 4.0, 3: 5.0, 4: None}
+    words = [("1e-3", "a"), ("1e-2", "a"), ("1e-3", "b"), ("1e-2", "b"), ("1e-1", "b")]
+    settings = {n: {"optim.lr": lr, "model": model} for n, (lr, model) in enumerate(words)}
+    over_lr, over_model = value_charts(values, settings)
+    assert [(t["name"], t["x"], t["y"]) for t in over_lr.traces] == [
+        ("model=a", [0.001, 0.01], [3.0, 2.0]),
+        ("model=b", [0.001, 0.01], [4.0, 5.0]),
+    ]
+    axis = over_lr.layout["xaxis"]
+    assert (axis["type"], axis["ticktext"]) == ("log", ["1e-3", "1e-2"]) and "2 at 1e-2" in over_lr.alt
+    assert over_model.layout["xaxis"]["type"] == "category" and over_model.traces[0]["mode"] == "markers"
+    assert value_charts({0: 1.0, 1: None}, settings) == []
+    more = {n: {**own, "seed": str(n)} for n, own in settings.items()}
+    assert [len(chart.traces) for chart in value_charts(values, more)] == [1, 1, 1]
 
 
 def test_a_long_curve_is_thinned_and_the_page_says_so(tmp_path):
@@ -78,22 +97,25 @@ def test_a_long_curve_is_thinned_and_the_page_says_so(tmp_path):
     steps = range(1, 3 * MAX_POINTS)
     rows = [{"step": n, "loss": 1.0, "step_s": 1.0, "tokens": 8 * n, "tokens_per_s": 1.0} for n in steps]
     (tmp_path / "0" / METRICS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_page(tmp_path / "sweep.html", "command", [made], {0: []})
-    assert "Of more than 1,500 points the smallest" in (tmp_path / "sweep.html").read_text()
+    write_sweep_page(tmp_path / "sweep.html", "command", [made], {0: []})
+    assert "Of more than 1,500 points of a curve the smallest" in (tmp_path / "sweep.html").read_text()
 
 
 def test_the_page_loads_nothing_and_escapes_what_users_wrote(jobs, tmp_path):
     page = tmp_path / "sweep.html"
-    write_page(page, "python -m graphmoe.train -m data.seed=<b>", *jobs)
+    write_sweep_page(page, "python -m graphmoe.train -m data.seed=<b>", *jobs)
     text = page.read_text()
     outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert "data.seed=&lt;b&gt;" in outside and "optim.lr=1 is &lt;too&gt; large" in outside
-    assert "<b>" not in outside and not re.search(r"(src|href)=", outside)
+    assert "<b>" not in outside and not re.search(r"(src|href)=(?!\"#)", outside)
     assert not re.search(r"<script[^>]* src=", text) and "Plotly.react" in text
     assert outside.count("<tr>") == 7
+    (tmp_path / "3" / "report.html").touch()
+    write_sweep_page(page, "command", *jobs)
+    assert re.findall(r'<a href="(?!#)(.*?)">(.*?)<', page.read_text()) == [("3/report.html", "3")]
 
 
 def test_a_sweep_without_a_curve_has_a_page_too(tmp_path):
     failed = job(tmp_path, 0, JobStatus.failed)
-    write_page(tmp_path / "sweep.html", "command", [failed], {0: []})
-    assert "Plotly" not in (tmp_path / "sweep.html").read_text()
+    write_sweep_page(tmp_path / "sweep.html", "command", [failed], {0: []})
+    assert 'id="plotly"' not in (tmp_path / "sweep.html").read_text()

@@ -1,0 +1,225 @@
+"""Three questions that a report opens with: does the run learn, how fast is it, where does its time go."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from graphmoe.report.curves import Curve, curve
+from graphmoe.report.run_data import RunData
+from graphmoe.trace.summary import Summary
+from graphmoe.web_page import cards
+
+Answer = tuple[str, list[str]]
+"""Answer in short, and sentences with the numbers that it is from."""
+MANY = 0.1
+"""Share of a step from which on a loss of time is named."""
+NO_TRACE = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
+
+
+def questions(run: RunData, trace: Summary | str) -> str:
+    """The questions with their answers; in place of a trace may stand why there is none."""
+    entries = {
+        "Does it learn?": learning(run),
+        "How fast is it, against the floor?": speed(run),
+        "Where does the time go?": times(run, trace),
+    }
+    return cards((question, *answer) for question, answer in entries.items())
+
+
+def learning(run: RunData) -> Answer:
+    """Course of the losses: from where to where, and whether they still fall."""
+    training, checks = curve("", run.steps, "loss"), curve("", run.validations, "val_loss")
+    if not run.steps:
+        return "Not known yet", ["No step of training is recorded."]
+    said = [*_skips(run)]
+    if run.steps[-1].get("loss") is None or not training.values:
+        since = training.steps[-1] + 1 if training.steps else run.steps[0]["step"]
+        return "No: the loss is not finite", [
+            f"It is no number since step {since}; a lower `optim.lr` or more `optim.warmup_steps` may help.",
+            *said,
+        ]
+    name, seen = ("validation", checks) if len(checks.values) > 1 else ("training", training)
+    tail = training.values[-max(1, len(training.values) // 10) :]
+    first, last = seen.values[0], seen.values[-1] if seen is checks else statistics.fmean(tail)
+    vocabulary = run.of("model.vocab_size")
+    guess = f"; a guess among {vocabulary:,} tokens costs {math.log(vocabulary):.2f}" if vocabulary else ""
+    tokens = run.steps[-1].get("tokens")
+    length = f"{run.steps[-1]['step']:,} steps" + (f" and {tokens:,} tokens" if tokens else "")
+    said.insert(0, f"The {name} loss went from {first:.3f} to {last:.3f} in {length}{guess}.")
+    said[1:1] = [*_memorising(run, checks, statistics.fmean(tail))]
+    noise = 2 * statistics.stdev(tail) / math.sqrt(len(tail)) if len(tail) > 2 else 0.0
+    if first - last <= max(0.01 * abs(first), noise):
+        return f"No: the loss stays at {last:.3f}", said
+    best = min(seen.values)
+    if seen is checks and last > 1.005 * best:
+        step = seen.steps[seen.values.index(best)]
+        said.insert(1, f"At step {step:,} it was {best:.3f}.")
+        return f"Not any more: validation is best at step {step:,}", said
+    course, sentence = _course(training)
+    return f"Yes{course}", [said[0], *([sentence] if sentence else []), *said[1:]]
+
+
+def _course(training: Curve) -> tuple[str, str]:
+    """The loss at the end: the last fifth of the steps against the fifth before."""
+    count = len(training.values) // 5
+    if count < 5:
+        return "", ""
+    before, after = training.values[-2 * count : -count], training.values[-count:]
+    fall = statistics.fmean(before) - statistics.fmean(after)
+    noise = 2 * math.sqrt((statistics.variance(before) + statistics.variance(after)) / count)
+    said = f"The training loss of the last {count:,} steps is {abs(fall):.3f} "
+    if fall > noise:
+        return ", and it still falls", f"{said}below that of the {count:,} before."
+    if fall < -noise:
+        return ", but it rises at the end", f"{said}above that of the {count:,} before."
+    return ", but it falls no more", f"{said}from that of the {count:,} before, which is within its noise."
+
+
+def _memorising(run: RunData, checks: Curve, training: float) -> Iterator[str]:
+    epochs = run.steps[-1].get("epoch") or 0.0
+    if epochs > 1.5 and checks.values and checks.values[-1] > training + 0.2:
+        yield (
+            f"It has read its data {epochs:.1f} times, and validation is {checks.values[-1] - training:.2f} "
+            f"above training: it learns its text by heart. More text helps, or fewer `train.steps`."
+        )
+
+
+def _skips(run: RunData) -> Iterator[str]:
+    if skipped := run.steps[-1].get("skipped_total"):
+        yield f"{skipped:,} steps changed nothing, since loss or gradient was not finite."
+
+
+def speed(run: RunData) -> Answer:
+    """Seconds of a step against what its arithmetic takes at the device's peak."""
+    seconds, rate, mfu = run.median("step_s"), run.tokens_per_s_per_rank(), run.median("mfu")
+    if seconds is None or rate is None:
+        return "Not known yet", ["No step of training is recorded."]
+    each = f"{rate:,.0f} tokens/s on each {run.device_word}"
+    said = [f"A step takes {seconds:.3g} s, the median: {each}."]
+    tflops = run.median("tflops")
+    if not mfu:
+        reached = f" The model's arithmetic runs at {tflops:.3g} TFLOP/s." if tflops else ""
+        said.append(
+            f"No floor: the peak of this device is not known, and `log.peak_tflops` sets it.{reached}"
+        )
+        return each, said
+    peak = f" of {tflops / mfu:,.3g} TFLOP/s" if tflops else ""
+    said.append(
+        f"At the device's peak{peak} the model's FLOPs alone would take {seconds * mfu:.3g} s: that is the "
+        f"floor, and its share of the step is the MFU, {mfu:.1%}."
+    )
+    return f"{1 / mfu:,.1f} times the floor", said
+
+
+def times(run: RunData, trace: Summary | str) -> Answer:
+    """Segments with the most time, what of a step is lost, and what to try."""
+    said, answer = [*([trace] if isinstance(trace, str) else _of_step(trace))], "Not recorded"
+    if isinstance(trace, Summary) and trace.segments:
+        name, ms = _largest(trace)[0]
+        answer = f"Most in {name}: {ms / trace.step_ms:.0%} of a step"
+        if (trace.idle or 0.0) > max(0.25, ms / trace.step_ms):
+            answer = f"The GPU does nothing for {trace.idle:.0%} of a step"
+    said += [*_of_run(run)]
+    found = [*findings(run, trace)]
+    return answer, said + (found or ["Nothing stands out."] * isinstance(trace, Summary))
+
+
+def _largest(trace: Summary) -> list[tuple[str, float]]:
+    """Milliseconds of each segment in all of its parts, the largest first."""
+    sums: dict[str, float] = defaultdict(float)
+    for each in trace.segments:
+        sums[each.segment] += each.ms
+    return sorted(sums.items(), key=lambda each: -each[1])
+
+
+def _of_step(trace: Summary) -> Iterator[str]:
+    shares = ", ".join(f"`{name}` {ms / trace.step_ms:.0%}" for name, ms in _largest(trace)[:4])
+    whose = "" if trace.on == "gpu" else " of the host"
+    yield f"Of a traced step of {trace.step_ms:,.4g} ms{whose}: {shares}."
+
+
+def _of_run(run: RunData) -> Iterator[str]:
+    steps = [row["step_s"] for row in run.steps if row.get("step_s")]
+    start = run.summary.get("time_to_first_step_s")
+    if start and len(steps) > 1:
+        others = f"{len(steps) - 1:,} more took {_duration(sum(steps[1:]))}"
+        yield f"The run had its first step after {_duration(start)}; {others}."
+
+
+def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
+    """Losses of time that the run's numbers show, each with what to try."""
+    if isinstance(trace, Summary):
+        yield from _lost(run, trace)
+    last = run.steps[-max(1, len(run.steps) // 4) :]
+    loads = [row["rank_load"] for row in last if row.get("rank_load")]
+    if loads and (load := statistics.fmean(loads)) > 1 + MANY:
+        yield (
+            f"The rank with the most tokens has {load:.2f} times the mean, and the others wait for it: see "
+            f"the load of experts, and `model.aux_loss_coef`."
+        )
+    if run.of("compile.enabled") is False:
+        yield "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
+    if recomputed := [key for key in ("all", "segments", "ops") if run.of(f"recompute.{key}")]:
+        room = _free_memory(run)
+        if room is not None and room > 0.25:
+            yield (
+                f"Parts of the forward run again in the backward (`recompute.{recomputed[0]}`), while "
+                f"{room:.0%} of the memory is free: recompute less."
+            )
+    elif (room := _free_memory(run)) is not None and room > 0.5 and _accumulates(run):
+        yield f"{room:.0%} of the memory is free: a larger `train.micro_batch_size` makes larger kernels."
+    yield from _uneven(run)
+
+
+def _lost(run: RunData, trace: Summary) -> Iterator[str]:
+    if trace.idle is not None and trace.idle > MANY:
+        scope = run.of("graph.scope")
+        captured = "`graph.scope=full_iteration` captures more" if scope not in (None, "none") else (
+            "`graph.scope=layer` replays them from graphs"
+        )  # fmt: skip
+        launches = f"{trace.launches:,.0f} launches in {trace.launch_ms:,.3g} ms of the host"
+        yield f"The GPU is idle for {trace.idle:.0%} of a step, with {launches}: {captured}."
+    if trace.exposed_ms is not None and trace.exposed_ms > MANY * trace.step_ms:
+        share = trace.exposed_ms / trace.step_ms
+        layout = run.layout()
+        overlap = (
+            " `pipeline.ep_overlap=true` runs the experts' exchange beside another micro-batch."
+            if "ep " in layout and not run.of("pipeline.ep_overlap")
+            else ""
+        )
+        yield (
+            f"For {share:.0%} of a step ranks communicate and compute nothing ({layout}): `python -m "
+            f"graphmoe.project search=true` looks for a layout that sends less.{overlap}"
+        )
+
+
+def _uneven(run: RunData) -> Iterator[str]:
+    steps = sorted(row["step_s"] for row in run.steps[1:] if row.get("step_s"))
+    if len(steps) < 20:
+        return
+    median, late = statistics.median(steps), steps[int(0.95 * len(steps))]
+    if late > 1.5 * median:
+        yield (
+            f"One step in twenty takes over {late:.3g} s, the median {median:.3g} s: another process on the "
+            f"machine, or data that come late (`data.prefetch`)."
+        )
+
+
+def _free_memory(run: RunData) -> float | None:
+    """Share of a GPU's memory that the run never held."""
+    peak, card = run.summary.get("peak_memory_gib"), run.summary.get("device_memory_gib")
+    return None if run.of("run.device") == "cpu" or not peak or not card else 1 - peak / card
+
+
+def _accumulates(run: RunData) -> bool:
+    sizes: Sequence[int | None] = [
+        run.of(f"train.{key}") for key in ("global_batch_size", "micro_batch_size")
+    ]
+    return None not in sizes and (sizes[0] or 0) > (sizes[1] or 0) * run.num_ranks
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

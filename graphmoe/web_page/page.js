@@ -96,7 +96,7 @@
     const line = {...trace, x: along(run, steps, axis), visible: !hidden.has(run), legendgroup: trace.name,
       hovertemplate: `${words ? `${words}<br>` : ''}${over[axis]} %{x:${number}}: <b>%{y:.5g}</b>`
         + (words ? '<extra></extra>' : '')};
-    if (!share || !smooths || steps.length < 4) return [line];
+    if (!share || !smooths || steps.length <= 30) return [line];
     const faint = {...line, mode: 'lines', opacity: 0.3, hoverinfo: 'skip', hovertemplate: '', showlegend: false};
     return [faint, {...line, y: smoothed(steps, means ?? trace.y, share * (steps.at(-1) - steps[0]))}];
   });

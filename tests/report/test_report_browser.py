@@ -234,7 +234,7 @@ def test_controls_change_axes_smooth_and_hide_runs_and_words_are_explained(value
     assert ticks == sorted(ticks) and 0.3 < ticks[0] < 1 < ticks[-1] < 4  # 0.9 is no 9
     assert found["visible"] == [False, False, True, True] and found["links"]
     assert found["tip"] == [False, TERMS["loss"], True]
-    assert found["order"] == ["0.001", "0.01"]
+    assert found["order"] == ["1e-3", "1e-2"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

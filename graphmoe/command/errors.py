@@ -53,6 +53,17 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     return text
 
 
+def with_plain_groups(argv: Sequence[str]) -> list[str]:
+    """Return words of a command line that choose options of groups as Hydra wants them.
+
+    ``+experiment=x`` becomes ``experiment=x``, since each group has an option already, or null;
+    ``experiment/sweep=x`` becomes ``experiment=sweep/x``.
+    """
+    groups = "|".join(name for name in _groups() if name != "hydra")
+    plain = (re.sub(rf"^\+({groups})=", r"\1=", word) for word in argv)
+    return [re.sub(r"^\+?experiment/([\w/]+)=", r"experiment=\1/", word) for word in plain]
+
+
 def known_keys() -> list[str]:
     """Return every key of the schema, dotted."""
     hints = typing.get_type_hints(RunConfig)

@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.errors import explain
+from graphmoe.command.errors import explain, with_plain_groups
 from graphmoe.command.sweep.job import (
     SweepReport,
     check_single,
@@ -59,6 +59,7 @@ def hydra_app(
     run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
     before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
+    sys.argv[1:] = with_plain_groups(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
     ConfigStore.instance().store(name="schema", node=RunConfig)
     resolvers: dict[str, Callable[..., str]] = {

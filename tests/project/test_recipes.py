@@ -1,0 +1,56 @@
+"""Recipes of conf/experiment for many GPUs: each fits its cards, and is projected to what its file says."""
+
+import functools
+import re
+
+import pytest
+from omegaconf import open_dict
+
+from graphmoe.command.errors import with_plain_groups
+from graphmoe.command.hydra import to_config
+from graphmoe.plan.costs.hardware import CARDS, GPUS_PER_NODE
+from graphmoe.project.arguments import ProjectArgs, completed
+from graphmoe.project.document import project
+from tests.runs import ROOT, hydra_config
+
+FOR_CARDS = re.compile(rf".*_(\d+)_({'|'.join(CARDS)})")
+RECIPES = [path for path in sorted((ROOT / "conf/experiment").glob("*.yaml")) if FOR_CARDS.match(path.stem)]
+
+
+def configured(*words: str, complete=None):
+    cfg = hydra_config(*words)
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return to_config(cfg, complete=complete)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(path):
+    found = FOR_CARDS.fullmatch(path.stem)
+    assert found
+    args = ProjectArgs(found[2], nodes=int(found[1]) // GPUS_PER_NODE)
+    words = f"experiment={path.stem}"
+    launch = configured(words).launch
+    assert (launch.nproc, 1 if launch.nodes == "auto" else launch.nodes) == (GPUS_PER_NODE, args.nodes)
+    document = project(configured(words, complete=functools.partial(completed, args=args)), args)
+    assert document["fits_with_margin"] and document["left_gb"] >= 0.05 * args.card.memory_gb
+    said = re.search(r"^# Projected: (.*), from ", path.read_text(), flags=re.M)
+    total, rate = document["memory_gb"]["total"], document["tokens_per_s_per_gpu"]
+    assert (
+        said and said[1] == f"{total:.1f} GB of {args.card.memory_gb:.0f}, {rate:,.0f} tokens/s of each GPU"
+    )
+
+
+def test_there_is_a_recipe_for_each_published_run():
+    assert len(RECIPES) == 11
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["+experiment=sweep/learning_rate", "experiment/sweep=learning_rate", "+experiment/sweep=learning_rate"],
+)
+def test_an_experiment_is_chosen_however_its_group_is_typed(word):
+    words = with_plain_groups([word, "+model=tiny_gqa", "+host.env.A=b", "hydra/launcher=joblib", "-m"])
+    kept = ["model=tiny_gqa", "+host.env.A=b", "hydra/launcher=joblib", "-m"]
+    assert words == ["experiment=sweep/learning_rate", *kept]
+    assert configured(*words[:2]).run.name == "learning_rate"

@@ -24,7 +24,7 @@ from graphmoe.checkpoint.hf.names import Index, pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
-from graphmoe.data.tokenizer import end_of_document, load_tokenizer, tokenizer_file, usual_end
+from graphmoe.run.start_tokenizer import run_tokenizer
 from graphmoe.run.weights import (
     FolderKind,
     kind_of,
@@ -32,7 +32,6 @@ from graphmoe.run.weights import (
     option_name,
     own_pieces,
     read_run,
-    read_stored_run,
     train_command,
     write_weights,
 )
@@ -157,7 +156,10 @@ def main(argv: list[str]) -> None:
         f"{len(document['files'])} files, {document['bytes']:,} bytes, {document['seconds']:.1f} s"
     )
     if document["command"]:
-        text += f"\nstart a run from it: {document['command']}"
+        text += (
+            f"\nstart a run from it: {document['command']}\n"
+            "on text of yours, behind that: data=files 'data.paths=[corpus/*.jsonl]'"
+        )
     emit(document, escape(text), args.format)
 
 
@@ -192,21 +194,9 @@ def _open(args: ConvertArgs, kind: FolderKind) -> Source:
         return Source(kind, found.config, dtypes, found.read, found.token_ids, folder / TOKENIZER)
     config, state, step = read_run(folder, args.step, args.attention)
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
-    path, end, token = _run_tokenizer(folder)
+    path, end, token = run_tokenizer(folder)
     ids = {} if end is None else {"eos_token_id": end}
     return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
-
-
-def _run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    config, run = read_stored_run(folder)
-    place, data = config.parent, run.data
-    named = tokenizer_file(data.tokenizer or place)
-    path = named if named.is_file() else place / TOKENIZER
-    if not path.is_file():
-        return path, None, None
-    tokenizer, name = load_tokenizer(path), data.eod_token
-    end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
-    return path, end, None if end is None else tokenizer.id_to_token(end)
 
 
 def _write_tokenizer(source: Source, to: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import pair
 from graphmoe.data.text_files import find_files
 from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
-from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids, tokenizer_file
+from graphmoe.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer, num_ids
 
 
 @dataclass
@@ -24,9 +24,9 @@ class PrepareArgs:
     """Arguments of the tool."""
 
     input: list[str]
-    """Files or globs of .txt, .jsonl or .parquet, separated by commas."""
+    """Files, globs or folders of .txt, .jsonl or .parquet, separated by commas."""
     tokenizer: Path
-    """A Hugging Face tokenizer.json, or the folder that holds one."""
+    """A Hugging Face tokenizer.json, the folder that holds one, or a name on the hub."""
     output: Path
     """Prefix of the files that are written: .bin, .idx and their sums, .sha256."""
     text_field: str = "text"
@@ -56,9 +56,10 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
     if args.workers < 0:
         raise ConfigError(f"workers={args.workers} is negative; use workers=0 to have it chosen")
     bin_path.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(args.tokenizer, "tokenizer")
-    end = end_of_document(tokenizer, args.tokenizer, args.eod_token, "eod_token") if args.append_eod else None
-    path, ids = tokenizer_file(args.tokenizer), num_ids(tokenizer)
+    path = find_tokenizer(args.tokenizer, "tokenizer")
+    tokenizer = load_tokenizer(path, "tokenizer")
+    end = end_of_document(tokenizer, path, args.eod_token, "eod_token") if args.append_eod else None
+    ids = num_ids(tokenizer)
     recipe = Recipe(path, end, args.text_field, ids, args.skip_bad, "skip_bad")
     workers = args.workers or workers_for(files)
     bin_path.with_suffix(SUMS).unlink(missing_ok=True)

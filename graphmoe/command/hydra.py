@@ -185,6 +185,10 @@ def schema() -> DictConfig:
 
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
+    if config.checkpoint.init_from or config.checkpoint.resume_from:
+        from graphmoe.run.start_tokenizer import with_start_tokenizer  # imports torch
+
+        config = with_start_tokenizer(config)
     if config.compile.cache:
         folder = compiled_folder(config.compile.cache_dir)
         check_trusted(folder, shared=config.compile.cache_shared)

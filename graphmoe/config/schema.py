@@ -67,7 +67,7 @@ class DataConfig:
     seed: int = 0
     """Seed of the order of documents and sequences, and of synthetic tokens."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Training files or globs (files), or path prefixes of .bin/.idx pairs (memmap)."""
+    """Training files, globs or folders (files), or path prefixes of .bin/.idx pairs (memmap)."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
@@ -75,7 +75,8 @@ class DataConfig:
     text_field: str = "text"
     """Field of a .jsonl or .parquet record that holds the text."""
     tokenizer: Annotated[str, PATH] | None = None
-    """Path of a Hugging Face tokenizer.json; stdlib trains its own where none is given."""
+    """Path of a Hugging Face tokenizer.json, its folder, or a name on the hub; default: that of the run or
+    weights to start from, and stdlib trains its own."""
     eod_token: str | None = None
     """Token put after each document; default: the end token that the tokenizer's files name."""
     bpe_vocab_size: int = 4096
@@ -220,6 +221,8 @@ class CheckpointConfig:
     """Run folder or checkpoint folder of another run to take the whole state from."""
     init_from: Annotated[str, PATH] | None = None
     """Weights to start from: a Hugging Face folder, one that graphmoe.convert wrote, or a run's folder."""
+    other_tokenizer: bool = False
+    """Start from weights of another tokenizer than the data's, though its ids then stand for other text."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from graphmoe.data.contents import ContentCheck
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import TokenFile
 from graphmoe.data.samples import Documents, PackedSamples, Samples, split_for_validation
-from graphmoe.data.tokenizer import end_of_document, load_tokenizer
+from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,22 @@ def pack_corpus(
     return Corpus(made["train"], made.get("val"), tokenizer, counts, bad)
 
 
-def configured_tokenizer(config: DataConfig) -> tuple[Tokenizer, int]:
-    """Return the configured tokenizer and the id that ends a document."""
+def configured_tokenizer(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, int]:
+    """Return the configured tokenizer and the id that ends a document. *Raises* ConfigError."""
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
+    refuse_small_vocabulary(config, tokenizer, vocab_size)
     return tokenizer, end_of_document(tokenizer, config.tokenizer, config.eod_token)
+
+
+def refuse_small_vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no row for, unless bad data are skipped."""
+    if num_ids(tokenizer) > vocab_size and not config.skip_bad:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
+            f"{vocab_size}; use model.vocab_size={num_ids(tokenizer)} or more (data.skip_bad=true leaves out "
+            f"documents with ids beyond it)"
+        )
 
 
 def corpus_of_files(

@@ -45,7 +45,7 @@ class BadRecords:
         """Count one token id of a sample or document that the model has no row for; raises as ``report``."""
         message = f"{place}: token id {token} is not below model.vocab_size={vocab_size}"
         better = (
-            f"raise model.vocab_size to at least {token + 1} (the tokenizer's number of ids always does), or "
+            f"set model.vocab_size to the number of ids of its tokenizer, {token + 1} or more, or "
             "use the tokenizer that matches the model"
         )
         if token < 0:

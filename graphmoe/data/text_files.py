@@ -36,18 +36,21 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files that match, each once, sorted within a pattern.
+    """The files that match, each once, sorted within a pattern; a folder stands for its files of text.
 
     *Raises* ConfigError for a pattern that matches none or what is no file, and for unknown endings.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
-        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        place = os.path.expanduser(pattern)
+        matches = _inside(place) if os.path.isdir(place) else sorted(glob.glob(place, recursive=True))
         found = [Path(match).absolute() for match in matches if not os.path.isdir(match)]
         if unread := [path for path in found if not path.is_file()]:
             raise ConfigError(
                 f"{key}: {unread[0]} is no regular file; remove it, or use a pattern without it"
             )
+        if not found and os.path.isdir(place):
+            raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} in it or below")
         if not found:
             raise ConfigError(f"{key}: no file matches '{pattern}' (looked from {os.getcwd()})")
         files.update(dict.fromkeys(found))
@@ -55,6 +58,12 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
     if unknown:
         raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; known endings: {', '.join(ENDINGS)}")
     return list(files)
+
+
+def _inside(folder: str) -> list[str]:
+    """Return the files of text in a folder and below it, but hidden ones."""
+    found = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
+    return sorted(path for path in found if path.endswith(ENDINGS))
 
 
 def parts_of(path: Path, bad: BadRecords) -> list[Part]:

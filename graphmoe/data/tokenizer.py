@@ -1,7 +1,9 @@
 """Loading and training of tokenizers, and the token that ends a document."""
 
+import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -18,10 +20,51 @@ END_OF_TEXT = "<|endoftext|>"
 # Names of the end token in published tokenizers, in the order in which they are looked for.
 DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
+FILE = "tokenizer.json"
 LARGEST_ID = 2**24 - 1
 """The tokenizers library takes time for each id below the largest: 10 s for one of 1e9, several times."""
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LONG_TEXT_CHARS = 4_000_000
 PIECE_CHARS = 1_000_000
+
+
+def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool = True) -> Path:
+    """Return the ``tokenizer.json`` that is meant: a path, a folder that has it, or a name on the hub.
+
+    Files of the hub come from its cache on this machine, and else over the network with ``fetch``. *Raises*
+    ConfigError for a name that has the form of the hub's and is neither here nor there.
+    """
+    path = tokenizer_file(name)
+    if path.exists() or not _HUB_NAME.fullmatch(str(name)) or path.suffix == ".json":
+        return path
+    import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def get(file: str, *, local: bool) -> Path:
+        return Path(hub.hf_hub_download(str(name), file, local_files_only=local))
+
+    try:
+        with contextlib.suppress(LocalEntryNotFoundError):
+            return get(FILE, local=True)
+        if not fetch:
+            return path
+        reach_hub(str(name), FILE)
+        found = get(FILE, local=False)
+    except Exception as error:  # of any type: library, hub and network stand behind it
+        raise ConfigError(
+            f"{key}={name} is no file here, and the Hugging Face hub does not give its {FILE} "
+            f"({one_line(error)[:200]}); give the path of one, or fetch it where there is a network"
+        ) from error
+    with contextlib.suppress(Exception):  # not all have one; it names the token that ends a document
+        get("tokenizer_config.json", local=False)
+    return found
+
+
+def reach_hub(name: str, file: str, kind: str = "model") -> None:
+    """Raise an error at once where there is no way to the hub: its library tries for half a minute."""
+    import huggingface_hub as hub
+
+    hub.get_session().head(hub.hf_hub_url(name, file, repo_type=kind), timeout=10)
 
 
 def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
@@ -45,7 +88,7 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
 def tokenizer_file(path: str | Path) -> Path:
     """The ``tokenizer.json`` meant by this path."""
     path = Path(os.path.expanduser(path))
-    return path / "tokenizer.json" if path.is_dir() else path
+    return path / FILE if path.is_dir() else path
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

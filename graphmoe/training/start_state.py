@@ -13,11 +13,13 @@ import torch
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
+from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.plan import DTYPES, Plan
 from graphmoe.run.machine import memory_of
+from graphmoe.run.start_tokenizer import refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 
 
@@ -42,6 +44,8 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
                 check_weights(Path(checkpoint.init_from), model)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
+    if name := config.data.tokenizer:
+        refuse_other_tokenizer(config, load_tokenizer(find_tokenizer(name)))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_process_start, taken_gib
 from graphmoe.run.metrics_file import cut_metrics
+from graphmoe.run.start_tokenizer import refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
@@ -301,6 +302,8 @@ class Trainer:
         """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from."""
         store, state = self.store, self._state()
         source = None if store.latest() else self.config.checkpoint.resume_from
+        if not store.latest():
+            refuse_other_tokenizer(self.config, self.corpus.tokenizer)
         # absent before a checkpoint kept them; what only the checkpoint has is added
         del state["experts"], state["loader"]["contents"]
         with named_source("resume_from", source):

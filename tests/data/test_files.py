@@ -1,6 +1,7 @@
 """data=files: reading, errors with file and line, the cache, processes."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,10 +123,11 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
     line = next(i for i, row in enumerate(ids) if max(row) >= limit)
     position = next(i for i, t in enumerate(ids[line]) if t >= limit)
     place = rf"a\.jsonl:{line + 1}, position {position}: token id {ids[line][position]}"
-    advice = rf"raise model.vocab_size to at least {ids[line][position] + 1} .* resort: data.skip_bad=true"
-    with pytest.raises(DataError, match=rf"{place} .*; {advice}"):
+    said = rf"has 400 ids, more than model.vocab_size={limit}; use model.vocab_size=400 or more"
+    with pytest.raises(ConfigError, match=said):
         open_files("a.jsonl", vocab_size=limit)
     corpus = open_files("a.jsonl", vocab_size=limit, skip_bad=True)
+    assert re.search(place, corpus.bad_records.first)
     dropped = sum(max(row) >= limit for row in ids)
     assert corpus.bad == {"document with a token id beyond the vocabulary": dropped}
     assert corpus.train.documents.num_documents == 30 - dropped
@@ -135,6 +137,7 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
     ("pattern", "changes", "said"),
     [
         ("nothing-*.txt", {}, r"data.paths: no file matches '.*nothing-\*.txt' .*{tmp_path}"),
+        ("none", {}, r"data.paths: the folder .*none has no \.txt, \.jsonl, \.parquet in it or below"),
         ("a.csv", {}, "a.csv; known endings: .txt, .jsonl, .parquet"),
         ("empty.txt", {}, "the corpus is empty: no text in .*empty.txt$"),
         ("short.txt", {}, r"1 documents with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"),
@@ -146,10 +149,19 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
 )
 def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch, pattern, changes, said):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "none").mkdir()
     for name, text in (("a.csv", "{}"), ("empty.txt", ""), ("short.txt", "ab")):
         (tmp_path / name).write_text(text)
     with pytest.raises((ConfigError, DataError), match=said.replace("{tmp_path}", str(tmp_path))):
         open_files(pattern, **changes)
+
+
+def test_a_folder_stands_for_the_text_in_it_and_below(open_files, tmp_path):
+    for place, seed in (("set[1]/b.jsonl", 1), ("set[1]/deep/a.jsonl", 2), ("set[1]/.hidden/c.jsonl", 3)):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(tmp_path / place, sentences(5, seed))
+    (tmp_path / "set[1]" / "README.md").write_text("no text to train on")
+    assert texts_of(open_files("set[1]")) == [*sentences(5, 1), *sentences(5, 2)]
 
 
 def test_a_second_run_reads_the_cache_and_a_changed_file_does_not(open_files, tmp_path, cache, monkeypatch):

@@ -5,12 +5,14 @@
 
 import importlib
 import logging
+from dataclasses import replace
 
 from graphmoe.config.choices import SOURCES, look_up
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus
 from graphmoe.data.samples import PackedSamples
+from graphmoe.data.tokenizer import find_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     for key in config.source_facts.needs:
         if not getattr(config, key):
             raise ConfigError(f"data={config.source} needs data.{key}")
+    if config.tokenizer is not None:
+        config = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
     if config.source in SOURCES:
         open_corpus = importlib.import_module(f"{__name__}.{config.source}").open_corpus
     else:

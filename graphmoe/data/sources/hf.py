@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from graphmoe.data.order import derive_key, permute
 from graphmoe.data.samples import Reader, Samples
 from graphmoe.data.text_files import is_text
 from graphmoe.data.tokenise import encode_checked
-from graphmoe.data.tokenizer import num_ids, tokenizer_hash
+from graphmoe.data.tokenizer import num_ids, reach_hub, tokenizer_hash
 
 BLOCK_DOCUMENTS = 512
 """Documents that are tokenised and shuffled together; a resume reads at most one block again."""
@@ -37,7 +38,7 @@ Where = dict[str, Any]
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     """Open the stream of a dataset, and one for validation."""
-    tokenizer, end = configured_tokenizer(config)
+    tokenizer, end = configured_tokenizer(config, vocab_size)
     bad = BadRecords(config.skip_bad)
     limit = min(vocab_size, num_ids(tokenizer))
 
@@ -255,6 +256,8 @@ def open_stream(config: DataConfig, split: str) -> Any:
     except ImportError as error:
         raise ConfigError("data=hf needs the datasets library: pip install 'graphmoe[hf]'") from error
     try:
+        if not os.path.exists(os.path.expanduser(config.hf_name or "")):
+            reach_hub(config.hf_name or "", "README.md", "dataset")
         return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
     except Exception as error:  # of any type: library, hub and network stand behind it
         raise ConfigError(

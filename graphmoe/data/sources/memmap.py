@@ -8,7 +8,7 @@ from pathlib import Path
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import SMALL_BYTES
 from graphmoe.data.contents import read_summed_file
-from graphmoe.data.corpus import Corpus, corpus_of_files
+from graphmoe.data.corpus import Corpus, corpus_of_files, refuse_small_vocabulary
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import TokenFile, pair
 from graphmoe.data.tokenizer import load_tokenizer
@@ -16,7 +16,10 @@ from graphmoe.data.tokenizer import load_tokenizer
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     """Open .bin/.idx pairs."""
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer is not None else None
+    tokenizer = None
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+        refuse_small_vocabulary(config, tokenizer, vocab_size)
     return corpus_of_files(config, seq_len, vocab_size, tokenizer, _prefixes, _readable)
 
 
@@ -28,6 +31,11 @@ def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
         matches = sorted(glob.glob(index, recursive=True)) if glob.has_magic(index) else [index]
         if not matches:
             raise ConfigError(f"{key}: no file matches '{index}' (looked from {Path.cwd()})")
+        if not glob.has_magic(index) and os.path.isdir(os.path.expanduser(pattern)):
+            raise ConfigError(
+                f"{key}: {pattern} is a folder; use '{key}=[{os.path.join(pattern, '*')}]' for its .bin/.idx "
+                f"pairs, or data=files for its text"
+            )
         if not glob.has_magic(index) and not Path(index).is_file():
             raise ConfigError(f"{key}: {index} does not exist (looked from {Path.cwd()})")
         found.update(dict.fromkeys(Path(match[:-4]).absolute() for match in matches))

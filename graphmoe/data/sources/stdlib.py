@@ -40,7 +40,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     """
     tokenizer, end = None, None
     if config.tokenizer is not None:
-        tokenizer, end = configured_tokenizer(config)
+        tokenizer, end = configured_tokenizer(config, vocab_size)
     elif not 300 <= config.bpe_vocab_size <= vocab_size:
         raise ConfigError(
             f"data.bpe_vocab_size={config.bpe_vocab_size} is not in 300 .. model.vocab_size={vocab_size}"
@@ -59,11 +59,6 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     entry, counts = cached(cache_folder(config.cache_dir), f"stdlib-{key}", build, dict[str, int])
     with entry_damage(entry):
         tokenizer = load_tokenizer(entry / "tokenizer.json")
-    if num_ids(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
-            f"{vocab_size}; use model.vocab_size={num_ids(tokenizer)} or more"
-        )
     train = Documents.from_files([read_entry_file(entry, "train")])
     val = Documents.from_files([read_entry_file(entry, "val")]) if "val_files" in counts else None
     corpus = pack_corpus(config, seq_len, train, val, tokenizer, BadRecords(config.skip_bad), vocab_size)

@@ -1,0 +1,93 @@
+"""The tokenizer that goes with weights: of a run, and of a folder that a run starts from."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from graphmoe.checkpoint.folders import run_of
+from graphmoe.config.schema import CheckpointConfig, ConfigError, RunConfig
+from graphmoe.data.tokenizer import (
+    end_of_document,
+    find_tokenizer,
+    load_tokenizer,
+    num_ids,
+    tokenizer_hash,
+    usual_end,
+)
+from graphmoe.run.files import TOKENIZER_FILE
+from graphmoe.run.weights import config_file, read_stored_run
+
+log = logging.getLogger(__name__)
+
+
+def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
+    """Return a run's tokenizer.json, which may be missing, with the token that ends its documents.
+
+    The file is the one that the run was told to use, for the files beside it, or the copy in its folder.
+    """
+    config, run = read_stored_run(folder)
+    place, data = config.parent, run.data
+    named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else place
+    path = named if named.is_file() else place / TOKENIZER_FILE
+    if not path.is_file():
+        return path, None, None
+    tokenizer, name = load_tokenizer(path), data.eod_token
+    end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
+    return path, end, None if end is None else tokenizer.id_to_token(end)
+
+
+def with_start_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the configuration with the tokenizer of the folder to start from, where none was chosen.
+
+    Two runs on the standard library train the same one, each its own.
+    """
+    data, start = config.data, _start(config.checkpoint)
+    if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
+        return config
+    _, folder = start
+    if not (path := _tokenizer_in(folder)).is_file():
+        return config
+    end = None
+    if config_file(folder):
+        stored = read_stored_run(folder)[1].data
+        if data.source == stored.source == "stdlib" and stored.tokenizer is None:
+            return config
+        end = run_tokenizer(folder)[2]
+    return replace(config, data=replace(data, tokenizer=str(path), eod_token=data.eod_token or end))
+
+
+def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Refuse data whose token ids stand for other text than those of the weights to start from."""
+    start = _start(config.checkpoint)
+    if start is None or tokenizer is None or config.checkpoint.other_tokenizer:
+        return
+    key, folder = start
+    if not (path := _tokenizer_in(folder)).is_file():
+        log.warning("%s=%s has no %s: is the data's tokenizer the same?", key, folder, TOKENIZER_FILE)
+        return
+    theirs = load_tokenizer(path, key)
+    ours_by_token, theirs_by_token = (each.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
+    if ours_by_token != theirs_by_token:
+        shared = len(ours_by_token.items() & theirs_by_token.items())
+        ours = config.data.tokenizer or f"trained by data={config.data.source}"
+        raise ConfigError(
+            f"{key}={folder} has another tokenizer than the data ({ours}): of its {num_ids(theirs)} ids "
+            f"{shared} stand for the same text; use data.tokenizer={path}, or to go on anyway "
+            f"checkpoint.other_tokenizer=true"
+        )
+    if tokenizer_hash(tokenizer) != tokenizer_hash(theirs):
+        log.warning("%s=%s has a tokenizer that splits text otherwise, into the same tokens", key, folder)
+
+
+def _start(checkpoint: CheckpointConfig) -> tuple[str, Path] | None:
+    """Return the folder to start from with its key, if there is any."""
+    for key, folder in (("resume_from", checkpoint.resume_from), ("init_from", checkpoint.init_from)):
+        if folder:
+            return f"checkpoint.{key}", Path(folder)
+    return None
+
+
+def _tokenizer_in(folder: Path) -> Path:
+    return run_of(folder.absolute()) / TOKENIZER_FILE

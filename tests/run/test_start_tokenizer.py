@@ -1,0 +1,91 @@
+"""The tokenizer of the weights that a run starts from: taken along, or compared with the data's."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from graphmoe import save_hf
+from graphmoe.config.schema import ConfigError
+from graphmoe.convert import ConvertArgs, convert
+from graphmoe.data.tokenizer import load_tokenizer, train_bpe
+from graphmoe.run.start_tokenizer import refuse_other_tokenizer, run_tokenizer
+from graphmoe.training.start_state import check_start
+from tests.command.test_convert import CONFIG, random_model
+from tests.data.texts import sentences, write_jsonl
+from tests.runs import command, config, train_in
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """Imported weights with their tokenizer, whose files declare the end of a document, and some text."""
+    model = replace(CONFIG, vocab_size=320)
+    folder = tmp_path / "hf"
+    save_hf(random_model(model), model, folder)
+    tokenizer = train_bpe(iter(sentences(50, seed=3)), 310, 50)
+    tokenizer.add_special_tokens(["<stop>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    write_jsonl(tmp_path / "a.jsonl", sentences(100))
+    return convert(ConvertArgs(from_=folder, to=tmp_path / "own"))
+
+
+def test_the_printed_command_goes_on_with_the_tokenizer_of_the_folder(weights, tmp_path):
+    words = shlex.split(weights["command"])[3:]
+    small = ["data.seq_len=16", "train.steps=2", "train.val_batches=0", "run.device=cpu", "log.report=false"]
+    own_text = ["data=files", f"data.paths=[{tmp_path}]", "compile=none", "hydra.run.dir=run"]
+    run = command(tmp_path, *words, *own_text, *small)
+    assert run.wait() == 0, run.err.read_text()
+    data = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())["data"]
+    assert data["tokenizer"] == f"{tmp_path}/own/tokenizer.json" and data["eod_token"] is None
+    ours, theirs = (load_tokenizer(tmp_path / name) for name in ("run", "hf"))
+    assert ours.get_vocab() == theirs.get_vocab()
+    # and from that run on, whose folder has no tokenizer_config.json
+    assert run_tokenizer(tmp_path / "run")[2] == "<stop>"
+    for key in ("init_from", "resume_from"):
+        start = (f"checkpoint.{key}={tmp_path}/run", "data.source=files", f"data.paths=[{tmp_path}]")
+        found = config(*start).data
+        assert (found.tokenizer, found.eod_token) == (f"{tmp_path}/run/tokenizer.json", "<stop>")
+
+
+def test_another_tokenizer_is_refused_before_text_is_read(weights, tmp_path, caplog):
+    shape = [f"model.{key}={value}" for key, value in shape_of(tmp_path / "own").items()]
+    tokenizer_path = tmp_path / "other.json"
+    train_bpe(iter(sentences(50)), 300, 50).save(str(tokenizer_path))
+    start = (*shape, f"checkpoint.init_from={tmp_path}/own", "data.source=files", f"data.paths=[{tmp_path}]")
+    check_start(config(*start, f"data.tokenizer={tmp_path}/hf"))
+    said = (
+        rf"^checkpoint.init_from={tmp_path}/own has another tokenizer than the data \({tokenizer_path}\): of "
+        rf"its 311 ids \d+ stand for the same text; use data.tokenizer={tmp_path}/own/tokenizer.json, or to "
+        r"go on anyway checkpoint.other_tokenizer=true$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_start(config(*start, f"data.tokenizer={tokenizer_path}"))
+    check_start(config(*start, f"data.tokenizer={tokenizer_path}", "checkpoint.other_tokenizer=true"))
+    assert caplog.messages == []
+    document = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    document["pre_tokenizer"]["add_prefix_space"] = True
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(document))
+    check_start(config(*start, f"data.tokenizer={tmp_path}/hf"))
+    assert "splits text otherwise, into the same tokens" in caplog.text
+
+
+def shape_of(folder) -> dict:
+    """Keys of a folder's model but for its name, as words may have them."""
+    (path,) = (folder / "model").glob("*.yaml")
+    return {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "name"}
+
+
+def test_a_tokenizer_that_is_trained_anew_is_compared_when_the_data_are_open(tmp_path, monkeypatch, caplog):
+    train_in(tmp_path / "first", "train.steps=1", "train.val_batches=0")
+    start = f"checkpoint.init_from={tmp_path}/first"
+    run = config(start)
+    trained = train_bpe(iter(sentences(50)), 300, 50)
+    refuse_other_tokenizer(run, trained)
+    assert "has no tokenizer.json: is the data's tokenizer the same?" in caplog.text
+    trained.save(str(tmp_path / "first" / "tokenizer.json"))
+    refuse_other_tokenizer(run, trained)
+    with pytest.raises(ConfigError, match=r"than the data \(trained by data=synthetic\): of its 300 ids"):
+        refuse_other_tokenizer(run, train_bpe(iter(["another text"]), 300, 1))

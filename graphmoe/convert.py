@@ -24,7 +24,7 @@ from graphmoe.checkpoint.hf.names import Index, pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
-from graphmoe.run.start_tokenizer import run_tokenizer
+from graphmoe.run.stored import run_tokenizer
 from graphmoe.run.weights import (
     FolderKind,
     kind_of,

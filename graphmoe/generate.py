@@ -18,7 +18,8 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.model.transformer import Transformer
 from graphmoe.run.files import TOKENIZER_FILE
 from graphmoe.run.machine import memory_of, open_device
-from graphmoe.run.weights import read_stored_run, run_config
+from graphmoe.run.stored import read_stored_run
+from graphmoe.run.weights import run_config
 from graphmoe.training.sample import generate
 
 

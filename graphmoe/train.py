@@ -112,11 +112,16 @@ def train(config: RunConfig) -> float | None:
     from graphmoe.plan.rules.check import check
     from graphmoe.run.folder import next_folder
 
-    if config.launch.write_only:
-        _write_only(config)
-        return None
     if config.launch.fake_world is not None:
         _dry_run(config)
+        return None
+    if config.train.epochs is not None:
+        from graphmoe.training.start_state import with_epochs
+
+        start_logging(None, "launch", on_console=True)
+        config = with_epochs(config)
+    if config.launch.write_only:
+        _write_only(config)
         return None
     nodes, sweeps = find_nodes(config.launch), in_sweep()
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))

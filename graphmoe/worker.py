@@ -92,6 +92,10 @@ def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
     """
     log_dir: Path | None = None
     try:
+        if config.train.epochs is not None:
+            from graphmoe.training.start_state import with_epochs
+
+            config = with_epochs(config)
         ranks = _join(config)
         with ends_at_signals():
             config, folder, claimed = _agree(config, base, ranks)

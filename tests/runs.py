@@ -49,10 +49,10 @@ TINY = (
     "model.num_layers=2", "model.dense_ffn_size=16", "model.num_heads=2", "model.kv_lora_rank=8",
     "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4", "model.v_head_dim=4", "model.num_experts=4",
     "model.expert_ffn_size=8", "model.shared_ffn_size=8", "model.context_length=16",
-    "model.selection_bias=true", "data.source=synthetic", "optim.lr=1e-2", "optim.warmup_steps=0",
-    "train.steps=6", "train.global_batch_size=4", "train.micro_batch_size=2", "train.val_interval=3",
-    "train.val_batches=2", "train.log_interval=2", "checkpoint.interval=3", "host.manual_gc=false",
-    "compile.enabled=false", "log.tensorboard=false", "log.report=false",
+    "model.selection_bias=true", "model.peak_lr=1e-2", "data.source=synthetic", "optim.lr=1e-2",
+    "optim.warmup_steps=0", "train.steps=6", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "train.val_interval=3", "train.val_batches=2", "train.log_interval=2", "checkpoint.interval=3",
+    "host.manual_gc=false", "compile.enabled=false", "log.tensorboard=false", "log.report=false",
 )  # fmt: skip
 COMPILED_MODEL = (
     "model.q_lora_rank=8",

@@ -132,7 +132,16 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
+    _refuse_two_lengths(config, sys.argv[1:])
     return _resolved(config if complete is None else complete(config), prepare)
+
+
+def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
+    """Refuse steps on the command line beside tokens or epochs, which take the place of a file's steps."""
+    steps = next((word for word in words if word.lstrip("+").startswith("train.steps=")), None)
+    for key in ("tokens", "epochs"):
+        if steps and (value := getattr(config.train, key)) is not None:
+            raise ConfigError(f"{steps} and train.{key}={value} both say how long the run is; leave one out")
 
 
 def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str] | None = ()) -> RunConfig:
@@ -186,7 +195,7 @@ def schema() -> DictConfig:
 
 def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
     if config.checkpoint.init_from or config.checkpoint.resume_from:
-        from graphmoe.run.start_tokenizer import with_start_tokenizer  # imports torch
+        from graphmoe.run.stored import with_start_tokenizer  # imports torch
 
         config = with_start_tokenizer(config)
     if config.compile.cache:

@@ -31,9 +31,11 @@ _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
     "stdlib": SourceFacts(reads=(*_TEXT, "bpe_vocab_size"), endless=False),
-    "files": SourceFacts(("paths", "tokenizer"), (*_TEXT, "val_paths", "text_field"), endless=False),
+    "files": SourceFacts(
+        ("paths", "tokenizer"), (*_TEXT, "weights", "val_paths", "text_field"), endless=False
+    ),
     "hf": SourceFacts(("hf_name", "tokenizer"), (*_TEXT, *_HF, "text_field")),
-    "memmap": SourceFacts(("paths",), (*_TEXT, "val_paths"), endless=False),
+    "memmap": SourceFacts(("paths",), (*_TEXT, "weights", "val_paths"), endless=False),
     "synthetic": SourceFacts(reads=()),
 }
 ATTENTIONS = OneOf(("mla", "gqa"))

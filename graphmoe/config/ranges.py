@@ -116,7 +116,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
     """
     key, values = field.key, field.value
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
-        wanted = {int: "whole numbers", str: "texts"}[field.hint.__args__[0]]
+        wanted = {int: "whole numbers", str: "texts", float: "numbers"}[field.hint.__args__[0]]
         yield f"{key}={values} must be a list of {wanted}"
     for mark in field.marks:
         names = mark.names if isinstance(mark, OneOf) else ()

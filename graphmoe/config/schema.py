@@ -68,6 +68,8 @@ class DataConfig:
     """Seed of the order of documents and sequences, and of synthetic tokens."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Training files, globs or folders (files), or path prefixes of .bin/.idx pairs (memmap)."""
+    weights: list[float] = field(default_factory=list)
+    """Shares of data.paths in the tokens, one for each, such as [0.7,0.3]; []: as long as each is."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
@@ -144,7 +146,11 @@ class TrainConfig:
     """Length, batch and safety of the training loop."""
 
     steps: Count = 1000
-    """Optimizer steps, > 0."""
+    """Optimizer steps, > 0; train.tokens or train.epochs take its place."""
+    tokens: Any = None
+    """Tokens to train on, such as 1e9 or 300M (K, M, B or T), from which the steps follow, rounded up."""
+    epochs: Annotated[float, POSITIVE] | None = None
+    """Passes over the training data, from which the steps follow, rounded up; > 0."""
     global_batch_size: Size = 16
     """Sequences per optimizer step, a multiple of micro_batch_size."""
     micro_batch_size: Size = 4

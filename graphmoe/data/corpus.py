@@ -2,8 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import TokenFile
-from graphmoe.data.samples import Documents, PackedSamples, Samples, split_for_validation
+from graphmoe.data.samples import Documents, MixedSamples, PackedSamples, Samples, split_for_validation
 from graphmoe.data.tokenizer import end_of_document, load_tokenizer, num_ids
 
 log = logging.getLogger(__name__)
@@ -39,19 +39,25 @@ class Corpus:
 
 def pack_corpus(
     config: DataConfig, seq_len: int, train: Documents, val: Documents | None, tokenizer: Tokenizer | None,
-    bad: BadRecords, vocab_size: int,
+    bad: BadRecords, vocab_size: int, files_of_paths: Sequence[int] = (),
 ) -> Corpus:  # fmt: skip
-    """Return a corpus of packed samples; without ``val`` some of the training documents are held out."""
+    """Return a corpus of packed samples; without ``val`` some of the training documents are held out.
+
+    files_of_paths: how many of the training files each of data.paths has, where data.weights are given.
+    """
     given = val is not None
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
         train, val = split_for_validation(train, config.val_fraction)
     counts: dict[str, Any] = {"source": config.source, "seq_len": seq_len}
-    made: dict[str, PackedSamples] = {}
+    made: dict[str, Samples] = {}
     for name, documents in (("train", train), ("val", val)):
         if documents is None:
             continue
         tokens = documents.num_tokens
-        if tokens >= seq_len + 1:
+        if tokens >= seq_len + 1 and name == "train" and config.weights:
+            mixed = _mixed(config, seq_len, documents, bad, vocab_size, files_of_paths)
+            made[name], counts["mix"] = mixed, _shares(config, mixed)
+        elif tokens >= seq_len + 1:
             made[name] = PackedSamples(documents, seq_len, config.seed, config.shuffle, vocab_size, bad)
         elif name == "train" or given and config.source != "stdlib":
             raise ConfigError(_too_few(config, name, documents, seq_len))
@@ -91,18 +97,54 @@ def corpus_of_files(
     """
     bad = BadRecords(config.skip_bad)
     val = find(config.val_paths, "data.val_paths")
-    found = find(config.paths, "data.paths")
-    train = [path for path in found if path not in set(val)]
-    if len(train) < len(found):
-        log.info("data: %d files of data.paths are for validation only", len(found) - len(train))
-    if not train:
+    together = [[path] for path in config.paths] if config.weights else [config.paths]
+    found = [find(patterns, "data.paths") for patterns in together]
+    _refuse_twice(path for group in found for path in group)
+    train = [[path for path in group if path not in set(val)] for group in found]
+    num_found, num_train = (sum(map(len, groups)) for groups in (found, train))
+    if num_train < num_found:
+        log.info("data: %d files of data.paths are for validation only", num_found - num_train)
+    if not all(train):
         raise ConfigError("data.paths names only files of data.val_paths; nothing is left to train on")
-    documents = [Documents.from_files(read(paths, bad)) for paths in (train, val) if paths]
-    corpus = pack_corpus(
-        config, seq_len, documents[0], documents[1] if val else None, tokenizer, bad, vocab_size
-    )
-    corpus.counts["train_files"] = len(train)
+    files = [read(group, bad) for group in train]
+    documents = Documents.from_files([file for group in files for file in group])
+    held_out = Documents.from_files(read(val, bad)) if val else None
+    counts = [len(group) for group in files]
+    corpus = pack_corpus(config, seq_len, documents, held_out, tokenizer, bad, vocab_size, counts)
+    corpus.counts["train_files"] = num_train
     return corpus
+
+
+def _refuse_twice(paths: Iterable[Path]) -> None:
+    """Refuse a file that two of data.paths with weights of their own name."""
+    seen: set[Path] = set()
+    for path in paths:
+        if path in seen:
+            raise ConfigError(
+                f"data.paths names {path} twice, with a weight each; leave it out of one of them"
+            )
+        seen.add(path)
+
+
+def _mixed(
+    config: DataConfig, seq_len: int, documents: Documents, bad: BadRecords, vocab_size: int,
+    files_of_paths: Sequence[int],
+) -> MixedSamples:  # fmt: skip
+    parts, first = [], 0
+    for path, count in zip(config.paths, files_of_paths, strict=True):
+        part = documents.select((documents.file_N >= first) & (documents.file_N < first + count))
+        first += count
+        if part.num_tokens < seq_len + 1:
+            alone = replace(config, paths=[path], val_paths=[])
+            raise ConfigError(f"data.weights: {_too_few(alone, 'train', part, seq_len)}")
+        parts.append(PackedSamples(part, seq_len, config.seed, config.shuffle, vocab_size, bad))
+    return MixedSamples(documents, parts, config.weights, config.seed)
+
+
+def _shares(config: DataConfig, mixed: MixedSamples) -> str:
+    """Return the mixture as the log has it."""
+    parts = zip(mixed.share_P, config.paths, mixed.parts, strict=True)
+    return " + ".join(f"{share:.3g} of {path} ({part.num_samples:,} samples)" for share, path, part in parts)
 
 
 def _too_few(config: DataConfig, name: str, documents: Documents, seq_len: int) -> str:

@@ -17,7 +17,8 @@ from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import TokenFile
 from graphmoe.data.order import GOLDEN, derive_key, held_out, mix64, permute
 
-DOCUMENT_KEY, SAMPLE_KEY = 2, 3
+DOCUMENT_KEY, SAMPLE_KEY, MIX_KEY = 2, 3, 6
+MIX_BLOCK = 1024
 MAX_BAD_IN_A_ROW = 1000
 
 Tokens_BT = npt.NDArray[np.int64]
@@ -209,3 +210,51 @@ class PackedSamples(Samples):
         if self.shuffle:
             document_N = permute(document_N, len(document_N), derive_key(self.seed, epoch, DOCUMENT_KEY))
         return document_N, np.cumsum(self.documents.length_N[document_N])
+
+
+@dataclass(eq=False)
+class MixedSamples(Samples):
+    """Samples of several corpora, of which each has its share of any long part of the row.
+
+    The row is cut into blocks. Of the places of a block each corpus has its share, rounded so that what it
+    gave from the start on is exact but for one sample, and the places are shuffled. A corpus goes on where it
+    stopped, epoch after epoch of its own; an epoch of the mixture is as long as all of them together.
+    """
+
+    documents: Documents
+    """Documents of all corpora."""
+    parts: Sequence[PackedSamples]
+    weights: Sequence[float]
+    seed: int = 0
+
+    num_samples: int = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seq_len = self.parts[0].seq_len
+        self.num_samples = sum(part.num_samples for part in self.parts)
+        self.share_P = np.array(self.weights) / np.sum(self.weights)
+        # So long that the largest share, which takes what rounding leaves, never becomes negative.
+        self._block = max(MIX_BLOCK, 2 * len(self.parts) ** 2)
+        facts = repr([*map(float, self.weights), self.seed, *(part.fingerprint for part in self.parts)])
+        self.fingerprint = f"mixed:{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}"
+
+    @cached_property
+    def contents(self) -> str:  # type: ignore[override]
+        return contents_of(self.documents.files)
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        block, place = divmod(position, self._block)
+        key = derive_key(self.seed, block, MIX_KEY)
+        slot = int(permute(np.array([place]), self._block, key)[0])
+        before_P, after_P = self._before(block), self._before(block + 1)
+        end_P = np.cumsum(after_P - before_P)
+        part = int(np.searchsorted(end_P, slot, side="right"))
+        return self.parts[part].sample(int(after_P[part]) - int(end_P[part]) + slot)
+
+    def _before(self, block: int) -> npt.NDArray[np.int64]:
+        """Return how many samples each corpus gives before a block."""
+        total = block * self._block
+        count_P = np.floor(self.share_P * total).astype(np.int64)
+        count_P[np.argmax(self.share_P)] += total - count_P.sum()
+        return count_P

@@ -13,7 +13,7 @@ from graphmoe.segments import lowest_stage
 
 def resolve(config: RunConfig) -> RunConfig:
     """Return a copy with values for ``auto`` and ``null``; backends of kernels are chosen later."""
-    config = run.with_dry_batch(config)
+    config = run.with_steps(run.with_dry_batch(config))
     sections = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
     config = RunConfig(**sections)
     if config.run.device is DeviceChoice.auto:
@@ -21,6 +21,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.precision.compute is ComputeDtype.auto:
         on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
+    config.train.tokens = None  # the steps stand for them
     if config.data.seq_len is None:
         config.data.seq_len = parallel.seq_len_of(config)
     config.data.cache_dir = str(cache_root(config.data.cache_dir))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.checkpoint.folders import MismatchError, run_of
+from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.hf.families import different_keys, same_function
 from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
@@ -36,6 +36,7 @@ from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_y
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules.check import violations
 from graphmoe.run.files import CONFIG_FILE, hydra_value
+from graphmoe.run.stored import config_file, read_stored_run
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,12 @@ def load_weights(
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
     theirs = _take(shards_of(model, layout, rank, instead=into), folder, config)
+    if config.context_length > theirs.context_length:
+        log.warning(
+            "model.context_length=%d is longer than the %d of %s: its weights never saw positions beyond; "
+            "use at most data.seq_len=%d, or go on if it is to learn them",
+            config.context_length, theirs.context_length, folder, theirs.context_length,
+        )  # fmt: skip
     for line in same_function(config, theirs):
         log.warning("%s in %s; the weights are used with the former", line, folder)
     return kind_of(folder)
@@ -242,41 +249,6 @@ def model_to_yaml(config: ModelConfig) -> str:
     """All keys of a model as YAML, enums by name."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return yaml.safe_dump(plain, sort_keys=False)
-
-
-class StoredPrecision(msgspec.Struct):
-    compute: str | None = None
-
-
-class StoredData(msgspec.Struct):
-    source: str | None = None
-    tokenizer: str | None = None
-    eod_token: str | None = None
-
-
-class StoredRun(msgspec.Struct):
-    """The keys that readers of another's run ask for."""
-
-    model: dict[str, Any]
-    precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
-    data: StoredData = msgspec.field(default_factory=StoredData)
-
-
-def config_file(folder: Path) -> Path | None:
-    """Return the resolved.yaml of a run named by its folder, its ``checkpoints`` or one of these.
-
-    None where the folder is none of the three.
-    """
-    path = run_of(folder.absolute()) / CONFIG_FILE
-    return path if path.is_file() else None
-
-
-def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
-    """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
-    path = config_file(folder)
-    if path is None:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
-    return path, read_yaml(path, StoredRun)
 
 
 def run_config(folder: Path, attention: str | None = None) -> ModelConfig:

@@ -17,7 +17,7 @@ from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
-from graphmoe.plan.rules.unused import without_effect
+from graphmoe.plan.rules.unused import doubtful, without_effect
 from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, TOKENIZER_FILE, to_json
 from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_rows, summarise
@@ -99,7 +99,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    for line in without_effect(plan, ranks.size):
+    for line in (*without_effect(plan, ranks.size), *doubtful(config)):
         log.warning(line)
     splits = plan.pipeline is not None and schedule_of(config.pipeline.schedule).splits_backward
     if splits and not config.compile.enabled:

@@ -1,10 +1,13 @@
 """Start of a run: the state that resume_from and init_from name, its memory and its random numbers."""
 
 import ast
+import logging
+import math
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,19 @@ import torch
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
+from graphmoe.data import DataError, open_data
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.plan import DTYPES, Plan
+from graphmoe.plan.rules.check import check
 from graphmoe.run.machine import memory_of
-from graphmoe.run.start_tokenizer import refuse_other_tokenizer
+from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
+from graphmoe.runtime.launch.failures import RunFailed
+
+log = logging.getLogger(__name__)
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
@@ -46,6 +54,31 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
         raise ConfigError(str(error)) from error
     if name := config.data.tokenizer:
         refuse_other_tokenizer(config, load_tokenizer(find_tokenizer(name)))
+
+
+def with_epochs(config: RunConfig) -> RunConfig:
+    """Return the configuration with the steps that ``train.epochs`` takes. Opens the data to count them."""
+    train, data = config.train, config.data
+    if train.epochs is None:
+        return config
+    assert data.seq_len is not None
+    try:
+        corpus = open_data(data, seq_len=data.seq_len, vocab_size=config.model.vocab_size)
+    except DataError as error:
+        raise RunFailed(str(error)) from error
+    found = corpus.train.num_samples
+    if found is None:
+        raise ConfigError(
+            f"train.epochs={train.epochs}: data={data.source} does not say how long it is; use "
+            f"train.steps or train.tokens"
+        )
+    steps = math.ceil(train.epochs * found / train.global_batch_size)
+    log.info(
+        "train.epochs=%g of %d samples: %d steps of %d", train.epochs, found, steps, train.global_batch_size
+    )
+    counted = replace(config, train=replace(train, steps=steps, epochs=None))
+    check(counted)
+    return counted
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_process_start, taken_gib
 from graphmoe.run.metrics_file import cut_metrics
-from graphmoe.run.start_tokenizer import refuse_other_tokenizer
+from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher

@@ -1,5 +1,7 @@
 """Validation loss of a run."""
 
+import logging
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
+
+log = logging.getLogger(__name__)
 
 
 class Validation:
@@ -27,11 +31,32 @@ class Validation:
     ) -> None:
         self.config, self.corpus, self.micro_batches = config, corpus, micro_batches
         self.mesh, self.heartbeat, self.ladder = mesh, heartbeat, ladder
+        if self.wanted:
+            self._warn_of_few()
 
     @property
     def wanted(self) -> bool:
         """True where validation batches are asked for and there are any."""
         return self.config.val_batches > 0 and self.corpus.val is not None
+
+    def _warn_of_few(self) -> None:
+        """Warn of fewer batches than are asked for."""
+        config, found = self.config, self.corpus.val and self.corpus.val.num_samples
+        if found is None or (batches := found // config.micro_batch_size) >= config.val_batches:
+            return
+        more = "more text of data.val_paths or a larger data.val_fraction makes validation less noisy"
+        if not batches:
+            log.warning(
+                "validation has %d samples, less than train.micro_batch_size=%d: some count twice; %s, and "
+                "train.val_batches=0 switches it off",
+                found, config.micro_batch_size, more,
+            )  # fmt: skip
+        else:
+            log.warning(
+                "validation has %d micro-batches, less than train.val_batches=%d; %s, and "
+                "train.val_batches=%d says that it is meant",
+                batches, config.val_batches, more, batches,
+            )  # fmt: skip
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, int]:

@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data import DataError, open_data
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenise import Recipe, tokenise_files
 from graphmoe.data.tokenizer import encode, num_ids
+from tests.data.test_loader import rows_over_ranks
 from tests.data.texts import sentences, write_jsonl
 
 pa = pytest.importorskip("pyarrow")
@@ -242,3 +244,34 @@ def test_a_very_long_text_is_encoded_in_pieces_with_the_same_ids(tokenizer, monk
     monkeypatch.setattr("graphmoe.data.tokenizer.LONG_TEXT_CHARS", 1000)
     monkeypatch.setattr("graphmoe.data.tokenizer.PIECE_CHARS", 100)
     assert np.array_equal(encode(tokenizer, [text], 0)[0], whole)
+
+
+def test_paths_are_mixed_by_weights_and_hold_out_the_documents_that_they_did(open_files, tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        write_jsonl(tmp_path / f"{name}.jsonl", sentences(60, seed))
+    alone = open_files("a.jsonl", "b.jsonl", val_fraction=0.1)
+    corpus = open_files("a.jsonl", "b.jsonl", val_fraction=0.1, weights=[3.0, 1.0])
+    by_path = [{tuple(part.sample(i)) for i in range(part.num_samples)} for part in corpus.train.parts]
+    drawn = [tuple(row) for row in corpus.train.reader().read(0, 1024)]
+    assert [sum(row in found for row in drawn) for found in by_path] == [768, 256]
+    assert corpus.val.documents.num_documents == alone.val.documents.num_documents
+    rows, _ = rows_over_ranks(corpus.train, prefetch=2)  # with resumes
+    assert torch.equal(rows, torch.from_numpy(corpus.train.reader().read(0, len(rows))))
+    assert corpus.counts["mix"].startswith(f"0.75 of {tmp_path}/a.jsonl (") and corpus.train.contents
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (["a.jsonl", "*.jsonl"], r"data.paths names .*a.jsonl twice, with a weight each"),
+        (
+            ["a.jsonl", "short.txt"],
+            r"data.weights: .* 3 tokens in all \(out of \[.*short.txt\]\), but one",
+        ),
+    ],
+)
+def test_a_mixture_of_what_is_no_corpus_is_refused(open_files, tmp_path, paths, said):
+    write_jsonl(tmp_path / "a.jsonl", sentences(60))
+    (tmp_path / "short.txt").write_text("ab")
+    with pytest.raises(ConfigError, match=said):
+        open_files(*paths, weights=[1.0, 1.0])

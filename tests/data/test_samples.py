@@ -7,7 +7,7 @@ from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.data.loader import first_batches
 from graphmoe.data.order import held_out, mix64, permute
-from graphmoe.data.samples import Documents, PackedSamples, split_for_validation
+from graphmoe.data.samples import Documents, MixedSamples, PackedSamples, split_for_validation
 from graphmoe.data.sources.synthetic import SyntheticSamples
 
 
@@ -119,3 +119,30 @@ def test_permute_is_a_permutation_of_every_size(size):
 def test_held_out_takes_the_fraction_but_never_nothing_or_all(size, fraction, count):
     hashes = mix64(np.arange(1, size + 1, dtype=np.uint64))
     assert held_out(hashes, fraction).sum() == count
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1000), (3, 3, 1e-6)])
+def test_each_corpus_of_a_mixture_has_its_share_of_every_long_part_and_loses_no_sample(make, weights):
+    documents = make(LENGTHS * 3, pack=False)
+    parts = [PackedSamples(documents, 8, seed) for seed in range(len(weights))]
+    mixed = MixedSamples(documents, parts, weights, seed=5)
+    asked = [[] for _ in parts]
+    for part, got in zip(parts, asked, strict=True):
+        part.sample = got.append
+    length = 5 * 1024
+    for position in range(length):
+        mixed.sample(position)
+        if position % 1024 == 1023:
+            for got, weight in zip(asked, weights, strict=True):
+                assert abs(len(got) - weight / sum(weights) * (position + 1)) < len(parts)
+    assert all(sorted(got) == [*range(len(got))] for got in asked), "each of its samples once"
+    first = max(asked, key=len)[:200]
+    assert first != sorted(first), "places of a block are shuffled"
+
+
+def test_a_mixture_is_another_one_with_other_weights_seed_or_parts(make):
+    documents = make(LENGTHS, pack=False)
+    parts = [PackedSamples(documents, 8, seed) for seed in range(3)]
+    kinds = [(parts[:2], (1, 2), 0), (parts[:2], (2, 1), 0), (parts[:2], (1, 2), 1), (parts[1:], (1, 2), 0)]
+    assert len({MixedSamples(documents, *kind).fingerprint for kind in kinds}) == len(kinds)
+    assert MixedSamples(documents, *kinds[0]).num_samples == 2 * parts[0].num_samples

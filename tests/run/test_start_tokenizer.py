@@ -11,7 +11,7 @@ from graphmoe import save_hf
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert
 from graphmoe.data.tokenizer import load_tokenizer, train_bpe
-from graphmoe.run.start_tokenizer import refuse_other_tokenizer, run_tokenizer
+from graphmoe.run.stored import refuse_other_tokenizer, run_tokenizer
 from graphmoe.training.start_state import check_start
 from tests.command.test_convert import CONFIG, random_model
 from tests.data.texts import sentences, write_jsonl

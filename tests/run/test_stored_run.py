@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from graphmoe import convert, generate
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.weights import FolderKind, config_file, kind_of, open_weights
+from graphmoe.run.stored import config_file
+from graphmoe.run.weights import FolderKind, kind_of, open_weights
 from tests.runs import config
 
 

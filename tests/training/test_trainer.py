@@ -265,6 +265,15 @@ def test_what_a_preset_sets_has_an_effect(option):
             "optim.schedule=constant optim.min_lr_ratio=0.5",
             ["optim.min_lr_ratio=0.5 has no effect with optim.schedule=constant"],
         ),
+        (
+            "model.peak_lr=9e-4",
+            ["optim.lr=0.01 is 11 times the 0.0009 that suits model=mini; model.peak_lr="],
+        ),
+        ("model.peak_lr=2e-3", []),
+        (
+            "model.rope_scaling=yarn model.yarn_factor=2 model.yarn_original_context=7",
+            ["data.seq_len=16 is beyond the 14 tokens that model.yarn_factor=2 times"],
+        ),
         ("optim.schedule=wsd optim.wsd_decay_fraction=0.5", []),
         (
             "checkpoint.enabled=false checkpoint.interval=100 checkpoint.keep_last=3",

@@ -11,7 +11,7 @@ from graphmoe.config.choices import SOURCES, look_up
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus
-from graphmoe.data.samples import PackedSamples
+from graphmoe.data.samples import MixedSamples, PackedSamples
 from graphmoe.data.tokenizer import find_tokenizer
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
     corpus.bad_records.log_total(f"data={config.source}")
     if check:
-        packed = [samples for samples in (corpus.train, corpus.val) if isinstance(samples, PackedSamples)]
+        packed = [
+            samples
+            for samples in (corpus.train, corpus.val)
+            if isinstance(samples, (PackedSamples, MixedSamples))
+        ]
         corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)
     return corpus

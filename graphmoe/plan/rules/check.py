@@ -13,6 +13,7 @@ FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.p
 """Rules without which no pipeline can be planned."""
 RULES = (
     run.name_rules,
+    run.length_rules,
     run.lr_schedule_rules,
     run.data_rules,
     run.unread_data_rules,
@@ -48,7 +49,7 @@ def violations(config: RunConfig) -> list[str]:
     fields = [*fields_of(config)]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # other rules cannot compute with such values
-    config = run.with_dry_batch(config)
+    config = run.with_steps(run.with_dry_batch(config))
     ranges = [line for field in fields for line in range_rules(field)]
     own = [*ranges, *(line for rule in FIRST for line in rule(config))]
     return [

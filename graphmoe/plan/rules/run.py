@@ -1,7 +1,10 @@
 """Rules of a run: its data, schedule, checkpoints, compilation, capture, recompute, profile and dry run."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from typing import Any
 
 from graphmoe.config.choices import SOURCES
@@ -16,8 +19,10 @@ from graphmoe.config.schema import (
 )
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
+MOST_TOKENS = 10**18
 LONGEST_NAME = 200
 """Bytes of a run's name: file systems take 255, and numbers and endings are added."""
 
@@ -49,6 +54,10 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     for key in data.source_facts.needs:
         if not getattr(data, key):
             yield f"data.source={data.source} needs data.{key}, {examples[key]}"
+    if data.weights and len(data.weights) != len(data.paths):
+        yield f"data.weights={data.weights} must be as many as data.paths, which are {len(data.paths)}"
+    elif not all(0 < weight < math.inf for weight in data.weights):
+        yield f"data.weights={data.weights} must be greater than 0"
     if data.seq_len is not None and data.seq_len > model.context_length:
         yield (
             f"data.seq_len={data.seq_len} exceeds model.context_length={model.context_length}; use at most "
@@ -75,10 +84,49 @@ def unread_data_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
+_TOKENS = re.compile(r"(\d+\.?\d*(?:e\d{1,2})?)([kmbt]?)", re.IGNORECASE)
+_SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def num_tokens(value: Any) -> int | None:
+    """Return the number that a value of ``train.tokens`` stands for; None where it is no number of tokens."""
+    match = _TOKENS.fullmatch(str(value).replace("+", ""))
+    if match is None or isinstance(value, bool):
+        return None
+    found = Decimal(match[1]) * _SCALES[match[2].lower()]
+    return math.ceil(found) if 0 < found <= MOST_TOKENS else None
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """Return the configuration with the steps that ``train.tokens`` takes, where it is given and can be."""
+    train = config.train
+    of_step = train.global_batch_size * seq_len_of(config)
+    if train.tokens is None or (tokens := num_tokens(train.tokens)) is None or of_step < 1:
+        return config
+    return dataclasses.replace(config, train=dataclasses.replace(train, steps=-(-tokens // of_step)))
+
+
+def length_rules(config: RunConfig) -> Iterator[str]:
+    """Yield violated rules of the keys that say how long a run is."""
+    train = config.train
+    if train.tokens is not None and num_tokens(train.tokens) is None:
+        yield (
+            f"train.tokens={train.tokens} must be a number of tokens from 1 to {MOST_TOKENS:.0e}, such as "
+            f"1e9 or 300M (K, M, B or T)"
+        )
+    if train.tokens is not None and train.epochs is not None:
+        yield (
+            f"train.tokens={train.tokens} and train.epochs={train.epochs} both say how long the run is; "
+            f"leave one of them out"
+        )
+
+
 def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
     """Yield the refusal of a wsd schedule that never decays, or whose decay begins inside the warm-up."""
     optim, total_steps = config.optim, config.train.steps
     fraction, warmup = optim.wsd_decay_fraction, optim.warmup_steps
+    if config.train.epochs is not None:
+        total_steps = max(total_steps, MOST_TOKENS)  # they are not known yet
     if fraction == 0:
         yield "optim.wsd_decay_fraction=0 never decays; use a share above 0, or optim.schedule=constant"
     if not 0 < fraction <= 1:
@@ -184,6 +232,8 @@ def profile_rules(config: RunConfig) -> Iterator[str]:
     steps, ranks, total = config.profile.steps, config.profile.ranks, config.train.steps
     if not steps:
         return
+    if config.train.epochs is not None:
+        total = MOST_TOKENS  # it is not known yet
     if len(steps) > 2:
         yield f"profile.steps={steps} has {len(steps)} numbers; use the first and the last, or one"
         return

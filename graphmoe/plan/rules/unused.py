@@ -1,13 +1,36 @@
-"""Keys that were set and have no effect in a run, of which it warns."""
+"""Keys of which a run warns: those that were set and have no effect, and values that are rarely meant."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.schema import AuxLoss, DpShard, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.plan import Plan
+from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.plan.rules.run import as_typed
+
+LARGE_LR = 10
+"""Times ``model.peak_lr`` above which a learning rate is taken for a mistake."""
+
+
+def doubtful(config: RunConfig) -> Iterator[str]:
+    """Yield a warning for each value that is rarely meant, and how to say that it is."""
+    model, lr, seq_len = config.model, config.optim.lr, seq_len_of(config)
+    if config.optim.name in OPTIMIZERS.names and lr > LARGE_LR * model.peak_lr:
+        yield (
+            f"optim.lr={lr:g} is {lr / model.peak_lr:.0f} times the {model.peak_lr:g} that suits "
+            f"model={model.name}; model.peak_lr={lr:g} says that it is meant"
+        )
+    reach = model.yarn_factor * model.yarn_original_context
+    if model.rope_scaling is RopeScaling.yarn and seq_len > reach:
+        yield (
+            f"data.seq_len={seq_len} is beyond the {reach:.0f} tokens that model.yarn_factor="
+            f"{model.yarn_factor:g} times model.yarn_original_context={model.yarn_original_context} reach; "
+            f"use model.yarn_factor={math.ceil(seq_len / model.yarn_original_context)}"
+        )
 
 
 class _Unused(NamedTuple):

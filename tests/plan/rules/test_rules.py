@@ -63,6 +63,15 @@ data.source=memmap data.paths=[a] data.text_field=body | data.text_field=body ha
 data.source=synthetic data.shuffle=false | data.shuffle=false has no effect with data=synthetic; add data=
 data.source=hf data.hf_name=a data.tokenizer=t data.paths=[a] | data.paths=[a] has no effect with data=hf; add
 data.source=files data.paths=[a] data.tokenizer=t data.bpe_vocab_size=500 | has no effect with data=files; add
+data.source=memmap data.paths=[a,b] data.weights=[1] | data.weights=[1.0] must be as many as data.paths, which
+data.source=memmap data.paths=[a] data.weights=[0] | data.weights=[0.0] must be greater than 0
+data.source=memmap data.paths=[a] data.weights=[.inf] | data.weights=[inf] must be greater than 0
+train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
+train.tokens=-5 | train.tokens=-5 must be
+train.tokens=0 | train.tokens=0 must be
+train.tokens=1e6 train.epochs=2 | both say how long the run is; leave one of them out
+train.epochs=0 | train.epochs=0.0 must be greater than 0
+train.tokens=1M optim.schedule=wsd optim.warmup_steps=14 | of train.steps=16 those from 13 on decay
 data.seq_len=5000 | data.seq_len=5000 exceeds model.context_length=4096; use at most 4096
 data.seq_len=0 | data.seq_len=0 must be greater than 0
 data.seq_len=2 model.mtp_depth=2 | leaves no label for model.mtp_depth=2; use at least 3
@@ -229,6 +238,9 @@ launch.nproc=4 parallel.tp=4 train.global_batch_size=4
 launch.nproc=8 parallel.tp=2 train.global_batch_size=16
 launch.nproc=2 parallel.tp=4
 optim.lr=3.4e38 optim.eps=1.2e-38 optim.weight_decay=0.0 optim.beta1=0.0 optim.beta2=0.99999994
+train.epochs=0.5 optim.schedule=wsd optim.warmup_steps=999 train.steps=1000 profile.steps=[2000]
+train.tokens=1e9 profile.steps=[2000]
+data.source=files data.paths=[a,b] data.tokenizer=t data.weights=[7,0.5]
 SYMM launch.nproc=8 launch.nodes=2
 SYMM launch.nproc=16 launch.nodes=1
 SYMM launch.nproc=8

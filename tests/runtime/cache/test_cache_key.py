@@ -23,16 +23,16 @@ OTHERWISE = "passes.enabled passes.disabled passes.extra run.device host.threads
 """Keys that are facts by what they make of the passes, or by what the process sees."""
 NO_FACTS = """
     run.name model.name model.init_std model.bias_update_rate model.peak_lr
-    data.source data.seed data.paths data.val_paths data.val_fraction data.text_field data.tokenizer
-    data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
+    data.source data.seed data.paths data.weights data.val_paths data.val_fraction data.text_field
+    data.tokenizer data.eod_token data.bpe_vocab_size data.cache_dir data.hf_name data.hf_config data.hf_split
     data.hf_val_split data.shuffle data.skip_bad data.prefetch
     optim.lr optim.min_lr_ratio optim.warmup_steps optim.wsd_decay_fraction optim.beta1 optim.beta2 optim.eps
     optim.weight_decay optim.bucket_mb parallel.dp parallel.pp
-    train.steps train.global_batch_size train.seed train.clip_grad_norm
+    train.steps train.tokens train.epochs train.global_batch_size train.seed train.clip_grad_norm
     train.val_interval train.val_batches train.max_nonfinite train.log_interval moe.sync_free_stage
     compile.enabled compile.cache compile.cache_dir compile.cache_shared passes.dump graph.warmup_steps
     checkpoint.enabled checkpoint.interval checkpoint.keep_last checkpoint.keep_every checkpoint.async_save
-    checkpoint.resume checkpoint.resume_from checkpoint.init_from
+    checkpoint.resume checkpoint.resume_from checkpoint.init_from checkpoint.other_tokenizer
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast
     host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb

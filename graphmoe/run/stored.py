@@ -1,13 +1,16 @@
-"""The tokenizer that goes with weights: of a run, and of a folder that a run starts from."""
+"""A stored run by its resolved.yaml, and the tokenizer of the weights that a run starts from."""
 
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from graphmoe.checkpoint.folders import run_of
 from graphmoe.config.schema import CheckpointConfig, ConfigError, RunConfig
+from graphmoe.config.untrusted import read_yaml
 from graphmoe.data.tokenizer import (
     end_of_document,
     find_tokenizer,
@@ -16,10 +19,44 @@ from graphmoe.data.tokenizer import (
     tokenizer_hash,
     usual_end,
 )
-from graphmoe.run.files import TOKENIZER_FILE
-from graphmoe.run.weights import config_file, read_stored_run
+from graphmoe.run.files import CONFIG_FILE, TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
+
+
+class StoredPrecision(msgspec.Struct):
+    compute: str | None = None
+
+
+class StoredData(msgspec.Struct):
+    source: str | None = None
+    tokenizer: str | None = None
+    eod_token: str | None = None
+
+
+class StoredRun(msgspec.Struct):
+    """The keys that readers of another's run ask for."""
+
+    model: dict[str, Any]
+    precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
+    data: StoredData = msgspec.field(default_factory=StoredData)
+
+
+def config_file(folder: Path) -> Path | None:
+    """Return the resolved.yaml of a run named by its folder, its ``checkpoints`` or one of these.
+
+    None where the folder is none of the three.
+    """
+    path = run_of(folder.absolute()) / CONFIG_FILE
+    return path if path.is_file() else None
+
+
+def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
+    """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
+    path = config_file(folder)
+    if path is None:
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
+    return path, read_yaml(path, StoredRun)
 
 
 def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:

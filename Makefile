@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test test-all test-gpu lint docs clean
+.PHONY: train test test-all test-gpu lint docs site clean
 
 # Passive waiting: threads that spin at barriers make a CPU run up to ten times slower beside another busy process.
 train: $(VENV)/installed
@@ -31,6 +31,11 @@ lint: $(VENV)/installed-dev
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/make_tables.py
+
+# The documentation as a site, in build/site; a link that leads nowhere ends it.
+site: $(VENV)/installed-dev
+	$(BIN)/python -m pip install -q -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/site
 
 clean:
 	rm -rf $(VENV)

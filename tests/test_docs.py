@@ -235,6 +235,38 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def test_the_site_has_each_page_once():
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"\S+\.md$", text[text.index("\nnav:") :], flags=re.MULTILINE)
+    written = [str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/**/*.md")]
+    names = sorted([*written, *load("docs/site_pages.py").PAGES.values()])
+    assert sorted(listed) == names, "list each page under nav in mkdocs.yml"
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected", "without_address"),
+    [
+        ("README.md", "[a](docs/cache.md#keys)", "[a](cache.md#keys)", None),
+        ("README.md", "![a](docs/images/report.png)", "![a](images/report.png)", None),
+        ("docs/map.md", "[a](../README.md)", "[a](index.md)", None),
+        ("docs/benchmarks/README.md", "[a](../data.md)", "[a](../data.md)", None),
+        ("docs/map.md", "[`a`](../passes/table.py)", "[`a`](https://x/blob/main/passes/table.py)", "`a`"),
+        ("docs/map.md", "[a](#rooms) [b](https://y)", "[a](#rooms) [b](https://y)", None),
+    ],
+)
+def test_links_of_a_page_lead_to_pages_of_the_site_and_to_sources(page, link, expected, without_address):
+    site_links = load("docs/site_pages.py").site_links
+    assert site_links(link, page, "https://x/") == expected
+    assert site_links(link, page, "") == (without_address or expected)
+
+
+def test_the_python_interface_that_a_page_names_is_there():
+    names = re.findall("^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert names
+    for module, _, name in (name.rpartition(".") for name in names):
+        assert getattr(importlib.import_module(module), name).__doc__, name
+
+
 def test_a_page_speaks_to_its_reader_only():
     found = [
         (name_of(page), line)

@@ -14,6 +14,20 @@ Answer = tuple[str, list[str]]
 """Answer in short, and sentences with the numbers that it is from."""
 MANY = 0.1
 """Share of a step from which on a loss of time is named."""
+_SEGMENTS = {
+    "embed": "the embedding",
+    "attn": "attention",
+    "mlp": "the dense MLP",
+    "moe_router": "the router",
+    "moe_preprocess": "the routing plan",
+    "moe_dispatch": "the dispatch of tokens",
+    "moe_experts": "the experts",
+    "moe_combine": "the experts' combine",
+    "shared_experts": "the shared experts",
+    "loss": "the head and loss over the vocabulary",
+    "optimizer": "the update of weights",
+    "(no segment)": "what is in no segment",
+}
 NO_TRACE = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
 
 
@@ -117,7 +131,7 @@ def times(run: RunData, trace: Summary | str) -> Answer:
     said, answer = [*([trace] if isinstance(trace, str) else _of_step(trace))], "Not recorded"
     if isinstance(trace, Summary) and trace.segments:
         name, ms = _largest(trace)[0]
-        answer = f"Most in {name}: {ms / trace.step_ms:.0%} of a step"
+        answer = f"Most in {_words(name)}: {ms / trace.step_ms:.0%} of a step"
         if (trace.idle or 0.0) > max(0.25, ms / trace.step_ms):
             answer = f"The GPU does nothing for {trace.idle:.0%} of a step"
     said += [*_of_run(run)]
@@ -131,6 +145,13 @@ def _largest(trace: Summary) -> list[tuple[str, float]]:
     for each in trace.segments:
         sums[each.segment] += each.ms
     return sorted(sums.items(), key=lambda each: -each[1])
+
+
+def _words(name: str) -> str:
+    """A segment in words, or a compiled unit from its first to its last."""
+    first, _, last = name.partition("..")
+    words = [_SEGMENTS.get(each, each) for each in (first, last) if each]
+    return words[0] if len(words) < 2 else f"the compiled unit from {words[0]} to {words[1]}"
 
 
 def _of_step(trace: Summary) -> Iterator[str]:

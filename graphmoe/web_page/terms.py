@@ -54,13 +54,15 @@ TERMS = {
     ),
     "loss of router z": "A term that keeps the router's scores small.",
     "loss of multi-token prediction": "The loss of the layers that predict tokens after the next.",
+    "throughput": "Tokens trained on in a second, over the number of GPUs.",
     "throughput of each gpu": "Tokens trained on in a second, over the number of GPUs.",
     "throughput of each process": "Tokens trained on in a second, over the number of processes.",
     "model flops utilisation": (
         "FLOPs that the model's arithmetic needs, over what the device could do in the same time at its peak."
     ),
     "memory by kind": (
-        "Projected bytes of weights, gradients, optimizer state and activations beside the measured peak."
+        "Projected bytes of weights, gradients, optimizer state and activations; in a run's report "
+        "beside the measured peak."
     ),
     "peak memory so far": "The most that rank 0 has held at once up to a step.",
     "load of experts": (

@@ -253,6 +253,9 @@ def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
     assert "idle for 40% of a step, with 30 launches in 1 ms of the host" in said
     assert "`graph.scope=full_iteration`" in said and "For 25% of a step ranks communicate" in said
     assert "pipeline.ep_overlap=true" in said and "Nothing stands out" not in said
+    unit = replace(found.segments[0], segment="attn..moe_combine", ms=1.0)
+    most = times(run, replace(found, idle=0.0, step_ms=2.0, segments=[unit]))[0]
+    assert most == "Most in the compiled unit from attention to the experts' combine: 50% of a step"
     calm = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.0)
     assert "Nothing stands out" in told(times(calm, replace(found, idle=0.01, exposed_ms=0.0)))
 

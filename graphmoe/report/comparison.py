@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ from graphmoe.web_page import COLOURS, Link, chips, controls, grid, paragraph, t
 COMPARISON_FILE = "comparison.html"
 MAX_KEYS = 8
 """Keys of the configuration with a column of their own; a table of their own has all."""
-NO_SETTING = ("run.name",)
-"""Keys that differ without a difference."""
+NO_SETTING = ("run.name", "log.", "profile.")
+"""Beginnings of keys that differ without a difference."""
 Number = Callable[[RunData], float | None]
 
 NUMBERS: dict[str, tuple[Number, str]] = {
@@ -38,7 +38,7 @@ def write_comparison(runs: Sequence[RunData], path: Path) -> None:
     differences = config_differences(runs)
     if differences:
         configuration = table(["key", *names], differences)
-    known, columns = dict(zip(names, runs, strict=True)), column_keys(differences)
+    known, columns = dict(zip(names, runs, strict=True)), column_keys(differences, typed_keys(runs))
     settings = [
         {row[0]: row[place] for row in differences if row[0] in columns} for place in range(1, len(runs) + 1)
     ]
@@ -127,16 +127,27 @@ def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def column_keys(differences: Sequence[Sequence[str]]) -> list[str]:
-    """Keys that get a column: of a group whose name differs, as with another preset, the name only."""
-    keys = [row[0] for row in differences if row[0] not in NO_SETTING]
+def typed_keys(runs: Sequence[RunData]) -> set[str]:
+    """Keys and groups that the commands of the runs name."""
+    commands = [run.environment.get("command") or [] for run in runs]
+    words = [word.lstrip("+~") for command in commands for word in command if "=" in word]
+    return {word.partition("=")[0].partition("@")[0] for word in words}
+
+
+def column_keys(differences: Sequence[Sequence[str]], typed: Collection[str] = ()) -> list[str]:
+    """Keys that get a column: those that were typed, if any, since others follow from them.
+
+    Of a group whose name differs, as with another preset, it is the name only.
+    """
+    keys = [row[0] for row in differences if not row[0].startswith(NO_SETTING)]
+    keys = [key for key in keys if key in typed or key.partition(".")[0] in typed] or keys
     named = {key.removesuffix("name") for key in keys if key.endswith(".name")}
     groups = [key for key in keys if key.endswith(".name") or key[: key.rfind(".") + 1] not in named]
     return groups[:MAX_KEYS]
 
 
 def _left_out(differences: Sequence[Sequence[str]], columns: Sequence[str]) -> str:
-    more = len([row for row in differences if row[0] not in (*columns, *NO_SETTING)])
+    more = len([row for row in differences if row[0] not in columns])
     return paragraph(f"{more} more keys differ: see Configuration.") if more else ""
 
 

@@ -286,6 +286,8 @@ def test_a_comparison_names_what_differs(tmp_path):
     assert names_of([runs[0], runs[0]]) != [names_of(runs)[0]] * 2
     named = [["model.name", "a", "b"], ["model.top_k", "1", "2"], ["run.name", "a", "b"], *differences]
     assert column_keys(named) == ["model.name", "optim.lr"]  # a preset by its name
+    assert column_keys(named, {"optim.lr", "train.steps"}) == ["optim.lr"]  # what was typed
+    assert column_keys(named, {"model"}) == ["model.name"] and column_keys(named, {"a"})[1:] == ["optim.lr"]
     write_report(tmp_path / "b" / "run")
     write_comparison(runs, tmp_path / "both.html")
     head, first, second = re.findall("<tr>.*</tr>", outside_scripts(tmp_path / "both.html"))[:3]

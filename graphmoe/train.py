@@ -54,7 +54,7 @@ from graphmoe.runtime.host.signals import (
 )
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.launch.nodes import Nodes, find_nodes, started_by
-from graphmoe.worker import LOGS, set_environment_of, train_rank
+from graphmoe.worker import LOGS, raise_if_stopped, set_environment_of, train_rank
 
 if TYPE_CHECKING:
     from graphmoe.run.folder import RunFolder
@@ -137,6 +137,7 @@ def train(config: RunConfig) -> float | None:
         return None
     if not sweeps:
         emit(summary, render(summary), config.format)
+        raise_if_stopped(summary)
     elif summary["stopped_by"]:
         raise KeyboardInterrupt
     return value_of(summary)

@@ -23,6 +23,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ from graphmoe.runtime.host.signals import (
     ELASTIC,
     FOLDER_HELD,
     LAUNCHER_PID,
+    SIGNALS,
     Interrupted,
     StopSignal,
     die_with_launcher,
@@ -207,6 +209,8 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
         summary = train_rank(plan, folder, ranks, lines)
         if claimed and LAUNCHER_PID not in os.environ:
             emit(summary, render(summary), config.format)
+            if ELASTIC not in os.environ:  # a torchrun would take another status for an error
+                raise_if_stopped(summary)
     except BaseException:
         if claimed:
             claimed.abandon()
@@ -228,6 +232,16 @@ def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
         with StopSignal():  # a signal is for what comes after this run
             leave_report(folder)
     return summary
+
+
+def raise_if_stopped(summary: dict[str, Any]) -> None:
+    """Raise Interrupted, for the exit status, where SIGINT or SIGTERM ended a run before its last step.
+
+    A run that stopped at a notice, as it was asked to, ends with status 0.
+    """
+    stopped = summary["stopped_by"]
+    if not summary["finished"] and stopped in {number.name for number in SIGNALS}:
+        raise Interrupted(signal.Signals[stopped])
 
 
 def leave_report(folder: Path) -> None:

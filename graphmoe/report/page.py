@@ -20,6 +20,7 @@ from graphmoe.report.charts import (
 from graphmoe.report.curves import reached
 from graphmoe.report.questions import NO_TRACE, questions
 from graphmoe.report.run_data import RunData, read_run
+from graphmoe.run.expert_loads import WINDOW, watch_rows
 from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
 from graphmoe.trace.events import read_trace, traces_of
 from graphmoe.trace.summary import Summary, summarise
@@ -56,7 +57,7 @@ def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float
         ("Sample", _sample(run)),
         ("Speed", _charts(speed_charts(run), NO_STEPS) + _rates(run)),
         ("Memory", _charts(memory_charts(run), NO_STEPS) + memory_remarks(run)),
-        ("Experts", _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
+        ("Experts", _unbalanced(run) + _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
         ("Segments", segments_section(trace)),
         ("Pipeline", pipeline_section(run)),
         ("Compilation", compile_section(run)),
@@ -104,6 +105,19 @@ def _rates(run: RunData) -> str:
     names = zip(keys, ("s per step", "tokens/s of all", "TFLOP/s of each", "MFU"), strict=True)
     known = [(name, f"{run.median(key):,.5g}") for key, name in names if run.median(key) is not None]
     return table(["median without the first step", ""], known, numbers_from=1) if known else ""
+
+
+def _unbalanced(run: RunData) -> str:
+    """Warn of experts that got no tokens, or nearly all, for some time."""
+    found = watch_rows(run.expert_loads, run.of("model.top_k") or 1)
+    if not found:
+        return ""
+    steps = sum(each.last - each.first + 1 for each in found)
+    last = run.expert_loads[-1]["step"]
+    till = (
+        "to the end" if last - found[-1].last < WINDOW else f"for the last time up to step {found[-1].last:,}"
+    )
+    return paragraph(f"Warning: experts were dead or overfull in {steps:,} steps, {till}. {found[-1]}.")
 
 
 def _loads_hint(run: RunData) -> str:
@@ -167,17 +181,17 @@ def compile_section(run: RunData) -> str:
     reasons = dict.fromkeys(unit["why_compiled"] for unit in units if unit.get("why_compiled"))
     said += "".join(f" Compiled because: {reason}." for reason in reasons)
     passes = [
-        [name, each["matches"], f"{each['nodes_before']} to {each['nodes_after']}", _saved(each),
+        [name, _matches(each), f"{each['nodes_before']} -> {each['nodes_after']}", _kept(each),
          f"{each['ms']:.1f}"]
         for name, each in report.get("passes", {}).items()
     ]  # fmt: skip
     of_units = [
         [u["unit"], u["for"], f"{u['used']}x", u["graphs"], f"{u['seconds']:.1f}", u["source"]] for u in units
     ]
-    head = ["pass", "matches", "operations", "kept for the backward", "ms"]
+    head = ["pass", "matches", "operations", "kept for backward", "ms"]  # as in the log of the run
     columns = ["unit", "for", "used", "graphs", "seconds", "from"]
     tables = [
-        table(head, passes, numbers_from=1, caption="Passes"),
+        table(head, passes, numbers_from=1, caption="Passes, in the graphs for training"),
         table(columns, of_units, numbers_from=2, caption="Compiled units"),
     ]
     return paragraph(said) + side_by_side(tables)
@@ -223,11 +237,18 @@ def pipeline_section(run: RunData) -> str:
     return paragraph(PIPELINE_HINT) if (run.of("parallel.pp") or 1) > 1 else ""
 
 
-def _saved(each: dict[str, Any]) -> str:
+def _matches(each: dict[str, Any]) -> str:
+    found, left = each["matches"], each.get("left", 0)
+    return f"{found} of {found + left}" if left else str(found)
+
+
+def _kept(each: dict[str, Any]) -> str:
     before, after = each.get("saved_bytes_before"), each.get("saved_bytes_after")
-    if before is None or after is None:
-        return ""
-    return f"{before / 2**20:,.2f} MiB to {after / 2**20:,.2f} MiB"
+    return "-" if before is None or after is None else f"{_bytes(before)} -> {_bytes(after)}"
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _sample(run: RunData) -> str:

@@ -19,6 +19,7 @@ ENVIRONMENT_FILE = "env.json"
 METRICS_FILE = "metrics.jsonl"
 EXPERT_LOADS_FILE = "expert_load.jsonl"
 SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
 PROJECTION_FILE = "projection.json"
 TOKENIZER_FILE = "tokenizer.json"
 COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
@@ -64,7 +65,7 @@ Summary = _record(
     "",
     finished=bool | None,
     **_each(str | None, "stopped_by sample"),
-    **_each(Count, "steps skipped_steps"),
+    **_each(Count, "steps skipped_steps dead_experts overfull_experts unbalanced_steps"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
     time_to_first_step_s=Number,
@@ -83,7 +84,7 @@ _Section = _record(
     **_each(str | None, "name device compute"),
     scope=str | list[str] | None,
     enabled=bool | None,
-    **_each(Count | None, "steps global_batch_size num_experts"),
+    **_each(Count | None, "steps global_batch_size num_experts top_k"),
     **_each(Size | None, "tp cp pp ep etp"),
 )
 Config = _record("", **_each(_Section, "run model train precision parallel compile graph"))
@@ -96,7 +97,7 @@ Projection = _record("", places=list[_Place], why_not=str)  # type: ignore[valid
 """Content of projection.json: GiB by kind on the ranks of each place along pp."""
 _Pass = _record(
     "matches nodes_before nodes_after ms",
-    **_each(int, "matches nodes_before nodes_after"),
+    **_each(int, "matches left nodes_before nodes_after"),
     ms=float,
     **_each(Number, "saved_bytes_before saved_bytes_after"),
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.untrusted import FileError, from_json, read_bytes
-from graphmoe.run.files import MetricsRow, display_path
+from graphmoe.run.files import REPORT_FILE, MetricsRow, display_path
 from graphmoe.runtime.host.files import replace_text
 
 Row = dict[str, Any]
@@ -97,6 +97,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "final_loss": steps[-1]["loss"] if steps else None,
         "first_val_loss": validations[0]["val_loss"] if validations else None,
+        "first_val_step": validations[0]["step"] if validations else None,
         "final_val_loss": last["val_loss"] if last else None,
         "best_val_loss": min((v["val_loss"] for v in validations if v["val_loss"] is not None), default=None),
         "skipped_steps": steps[-1].get("skipped_total", 0) if steps else 0,
@@ -124,8 +125,20 @@ def render(summary: dict[str, Any]) -> str:
         reached = "" if loss is None else f", training loss {loss:.4f}"
         lines.append(f"stopped after step {summary['steps']}{reached}")
     elif first is not None and last is not None:
-        lines.append(f"validation loss {first:.3f} -> {last:.3f} in {summary['steps']} steps")
+        lines.append(_validated(first, summary["first_val_step"], last, summary["steps"]))
     elif summary["final_loss"] is not None:
         lines.append(f"loss {summary['final_loss']:.3f} after {summary['steps']} steps")
-    lines.append(f"results: {display_path(Path(summary['folder']))}")
+    folder = Path(summary["folder"])
+    lines.append(f"results: {display_path(folder)}")
+    if (folder / REPORT_FILE).exists():
+        lines.append(f"report: {display_path(folder / REPORT_FILE)}")
     return "\n".join(lines)
+
+
+def _validated(first: float, first_step: int, last: float, steps: int) -> str:
+    """Say how the validation loss changed; a run that began elsewhere may have one, or none of step 0."""
+    if first_step == steps:
+        return f"validation loss {last:.3f} after step {steps}"
+    if first_step:
+        return f"validation loss {first:.3f} at step {first_step} -> {last:.3f} at step {steps}"
+    return f"validation loss {first:.3f} -> {last:.3f} in {steps} steps"

@@ -32,6 +32,7 @@ from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
 from graphmoe.runtime.host.files import dispensable
+from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
@@ -52,7 +53,7 @@ class Execution:
         folder: Path,
         experts: str,
     ) -> None:
-        """Make the executor, and compile the optimizer's update; ``experts`` is a checkpoint's, or empty.
+        """Make the executor; ``experts`` is a checkpoint's, or empty.
 
         On a GPU ``moe.experts=auto`` may measure kernels here. *Raises* ConfigError for a backend that
         cannot run.
@@ -75,7 +76,7 @@ class Execution:
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
         refuse_waiting_experts(plan, device, fuses=self.fuses)
-        log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage)
+        log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage, extra=FILE_ONLY)
         self.execute: Executor = run_segments
         requested, default = plan.experts, asdict(PassesConfig())
         unused = {} if requested == "auto" else {"moe.experts": requested}
@@ -108,7 +109,6 @@ class Execution:
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
         if self.fuses and has_experts(config.model):
             self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
-            log.info("experts run on %s (forward,dgrad,wgrad)", self.experts)
         runner = functools.partial(pass_runner, config.passes, self.experts, dump)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
@@ -116,7 +116,19 @@ class Execution:
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled
-        optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
+
+    def describe(self) -> list[str]:
+        """Say how the code of the run is made, in a few words each."""
+        if self.compiled is None:
+            return ["none, compile.enabled=false"]
+        passes = len(self.compiled.passes())
+        experts = [f"experts run on {self.experts} (forward,dgrad,wgrad)"] if self.experts else []
+        return [f"{passes} passes", self._cache.found, *experts]
+
+    def compile_update(self, optimizer: StepOptimizer) -> None:
+        """Compile the optimizer's update, if the run is compiled."""
+        if self.compiled is not None:
+            optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
 
     def keep_code(self) -> None:
         """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
@@ -152,7 +164,9 @@ class Execution:
         self.write_report()
         if self.compiled is None:
             return
-        for line in (*to_text(self.compiled.reports).splitlines(), *self._cache.lines(self.compiled.reports)):
+        for line in to_text(self.compiled.reports).splitlines():
+            log.info(line, extra=FILE_ONLY)
+        for line in self._cache.lines(self.compiled.reports):
             log.info(line)
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
             log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())

@@ -1,4 +1,4 @@
-"""Sinks of metrics: metrics.jsonl, expert_load.jsonl, TensorBoard, Weights & Biases and the log."""
+"""Sinks of metrics: metrics.jsonl, expert_load.jsonl, TensorBoard and Weights & Biases."""
 
 import json
 import logging
@@ -120,28 +120,6 @@ def to_json(
     if "receive_load" in values:
         found["receive_load"] = values["receive_load"]
     return found
-
-
-def log_line(row: dict[str, Any], total_steps: int) -> str:
-    """Format a step on one line for people."""
-    loads, more = row["load_max_over_mean"][:8], "/.." if len(row["load_max_over_mean"]) > 8 else ""
-    is_large = math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
-    cause = "the gradient's square overflows fp32" if is_large else "not finite"
-    parts = (  # each where its condition holds
-        (True, f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"),
-        (True, f"loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"),
-        (True, f"{row['tokens_per_s']:,.0f} tokens/s  {row['tflops']:.3g} TFLOP/s"),
-        (row["mfu"] is not None, f"MFU {100 * (row['mfu'] or 0):.1f}%"),
-        (True, f"{row['memory_gib']:.2f} GiB"),
-        (loads, f"load max/mean {'/'.join(f'{load:.1f}' for load in loads)}{more}"),
-        (loads, f"entropy {row['router_entropy']:.2f} balance {row['balance_loss']:.3f}"),
-        (row["rank_load"] > 1, f"rank load {row['rank_load']:.2f}"),
-        ("receive_load" in row, f"receive load {row.get('receive_load', 0):.2f}"),
-        (row["z_loss"], f"z {row['z_loss']:.3f}"),
-        (row["mtp_loss"], f"mtp {row['mtp_loss']:.4f}"),
-        (row["skipped"], f"SKIPPED: {cause} ({row['skipped_total']} so far)"),
-    )
-    return "  ".join(text for holds, text in parts if holds)
 
 
 def _finite(value: Any) -> Any:

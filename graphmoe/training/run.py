@@ -18,9 +18,18 @@ from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import doubtful, without_effect
-from graphmoe.run.files import ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, TOKENIZER_FILE, to_json
+from graphmoe.run.expert_loads import summary_of
+from graphmoe.run.files import (
+    ENVIRONMENT_FILE,
+    EXPERT_LOADS_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    TOKENIZER_FILE,
+    ExpertLoad,
+    to_json,
+)
 from graphmoe.run.machine import check_processes, describe, open_device
-from graphmoe.run.metrics_file import read_rows, summarise
+from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
@@ -134,6 +143,7 @@ def _summarise(
         "steps": trainer.step,
         "folder": str(folder),
         **summarise(read_rows(folder / METRICS_FILE)),
+        **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.config.model.top_k),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
         "time_to_first_step_s": started,

@@ -22,14 +22,14 @@ from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
-from graphmoe.run.files import METRICS_FILE
+from graphmoe.run.files import METRICS_FILE, display_path
 from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_process_start, taken_gib
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
-from graphmoe.runtime.host.logs import Progress
+from graphmoe.runtime.host.logs import FILE_ONLY, Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
@@ -37,7 +37,8 @@ from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
-from graphmoe.training.metrics import MetricsWriter, Throughput, log_line, to_json
+from graphmoe.training.log_lines import StepLog, start_block
+from graphmoe.training.metrics import MetricsWriter, Throughput, to_json
 from graphmoe.training.micro_batches import Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.retry import RetryingSteps, receive_ladder
@@ -91,6 +92,9 @@ class Trainer:
         self._restore()
         self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.experts)
         self.capture, self.experts = self.execution.capture, self.execution.experts
+        log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
+        self.execution.compile_update(self.optimizer)
+        self.step_log = StepLog(plan)
         self.rows = StepRows(
             min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
             (self.model.num_moe_layers, config.model.num_experts),
@@ -144,7 +148,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, or until a signal asks to stop; return whether the run is finished."""
-        log.info(self.throughput.describe())
+        log.info(self.throughput.describe(), extra=FILE_ONLY)
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
             garbage = stack.enter_context(GarbageCollection(self.config.host))
@@ -179,7 +183,7 @@ class Trainer:
                 "%s: stopped after step %d%s",
                 stopped_by,
                 self.step,
-                f", which is saved: a run in {self.folder} goes on from there"
+                f", which is saved in {display_path(self.folder)}: the same command goes on from there"
                 if self.config.checkpoint.enabled
                 else "; nothing is saved (checkpoint.enabled=false)",
             )
@@ -268,8 +272,7 @@ class Trainer:
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         if self.metrics:
             self.metrics.write(rows, read)
-        for row in rows:
-            log.info(log_line(row, self.config.train.steps))
+        self.step_log.write(rows, read)
         return read
 
     def _validate(self) -> None:

@@ -23,6 +23,7 @@ from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
+from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.segments import Segment
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,10 @@ class CompiledSegments:
         self.reports: list[UnitReport] = []
         self.recompiled = 0
         """Units compiled for a second set of shapes."""
+
+    def passes(self) -> list[str]:
+        """Return the names of the passes for training."""
+        return [spec.name for spec in self._runner(True).specs]
 
     def passes_uuid(self) -> str:
         """Hash of the passes for training, their sources and parameters."""
@@ -291,13 +296,16 @@ class CompiledSegments:
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
+        loaded, count = report.from_cache == report.graphs, report.graphs
         log.info(
-            "%s %s for %s: %d graphs in %.1f s",
-            "loaded" if report.from_cache == report.graphs else "compiled",
+            "%s %s for %s: %d graph%s in %.1f s",
+            "loaded" if loaded else "compiled",
             report.unit,
             "training" if report.trains else "inference",
-            report.graphs,
+            count,
+            "s" * (count != 1),
             report.seconds,
+            extra=FILE_ONLY if loaded else None,
         )
 
 

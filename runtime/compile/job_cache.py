@@ -47,6 +47,8 @@ class JobCache:
         self._work: WorkFolder | None = None
         self.graphs: Path | None = None
         """Folder of the graphs of this rank's units, of earlier jobs of the same facts too; None for none."""
+        self.found = "torch's own caches"
+        """What the cache had for this job, in a few words."""
         self.turns: CompileTurns | None = None
         """Turns of the ranks of a node; None where there is one."""
         if is_users(TORCHS_OWN):
@@ -54,7 +56,7 @@ class JobCache:
             return
         of_node = range(ranks.rank - ranks.local_index, ranks.rank - ranks.local_index + ranks.local_size)
         places = [key_of({**asdict(layout), "rank": rank}) for rank in of_node] if layout else []
-        path, self.why, keeps_graphs = ranks.on_first_of_node(lambda: self._open(facts, places))
+        path, self.why, keeps_graphs, self.found = ranks.on_first_of_node(lambda: self._open(facts, places))
         if places and keeps_graphs:
             self.graphs = path / GRAPHS / places[ranks.local_index]
         if ranks.local_index > 0:
@@ -62,15 +64,19 @@ class JobCache:
         if ranks.local_size > 1:
             self.turns = CompileTurns(path / "turns")
 
-    def _open(self, facts: Mapping[str, Any], places: Sequence[str]) -> tuple[Path, str, bool]:
-        """Open the work folder; return it, why code is missing there, and whether graphs can be of use."""
+    def _open(self, facts: Mapping[str, Any], places: Sequence[str]) -> tuple[Path, str, bool, str]:
+        """Open the work folder; return it, why code is missing, whether graphs can be of use, what it has."""
         self._work = work = self._cache.open(facts, places)
         work.activate()
+        found = "no cache: compile.cache=false"
+        if self._cache.folder:
+            found = "cache miss"
         if work.num_files:
-            entry, megabytes = work.shared_from or work.key, work.num_bytes / 1e6
-            log.info("compile cache: %d files (%.1f MB) of entry %s", work.num_files, megabytes, entry)
+            entry = work.shared_from or work.key
+            state = "cache hit" if work.found else "cache of another configuration"
+            found = f"{state} ({work.num_files} files, {work.num_bytes / 1e6:.0f} MB of entry {entry})"
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
-        return work.path, why, work.keeps or work.found
+        return work.path, why, work.keeps or work.found, found
 
     def publish(self, notes: Mapping[str, Any]) -> None:
         """Keep what this node's ranks have compiled so far; a collective of all ranks.

@@ -73,6 +73,7 @@ def to_json(
 ) -> dict[str, Any]:
     """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
 
+    ``passes`` are sums over the units that are trained, as in `to_text`.
     ``why_compiled`` says why units were not in the caches. ``breaks`` is 0 in every report: a segment that
     cannot be one graph is an error.
     """
@@ -87,7 +88,7 @@ def to_json(
         "seconds": sum(report.seconds for report in reports),
         "cache": cache,
         "passes_uuid": uuid,
-        "passes": {name: _total(rows) for name, rows in _by_pass(reports).items()},
+        "passes": {name: _total(rows) for name, rows in _by_pass(_trained(reports)).items()},
         "units": [
             {
                 "unit": report.unit,
@@ -129,21 +130,24 @@ def to_text(reports: Sequence[UnitReport]) -> str:
     passes = Table(title="passes, in the graphs for training", title_justify="left")
     for column in ("pass", "matches", "operations", "kept for backward", "ms"):
         passes.add_column(column, justify="left" if column == "pass" else "right")
-    trained = [report for report in reports if report.trains]
     reasons: list[str] = []
-    for name, rows in _by_pass(trained).items():
+    for name, rows in _by_pass(_trained(reports)).items():
         total = _total(rows)
         kept = "-"
         if total["saved_bytes_before"] is not None:
             kept = f"{_mib(total['saved_bytes_before'])} -> {_mib(total['saved_bytes_after'])}"
         operations = f"{total['nodes_before']} -> {total['nodes_after']}"
-        left = [f"left by {name} in {row.unit}: {reason}\n" for row in rows for reason in row.left]
-        matches = f"{total['matches']} of {total['matches'] + len(left)}" if left else str(total["matches"])
+        left = total["left"]
+        matches = f"{total['matches']} of {total['matches'] + left}" if left else str(total["matches"])
         passes.add_row(name, matches, operations, kept, f"{total['ms']:.1f}")
-        reasons += left
+        reasons += [f"left by {name} in {row.unit}: {reason}\n" for row in rows for reason in row.left]
     console = Console(file=io.StringIO(), width=110)
     console.print(units, passes)
     return console.file.getvalue() + "".join(reasons)  # type: ignore[attr-defined]
+
+
+def _trained(reports: Sequence[UnitReport]) -> list[UnitReport]:
+    return [report for report in reports if report.trains]
 
 
 def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
@@ -160,6 +164,7 @@ def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
     measured = [row for row in changed if row.saved_bytes_before is not None]
     return {
         "matches": sum(row.matches for row in rows),
+        "left": sum(len(row.left) for row in rows),
         "nodes_before": sum(row.nodes_before for row in changed),
         "nodes_after": sum(row.nodes_after for row in changed),
         "saved_bytes_before": sum(row.saved_bytes_before or 0 for row in measured) if measured else None,

@@ -14,6 +14,7 @@ import torch
 
 from graphmoe.config.schema import HostConfig, NumaBinding
 from graphmoe.runtime.host.environment import HostLine
+from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.torch_compat import bind_threads
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,10 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
 def log_host(lines: Sequence[HostLine]) -> None:
     """Log the results of the host's settings."""
     for line in lines:
-        log.log(logging.WARNING if line.warns else logging.INFO, "host: %s", line.text)
+        if line.warns:
+            log.warning("host: %s", line.text)
+        else:
+            log.info("host: %s", line.text, extra=FILE_ONLY)
 
 
 class GarbageCollection:

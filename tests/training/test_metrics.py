@@ -1,4 +1,4 @@
-"""Records of a step: metrics.jsonl, the log line, TensorBoard, the summary, and its time without pauses."""
+"""Records of a step: metrics.jsonl, the log, TensorBoard, the summary, and its time without pauses."""
 
 import json
 import math
@@ -21,7 +21,8 @@ from graphmoe.plan.layout import Layout
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.training import profile as pipeline_profile
-from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, log_line, to_json
+from graphmoe.training.log_lines import duration, experts_line, quantity, step_line
+from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, to_json
 from graphmoe.training.profile import PipelineProfile
 from graphmoe.training.step_rows import (
     OF_STEP,
@@ -49,18 +50,50 @@ def row_of(step: int = 7, **values: float) -> dict:
     return to_json(row, THROUGHPUT, tokens=7000, epoch=0.25, memory_gib=3.0)
 
 
-def test_the_log_line_names_all_its_parts():
-    line = log_line(row_of(), 1000)
-    assert line == (
-        "step    7/1000  loss 2.5000  grad norm 0.750  lr 1.00e-03  2,000 tokens/s  4 TFLOP/s  MFU 4.0%  "
-        "3.00 GiB  load max/mean 1.5/2.2  entropy 1.75 balance 1.125  z 0.500  mtp 3.2500"
+def test_a_line_of_steps_has_the_values_of_the_last_and_the_rate_of_all_but_the_one_that_compiles():
+    rows = [row_of(step) | {"step_s": seconds} for step, seconds in ((1, 99.0), (2, 0.75), (3, 0.5))]
+    assert step_line(rows, 1000, 4000.0) == (
+        "step    3/1000  loss 2.5000  1,600 tokens/s  MFU 3.2%  3 GiB  2 skipped  ETA 1h 06m"
+    )  # no room for mtp and grad
+    row = row_of(mtp_loss=0.0, skipped_total=0.0) | {"mfu": None, "tokens_per_s": 12.34e6}
+    assert step_line([row], 10, 4000.0) == (
+        "step  7/10  loss 2.5000  grad 0.75  12.3M tokens/s  4 TFLOP/s  3 GiB  ETA 1h 06m"
     )
-    assert "balance 1.125  mtp" in log_line(row_of(z_loss=0.0), 10)
-    assert "balance 1.125  rank load 1.25  z" in log_line(row_of(rank_load=1.25), 10)
-    skipped = log_line(row_of(skipped=1.0, loss=math.nan), 10)
-    assert "loss nan" in skipped and skipped.endswith("SKIPPED: not finite (2 so far)")
-    large = log_line(row_of(skipped=1.0, grad_norm=1e25), 10)
-    assert large.endswith("SKIPPED: the gradient's square overflows fp32 (2 so far)")
+    skipped = step_line([row_of(6, skipped=1.0, loss=math.nan), row_of(7)], 10, None)
+    assert "SKIPPED 1: not finite" in skipped and "loss 2.5000" in skipped
+    assert "overflows fp32" in step_line([row_of(skipped=1.0, grad_norm=1e25)], 10, None)
+
+
+def test_lines_of_a_run_fit_a_hundred_columns_with_the_time_before_them():
+    row = row_of(123456, loss=12.3456, grad_norm=1234.5, skipped_total=99.0, rank_load=3.25)
+    row |= {"tokens_per_s": 123.4e6, "memory_gib": 178.25, "receive_load": 3.25}
+    for line in (
+        step_line([row], 200000, 1e6),
+        experts_line(row, torch.rand(60, 256) * 30, blocks=True),
+    ):
+        assert len(f"23:59:59 {line}") <= 100 and "left" not in line
+    assert "loss 12.3456" in step_line([row], 200000, 1e6)
+
+
+def test_the_line_of_experts_draws_the_fullest_layer():
+    row, load_LE = row_of(z_loss=0.0), torch.tensor(LOADS)
+    load_LE[1, 3] = 0.0
+    assert experts_line(row, load_LE, blocks=True) == (
+        "experts  load max 2.2 in layer 1  ▁█▅0  entropy 1.75  balance 1.125"
+    )
+    assert "  .#+0  " in str(experts_line(row, load_LE, blocks=False))
+    ranks = experts_line(row_of(rank_load=1.25) | {"receive_load": 2.0}, load_LE, blocks=True)
+    assert ranks is not None and ranks.endswith("entropy 1.75  rank load 1.25  receive load 2.00")
+    assert experts_line(row, load_LE[:0], blocks=True) is None
+
+
+def test_times_and_quantities_are_short():
+    assert [duration(s) for s in (5, 245, 3600, 100000, 1e6)] == [
+        "0:05", "4:05", "1h 00m", "27h 46m", "11d 13h"
+    ]  # fmt: skip
+    assert [quantity(n) for n in (4096, 12345, 4.2e6, 671e9, 14.8e12)] == [
+        "4,096", "12.3k", "4.20M", "671B", "14.8T"
+    ]  # fmt: skip
 
 
 def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):

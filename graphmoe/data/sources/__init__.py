@@ -13,6 +13,7 @@ from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus
 from graphmoe.data.samples import MixedSamples, PackedSamples
 from graphmoe.data.tokenizer import find_tokenizer
+from graphmoe.runtime.host.logs import FILE_ONLY
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
         open_corpus = look_up({}, config.source, "data.source")
     corpus: Corpus = open_corpus(config, seq_len, vocab_size)
     counts = corpus.counts.items()
-    log.info("data: %s", ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts))
+    text = ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts)
+    log.info("data: %s", text, extra=FILE_ONLY)
     corpus.bad_records.log_total(f"data={config.source}")
     if check:
         packed = [

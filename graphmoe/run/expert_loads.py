@@ -1,0 +1,137 @@
+"""Loads of experts: the bar that shows them, and the watch for those that get nothing or nearly all."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+Loads = Sequence[Sequence[float]]
+"""Load of each expert over the mean of its MoE layer, by layer."""
+Place = tuple[int, int]
+"""MoE layer and expert, from 0."""
+
+DEAD = 0.02
+"""Load below which an expert counts as dead."""
+OVERFULL = 0.8
+"""Share of all tokens from which on an expert counts as overfull."""
+MOST_LOAD = 8.0
+"""Load from which on it counts so too, where that is a smaller share."""
+LEAST_LOAD = 1.5
+"""Load below which none counts so, where each token goes to most of the experts."""
+WINDOW = 10
+"""Fewest steps whose mean load is judged."""
+MOST_GLYPHS = 16
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "._-=+*%#"
+MOST_NAMED = 4
+"""Experts that a warning names."""
+
+
+class Unbalanced(NamedTuple):
+    """Experts that were dead or overfull over two windows of steps in a row."""
+
+    first: int
+    """First step of the second window."""
+    last: int
+    dead: list[Place]
+    overfull: dict[Place, float]
+    """Their loads."""
+    num_experts: int
+    """Experts of all layers together."""
+    most: float
+    """Load of an expert that gets every token."""
+
+    def __str__(self) -> str:
+        found = []
+        if self.dead:
+            found.append(
+                f"{len(self.dead)} of {self.num_experts} experts get no tokens ({_named(self.dead)})"
+            )
+        if self.overfull:
+            worst = max(self.overfull.values())
+            count = (
+                f"{len(self.overfull)} of {self.num_experts} get"
+                if not found
+                else f"{len(self.overfull)} get"
+            )
+            named = _named(list(self.overfull))
+            found.append(f"{count} up to {worst:.1f} times the mean, at most {self.most:.1f} ({named})")
+        return (
+            f"steps {self.first} to {self.last}: {' and '.join(found)}; a larger model.aux_loss_coef or a "
+            f"lower optim.lr spreads them"
+        )
+
+
+class LoadWatch:
+    """Watch over the loads of a run; each window of steps is compared with the one before."""
+
+    def __init__(self, top_k: int) -> None:
+        self._top_k = top_k
+        self._sums: list[list[float]] = []
+        self._steps = 0
+        self._before: set[Place] = set()
+        self.found: Unbalanced | None = None
+        """Result of the last window."""
+
+    def add(self, last: int, steps: int, loads: Loads) -> Unbalanced | None:
+        """Take the mean loads of ``steps`` steps up to ``last``; return what a window that is full shows."""
+        if not self._steps:
+            self._sums = [[0.0] * len(layer) for layer in loads]
+        self._sums = [
+            [total + steps * load for total, load in zip(*layers, strict=True)]
+            for layers in zip(self._sums, loads, strict=True)
+        ]
+        self._steps += steps
+        if self._steps < WINDOW or not loads:
+            return None
+        self.found, self._steps = self._judge(last), 0
+        return self.found
+
+    def _judge(self, last: int) -> Unbalanced | None:
+        means = {
+            (layer, expert): total / self._steps
+            for layer, totals in enumerate(self._sums)
+            for expert, total in enumerate(totals)
+        }
+        most = len(self._sums[0]) / self._top_k
+        full = max(min(OVERFULL * most, MOST_LOAD), LEAST_LOAD)
+        now = {place for place, load in means.items() if load < DEAD or load >= full}
+        stays, self._before = now & self._before, now
+        if not stays:
+            return None
+        dead = sorted(place for place in stays if means[place] < DEAD)
+        overfull = {place: means[place] for place in sorted(stays) if means[place] >= DEAD}
+        return Unbalanced(last - self._steps + 1, last, dead, overfull, len(means), most)
+
+
+def watch_rows(rows: Iterable[dict[str, Any]], top_k: int) -> list[Unbalanced]:
+    """Return what a watch finds in the rows of an expert_load.jsonl."""
+    watch = LoadWatch(top_k)
+    found = [watch.add(row["step"], row["steps"], row["load"]) for row in rows]
+    return [each for each in found if each is not None]
+
+
+def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
+    """Return experts that were dead or overfull at the end of a run, and its steps with any such."""
+    found = watch_rows(rows, top_k)
+    at_end = found[-1] if found and rows[-1]["step"] - found[-1].last < WINDOW else None
+    return {
+        "dead_experts": len(at_end.dead) if at_end else 0,
+        "overfull_experts": len(at_end.overfull) if at_end else 0,
+        "unbalanced_steps": sum(each.last - each.first + 1 for each in found),
+    }
+
+
+def load_bar(loads: Sequence[float], glyphs: str = BLOCKS) -> str:
+    """Draw a glyph for each expert of a layer, or each few neighbours by their largest; 0 is a dead one.
+
+    The fourth of eight glyphs is the mean, the last twice that and more.
+    """
+    few = -(-len(loads) // MOST_GLYPHS)
+    tops = [max(loads[start : start + few]) for start in range(0, len(loads), few)]
+    return "".join("0" if top < DEAD else glyphs[min(int(top * 3.5), 7)] for top in tops)
+
+
+def _named(places: Sequence[Place]) -> str:
+    layers: dict[int, list[str]] = {}
+    for layer, expert in places[:MOST_NAMED]:
+        layers.setdefault(layer, []).append(str(expert))
+    named = "; ".join(f"MoE layer {layer}: {', '.join(experts)}" for layer, experts in layers.items())
+    return named + (", ..." if len(places) > MOST_NAMED else "")

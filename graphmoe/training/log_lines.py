@@ -1,0 +1,172 @@
+"""Lines of a run's log for people: what it is at its start, its steps, and the loads of its experts."""
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from graphmoe.config.schema import DeviceChoice
+from graphmoe.data import Corpus
+from graphmoe.model.sizes import count_parameters
+from graphmoe.plan.plan import Plan
+from graphmoe.run.expert_loads import ASCII, BLOCKS, LoadWatch, load_bar
+from graphmoe.runtime.host.logs import console
+from graphmoe.training.step_rows import StepRow
+
+log = logging.getLogger(__name__)
+
+WIDTH = 91
+"""Columns of a line: 100 with the time before it."""
+AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
+
+
+class StepLog:
+    """Log of a run's steps: a line each time that they are read, loads of experts, and warnings of those."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps = plan.config.train.steps
+        self._watch = LoadWatch(plan.config.model.top_k)
+        self._blocks = _takes(console().encoding, BLOCKS)
+
+    def write(self, rows: Sequence[dict[str, Any]], read: Sequence[StepRow]) -> None:
+        """Log neighbouring steps, which are ``read``, and their ``rows`` of metrics.jsonl."""
+        last, timed = rows[-1], _timed(rows)
+        left = (self._steps - last["step"]) * sum(row["step_s"] for row in timed) / len(timed)
+        log.info(step_line(rows, self._steps, left if left > 0 else None))
+        load_LE = sum((row.load_LE for row in read[1:]), read[0].load_LE) / len(read)
+        if line := experts_line(last, load_LE, self._blocks):
+            log.info(line)
+            if found := self._watch.add(last["step"], len(read), load_LE.tolist()):
+                log.warning("%s", found)
+
+
+def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]) -> str:
+    """Return what the run is, a line for each matter; ``compiled`` says how its code is made."""
+    config, model, layout = plan.config, plan.config.model, plan.layout
+    parameters = count_parameters(model)
+    total, active = (parameters[kind]["full"] for kind in ("total", "active"))
+    size = f"{quantity(total)} parameters, {quantity(active)} active"
+    layers = f"{model.num_layers} layers ({model.num_dense_layers} dense)"
+    experts = f"{model.num_experts} experts, {model.top_k} a token"
+    ranks = layout.size("world")
+    axes = " ".join(f"{axis}={size}" for axis in AXES if (size := getattr(layout, axis)) > 1)
+    one, many = ("GPU", "GPUs") if config.run.device is DeviceChoice.cuda else ("process", "processes")
+    of_step = config.train.global_batch_size * (config.data.seq_len or 1)
+    steps, there = config.train.steps, corpus.counts.get("train_tokens")
+    epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
+    travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
+    scope = config.graph.scope
+    lines = {
+        "model": f"{model.name}, {size}; {layers}; {experts}",
+        "layout": f"{ranks} {many if ranks > 1 else one} ({device}){f': {axes}' if axes else ''}",
+        "precision": config.precision.compute.value,
+        "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
+        "dispatcher": travel,
+        "compile": "; ".join(compiled),
+        "data": f"{config.data.source}, sequences of {config.data.seq_len} tokens",
+        "run": f"{steps:,} steps of {quantity(of_step)} tokens: {quantity(steps * of_step)} tokens{epochs}",
+    }
+    return "\n".join(["this run", *(f"  {name:<11} {text}" for name, text in lines.items())])
+
+
+def step_line(rows: Sequence[dict[str, Any]], total_steps: int, left_s: float | None) -> str:
+    """Format the rows of neighbouring steps on one line: values of the last, the rate of all.
+
+    Parts for which there is no room are left out, those of least interest first.
+    """
+    row = rows[-1]
+    timed = _timed(rows)
+    share = row["step_s"] * len(timed) / sum(each["step_s"] for each in timed)
+    rate, tflops, mfu = (None if row[key] is None else row[key] * share for key in _RATES)
+    assert rate is not None and tflops is not None
+    skipped = sum(each["skipped"] for each in rows)
+    parts = (  # how readily it is left out, where it is there, text
+        (0, True, f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"),
+        (0, True, f"loss {row['loss']:.4f}"),
+        (4, row["mtp_loss"], f"mtp {row['mtp_loss']:.4f}"),
+        (3, True, f"grad {row['grad_norm']:.3g}"),
+        (0, True, f"{quantity(rate) if rate >= 1e6 else f'{rate:,.0f}'} tokens/s"),
+        (1, True, f"{tflops:.3g} TFLOP/s" if mfu is None else f"MFU {100 * mfu:.1f}%"),
+        (1, True, f"{row['memory_gib']:.4g} GiB"),
+        (0, skipped, f"SKIPPED {skipped}: {_why_skipped(rows)}"),
+        (1, row["skipped_total"], f"{row['skipped_total']} skipped"),
+        (2, left_s is not None, f"ETA {duration(left_s or 0)}"),
+    )
+    return _fitted(parts)
+
+
+_RATES = ("tokens_per_s", "tflops", "mfu")
+
+
+def experts_line(row: dict[str, Any], load_LE: Tensor, blocks: bool) -> str | None:
+    """Format the mean loads of experts over the last steps, None without any; ``row`` is the last step's.
+
+    The bar is that of the layer whose fullest expert is fullest.
+    """
+    if not load_LE.numel():
+        return None
+    layer = int(load_LE.amax(dim=1).argmax())
+    loads: list[float] = load_LE[layer].tolist()
+    where = f" in layer {layer}" if len(load_LE) > 1 else ""
+    received = row.get("receive_load")
+    parts = (
+        (0, True, f"experts  load max {max(loads):.1f}{where}"),
+        (0, True, load_bar(loads, BLOCKS if blocks else ASCII)),
+        (0, True, f"entropy {row['router_entropy']:.2f}"),
+        (3, row["balance_loss"], f"balance {row['balance_loss']:.3f}"),
+        (1, row["rank_load"] > 1, f"rank load {row['rank_load']:.2f}"),
+        (1, received is not None, f"receive load {received or 0:.2f}"),
+        (2, row["z_loss"], f"z {row['z_loss']:.3f}"),
+    )
+    return _fitted(parts)
+
+
+def quantity(number: float) -> str:
+    """Return a number with three digits and a unit: 4.21M, 1.23B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / {'k': 1e3}.get(unit, limit):#.3g}".rstrip(".") + unit
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time of some length: 4:05, 3h 12m, 12d 03h."""
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours < 1:
+        return f"{int(minutes)}:{int(seconds) % 60:02}"
+    if hours < 48:
+        return f"{int(hours)}h {int(minutes) % 60:02}m"
+    return f"{int(hours / 24)}d {int(hours) % 24:02}h"
+
+
+def _timed(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the rows but that of the first step, which compiles, if there are others."""
+    return rows[1:] if rows[0]["step"] == 1 and len(rows) > 1 else rows
+
+
+def _takes(encoding: str, text: str) -> bool:
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _why_skipped(rows: Sequence[dict[str, Any]]) -> str:
+    finite = [
+        math.isfinite(each["loss"]) and math.isfinite(each["grad_norm"]) for each in rows if each["skipped"]
+    ]
+    return "the gradient's square overflows fp32" if any(finite) else "not finite"
+
+
+def _fitted(parts: Sequence[tuple[int, Any, str]]) -> str:
+    """Join the texts that are there, without those of the highest ranks while the line is too long."""
+    there = [(rank, text) for rank, holds, text in parts if holds]
+    while len(line := "  ".join(text for _, text in there)) > WIDTH:
+        last = max(there, key=lambda part: part[0])
+        if last[0] == 0:
+            break
+        there.remove(last)
+    return line

@@ -23,6 +23,7 @@ from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index, pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.run.stored import run_tokenizer
 from graphmoe.run.weights import (
@@ -106,7 +107,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     kind = kind_of(args.from_)
     target = _target(args, kind)
     _check_output(args)
-    source = _open(args, kind)
+    with working(f"reading {args.from_}"):
+        source = _open(args, kind)
     named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
     dtypes = {name: args.dtype.value or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}

@@ -48,6 +48,7 @@ from graphmoe.runtime.host.signals import (
     FOLDER_HELD,
     LAUNCHED_AT,
     LAUNCHER_PID,
+    SWEEP_JOB,
     Interrupted,
     ends_at_signals,
     exit_at_signals,
@@ -233,6 +234,8 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     gc.enable()
     launched_at = time.time() if in_sweep() else psutil.Process().create_time()
     environment = {LAUNCHER_PID: str(os.getpid()), LAUNCHED_AT: str(launched_at)}
+    if (job := _sweep_job()) is not None:
+        environment[SWEEP_JOB] = job
     on_gpu = config.run.device is DeviceChoice.cuda
     one_gpu_each = on_gpu and not reads_peers(config.moe, config.parallel)
     with ExitStack() as stack:
@@ -295,7 +298,7 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)
     run_folder = claim(base, plain, resume=config.checkpoint.resume)
     try:
-        start_logging(run_folder.path / LOGS, log_name, on_console=True)
+        start_logging(run_folder.path / LOGS, log_name, on_console=True, job=_sweep_job())
         announce(run_folder, plain)
         record_folder(run_folder.path)
         with ends_at_signals():
@@ -306,6 +309,11 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
         run_folder.abandon()
         raise
     run_folder.release()
+
+
+def _sweep_job() -> str | None:
+    """Return the number of the job of a sweep that this process runs."""
+    return str(HydraConfig.get().job.num) if in_sweep() else None
 
 
 def _written(path: Path) -> int | None:

@@ -43,6 +43,7 @@ from graphmoe.runtime.host.signals import (
     FOLDER_HELD,
     LAUNCHER_PID,
     SIGNALS,
+    SWEEP_JOB,
     Interrupted,
     StopSignal,
     die_with_launcher,
@@ -201,7 +202,8 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
     from graphmoe.run.folder import announce
     from graphmoe.training.run import open_worker
 
-    start_logging(folder / LOGS, f"rank{ranks.rank}", on_console=ranks.is_first)
+    job = os.environ.get(SWEEP_JOB)
+    start_logging(folder / LOGS, f"rank{ranks.rank}", on_console=ranks.is_first, job=job)
     try:
         plan, lines = open_worker(config, ranks)
         if claimed:

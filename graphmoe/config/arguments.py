@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
+from graphmoe.config.progress import counting
 from graphmoe.config.ranges import ConfigError
 
 Args = TypeVar("Args")
@@ -152,10 +153,14 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
 
 @contextmanager
 def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, in a terminal only; call its result with bytes that are done."""
+    """Show a bar on stderr, or a line every few seconds; call its result with bytes that are done."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with counting(what, total_bytes) as on_bytes:
+            yield on_bytes
+        return
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 

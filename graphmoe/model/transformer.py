@@ -277,6 +277,16 @@ class Transformer(nn.Module):
         (x_BSD,) = execute([Segment("embed", self.embed, ("tokens",), ("x",))], named, ("x",))
         return x_BSD
 
+    def segment_lists(self) -> list[list[Segment]]:
+        """The segments that are here, as they are given to an executor, a list for each call."""
+        found = [[Segment("embed", self.embed, ("tokens",), ("x",))]]
+        layers = [layer for layer in (*self.layers, *self.mtp) if not isinstance(layer, Elsewhere)]
+        found += [layer.segments() for layer in layers]
+        norm = self.loss_head.norm
+        if not isinstance(norm, Elsewhere):
+            found.append(self.loss_head.segments(norm, loss=not isinstance(self.loss_head.head, Elsewhere)))
+        return [each for each in found if not isinstance(each[0].run, Elsewhere)]
+
     def _own(self, whole_BS: Tensor) -> Tensor:
         return own_positions(whole_BS, self.layout, dim=1)
 

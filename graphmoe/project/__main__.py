@@ -17,6 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, parse_args, run_tool, usage
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
 
@@ -82,10 +83,14 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
 
 @contextlib.contextmanager
 def _shown_progress() -> Iterator[Callable[[str], None]]:
-    """Show words on a line of stderr with the seconds so far, on a terminal only."""
+    """Show words on stderr with the seconds so far: on a line that changes, or a line every few seconds."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with working("projecting") as say:
+            yield say
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda text: progress.update(task, description=text)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
-from graphmoe.segments import EXPERTS_STAGE, Executor, lowest_stage, run_segments
+from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, lowest_stage, run_segments
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +126,12 @@ class Execution:
         experts = [f"experts run on {self.experts} (forward,dgrad,wgrad)"] if self.experts else []
         return [f"{passes} passes", self._cache.found, *experts]
 
-    def compile_update(self, optimizer: StepOptimizer) -> None:
-        """Compile the optimizer's update, if the run is compiled."""
+    def compile_update(
+        self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]], *, validates: bool
+    ) -> None:
+        """Compile the optimizer's update, if the run is compiled: the first of units, which are counted."""
         if self.compiled is not None:
+            self.compiled.expect(segments, 1 + validates)
             optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
 
     def keep_code(self) -> None:

@@ -51,7 +51,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     layers = f"{model.num_layers} layers ({model.num_dense_layers} dense)"
     experts = f"{model.num_experts} experts, {model.top_k} a token"
     ranks = layout.size("world")
-    axes = " ".join(f"{axis}={size}" for axis in AXES if (size := getattr(layout, axis)) > 1)
+    axes = " ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
     one, many = ("GPU", "GPUs") if config.run.device is DeviceChoice.cuda else ("process", "processes")
     of_step = config.train.global_batch_size * (config.data.seq_len or 1)
     steps, there = config.train.steps, corpus.counts.get("train_tokens")

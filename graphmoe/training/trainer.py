@@ -93,7 +93,8 @@ class Trainer:
         self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.experts)
         self.capture, self.experts = self.execution.capture, self.execution.experts
         log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
-        self.execution.compile_update(self.optimizer)
+        validates = train.val_batches > 0 and self.corpus.val is not None
+        self.execution.compile_update(self.optimizer, self.model.segment_lists(), validates=validates)
         self.step_log = StepLog(plan)
         self.rows = StepRows(
             min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from graphmoe.config.progress import working
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.base import MadeBy, PassRunner
 from graphmoe.plan.recompute import NOTHING, Recompute, UnitRecompute
@@ -94,8 +95,21 @@ class CompiledSegments:
         """Units of a list of segments; dynamic ones run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self.reports: list[UnitReport] = []
+        self.num_expected = 0
+        """Units that a run compiles in all, as far as `expect` knows them; 0 where nobody asked."""
         self.recompiled = 0
         """Units compiled for a second set of shapes."""
+
+    def expect(self, lists: Iterable[Sequence[Segment]], modes: int) -> None:
+        """Count units to come, for who waits: of these lists of segments, each in so many modes.
+
+        One more is the optimizer's update. Units that compute the same count once.
+        """
+        captured = self._capture.names if self._capture else frozenset[str]()
+        apart = OVERLAPPED if self._unit_turns else frozenset[str]()
+        units = (unit for segments in lists for unit in units_of(segments, (), captured, apart))
+        kinds = {_kind_of(unit) for unit in units if not unit.dynamic}
+        self.num_expected = 1 + modes * len(kinds)
 
     def passes(self) -> list[str]:
         """Return the names of the passes for training."""
@@ -173,9 +187,10 @@ class CompiledSegments:
         The graph is for the shapes of the tensors given here. No passes run.
         """
         report = UnitReport(name, True)
-        with report.measured():
-            graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
-        code = report.compile(graph, self.turns)
+        with self._compiling(report):
+            with report.measured():
+                graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
+            code = report.compile(graph, self.turns)
         self._add(report)
         return code
 
@@ -279,34 +294,48 @@ class CompiledSegments:
                 makers=makers,
             )
 
-        with report.measured():
-            graphs = kept_graphs(self.kept, (unit.name, runner.uuid(), key), trace)
-        report.passes = graphs.reports
-        report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
-        compiler = functools.partial(self._compile_graph, report)
-        code = UnitCode(graphs, compiler, accumulates=self._gradient_of is not None)
+        with self._compiling(report):
+            with report.measured():
+                graphs = kept_graphs(self.kept, (unit.name, runner.uuid(), key), trace)
+            report.passes = graphs.reports
+            report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
+            compiler = functools.partial(self._compile_graph, report)
+            code = UnitCode(graphs, compiler, accumulates=self._gradient_of is not None)
         self._add(report)
         return code, report
 
+    def _compiling(self, report: UnitReport) -> AbstractContextManager[Any]:
+        """Say what is compiled while the block takes long."""
+        number = len(self.reports) + 1
+        of = f" of {max(number, self.num_expected)}" if self.num_expected else ""
+        return working(f"compiling unit {number}{of}: {report.title}")
+
     def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
-        code = report.compile(graph, self.turns)
-        if report in self.reports:
-            log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
+        if report not in self.reports:
+            return report.compile(graph, self.turns)
+        with working(f"compiling {report.unit} again, to add weight gradients"):
+            code = report.compile(graph, self.turns)
+        log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
         return code
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
         loaded, count = report.from_cache == report.graphs, report.graphs
         log.info(
-            "%s %s for %s: %d graph%s in %.1f s",
+            "%s %s: %d graph%s in %.1f s",
             "loaded" if loaded else "compiled",
-            report.unit,
-            "training" if report.trains else "inference",
+            report.title,
             count,
             "s" * (count != 1),
             report.seconds,
             extra=FILE_ONLY if loaded else None,
         )
+
+
+def _kind_of(unit: Unit) -> tuple[Any, ...]:
+    """Return what units have in common that compute the same: names and kinds, without parameters' shapes."""
+    segments = tuple((each.name, each.reads, type(owner_of(each.run))) for each in unit.segments)
+    return segments, unit.reads
 
 
 def _identity(segment: Segment) -> tuple[Any, ...]:

@@ -41,6 +41,11 @@ class UnitReport:
     """Graphs that another rank of the job compiled while this one waited."""
 
     @property
+    def title(self) -> str:
+        """Name of the unit with what it is for."""
+        return f"{self.unit} for {_purpose(self)}"
+
+    @property
     def from_cache(self) -> int:
         """Graphs that were found in torch's caches, without those that another rank has just put there."""
         return self.cache.get("fx_hits", 0) - self.of_other_ranks

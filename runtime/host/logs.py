@@ -9,7 +9,7 @@ import functools
 import io
 import logging
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
+from graphmoe.config.progress import shown_in
 from graphmoe.runtime.host.files import LineFile
 
 log = logging.getLogger(__name__)
@@ -35,9 +36,11 @@ def console() -> Console:
 class ConsoleHandler(logging.Handler):
     """Handler that writes through the console, so that a progress bar stays below its records."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: str | None = None) -> None:
+        """``job`` is the number of a sweep's job, which its lines begin with."""
         super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        of_job = f" job {job}:" if job is not None else ""
+        self.setFormatter(logging.Formatter(f"%(asctime)s{of_job} %(message)s", "%H:%M:%S"))
         self.addFilter(lambda record: not getattr(record, "file_only", False))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -67,10 +70,13 @@ class LogFile(logging.Handler):
         super().close()
 
 
-def start_logging(log_dir: Path | None, name: str, *, on_console: bool) -> None:
-    """Send the log to ``<log_dir>/<name>.log``, if a folder is given, and to the console."""
+def start_logging(log_dir: Path | None, name: str, *, on_console: bool, job: str | None = None) -> None:
+    """Send the log to ``<log_dir>/<name>.log``, if a folder is given, and to the console.
+
+    ``job`` is the number of a sweep's job.
+    """
     _keep_streams()
-    handlers: list[logging.Handler] = [ConsoleHandler()] if on_console else []
+    handlers: list[logging.Handler] = [ConsoleHandler(job)] if on_console else []
     if log_dir is not None:
         log_dir.mkdir(parents=True, exist_ok=True)
         handlers.append(LogFile(log_dir / f"{name}.log"))
@@ -88,7 +94,7 @@ class Progress:
 
     def __init__(self, console: Console, total_steps: int, *, wanted: bool) -> None:
         self._bar = progress.Progress(
-            progress.TextColumn("training"),
+            progress.TextColumn("{task.description}"),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
@@ -99,15 +105,22 @@ class Progress:
             transient=True,
         )
         self._task = self._bar.add_task("training", total=total_steps)
+        self._words = ExitStack()
 
     def __enter__(self) -> Progress:
         self._bar.start()
+        if not self._bar.disable:
+            self._words.enter_context(shown_in(self._describe))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._words.close()
         self._bar.stop()
+
+    def _describe(self, words: str) -> None:
+        self._bar.update(self._task, description=words or "training")
 
     def advance(self, step: int) -> None:
         """Show that ``step`` is done."""

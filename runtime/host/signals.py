@@ -30,6 +30,8 @@ LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
 """Start of the command, or of the job of a sweep: seconds since the epoch, from the launching process."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
 """graphmoe's own launcher sets it in each worker, and tells the user of signals and errors itself."""
+SWEEP_JOB = "GRAPHMOE_SWEEP_JOB"
+"""Number of the job of a sweep that a worker is of."""
 _ECHO_S = 2.0
 _PR_SET_PDEATHSIG = 1
 

@@ -123,12 +123,13 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
     run, folder = Command(tmp_path, words("run", "checkpoint.interval=0"), slow={STEP: 0.1}), tmp_path / "run"
     run.wait_for_rows(folder, 6)
     run.kill(number)
-    assert run.wait() == 0, run.err.read_text()
+    assert run.wait() == 128 + number, run.err.read_text()
     stopped = summary(folder)
     assert not stopped["finished"] and 0 < stopped["steps"] < 40
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{stopped['steps']:08d}"]
     assert metrics(folder)[-1]["step"] == stopped["steps"]
-    assert f"{number.name}: stopped after step {stopped['steps']}" in run.err.read_text()
+    said = f"{number.name}: stopped after step {stopped['steps']}, which is saved in run: the same command"
+    assert said in run.err.read_text()
     again = command(tmp_path, *words("run", "checkpoint.interval=0"))
     assert again.wait() == 0 and "(continued)" in again.err.read_text()
     assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
@@ -139,7 +140,7 @@ def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):
     run = Command(tmp_path, words("run", "checkpoint.enabled=false"), slow={STEP: 0.1})
     run.wait_for_rows(folder, 3)
     run.kill(signal.SIGTERM)
-    assert run.wait() == 0
+    assert run.wait() == 128 + signal.SIGTERM
     assert "; nothing is saved (checkpoint.enabled=false)" in run.err.read_text()
     other = command(tmp_path, *words("run", "checkpoint.enabled=false", "train.steps=2"))
     assert "another configuration (train.steps=40, here 2); it saved nothing" in other.err.read_text()

@@ -1,12 +1,16 @@
 """Compiled training: every pass alone and all of them give the losses of the plain model."""
 
+import html
 import json
+import re
 
 import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.passes.table import PASSES
+from graphmoe.report.page import compile_section
+from graphmoe.report.run_data import read_run
 from graphmoe.runtime.compile.report import REPORT_FILE
 from tests.runs import COMPILED_MODEL, TINY, assert_same_runs, command, metrics, train_in, trainer_in
 
@@ -82,9 +86,22 @@ def test_the_default_command_compiles_and_prints_what_it_did(tmp_path):
     words = (*TINY, *COMPILED, *COMPILED_MODEL, "train.steps=1", "hydra.run.dir=run")
     run = command(tmp_path, *words, seconds=600)  # it compiles, on a machine that may be busy
     assert run.wait() == 0, run.err.read_text()
-    text = run.err.read_text()
+    text = (tmp_path / "run" / "logs" / "rank0.log").read_text()
     for name in ("compiled units", "attn..moe_combine", "kept for backward", *FUSIONS):
         assert name in text, name
+    assert "compiled units" not in run.err.read_text()
+    page = compile_section(read_run(tmp_path / "run"))
+    rows = re.findall(r"│ (\w+) +│ +([\d of]+?) +│ +(\d+ -> \d+) +│ +(\S.*?) +│", text)
+    assert {name for name, *_ in rows} >= set(FUSIONS)
+    for cells in rows:
+        assert "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) in re.sub("<td[^>]*>", "<td>", page)
+
+
+def test_units_to_come_are_counted_before_the_first_is_compiled(tmp_path, as_traced):
+    for number, words in enumerate(((), ("train.val_batches=0",), ("model.num_dense_layers=0",))):
+        run = train_in(tmp_path / str(number), *COMPILED, "compile.cache=false", "train.steps=1", *words)
+        compiled = run.execution.compiled
+        assert compiled is not None and compiled.num_expected == len(compiled.reports) > 4, words
 
 
 def test_a_pass_that_does_not_exist_stops_the_run_with_one_line(tmp_path):

@@ -188,7 +188,7 @@ def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words
     assert run.wait() == 0, run.err.read_text()
     shown = run.out.read_text()
     assert "A sample of what the model writes now:\n\ndef read_file(path):\n" in shown
-    assert "validation loss" in shown and shown.endswith("results: run\n")
+    assert "validation loss" in shown and shown.endswith("results: run\nreport: run/report.html\n")
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from graphmoe.config.progress import counting
 from graphmoe.config.schema import DataConfig
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.contents import read_entry_file
@@ -38,9 +39,12 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
         def build(folder: Path) -> dict[str, Any]:
             workers = workers_for(files)
-            size_mib = sum(size for _, size, _ in stats) / 2**20
-            log.info("tokenising %d files, %.1f MiB, %d processes", len(files), size_mib, workers)
-            _, found = tokenise_files(files, recipe, folder / "tokens", workers=workers)
+            size = sum(size for _, size, _ in stats)
+            log.info("tokenising %d files, %.1f MiB, %d processes", len(files), size / 2**20, workers)
+            with counting("tokenising", size) as on_bytes:
+                _, found = tokenise_files(
+                    files, recipe, folder / "tokens", workers=workers, on_bytes=on_bytes
+                )
             return {"bad": found.counts, "first_bad": found.first}
 
         entry, meta = cached(cache_folder(config.cache_dir), f"files-{key}", build, _Tally)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.contents import entry_damage, read_entry_file
@@ -54,7 +55,8 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     key = cache_key("stdlib", contents.hexdigest(), config.val_fraction, how, end)
 
     def build(folder: Path) -> dict[str, Any]:
-        return _build(folder, files, config, tokenizer, end)
+        with working("tokenising the standard library"):
+            return _build(folder, files, config, tokenizer, end)
 
     entry, counts = cached(cache_folder(config.cache_dir), f"stdlib-{key}", build, dict[str, int])
     with entry_damage(entry):

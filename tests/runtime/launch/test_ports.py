@@ -127,7 +127,7 @@ def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, s
     for process in started:
         process.send_signal(signal.SIGTERM)
     said = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+    assert [process.returncode for process in started] == [128 + signal.SIGTERM, 0], said
     assert summary(tmp_path / "run")["stopped_by"] == "SIGTERM"
 
 

@@ -1,0 +1,50 @@
+"""Progress of what takes long, as lines and in a live bar."""
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from graphmoe.config import progress
+from graphmoe.config.progress import counting, shown_in, working
+from graphmoe.runtime.host.logs import Progress
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.05)
+
+
+def wait_until(holds) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_line_is_said_again_and_again_while_a_block_runs_and_not_after_it(caplog):
+    with caplog.at_level("INFO"), counting("tokenising", 8 << 20) as on_bytes:
+        on_bytes(2 << 20)
+        wait_until(lambda: sum("tokenising: 25% of 8.0 MiB (0 s)" in line for line in caplog.messages) > 1)
+    count = len(caplog.messages)
+    time.sleep(0.2)
+    assert len(caplog.messages) == count
+
+
+def test_without_a_log_the_lines_are_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
+    with working("searching"):
+        wait_until(lambda: "searching (0 s)\n" in capsys.readouterr().err)
+
+
+def test_in_a_terminal_the_bar_has_the_words_and_then_its_own_again(caplog):
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    shown: list[str] = []
+    with caplog.at_level("INFO"), Progress(console, 3, wanted=True) as bar, shown_in(shown.append):
+        with working("compiling unit 3 of 7"):
+            wait_until(lambda: shown)
+        assert shown[0].startswith("compiling unit 3 of 7 (") and shown[-1] == ""
+        bar._describe(shown[0])
+        bar._bar.refresh()
+    assert not caplog.messages and "compiling unit 3 of 7" in console.file.getvalue()

@@ -211,7 +211,7 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
         summary = train_rank(plan, folder, ranks, lines)
         if claimed and LAUNCHER_PID not in os.environ:
             emit(summary, render(summary), config.format)
-            if ELASTIC not in os.environ:  # a torchrun would take another status for an error
+            if ranks.size == 1 and ELASTIC not in os.environ:  # launchers take a status for an error
                 raise_if_stopped(summary)
     except BaseException:
         if claimed:

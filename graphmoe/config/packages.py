@@ -56,6 +56,7 @@ _EXTRAS = {
     "datasets": ("data=hf", "hf"),
     "pyarrow": ("data=files with .parquet files", "hf"),
     "wandb": ("log.wandb=true", "wandb"),
+    "mlflow": ("log.mlflow=true", "mlflow"),
     "transformers": ("tests against its models", "dev"),
     "matplotlib": ("plots in the documentation", "dev"),
 }

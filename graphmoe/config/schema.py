@@ -265,6 +265,10 @@ class LogConfig:
     """Send metrics to Weights & Biases (extra: wandb)."""
     wandb_project: str = "graphmoe"
     """Project that log.wandb writes to."""
+    mlflow: bool = False
+    """Send metrics to MLflow, where MLFLOW_TRACKING_URI says (extra: mlflow)."""
+    mlflow_experiment: str = "graphmoe"
+    """Experiment that log.mlflow writes to."""
     progress: bool = True
     """Show a progress bar with the time left when stderr is a terminal."""
     peak_tflops: Annotated[float, POSITIVE] | None = None

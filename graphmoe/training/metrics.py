@@ -1,24 +1,20 @@
-"""Sinks of metrics: metrics.jsonl, expert_load.jsonl, TensorBoard and Weights & Biases."""
+"""Rows of metrics: metrics.jsonl, expert_load.jsonl, and what goes to trackers."""
 
 import json
-import logging
 import math
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import RunConfig
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.metrics_file import cut_metrics
-from graphmoe.runtime.host.files import LineFile, dispensable
+from graphmoe.runtime.host.files import LineFile
 from graphmoe.training.step_rows import StepRow
-
-log = logging.getLogger(__name__)
+from graphmoe.training.trackers import Trackers
 
 
 class Throughput(NamedTuple):
@@ -52,8 +48,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
         """Go on after step ``done``."""
-        self._wandb = _wandb(folder, config) if config.log.wandb else None
-        self._board = _tensorboard(folder, done) if config.log.tensorboard else None
+        self._trackers = Trackers(folder, config, done)
         self._file = LineFile(folder / METRICS_FILE)
         self._file.append([])  # there from the start, for who follows it
         self._loads = ExpertLoads(folder, done, config.train.steps)
@@ -68,34 +63,12 @@ class MetricsWriter:
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
         self._file.append(lines)
         for row in rows:
-            loads = enumerate(row.get("load_max_over_mean", []))
-            scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-            scalars |= {f"load_max_over_mean/moe_layer_{index}": value for index, value in loads}
-            self._draw(scalars, row["step"])
+            self._trackers.draw(row)
 
     def close(self) -> None:
         self._file.close()
         self._loads.close()
-        with dispensable("TensorBoard's last rows"):
-            if self._board:
-                self._board.close()
-        if self._wandb:
-            self._wandb.finish()
-
-    def _draw(self, scalars: dict[str, float], step: int) -> None:
-        if self._board:
-            try:
-                for name, value in scalars.items():
-                    self._board.add_scalar(name, value, step)
-            except OSError as error:  # its thread has ended and takes no more
-                self._board = None
-                log.warning("TensorBoard gets no more rows (%s); the run goes on", error.strerror or error)
-        if self._wandb:
-            try:
-                self._wandb.log(scalars, step=step)
-            except Exception as error:
-                self._wandb = None
-                log.warning("W&B gets no more rows (%s); the run goes on", error)
+        self._trackers.close()
 
 
 def to_json(
@@ -125,38 +98,6 @@ def to_json(
 def _finite(value: Any) -> Any:
     """Return the value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _tensorboard(folder: Path, done: int) -> Any:
-    """Open a writer that hides rows of an earlier process after step ``done``."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
-
-
-def _wandb(folder: Path, config: RunConfig) -> Any:
-    """Open a W&B run with an id of the folder's own, which a resume finds."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError("log.wandb=true needs the extra: pip install 'graphmoe[wandb]'") from error
-    id_file = folder / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(8), encoding="utf-8")
-    try:
-        return wandb.init(
-            project=config.log.wandb_project,
-            name=config.run.name,
-            dir=str(folder),
-            config=to_plain(config),
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-        )
-    except Exception as error:
-        raise ConfigError(
-            f"log.wandb=true cannot begin ({str(error).partition(chr(10))[0]}); log in with wandb login, set "
-            f"WANDB_MODE=offline, or use log.wandb=false"
-        ) from error
 
 
 MAX_LINES = 200

@@ -109,5 +109,7 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("host", ("gc_interval",), "with host.manual_gc=false")
     if not config.log.wandb:
         yield _Unused("log", ("wandb_project",), "with log.wandb=false")
+    if not config.log.mlflow:
+        yield _Unused("log", ("mlflow_experiment",), "with log.mlflow=false")
     if not config.profile.steps:
         yield _Unused("profile", ("ranks",), "without profile.steps")

@@ -166,7 +166,7 @@ class TrainConfig:
     max_nonfinite: Count = 5
     """Skipped non-finite steps in a row that end the run, with a checkpoint if weights are finite, > 0."""
     log_interval: Count = 10
-    """Steps between reads of the metrics by the host; each step is logged, > 0."""
+    """Steps between reads of the metrics by the host: a line of the log for all of them, > 0."""
 
 
 @dataclass

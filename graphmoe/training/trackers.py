@@ -1,7 +1,7 @@
 """Trackers of runs: TensorBoard, Weights & Biases and MLflow, which get the scalars of metrics.jsonl.
 
-A tracker that fails gets no more rows, and the run goes on. An id in the run's folder leads a resumed run to what
-it wrote before.
+A tracker that fails gets no more rows, and the run goes on. An id in the run's folder leads a resumed run to
+what it wrote before.
 """
 
 import logging

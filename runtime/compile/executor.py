@@ -315,7 +315,10 @@ class CompiledSegments:
             return report.compile(graph, self.turns)
         with working(f"compiling {report.unit} again, to add weight gradients"):
             code = report.compile(graph, self.turns)
-        log.info("compiled %s again, to add weight gradients to those that are there", report.unit)
+        found = report.from_cache == report.graphs
+        done = "loaded" if found else "compiled"
+        line = "%s %s again, to add weight gradients to those that are there"
+        log.info(line, done, report.unit, extra=FILE_ONLY if found else None)
         return code
 
     def _add(self, report: UnitReport) -> None:

@@ -30,6 +30,7 @@ from graphmoe.command.sweep.job import (
 from graphmoe.command.sweep.process import SweepError
 from graphmoe.config.arguments import print_error
 from graphmoe.config.masking import note_interpolations
+from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
@@ -82,9 +83,9 @@ def hydra_app(
         restore_run_folder()
         try:
             if makes_folder and in_sweep():
-                return run_job(lambda: task(to_config(cfg, prepare, complete)), known)
+                return run_job(lambda: task(to_config(cfg, prepare, complete, prog)), known)
             check_single(cfg.sweep.resume)
-            return task(to_config(cfg, prepare, complete))
+            return task(to_config(cfg, prepare, complete, prog))
         except known as error:
             errors.append(error)  # Hydra would print a second line about the job
             return None
@@ -122,8 +123,10 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
     return 0
 
 
-def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None) -> RunConfig:
-    """Return the typed, checked and resolved configuration.
+def to_config(
+    cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None, prog: str = ""
+) -> RunConfig:
+    """Return the typed, checked and resolved configuration; ``prog`` says on stderr that it starts.
 
     The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
     """
@@ -133,7 +136,7 @@ def to_config(cfg: DictConfig, prepare: Prepare | None = None, complete: Complet
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
     _refuse_two_lengths(config, sys.argv[1:])
-    return _resolved(config if complete is None else complete(config), prepare)
+    return _resolved(config if complete is None else complete(config), prepare, prog)
 
 
 def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
@@ -193,8 +196,10 @@ def schema() -> DictConfig:
     return OmegaConf.structured(RunConfig)
 
 
-def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
+def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> RunConfig:
     if config.checkpoint.init_from or config.checkpoint.resume_from:
+        if prog:
+            starting(prog)
         from graphmoe.run.stored import with_start_tokenizer  # imports torch
 
         config = with_start_tokenizer(config)
@@ -202,6 +207,8 @@ def _resolved(config: RunConfig, prepare: Prepare | None) -> RunConfig:
         folder = compiled_folder(config.compile.cache_dir)
         check_trusted(folder, shared=config.compile.cache_shared)
         keep_bytecode(folder, shared=config.compile.cache_shared)
+    if prog:
+        starting(prog)
     from graphmoe.plan.resolve import resolve  # imports torch
     from graphmoe.plan.rules.check import check
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
-from graphmoe.config.progress import counting
+from graphmoe.config.progress import counting, starting
 from graphmoe.config.ranges import ConfigError
 
 Args = TypeVar("Args")
@@ -94,6 +94,7 @@ def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
             problems.append(f"{name}=... is required ({key.doc})")
     if problems:
         raise ConfigError("; ".join(problems) + f"\n{usage(cls, prog)}")
+    starting(prog)
     return _filled(cls, values)
 
 

@@ -48,7 +48,7 @@ class JobCache:
         self.graphs: Path | None = None
         """Folder of the graphs of this rank's units, of earlier jobs of the same facts too; None for none."""
         self.found = "torch's own caches"
-        """What the cache had for this job, in a few words."""
+        """Contents of the cache for this job, in a few words."""
         self.turns: CompileTurns | None = None
         """Turns of the ranks of a node; None where there is one."""
         if is_users(TORCHS_OWN):

@@ -60,7 +60,7 @@ GRAMMAR = """\
 | one run for each value | `-m optim.lr=1e-3,3e-3` | a comma outside brackets is a sweep, which needs `-m` |
 | options of your own | `--config-dir my_conf model=mine` | takes `my_conf/model/mine.yaml` |
 | another folder for the run | `hydra.run.dir=runs/first` | the default is `outputs/${run.name}` |
-| a named run | `experiment=tiny_wsd` | a file of `conf/experiment/` sets keys of several groups; `+experiment=` does the same |
+| a named run | `experiment=tiny_wsd` | a file of `conf/experiment/` sets keys of groups; or `+experiment=` |
 
 ```
 python -m graphmoe.train --cfg job                               # print the configuration and stop

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointError
@@ -162,7 +161,7 @@ def main(argv: list[str]) -> None:
             f"\nstart a run from it: {document['command']}\n"
             "on text of yours, behind that: data=files 'data.paths=[corpus/*.jsonl]'"
         )
-    emit(document, escape(text), args.format)
+    emit(document, text, args.format)
 
 
 def _target(args: ConvertArgs, kind: FolderKind) -> Target:

@@ -41,7 +41,7 @@ class Validation:
 
     def _warn_of_few(self) -> None:
         """Warn of fewer batches than are asked for."""
-        config, found = self.config, self.corpus.val and self.corpus.val.num_samples
+        config, found = self.config, self.corpus.val.num_samples if self.corpus.val else None
         if found is None or (batches := found // config.micro_batch_size) >= config.val_batches:
             return
         more = "more text of data.val_paths or a larger data.val_fraction makes validation less noisy"

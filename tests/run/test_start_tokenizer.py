@@ -9,7 +9,7 @@ import yaml
 
 from graphmoe import save_hf
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import ConvertArgs, convert
+from graphmoe.convert import ConvertArgs, convert, main
 from graphmoe.data.tokenizer import load_tokenizer, train_bpe
 from graphmoe.run.stored import refuse_other_tokenizer, run_tokenizer
 from graphmoe.training.start_state import check_start
@@ -48,6 +48,13 @@ def test_the_printed_command_goes_on_with_the_tokenizer_of_the_folder(weights, t
         start = (f"checkpoint.{key}={tmp_path}/run", "data.source=files", f"data.paths=[{tmp_path}]")
         found = config(*start).data
         assert (found.tokenizer, found.eod_token) == (f"{tmp_path}/run/tokenizer.json", "<stop>")
+
+
+def test_what_convert_prints_can_be_copied(weights, tmp_path, capsys):
+    main([f"from={tmp_path}/hf", f"to={tmp_path}/[x]"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("start a run from it: python -m graphmoe.train --config-dir ")
+    assert lines[2].endswith(": data=files 'data.paths=[corpus/*.jsonl]'") and f"{tmp_path}/[x] (" in lines[0]
 
 
 def test_another_tokenizer_is_refused_before_text_is_read(weights, tmp_path, caplog):

@@ -39,10 +39,10 @@ class GenerateArgs:
     """Step of the checkpoint; default: the newest."""
     attention: str | None = None
     """The run's model.attention where that is code of your own, which no file is trusted to name."""
-    device: DeviceChoice = DeviceChoice.cpu
-    """cpu or cuda."""
+    device: DeviceChoice = DeviceChoice.auto
+    """cpu or cuda; auto is a GPU that has room for the weights, else the CPU."""
     format: OutputFormat = OutputFormat.text
-    """text or json."""
+    """text, a token at a time, or json: one document at the end."""
 
 
 def main(argv: list[str]) -> None:
@@ -57,11 +57,27 @@ def main(argv: list[str]) -> None:
         raise ConfigError(_no_tokenizer(args.run, run.data.source))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)
     try:
-        model, step = load_model(args.run, config, open_device(args.device), args.step)
+        model, step = load_model(args.run, config, _device(args.device, config), args.step)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    text = generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed)
-    emit({"run": str(args.run), "step": step, "prompt": args.prompt, "text": text}, text, args.format)
+    pieces = generate(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed)
+    document = {"run": str(args.run), "step": step, "prompt": args.prompt}
+    if args.format is OutputFormat.text:
+        for piece in pieces:
+            emit(document, piece, args.format, end="")
+    emit({**document, "text": "".join(pieces)}, "", args.format)
+
+
+def _device(choice: DeviceChoice, config: ModelConfig) -> torch.device:
+    if choice is DeviceChoice.auto and torch.cuda.is_available():
+        gpu = open_device(DeviceChoice.cuda)
+        return gpu if _bytes_of(config) < memory_of(gpu) else torch.device("cpu")
+    return open_device(choice)
+
+
+def _bytes_of(config: ModelConfig) -> int:
+    """Bytes of the weights in fp32."""
+    return 4 * count_parameters(config)["total"]["full"]
 
 
 def _no_tokenizer(folder: Path, source: str | None) -> str:
@@ -78,7 +94,7 @@ def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
-    needed, there = 4 * count_parameters(config)["total"]["full"], memory_of(device)
+    needed, there = _bytes_of(config), memory_of(device)
     if needed > there:
         raise ConfigError(
             f"run={folder} has a model whose weights take {needed / 2**30:.1f} GiB in fp32, and this "

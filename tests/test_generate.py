@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.config.schema import ConfigError
+from graphmoe import generate as command_generate
+from graphmoe.config.schema import ConfigError, DeviceChoice
 from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.generate import load_model, main
 from graphmoe.model.build import build_model
@@ -14,7 +15,7 @@ from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
 from graphmoe.run.weights import run_config
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.sample import model_of_one_rank
+from graphmoe.training.sample import generate, model_of_one_rank
 from tests.runs import TINY, assert_same_state, command, config, document_of, refusal, train_in
 
 
@@ -50,6 +51,35 @@ def test_without_temperature_the_likeliest_token_is_taken_whatever_the_seed(run_
         for _ in range(5):
             ids.append(model(torch.tensor([ids]))[0, -1].argmax().item())
     assert shown(capsys, *words) == tokenizer.decode(ids) + "\n"
+
+
+def test_text_comes_a_token_at_a_time_and_no_half_characters(run_folder):
+    tokenizer, trained = load_tokenizer(run_folder / "tokenizer.json"), run_config(run_folder)
+    model, _ = load_model(run_folder, trained, torch.device("cpu"))
+
+    class Bytes:
+        """Each id is a byte, and the model writes an e with an accent again and again."""
+
+        encode, get_vocab_size = tokenizer.encode, tokenizer.get_vocab_size
+
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return bytes((0xC3, 0xA9)[place % 2] for place in range(len(ids))).decode(errors="replace")
+
+    pieces = list(generate(model, Bytes(), "the", 4, 0.8, seed=0))
+    count = len(tokenizer.encode("the").ids) + 4
+    assert "".join(pieces) == Bytes.decode([0] * count) and len([*filter(None, pieces)]) >= 2
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+    whole = list(generate(model, tokenizer, "the", 12, 0.8, seed=0))
+    assert len([*filter(None, whole)]) > 8 and whole[0] == "the"
+
+
+@pytest.mark.parametrize("memory, kind", [(1 << 40, "cuda"), (10, "cpu")])
+def test_a_gpu_that_has_room_for_the_weights_is_taken(memory, kind, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command_generate, "open_device", lambda choice: torch.device(choice.value))
+    monkeypatch.setattr(command_generate, "memory_of", lambda device: memory)
+    assert command_generate._device(DeviceChoice.auto, config().model).type == kind
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
         yield f"{key}={path}: there is no folder {path.parent}; make it, or name another file"
 
 
-def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
-    """Print one JSON document, or the text form, on stdout; a string is printed as it is.
+def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "\n") -> None:
+    """Print one JSON document, or the text form, on stdout; a string is printed as it is, then ``end``.
 
     A reader that closes the pipe, as ``head`` does, gets no more.
     """
@@ -142,7 +142,7 @@ def emit(document: Any, text: RenderableType, output: OutputFormat) -> None:
         if output is OutputFormat.json:
             print(json.dumps(document, indent=2), flush=True)
         elif isinstance(text, str):  # rich would take brackets in generated text for its own markup
-            print(text, flush=True)
+            print(text, flush=True, end=end)
         else:
             console = Console()
             with console.capture() as captured:  # rich itself would end the process at a closed pipe

@@ -165,7 +165,7 @@ def sample_of(trainer: Trainer) -> str | None:
     if model is None:
         log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
         return None
-    return generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0)
+    return "".join(generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0))
 
 
 def _write(path: Path, text: str, moment: str) -> None:

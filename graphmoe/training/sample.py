@@ -1,5 +1,7 @@
 """Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
 
+from collections.abc import Iterator
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -27,20 +29,37 @@ def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer |
     return alone
 
 
-@torch.no_grad()
 def generate(
     model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
-) -> str:
-    """Return the prompt and its continuation; the model sees at most its context length at a time."""
+) -> Iterator[str]:
+    """Yield the prompt, then the text that each token adds; bytes of half a character wait for the rest.
+
+    The model sees at most its context length at a time.
+    """
+    text = shown = ""
+    for ids in _continued(model, tokenizer, prompt, num_tokens, temperature, seed):
+        text = tokenizer.decode(ids)
+        if text.startswith(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    yield text[len(shown) :]
+
+
+@torch.no_grad()
+def _continued(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
+) -> Iterator[list[int]]:
+    """Yield the ids of the prompt, then those of each longer text."""
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
+    yield ids
     for _ in range(num_tokens):
         window = torch.tensor([ids[-model.config.context_length :]], device=device)
         ids.append(int(_pick(model(window)[0, -1, : tokenizer.get_vocab_size()], temperature, generator)))
-    return tokenizer.decode(ids)
+        yield ids
 
 
 def _pick(logits_V: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

@@ -69,6 +69,19 @@ python -m graphmoe.train --help                                  # examples, gro
 eval "$(graphmoe-train -sc install=bash)"                        # tab completion of graphmoe-train
 ```
 
+## Code of your own
+
+Where a value may be `package.module:NAME`, the module is looked for where Python does, then in the working
+folder, then in the folders of `--config-dir`, in which YAML options and modules may lie side by side. Workers
+find it there too, and what is no such thing is refused before a run has a folder.
+[CONTRIBUTING.md](../CONTRIBUTING.md) shows one of each kind.
+
+```
+python -m graphmoe.train --config-dir my_conf optim.schedule=my_schedules:linear    # my_conf/my_schedules.py
+```
+
+## Sweeps and output
+
 A sweep puts its runs into `multirun/<run.name>/<time>/<number>`; a signal ends all of it with status 130,
 and with `format=json` it prints one list of summaries.
 

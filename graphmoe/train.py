@@ -37,6 +37,7 @@ from graphmoe import worker
 from graphmoe.command.hydra import hydra_app
 from graphmoe.command.sweep.job import in_sweep, job_gpus, record_folder
 from graphmoe.config.arguments import emit, print_error
+from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
@@ -187,7 +188,10 @@ def _write_only(config: RunConfig) -> None:
         endpoint = launch.endpoint or "<first node>:29500"
         meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", worker.__name__, resolved]
-    words += dict.fromkeys(name for _, name in own_code(config))
+    if names := dict.fromkeys(name for _, name in own_code(config)):
+        words += names
+        if folders := os.environ[CODE_FOLDERS]:
+            words = ["env", f"PYTHONPATH={folders}", *words]
     document = {"folder": str(run_folder.path), "command": words}
     emit(document, shlex.join(words), config.format)
 

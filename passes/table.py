@@ -1,10 +1,10 @@
 """The table of passes, which rewrite the graph of a compile unit, in the order in which they run."""
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from graphmoe.config.choices import import_code
 from graphmoe.config.schema import ConfigError, PassesConfig
 from graphmoe.passes.base import PassSpec
 from graphmoe.passes.fuse_activation import fuse_activation
@@ -58,14 +58,7 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
 
 def _extra(path: str) -> PassSpec:
     """A user's pass, named as ``package.module:function``, where the name may also be a PassSpec."""
-    module_name, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"passes.extra={path} cannot be imported ({error}); write package.module:function, with the "
-            f"package on PYTHONPATH"
-        ) from error
+    found, name = import_code(path, "passes.extra"), path.partition(":")[2]
     spec = found if isinstance(found, PassSpec) else PassSpec(name, found, "forward", "allclose")
     if spec.stage not in ("forward", "joint"):
         raise ConfigError(f"passes.extra={path} has the stage {spec.stage!r}; use 'forward' or 'joint'")

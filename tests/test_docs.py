@@ -25,14 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 from graphmoe.command.errors import explain
 from graphmoe.command.hydra import Complete, to_config
 from graphmoe.config.arguments import parse_args
-from graphmoe.config.choices import SEGMENT_NAMES
+from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import PLAN, DenseLayer, MoELayer
 from graphmoe.project.arguments import ProjectArgs, completed, split_words
 from tests.runs import ROOT, hydra_config
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md")])
 COMMAND = re.compile(r"(\$\()?\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))(.*)")
 TERMS = """
     bubble, capacity, capture, cold compile, combine, dead rows, dispatch, expert, global batch,
@@ -176,7 +176,19 @@ def check_command(page: str, line: str, folder: Path) -> None:
         assert words == []
 
 
-def test_quoted_command_lines_are_valid(tmp_path):
+def write_code_of_readers(folder: Path) -> None:
+    """Write the modules that pages show, and those of the examples, into a folder."""
+    folder.mkdir()
+    for text in (path.read_text(encoding="utf-8") for path in PAGES):
+        for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            (folder / name).write_text(code)
+    for path in ROOT.glob("examples/**/*.py"):
+        (folder / path.name).write_text(path.read_text(encoding="utf-8"))
+
+
+def test_quoted_command_lines_are_valid(tmp_path, monkeypatch):
+    write_code_of_readers(tmp_path / "code")
+    monkeypatch.setenv(CODE_FOLDERS, str(tmp_path / "code"))
     assert {"docs/configuration.md", "docs/data.md", "CONTRIBUTING.md"} <= {page for page, _ in COMMANDS}
     failed = []
     for number, (line, page) in enumerate({line: page for page, line in COMMANDS}.items()):

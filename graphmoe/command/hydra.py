@@ -13,6 +13,7 @@ from typing import Any
 import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -29,6 +30,7 @@ from graphmoe.command.sweep.job import (
 )
 from graphmoe.command.sweep.process import SweepError
 from graphmoe.config.arguments import print_error
+from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import note_interpolations
 from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
@@ -80,6 +82,9 @@ def hydra_app(
     @hydra.main(version_base="1.3", config_path="pkg://graphmoe.conf", config_name="config")
     def run(cfg: DictConfig) -> Any:
         composed.append(cfg)
+        sources = HydraConfig.get().runtime.config_sources
+        folders = [os.path.abspath(source.path) for source in sources if source.schema == "file"]
+        os.environ[CODE_FOLDERS] = os.pathsep.join(folders)
         restore_run_folder()
         try:
             if makes_folder and in_sweep():

@@ -3,8 +3,10 @@
 import enum
 import importlib
 import operator
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar, cast
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 from graphmoe.config.ranges import OWN_CODE, ConfigError, OneOf, no_such_choice
 
@@ -46,7 +48,11 @@ OPTIMIZERS = OneOf(("adamw",))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
-def look_up(table: Mapping[str, Row], choice: str, key: str, kind: type = object, attribute: str = "") -> Row:
+CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"
+"""Variable of this process and those that it starts: folders of --config-dir, whose modules can be named."""
+
+
+def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 
     Of the object, ``attribute`` stands for the row where it is given.
@@ -55,21 +61,35 @@ def look_up(table: Mapping[str, Row], choice: str, key: str, kind: type = object
     """
     if choice in table:
         return table[choice]
-    if not OWN_CODE.fullmatch(choice):
-        raise ConfigError(no_such_choice(key, choice, table))
-    module, _, name = choice.partition(":")
-    try:
-        found = operator.attrgetter(f"{name}.{attribute}".strip("."))(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{key}={choice} cannot be imported ({error}); write package.module:NAME, with the package on "
-            f"PYTHONPATH"
-        ) from error
+    found = import_code(choice, key, attribute, table)
     if not isinstance(found, kind):
-        raise ConfigError(
-            f"{key}={choice} is a {type(found).__name__}; name a {kind.__module__}.{kind.__name__}"
-        )
+        wanted = "function" if kind is Callable else f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(f"{key}={choice} is a {type(found).__name__}; name a {wanted}")
     return cast(Row, found)
+
+
+def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str] = ()) -> Any:
+    """Return what ``package.module:NAME`` names, or an ``attribute`` of it. *Raises* ConfigError.
+
+    Modules are looked for where Python does, then in the working folder and in those of --config-dir.
+    ``choices`` are the names that the key has besides.
+    """
+    if not OWN_CODE.fullmatch(path):
+        raise ConfigError(no_such_choice(key, path, choices))
+    folders = [os.getcwd(), *filter(None, os.environ.get(CODE_FOLDERS, "").split(os.pathsep))]
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    module, _, name = path.partition(":")
+    try:
+        return operator.attrgetter(f"{name}.{attribute}".strip("."))(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{key}={path} cannot be imported ({error}); install what it needs") from error
+        raise ConfigError(
+            f"{key}={path} cannot be imported: there is no module {error.name} in {', '.join(folders)}, on "
+            f"PYTHONPATH or among the installed packages; write package.module:NAME"
+        ) from error
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}={path} cannot be imported ({error}); write package.module:NAME") from error
 
 
 AttentionBackend = enum.StrEnum("AttentionBackend", ("auto", "sdpa", "padded_flash", "turbo", "te"))

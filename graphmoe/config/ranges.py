@@ -148,10 +148,10 @@ def range_rules(field: SchemaField) -> Iterator[str]:
 
 def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
     """Return the refusal of a name that no row of a table has."""
-    return (
-        f"{key}={value}: there is no such choice; use one of {', '.join(names)}, or package.module:NAME for "
-        f"code of your own"
-    )
+    module, dot, name = value.rpartition(".")
+    own = f"{module}:{name}" if dot else "package.module:NAME"
+    ours = f"one of {', '.join(names)}, or " if names else ""
+    return f"{key}={value}: there is no such choice; use {ours}{own} for code of your own"
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:

@@ -159,7 +159,7 @@ def test_every_pass_runs_with_its_parameters_unless_it_is_named_otherwise():
         (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
         (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),
         (PassesConfig(extra=["math:pi"]), "passes.extra=math:pi: 3.14.* is no plain function"),
-        (PassesConfig(extra=["math"]), "write package.module:function"),
+        (PassesConfig(extra=["math"]), "extra=math: there is no .* use package.module:NAME"),
         (PassesConfig(extra=[f"{__name__}:HALF"]), "HALF: functools.partial.* is no plain function"),
         (PassesConfig(extra=[f"{__name__}:OF_HALF"]), r"OF_HALF: functools.partial.* write def f\(graph\)"),
         (PassesConfig(extra=[f"{__name__}:NOWHERE"]), "NOWHERE: <function .* in a source file"),

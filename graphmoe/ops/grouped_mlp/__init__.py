@@ -31,7 +31,7 @@ DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 def row_of(name: str) -> Backend:
     """The row of `BACKENDS`, or a user's own, named by its import path. Raises ConfigError."""
-    return look_up(BACKENDS, name, KEY)
+    return look_up(BACKENDS, name, KEY, Backend)
 
 
 def backend_of(backend: str, direction: str) -> str:

@@ -8,7 +8,7 @@ kernels of their own.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Experts(NamedTuple):
         return Plan(*self[3:])
 
 
+@runtime_checkable
 class Backend(Protocol):
     """Kernels of the grouped MLP: an object, or a module, with a line in the table ``BACKENDS``."""
 

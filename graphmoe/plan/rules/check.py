@@ -1,9 +1,10 @@
 """The check of a configuration: ranges of values, and rules that join keys."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from graphmoe.config.ranges import fields_of, form_rules, range_rules, type_rules
+from graphmoe.config.choices import look_up
+from graphmoe.config.ranges import fields_of, form_rules, own_code, range_rules, type_rules
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
@@ -36,12 +37,17 @@ RULES = (
 )
 """Functions of a configuration that yield the rules which it violates."""
 
+FUNCTIONS = ("optim.schedule", "data.source")
+"""Keys whose code of a user's own is a function."""
+
 
 def check(config: RunConfig) -> None:
-    """Raise one ConfigError that lists every violated rule, if there is any."""
+    """Raise one ConfigError that lists every violated rule, if there is any. Imports code of the user's."""
     problems = violations(config)
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot run:", *problems]))
+    for key, path in own_code(config):
+        look_up({}, path, key, Callable if key in FUNCTIONS else object)
 
 
 def violations(config: RunConfig) -> list[str]:

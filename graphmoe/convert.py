@@ -73,6 +73,8 @@ class ConvertArgs:
     """Checkpoint of a run that is taken; default: the newest."""
     attention: str | None = None
     """The model.attention of ``from`` where that is code of your own, which no file is trusted to name."""
+    layer: str | None = None
+    """The model.layer of ``from`` where that is code of your own, likewise."""
     name: str | None = None
     """Name of the model and of its YAML file; default: the name of ``to``."""
     overwrite: bool = False
@@ -187,13 +189,13 @@ def _check_output(args: ConvertArgs) -> None:
 def _open(args: ConvertArgs, kind: FolderKind) -> Source:
     folder = args.from_
     if kind is not FolderKind.run:
-        found = open_folder(folder, kind, args.attention)
+        found = open_folder(folder, kind, (args.attention, args.layer))
         found.check()
         dtypes = dict.fromkeys(found.shapes, found.dtype())  # one for all
         if kind is FolderKind.graphmoe:
             dtypes = {name: found.files.dtype([name]) for name in found.shapes}
         return Source(kind, found.config, dtypes, found.read, found.token_ids, folder / TOKENIZER)
-    config, state, step = read_run(folder, args.step, args.attention)
+    config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = run_tokenizer(folder)
     ids = {} if end is None else {"eos_token_id": end}

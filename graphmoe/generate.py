@@ -39,6 +39,8 @@ class GenerateArgs:
     """Step of the checkpoint; default: the newest."""
     attention: str | None = None
     """The run's model.attention where that is code of your own, which no file is trusted to name."""
+    layer: str | None = None
+    """The run's model.layer where that is code of your own, likewise."""
     device: DeviceChoice = DeviceChoice.auto
     """cpu or cuda; auto is a GPU that has room for the weights, else the CPU."""
     format: OutputFormat = OutputFormat.text
@@ -52,7 +54,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
-    config, (_, run) = run_config(args.run, args.attention), read_stored_run(args.run)
+    config, (_, run) = run_config(args.run, (args.attention, args.layer)), read_stored_run(args.run)
     if not (args.run / TOKENIZER_FILE).is_file():
         raise ConfigError(_no_tokenizer(args.run, run.data.source))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)

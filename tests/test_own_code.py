@@ -28,6 +28,8 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data import sources
 from graphmoe.info import show
 from graphmoe.model.attention import KINDS
+from graphmoe.model.build import build_model
+from graphmoe.model.sizes import count_parameters
 from graphmoe.ops.grouped_mlp import BACKENDS
 from graphmoe.optim import RULES, rule_of
 from graphmoe.optim.lr_schedule import DECAYS
@@ -39,6 +41,7 @@ from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
 from graphmoe.project.memory import exact_memory, projected_memory
+from graphmoe.run.weights import model_from
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from graphmoe.runtime.ranks import Ranks
@@ -284,6 +287,76 @@ def test_memory_that_an_attention_does_not_declare_is_not_projected_and_it_has_n
         to_hf_config(run.model)
 
 
+OWN_LAYERS = """
+from graphmoe.model.layer import DenseLayer, MoELayer
+
+class Dense(DenseLayer):
+    made = []
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.made.append(self)
+
+class Same(MoELayer):
+    dense = Dense
+
+    def segments(self, index=None):
+        self.asked = index
+        return super().segments(index)
+"""
+
+
+@pytest.fixture
+def own_layers(own):
+    """Write the example of CONTRIBUTING, and layers that compute what the standard ones do."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    own("own_layers", re.search(r"```python\n# my_layers.py\n(.*?)```", text, re.S)[1] + OWN_LAYERS)
+
+
+def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
+    losses = {}
+    for name in ("standard", "own_layers:Same", "own_layers:Sandwich"):
+        trained = train_in(tmp_path / name, *QUIET, "train.steps=3", f"model.layer={name}")
+        losses[name] = [row["loss"] for row in metrics(tmp_path / name) if "loss" in row]
+    standard, same, sandwich = losses.values()
+    assert standard == same != sandwich and len(sandwich) == 3
+    assert sys.modules["own_layers"].Dense.made
+    weights = dict(trained.model.named_parameters())
+    assert not weights["layers.1.attn.norm.weight"].eq(1).any(), "its norm learns"
+    words = (*QUIET, *COMPILED, "train.steps=3", "compile.cache=false")
+    plain, compiled = (
+        rows_of(
+            tmp_path / str(on), "loss", *words, "model.layer=own_layers:Sandwich", f"compile.enabled={on}"
+        )
+        for on in ("false", "true")
+    )
+    assert compiled == pytest.approx(plain, rel=1e-5)
+
+
+def test_what_is_not_known_of_a_layer_is_refused(own_layers):
+    run = config("model.layer=own_layers:Sandwich", "compile.enabled=true")
+    assert "model.layer=own_layers:Sandwich keeps what is" in projected_memory(plan_of(run, 1))["why_not"]
+    with pytest.raises(ConfigError, match="no Hugging Face family .*=own_layers:Sandwich; .* standard"):
+        to_hf_config(run.model)
+    standard = count_parameters(replace(run.model, layer="standard"))["total"]["full"]
+    assert count_parameters(run.model)["total"]["full"] == standard + run.model.hidden_size
+    with pytest.raises(
+        ConfigError, match="parallel.tp=2 .* model.layer=own_layers:Sandwich has no tp in axes"
+    ):
+        config("model.layer=own_layers:Sandwich", "parallel.tp=2", "launch.nproc=2")
+    with pytest.raises(ConfigError, match="model.layer=json:JSONDecoder does not derive from .*MoELayer"):
+        build_model(replace(run.model, layer="json:JSONDecoder"), device="meta")
+
+
+def test_a_layer_that_a_file_names_is_imported_only_where_its_reader_names_it(own):
+    own("strange_layer", "raise AssertionError\n")
+    plain = {"layer": "strange_layer:it"}
+    with pytest.raises(
+        ConfigError, match="x.layer=strange_layer:it is code outside .*: layer=strange_layer:it"
+    ):
+        model_from(plain, "x.", ("another:it",))
+    assert model_from(plain, "x.", ("strange_layer:it",)).layer == "strange_layer:it"
+
+
 def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog):
     own("strange_experts", "raise AssertionError\n")
     plan = plan_of(config(), 1)
@@ -294,7 +367,7 @@ def test_kernels_that_a_checkpoint_names_are_not_imported(own, tmp_path, caplog)
 
 KEYS = [
     "data.source", "optim.name", "optim.schedule", "moe.experts", "model.attention", "moe.dispatcher",
-    "pipeline.schedule",
+    "model.layer", "pipeline.schedule",
 ]  # fmt: skip
 
 

@@ -41,6 +41,7 @@ SOURCES = {
     "synthetic": SourceFacts(reads=()),
 }
 ATTENTIONS = OneOf(("mla", "gqa"))
+LAYERS = OneOf(("standard",))
 DATA_SOURCES = OneOf(tuple(SOURCES))
 DISPATCHERS = OneOf(("auto", "local", "alltoall", "symm", "nvshmem", "deepep", "turbo"))
 EXPERTS_BACKENDS = OneOf(("auto", "torch", "triton", "turbo", "te"))

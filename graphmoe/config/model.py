@@ -5,6 +5,7 @@ from typing import Annotated
 
 from graphmoe.config.choices import (
     ATTENTIONS,
+    LAYERS,
     AttentionBackend,
     AuxLoss,
     GroupScore,
@@ -34,6 +35,8 @@ class ModelConfig:
     """Intermediate width of the dense MLP, > 0."""
     attention: Annotated[str, ATTENTIONS] = "mla"
     """Attention: mla (multi-head latent), gqa (grouped query), or package.module:NAME."""
+    layer: Annotated[str, LAYERS] = "standard"
+    """Order of norms, attention, experts and sums of a MoE layer: standard, or package.module:NAME."""
     num_heads: Size = 4
     """Query heads, > 0."""
     num_kv_heads: Annotated[int, INT32] = 4

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphmoe.config.schema import ModelConfig, MoEConfig
+from graphmoe.config.choices import look_up
+from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
 from graphmoe.model.blocks import RMSNorm
 from graphmoe.model.dispatch import ROUTED, BoundedPath, CombineSegment, DispatchSegment, has_load
@@ -85,7 +86,15 @@ class DenseLayer(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine."""
+    """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine.
+
+    A user's own layer derives from it (``model.layer``) and makes other `segments`, of the same names.
+    """
+
+    dense: type[DenseLayer] = DenseLayer
+    """Class of a model's leading dense layers."""
+    axes: tuple[str, ...] = ()
+    """Axes, of tp and cp, whose ranks can share a user's own layer."""
 
     def __init__(
         self,
@@ -209,6 +218,14 @@ class MoELayer(nn.Module):
         return MoEOutput.from_results(self.writes, execute(self.segments(index), tensors, self.writes))
 
 
+def layer_class(config: ModelConfig) -> type[MoELayer]:
+    """Return the class of a model's MoE layers. *Raises* ConfigError."""
+    found = look_up({"standard": MoELayer}, config.layer, "model.layer", type)
+    if not issubclass(found, MoELayer):
+        raise ConfigError(f"model.layer={config.layer} does not derive from graphmoe.model.layer.MoELayer")
+    return found
+
+
 class MtpLayer(nn.Module):
     """One depth of multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 
@@ -230,7 +247,7 @@ class MtpLayer(nn.Module):
         self.embed_norm = RMSNorm(width, eps)
         self.hidden_norm = RMSNorm(width, eps)
         self.proj = nn.Linear(2 * width, width, bias=False)
-        self.layer = MoELayer(config, execution, layout, dispatcher)
+        self.layer = layer_class(config)(config, execution, layout, dispatcher)
         self.norm = RMSNorm(width, eps)
 
     def segments(self, index: int | None = None) -> list[Segment]:

@@ -34,7 +34,7 @@ COMPONENTS = {
     "moe_experts.": "routed_experts",
     "shared_experts.": "shared_experts",
 }
-"""Component of a parameter, by the first of these parts that its name has."""
+"""Component of a parameter, by the first of these parts that its name has; else it counts among the norms."""
 
 
 BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
@@ -50,7 +50,7 @@ def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
     """
     counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
-        component = next(component for part, component in COMPONENTS.items() if part in name)
+        component = next((component for part, component in COMPONENTS.items() if part in name), "norms")
         size, of_experts = weight.numel(), weight.dim() == 3  # one matrix for each expert
         counts["total"][component] += size
         counts["active"][component] += size * model.top_k // model.num_experts if of_experts else size

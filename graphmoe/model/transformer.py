@@ -24,7 +24,7 @@ from graphmoe.model.blocks import (
     tie_head,
 )
 from graphmoe.model.dispatch import has_load
-from graphmoe.model.layer import DenseLayer, MoELayer, MoEOutput, MtpLayer
+from graphmoe.model.layer import MoELayer, MoEOutput, MtpLayer, layer_class
 from graphmoe.model.moe import ROUTER_STATS, Router
 from graphmoe.model.rope import rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
@@ -125,12 +125,14 @@ class Transformer(nn.Module):
         embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
 
+        moe_layer = layer_class(config)
+
         def layer(i: int) -> nn.Module:
             if not any(i in stage.layers for stage in self.stages):
                 return Elsewhere()
             if i < config.num_dense_layers:
-                return DenseLayer(config, layout)
-            return MoELayer(config, execution, layout, dispatcher)
+                return moe_layer.dense(config, layout)
+            return moe_layer(config, execution, layout, dispatcher)
 
         def mtp_layer(k: int) -> nn.Module:
             on_this_rank = any(k in stage.mtp for stage in self.stages)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.config.choices import ATTENTIONS
+from graphmoe.config.choices import ATTENTIONS, LAYERS
 from graphmoe.config.schema import ConfigError, DpShard, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
@@ -119,6 +119,8 @@ def refuse_unknown(config: RunConfig) -> None:
             f"the facts of model.attention={config.model.attention} do not say what its backward keeps; "
             f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
         )
+    if config.model.layer not in LAYERS.names:
+        problems.append(f"model.layer={config.model.layer} keeps what is not known; use {LAYERS.names[0]}")
     if config.passes.enabled is not None or config.passes.disabled:
         problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
     if problems:

@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ FORMAT = "graphmoe-weights-1"
 META_FILE = "weights.json"
 STEM = "weights"
 OPTIONS = "model"
+Named = Collection[str | None]
 """The folder with the model's keys, as an option of that configuration group."""
 
 
@@ -115,13 +116,13 @@ def _take(
 ) -> ModelConfig:
     """Fill the tensors of a model, or a part of them, from a folder; return the folder's own model."""
     if (kind := kind_of(folder)) is not FolderKind.run:
-        source = open_folder(folder, kind, config.attention, shaped_as=config)
+        source = open_folder(folder, kind, own_model_code(config), shaped_as=config)
         _refuse_other_tie(folder, source.config, config)
         source.check(hints=same_function(config, source.config))
         if not only_check:
             source.fill(state)
         return source.config
-    theirs = run_config(folder, config.attention)
+    theirs = run_config(folder, own_model_code(config))
     _refuse_other_tie(folder, theirs, config)
     places = _places_in_run(folder, state)
     with explained_mismatch(folder, config):
@@ -133,12 +134,12 @@ def _take(
 
 
 def open_folder(
-    folder: Path, kind: FolderKind, attention: str | None, shaped_as: ModelConfig | None = None
+    folder: Path, kind: FolderKind, named: Named, shaped_as: ModelConfig | None = None
 ) -> OpenFolder:
     """Open a folder of safetensors of either kind. *Raises* ConfigError."""
     if kind is FolderKind.hf:
         return open_hf(folder, shaped_as)
-    return open_weights(folder, attention, shaped_as)
+    return open_weights(folder, named, shaped_as)
 
 
 def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -163,7 +164,7 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
     except MismatchError as error:
         if config_file(folder) is None:
             raise
-        changes = different_keys(run_config(folder, ours.attention), ours)
+        changes = different_keys(run_config(folder, own_model_code(ours)), ours)
         listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
         why = (
             f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
@@ -185,10 +186,8 @@ class WeightsMeta(msgspec.Struct):
     token_ids: dict[str, int | list[int] | None] | None = None
 
 
-def open_weights(
-    folder: Path, attention: str | None = None, shaped_as: ModelConfig | None = None
-) -> OpenFolder:
-    """Read the headers of a folder of our own format, ``attention`` as for `model_from`.
+def open_weights(folder: Path, named: Named = (), shaped_as: ModelConfig | None = None) -> OpenFolder:
+    """Read the headers of a folder of our own format, ``named`` as for `model_from`.
 
     *Raises* ConfigError.
     """
@@ -201,7 +200,7 @@ def open_weights(
             f"{folder / META_FILE}: model={meta.model} must be a file in {OPTIONS}/ of its folder"
         )
     path = folder / OPTIONS / name
-    config = model_from(read_yaml(path, dict[str, Any]), f"{path}: ", attention)
+    config = model_from(read_yaml(path, dict[str, Any]), f"{path}: ", named)
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
     shapes = shapes_of(shaped_as or config)
@@ -251,16 +250,21 @@ def model_to_yaml(config: ModelConfig) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def run_config(folder: Path, attention: str | None = None) -> ModelConfig:
+def own_model_code(config: ModelConfig) -> Named:
+    """Return what may name code outside the package in a model."""
+    return config.attention, config.layer
+
+
+def run_config(folder: Path, named: Named = ()) -> ModelConfig:
     """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
     path, run = read_stored_run(folder)
-    return model_from(run.model, f"{path}: model.", attention)
+    return model_from(run.model, f"{path}: model.", named)
 
 
-def model_from(plain: dict[str, Any], where: str, attention: str | None = None) -> ModelConfig:
+def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelConfig:
     """Return the model that these keys describe. *Raises* ConfigError, with ``where`` before the key.
 
-    ``attention`` is the code outside the package that the reader has named, and no other is imported.
+    ``named`` is the code outside the package that the reader has named, and no other is imported.
     """
     for key, value in plain.items():
         if "${" in str(value):
@@ -275,22 +279,21 @@ def model_from(plain: dict[str, Any], where: str, attention: str | None = None) 
         key = getattr(error, "full_key", None) or ""
         raise FileError(f"{where}{key} is of no model of this version: {reason}") from error
     assert isinstance(config, ModelConfig)
-    if OWN_CODE.fullmatch(config.attention) and config.attention != attention:
-        raise FileError(
-            f"{where}attention={config.attention} is code outside the package; if you trust it, name it on "
-            f"the command line: attention={config.attention}, or model.attention of a run"
-        )
+    for key, name in {"attention": config.attention, "layer": config.layer}.items():
+        if OWN_CODE.fullmatch(name) and name not in named:
+            raise FileError(
+                f"{where}{key}={name} is code outside the package; if you trust it, name it on the command "
+                f"line: {key}={name}, or model.{key} of a run"
+            )
     wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
     if wrong:
         raise FileError(f"{where}* has values that cannot be: {'; '.join(wrong)}")
     return config
 
 
-def read_run(
-    folder: Path, step: int | None, attention: str | None = None
-) -> tuple[ModelConfig, dict[str, Tensor], int]:
+def read_run(folder: Path, step: int | None, named: Named = ()) -> tuple[ModelConfig, dict[str, Tensor], int]:
     """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
-    config = run_config(folder, attention)
+    config = run_config(folder, named)
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
     places = _places_in_run(folder, state)
     found = CheckpointStore.open_any(folder).load(places, step, partial=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphmoe.checkpoint.hf import deepseek, grouped_query
 from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig, RopeScaling
 from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.rules.model import model_problems
@@ -80,6 +81,11 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
     *Raises* ConfigError naming the keys that keep the nearest family from it.
     """
+    if config.layer not in LAYERS.names:
+        raise ConfigError(
+            f"no Hugging Face family is known that has model.layer={config.layer}; those that are have "
+            f"{' or '.join(LAYERS.names)}"
+        )
     attempts = []
     for family in FAMILIES:
         if family.attention == config.attention:

@@ -31,6 +31,7 @@ RULES = (
     experts.stage_rules,
     experts.overlap_rules,
     parallel.attention_rules,
+    parallel.layer_rules,
     parallel.tensor_parallel_rules,
     parallel.shard_rules,
     parallel.context_parallel_rules,

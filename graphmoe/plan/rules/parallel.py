@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from graphmoe.config.choices import ATTENTIONS
+from graphmoe.config.choices import ATTENTIONS, LAYERS, look_up
 from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
@@ -100,6 +100,20 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
                 f"parallel.{axis}={size} shares attention between ranks, and the facts of model.attention="
                 f"{kind} have no {axis} in axes; use parallel.{axis}=1, or model.attention="
                 f"{' or '.join(ATTENTIONS.names)}"
+            )
+
+
+def layer_rules(config: RunConfig) -> Iterator[str]:
+    """Yield the axes whose ranks cannot share a user's own layer."""
+    parallel, name = config.parallel, config.model.layer
+    if name in LAYERS.names:
+        return
+    axes: tuple[str, ...] = look_up({}, name, "model.layer", attribute="axes")
+    for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
+        if size > 1 and axis not in axes:
+            yield (
+                f"parallel.{axis}={size} shares layers between ranks, and model.layer={name} has no {axis} "
+                f"in axes; use parallel.{axis}=1, or model.layer={' or '.join(LAYERS.names)}"
             )
 
 

@@ -156,3 +156,10 @@ def text_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"data.tokenizer={folder}/tokenizer.json",
         "model.vocab_size=320",
     ]
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Write a module of the user's into a folder on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda name, text: (tmp_path / f"{name}.py").write_text(text)

@@ -106,11 +106,10 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
 def layer_rules(config: RunConfig) -> Iterator[str]:
     """Yield the axes whose ranks cannot share a user's own layer."""
     parallel, name = config.parallel, config.model.layer
-    if name in LAYERS.names:
-        return
-    axes: tuple[str, ...] = look_up({}, name, "model.layer", attribute="axes")
     for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
-        if size > 1 and axis not in axes:
+        if name in LAYERS.names or size < 2:
+            continue
+        if axis not in look_up({}, name, "model.layer", tuple, "axes"):
             yield (
                 f"parallel.{axis}={size} shares layers between ranks, and model.layer={name} has no {axis} "
                 f"in axes; use parallel.{axis}=1, or model.layer={' or '.join(LAYERS.names)}"

@@ -210,6 +210,14 @@ def test_a_quoted_error_is_what_its_command_line_gives(tmp_path):
         assert (str(error) if isinstance(error, ConfigError) else explain(error, words)) == message, line
 
 
+def test_segments_of_the_page_about_one_step_are_as_it_prints_them(capsys):
+    text = (ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
+    found = re.search(r"# show_segments.py\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert found
+    exec(found[1], {})
+    assert capsys.readouterr().out == found[2]
+
+
 def test_make_targets_that_a_page_names_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     unknown = []

@@ -190,7 +190,7 @@ def _write_only(config: RunConfig) -> None:
     words = ["torchrun", *meeting, f"--nproc-per-node={launch.nproc}", "-m", worker.__name__, resolved]
     if names := dict.fromkeys(name for _, name in own_code(config)):
         words += names
-        if folders := os.environ[CODE_FOLDERS]:
+        if folders := os.environ.get(CODE_FOLDERS):
             words = ["env", f"PYTHONPATH={folders}", *words]
     document = {"folder": str(run_folder.path), "command": words}
     emit(document, shlex.join(words), config.format)

@@ -293,6 +293,10 @@ def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
     assert sys.modules["own_layers"].Dense.made
     weights = dict(trained.model.named_parameters())
     assert not weights["layers.1.attn.norm.weight"].eq(1).any(), "its norm learns"
+
+
+@pytest.mark.slow
+def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path):
     words = (*QUIET, *COMPILED, "train.steps=3", "compile.cache=false")
     plain, compiled = (
         rows_of(

@@ -50,7 +50,7 @@ def test_a_sweep_has_the_winner_that_its_table_has(tmp_path):
     printed = run_example("sweep", tmp_path)
     jobs = json.loads((tmp_path / "outputs/sweep/sweep.json").read_text())["jobs"]
     best = min(jobs, key=lambda job: job["value"])
-    assert len(jobs) == 3 and f"job {best['number']}, validation loss {best['value']:.4f}: " in printed
+    assert len(jobs) == 3 and f"job {best['job']}, validation loss {best['value']:.4f}: " in printed
 
 
 def test_a_search_names_a_layout_that_a_dry_run_builds(tmp_path):

@@ -7,4 +7,4 @@ from pathlib import Path
 
 jobs = json.loads(Path(sys.argv[1], "sweep.json").read_text(encoding="utf-8"))["jobs"]
 best = min((job for job in jobs if job["status"] == "finished"), key=lambda job: job["value"])
-print(f"job {best['number']}, validation loss {best['value']:.4f}: {shlex.join(best['overrides'])}")
+print(f"job {best['job']}, validation loss {best['value']:.4f}: {shlex.join(best['differs_by'])}")

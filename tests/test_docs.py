@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import flag_override, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.errors import explain
+from graphmoe.command.errors import explain, known_keys
 from graphmoe.command.hydra import Complete, to_config
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
@@ -331,6 +331,15 @@ def test_the_segment_table_is_what_the_layers_declare():
         expected[f"`{segment.name}`"] = cells
     table = rows_below(ROOT / "docs" / "architecture.md", "| segment |")
     assert {row[0]: row[1:4] for row in table} == expected
+
+
+def test_the_page_for_users_of_other_trainers_names_keys_that_there_are():
+    lines = (ROOT / "docs" / "from_other_trainers.md").read_text(encoding="utf-8").splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if re.match(r"\| [^M-]", line) and "|" in line]
+    flags = {flag for row in rows for cell in row[:2] for flag in re.findall(r"`([^`]+)`", cell)}
+    keys = [key for row in rows for key in re.findall(r"`([\w.]+)[^`]*`", row[2])]
+    assert len(flags) >= 60 and [key for key in keys if key not in known_keys()] == []
+    assert all(len(row) == 4 and (row[2].strip() == "-" or "`" in row[2]) for row in rows)
 
 
 def test_the_glossary_defines_each_term_once_in_alphabetical_order():

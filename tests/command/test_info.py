@@ -14,7 +14,8 @@ from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import plan_of
-from tests.runs import PRESETS, TINY, command, config, text_of
+from tests.runs import PRESETS, ROOT, TINY, command, config, text_of
+from tests.test_docs import rows_below
 
 
 def described(preset: str, num_ranks: int = 1, **parallel: int) -> dict[str, Any]:
@@ -31,6 +32,24 @@ def test_components_add_up_to_the_totals(preset):
         assert sum(counts.values()) == full
         outside = sum(counts[name] for name in ("embedding", "head", "norms", "mtp"))
         assert full - outside == body
+
+
+@pytest.mark.parametrize(("preset", "columns"), [("moe_1t", (1, 2)), ("moe_2t", (3, 4))])
+def test_the_page_explains_published_counts_of_active_parameters(preset, columns):
+    counts, model = described(preset)["parameters"]["active"], load_preset(preset)
+    ours = [
+        counts["routed_experts"],
+        counts["attention"],
+        counts["shared_experts"],
+        counts["embedding"] + counts["head"],
+        counts["router"] + counts["norms"],
+    ]
+    theirs = [ours[0], model.num_layers * model.hidden_size**2, 0, counts["head"], 0]
+    rows = rows_below(ROOT / "docs/models.md", "| active parameters, B |")
+    for column, parts in zip(columns, (theirs, ours), strict=True):
+        shown = [f"{part / 1e9:.2f}" if part else "-" for part in parts]
+        assert [row[column] for row in rows] == [*shown, f"{sum(parts) / 1e9:.1f}"]
+    assert sum(ours) == counts["full"]
 
 
 def test_the_text_shows_the_counts_in_billions_and_memory_is_eighteen_bytes_a_parameter():

@@ -12,6 +12,7 @@ from graphmoe.plan.costs.hardware import CARDS, GPUS_PER_NODE
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
 from tests.runs import ROOT, hydra_config
+from tests.test_docs import rows_below
 
 FOR_CARDS = re.compile(rf".*_(\d+)_({'|'.join(CARDS)})")
 RECIPES = [path for path in sorted((ROOT / "conf/experiment").glob("*.yaml")) if FOR_CARDS.match(path.stem)]
@@ -54,3 +55,15 @@ def test_an_experiment_is_chosen_however_its_group_is_typed(word):
     kept = ["model=tiny_gqa", "+host.env.A=b", "hydra/launcher=joblib", "-m"]
     assert words == ["experiment=sweep/learning_rate", *kept]
     assert configured(*words[:2]).run.name == "learning_rate"
+
+
+@pytest.mark.parametrize(
+    "row", rows_below(ROOT / "docs/tuning.md", "| step | words |"), ids=lambda row: row[0]
+)
+def test_the_case_of_the_guide_is_projected(row):
+    args, words = ProjectArgs("h100"), row[1].strip("`").split()
+    complete = functools.partial(completed, args=args)
+    typed = ("model=deepseek_v2_lite", "train.global_batch_size=256", *words)
+    document = project(configured(*typed, complete=complete), args)
+    rate = f"{document['tokens_per_s_per_gpu']:,.0f}" if document["fits"] else "does not fit"
+    assert [f"{document['memory_gb']['total']:.1f}", f"{document['left_gb']:.1f}", rate] == row[2:]

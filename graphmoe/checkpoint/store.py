@@ -18,6 +18,7 @@ from graphmoe.checkpoint.contents import read_entries, value_names, write_entrie
 from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatten, merge, own_share
 from graphmoe.checkpoint.folders import CheckpointError, MismatchError, damage, write_manifest
 from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.config.progress import working
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.host.checksums import FileSum
 from graphmoe.runtime.ranks import Ranks
@@ -152,7 +153,9 @@ class CheckpointStore:
         own = differences(wanted, saved, all_names, partial=partial)
         _require_none(path, [line for lines in self._ranks.gather(own) for line in lines])
         values = value_names(saved)
-        merge(state, read_entries(path, wanted, values & wanted.names if partial else values, self._ranks))
+        with working(f"reading {path}"):
+            names = values & wanted.names if partial else values
+            merge(state, read_entries(path, wanted, names, self._ranks))
         log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
 
     def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor], skipped: int) -> None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
-from graphmoe.config.progress import counting, starting
+from graphmoe.config.progress import counting, shown_in, starting
 from graphmoe.config.ranges import ConfigError
 
 Args = TypeVar("Args")
@@ -161,7 +161,7 @@ def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
             yield on_bytes
         return
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console) as bar, shown_in(lambda words: None):
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
 

@@ -1,23 +1,39 @@
 """Progress of what takes long: a line every five seconds on stderr or in the log, or words in a live bar."""
 
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
 """Seconds between two lines."""
 _bars: list[Callable[[str], None]] = []
+_blocks: list[str] = []
+"""Words of each `working` block that runs."""
 
 
 def starting(prog: str) -> None:
-    """Say that a command has begun, before it imports what takes seconds; nothing where that is done."""
-    if "torch" not in sys.modules:
-        print(f"{prog}: starting", file=sys.stderr, flush=True)
+    """Say that a command has begun, before it imports what takes seconds; nothing where that is done.
+
+    From then on it says every few seconds that it is at work, until it keeps a log, where nothing else does.
+    """
+    if "torch" in sys.modules:
+        return
+    _print(f"{prog}: starting")
+    began = time.monotonic()
+
+    def tell() -> None:
+        while not logging.getLogger().handlers:
+            time.sleep(EVERY_S)
+            if not _blocks and not _bars and not logging.getLogger().handlers:
+                _print(f"{prog}: at work ({time.monotonic() - began:.0f} s)")
+
+    threading.Thread(target=tell, name="graphmoe-at-work", daemon=True).start()
 
 
 @contextmanager
@@ -33,14 +49,18 @@ def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
     """Say what is being done every five seconds while the block runs; its result changes the words."""
-    words, began, ended = [what], time.monotonic(), threading.Event()
+    words, began, ended = what, time.monotonic(), threading.Event()
+    depth = len(_blocks)
+    _blocks.append(what)
 
     def tell() -> None:
         while not ended.wait(EVERY_S):
-            _say(f"{words[0]} ({time.monotonic() - began:.0f} s)")
+            if len(_blocks) == depth + 1:  # none is inside that knows more
+                _say(f"{words} ({time.monotonic() - began:.0f} s)")
 
     def change(text: str) -> None:
-        words[0] = text
+        nonlocal words
+        words = text
 
     thread = threading.Thread(target=tell, name="graphmoe-progress", daemon=True)
     thread.start()
@@ -49,6 +69,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     finally:
         ended.set()
         thread.join()
+        del _blocks[depth:]
         for bar in _bars:
             bar("")
 
@@ -73,4 +94,10 @@ def _say(text: str) -> None:
     elif logging.getLogger().handlers:
         log.info("%s", text)
     else:
-        print(text, file=sys.stderr, flush=True)
+        _print(text)
+
+
+def _print(text: str) -> None:
+    """Print on stderr, not by its stream: the main thread may be in the middle of a write, or of its end."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())

@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, parse_args, run_tool, usage
-from graphmoe.config.progress import working
+from graphmoe.config.progress import shown_in, working
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
 
@@ -90,7 +90,7 @@ def _shown_progress() -> Iterator[Callable[[str], None]]:
             yield say
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, shown_in(lambda _: None):
         task = progress.add_task("", total=None)
         yield lambda text: progress.update(task, description=text)
 

@@ -30,6 +30,7 @@ from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
 from graphmoe.checkpoint.store import check_fit
+from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
@@ -93,7 +94,8 @@ def load_weights(
     """
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
-    theirs = _take(shards_of(model, layout, rank, instead=into), folder, config)
+    with working(f"reading {folder}"):
+        theirs = _take(shards_of(model, layout, rank, instead=into), folder, config)
     if config.context_length > theirs.context_length:
         log.warning(
             "model.context_length=%d is longer than the %d of %s: its weights never saw positions beyond; "

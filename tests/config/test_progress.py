@@ -1,15 +1,17 @@
 """Progress of what takes long, as lines and in a live bar."""
 
 import io
+import logging
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from rich.console import Console
 
 from graphmoe.config import progress
-from graphmoe.config.progress import counting, shown_in, working
+from graphmoe.config.progress import counting, shown_in, starting, working
 from graphmoe.runtime.host.logs import Progress
 
 
@@ -34,10 +36,33 @@ def test_a_line_is_said_again_and_again_while_a_block_runs_and_not_after_it(capl
     assert len(caplog.messages) == count
 
 
-def test_without_a_log_the_lines_are_on_stderr(monkeypatch, capsys):
+def test_without_a_log_the_lines_are_on_stderr(monkeypatch, capfd):
     monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
     with working("searching"):
-        wait_until(lambda: "searching (0 s)\n" in capsys.readouterr().err)
+        wait_until(lambda: "searching (0 s)\n" in capfd.readouterr().err)
+
+
+def test_of_blocks_inside_each_other_the_innermost_is_said(caplog):
+    with caplog.at_level("INFO"), working("all"), working("a part"):
+        wait_until(lambda: "a part (0 s)" in caplog.messages)
+    assert "all (0 s)" not in caplog.messages
+
+
+def test_a_command_that_has_nothing_to_say_says_that_it_is_at_work(monkeypatch, capfd):
+    monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
+    monkeypatch.delitem(sys.modules, "torch")
+    starting("graphmoe.trace")
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "graphmoe.trace: at work (0 s)\n" in said
+
+    wait_until(is_said)
+    assert said.startswith("graphmoe.trace: starting\n")
+    monkeypatch.setattr(progress.logging.getLogger(), "handlers", [logging.NullHandler()])  # ends its thread
+    wait_until(lambda: all(each.name != "graphmoe-at-work" for each in threading.enumerate()))
 
 
 def test_in_a_terminal_the_bar_has_the_words_and_then_its_own_again(caplog):

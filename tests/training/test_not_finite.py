@@ -1,6 +1,7 @@
 """Steps and weights that are not finite: they change nothing, are not saved, and end a run."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch
     assert [row["skipped"] for row in rows] == [step in (2, 3, 6) for step in range(1, 9)]
     assert [row["skipped_total"] for row in rows] == [0, 1, 2, 2, 2, 3, 3, 3]
     assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows]
-    assert caplog.text.count("SKIPPED: not finite") == 3
+    assert re.findall(r"SKIPPED (\d): not finite", caplog.text) == ["2", "1"]
 
 
 @pytest.mark.parametrize("only_gradients", [False, True])

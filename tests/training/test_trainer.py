@@ -179,12 +179,13 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     assert torch.__version__.startswith(environment["packages"]["torch"]) and "git_commit" in environment
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     log = (folder / "logs" / "rank0.log").read_text()
-    assert log.count(" INFO step ") == 4 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log
+    assert log.count(" INFO step ") == 3 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log
     assert not list(folder.glob("*.tmp"))
 
 
 def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words):
-    run = command(tmp_path, *TINY, *text_words, "hydra.run.dir=run", "log.sample_tokens=5")
+    words = ("hydra.run.dir=run", "log.sample_tokens=5", "log.report=true")
+    run = command(tmp_path, *TINY, *text_words, *words)
     assert run.wait() == 0, run.err.read_text()
     shown = run.out.read_text()
     assert "A sample of what the model writes now:\n\ndef read_file(path):\n" in shown

@@ -11,7 +11,9 @@ from graphmoe import save_hf
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, convert, main
 from graphmoe.data.tokenizer import load_tokenizer, train_bpe
+from graphmoe.model.build import build_model
 from graphmoe.run.stored import refuse_other_tokenizer, run_tokenizer
+from graphmoe.run.weights import load_weights
 from graphmoe.training.start_state import check_start
 from tests.command.test_convert import CONFIG, random_model
 from tests.data.texts import sentences, write_jsonl
@@ -77,6 +79,14 @@ def test_another_tokenizer_is_refused_before_text_is_read(weights, tmp_path, cap
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(document))
     check_start(config(*start, f"data.tokenizer={tmp_path}/hf"))
     assert "splits text otherwise, into the same tokens" in caplog.text
+
+
+def test_positions_that_the_weights_never_saw_are_warned_of(weights, tmp_path, caplog):
+    model = replace(CONFIG, vocab_size=320)
+    load_weights(build_model(model, seed=1), tmp_path / "own")
+    assert caplog.messages == []
+    load_weights(build_model(replace(model, context_length=512), seed=1), tmp_path / "own")
+    assert f"model.context_length=512 is longer than the 128 of {tmp_path}/own" in caplog.text
 
 
 def shape_of(folder) -> dict:

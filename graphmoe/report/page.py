@@ -18,9 +18,8 @@ from graphmoe.report.charts import (
     training_charts,
 )
 from graphmoe.report.curves import reached
-from graphmoe.report.questions import NO_TRACE, questions
+from graphmoe.report.questions import NO_TRACE, questions, unbalanced
 from graphmoe.report.run_data import RunData, read_run
-from graphmoe.run.expert_loads import WINDOW, watch_rows
 from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
 from graphmoe.trace.events import read_trace, traces_of
 from graphmoe.trace.summary import Summary, summarise
@@ -57,7 +56,12 @@ def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float
         ("Sample", _sample(run)),
         ("Speed", _charts(speed_charts(run), NO_STEPS) + _rates(run)),
         ("Memory", _charts(memory_charts(run), NO_STEPS) + memory_remarks(run)),
-        ("Experts", _unbalanced(run) + _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
+        (
+            "Experts",
+            "".join(map(paragraph, unbalanced(run)))
+            + _charts(expert_charts(run), NO_EXPERTS)
+            + _loads_hint(run),
+        ),
         ("Segments", segments_section(trace)),
         ("Pipeline", pipeline_section(run)),
         ("Compilation", compile_section(run)),
@@ -105,19 +109,6 @@ def _rates(run: RunData) -> str:
     names = zip(keys, ("s per step", "tokens/s of all", "TFLOP/s of each", "MFU"), strict=True)
     known = [(name, f"{run.median(key):,.5g}") for key, name in names if run.median(key) is not None]
     return table(["median without the first step", ""], known, numbers_from=1) if known else ""
-
-
-def _unbalanced(run: RunData) -> str:
-    """Warn of experts that got no tokens, or nearly all, for some time."""
-    found = watch_rows(run.expert_loads, run.of("model.top_k") or 1)
-    if not found:
-        return ""
-    steps = sum(each.last - each.first + 1 for each in found)
-    last = run.expert_loads[-1]["step"]
-    till = (
-        "to the end" if last - found[-1].last < WINDOW else f"for the last time up to step {found[-1].last:,}"
-    )
-    return paragraph(f"Warning: experts were dead or overfull in {steps:,} steps, {till}. {found[-1]}.")
 
 
 def _loads_hint(run: RunData) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from graphmoe.report.curves import Curve, curve
 from graphmoe.report.run_data import RunData
+from graphmoe.run.expert_loads import WINDOW, watch_rows
 from graphmoe.trace.summary import Summary
 from graphmoe.web_page import cards
 
@@ -46,7 +47,7 @@ def learning(run: RunData) -> Answer:
     training, checks = curve("", run.steps, "loss"), curve("", run.validations, "val_loss")
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
-    said = [*_skips(run)]
+    said = [*unbalanced(run), *_skips(run)]
     if run.steps[-1].get("loss") is None or not training.values:
         since = training.steps[-1] + 1 if training.steps else run.steps[0]["step"]
         return "No: the loss is not finite", [
@@ -97,6 +98,17 @@ def _memorising(run: RunData, checks: Curve, training: float) -> Iterator[str]:
             f"It has read its data {epochs:.1f} times, and validation is {checks.values[-1] - training:.2f} "
             f"above training: it learns its text by heart. More text helps, or fewer `train.steps`."
         )
+
+
+def unbalanced(run: RunData) -> Iterator[str]:
+    """Warn of experts that got no tokens, or nearly all, for some time."""
+    found = watch_rows(run.expert_loads, run.of("model.top_k") or 1)
+    if not found:
+        return
+    steps, last = sum(each.last - each.first + 1 for each in found), run.expert_loads[-1]["step"]
+    ended = last - found[-1].last >= WINDOW
+    till = f"for the last time up to step {found[-1].last:,}" if ended else "to the end"
+    yield f"Warning: experts were dead or overfull in {steps:,} steps, {till}. {found[-1]}."
 
 
 def _skips(run: RunData) -> Iterator[str]:

@@ -88,7 +88,7 @@ TERMS = {
     "pass": "A rewrite of the traced graph, before it is compiled.",
     "matches": "Places in the graphs that the pass rewrote.",
     "operations": "Operations of those graphs before and after.",
-    "kept for the backward": "Results of the forward that are held until the backward needs them.",
+    "kept for backward": "Results of the forward that are held until the backward needs them.",
     "unit": "Neighbouring segments that are compiled as one.",
     "graphs": "Graphs made of it: forward, gradients of inputs, gradients of weights.",
     "captured": "Units that replay from graphs.",

@@ -28,7 +28,7 @@ from graphmoe.report.charts import (
 )
 from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
 from graphmoe.report.curves import MAX_POINTS, MAX_REACHED, Curve, curve, curves_chart, reached, thinned
-from graphmoe.report.page import segments_section, trace_of, write_report
+from graphmoe.report.page import compile_section, segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run import files
@@ -268,6 +268,25 @@ def test_tokens_and_time_of_a_long_run_are_known_at_some_steps_among_them_the_la
     assert [known[name][0] for name in known] == [0, 0, 0] and len(known["step"]) <= MAX_REACHED + 1
     last = 5 * MAX_REACHED - 1
     assert [known[name][-1] for name in ("step", "tokens", "time")] == [last, 8 * last, last / 2]
+
+
+def test_experts_that_stay_dead_are_named_in_the_first_answer(tmp_path):
+    rows = [{"step": n, "steps": 10, "load": [[4.0, 0.0, 0.0, 0.0]]} for n in range(10, 61, 10)]
+    run_in(tmp_path).joinpath("expert_load.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    said = "Warning: experts were dead or overfull"
+    assert said in told(learning(read_run(tmp_path)))
+    assert outside_scripts(write_report(tmp_path)).count(said) == 2  # beside the loads too
+    assert said not in told(learning(read_run(run_in(tmp_path / "a"))))
+
+
+def test_headings_of_passes_units_and_captures_are_explained(tmp_path):
+    each = {"matches": 2, "nodes_before": 9, "nodes_after": 5, "ms": 1.0}
+    unit = {"unit": "attn..mlp", "for": "training", "used": 1, "graphs": 3, "seconds": 1.0, "source": "cache"}
+    compiled = {"graphs": 3, "seconds": 1.0, "recompiled": 0, "passes": {"fuse": each}, "units": [unit]}
+    run_in(tmp_path).joinpath("compile_report.json").write_text(json.dumps(compiled))
+    heads = re.findall("<th.*?>(.*?)</th>", compile_section(read_run(tmp_path)))
+    plain = [head for head in heads if "term" not in head]
+    assert len(heads) == 11 and plain == ["ms", "for", "used", "seconds", "from"]
 
 
 def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):

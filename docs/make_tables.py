@@ -65,8 +65,9 @@ GRAMMAR = """\
 ```
 python -m graphmoe.train --cfg job                               # print the configuration and stop
 python -m graphmoe.train -m optim.lr=1e-3,3e-3 train.steps=20    # two runs, under multirun/
-python -m graphmoe.train --help                                  # examples, groups, keys
-eval "$(graphmoe-train -sc install=bash)"                        # tab completion of graphmoe-train
+python -m graphmoe.train --help                                  # examples, groups, keys that are set often
+python -m graphmoe.train --help=all                              # all keys, with a line each
+graphmoe train --help                                            # the same command, once it is installed
 ```
 
 ## Code of your own
@@ -85,9 +86,15 @@ python -m graphmoe.train --config-dir my_conf optim.schedule=my_schedules:linear
 A sweep puts its runs into `multirun/<run.name>/<time>/<number>`; a signal ends all of it with status 130,
 and with `format=json` it prints one list of summaries.
 
-The [small tools](#small-tools) take plain `key=value` words: values are taken as they are, a comma separates
-the items of a list, `none` clears an optional value. Every tool takes `format=json` and then prints one JSON
-document on stdout and nothing else there.
+`--train.steps=20`, `--train.steps 20` and `train.steps=20` are one word to every command;
+`--data.paths a.jsonl b.jsonl` makes a list, `--data.shuffle` alone says true, and a name without a key is
+the preset: `graphmoe info deepseek_v3`. `--version` prints ours and torch's.
+
+The [small tools](#small-tools) take their keys in the same three forms: values are taken as they are, a
+comma separates the items of a list, `none` clears an optional value. What a tool is about needs no key:
+`graphmoe report outputs/tiny`, `graphmoe trace outputs/tiny`, `graphmoe generate outputs/tiny "def main("`,
+`graphmoe convert hf_folder folder`. Every tool takes `format=json` and then prints one JSON document on
+stdout and nothing else there.
 """
 
 KEYS = """\

@@ -5,6 +5,8 @@ python -m graphmoe.cache action=verify
 python -m graphmoe.cache action=prune max_size=20GB
 """
 
+from __future__ import annotations
+
 import enum
 import math
 import re
@@ -12,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE
 from rich.console import Group
@@ -20,11 +22,12 @@ from rich.markup import escape
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
-from graphmoe.runtime.cache.entries import Entry
 from graphmoe.runtime.cache.folders import TAG_FILE
-from graphmoe.runtime.cache.key import BASE, differences
-from graphmoe.runtime.cache.store import CompileCache
-from graphmoe.runtime.cache.upkeep import Held, bytecode_sizes, holdings, prune, total_bytes, verify
+
+if TYPE_CHECKING:
+    from graphmoe.runtime.cache.entries import Entry
+    from graphmoe.runtime.cache.store import CompileCache
+    from graphmoe.runtime.cache.upkeep import Held
 
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
@@ -49,7 +52,7 @@ class CacheArgs:
 
 def main(argv: list[str]) -> None:
     """Do what is asked and print it."""
-    args = parse_args(CacheArgs, argv, prog="graphmoe.cache")
+    args = parse_args(CacheArgs, argv, prog="graphmoe.cache", places=("action",))
     if args.max_size is not None and args.action is not Action.prune:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
     max_bytes = None if args.max_size is None else parse_size(args.max_size)
@@ -57,6 +60,9 @@ def main(argv: list[str]) -> None:
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
+    from graphmoe.runtime.cache.store import CompileCache  # imports torch
+    from graphmoe.runtime.cache.upkeep import holdings, prune, verify
+
     cache = CompileCache(folder)
     if args.action is Action.list:
         held = [*holdings(cache)]
@@ -86,6 +92,9 @@ def parse_size(text: str) -> int:
 
 def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
     """The entries as plain values, those used last first."""
+    from graphmoe.runtime.cache.key import BASE
+    from graphmoe.runtime.cache.upkeep import bytecode_sizes, total_bytes
+
     return {
         "cache_dir": str(cache.folder),
         "total_bytes": total_bytes(cache),
@@ -110,6 +119,8 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
 
 def list_text(document: dict[str, Any], held: list[Held]) -> Group:
     """The entries as a table for a terminal; of those that look alike, what differs from the first."""
+    from graphmoe.runtime.cache.key import differences
+
     first: dict[str, Held] = {}
     rows = []
     for one, row in zip(held, document["entries"], strict=True):

@@ -3,24 +3,21 @@
 python -m graphmoe.generate run=outputs/tiny prompt="def main("
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, DeviceChoice, ModelConfig, OutputFormat
-from graphmoe.data.tokenizer import load_tokenizer
-from graphmoe.model.build import build_model
-from graphmoe.model.sizes import count_parameters
-from graphmoe.model.transformer import Transformer
 from graphmoe.run.files import TOKENIZER_FILE
-from graphmoe.run.machine import memory_of, open_device
-from graphmoe.run.stored import read_stored_run
-from graphmoe.run.weights import run_config
-from graphmoe.training.sample import generate
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphmoe.model.transformer import Transformer
 
 
 @dataclass
@@ -49,11 +46,17 @@ class GenerateArgs:
 
 def main(argv: list[str]) -> None:
     """Run the command line."""
-    args = parse_args(GenerateArgs, argv, prog="graphmoe.generate")
+    args = parse_args(GenerateArgs, argv, prog="graphmoe.generate", places=("run", "prompt"))
     if args.tokens < 1:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
+    from graphmoe.checkpoint import CheckpointError
+    from graphmoe.data.tokenizer import load_tokenizer
+    from graphmoe.run.stored import read_stored_run
+    from graphmoe.run.weights import run_config
+    from graphmoe.training.sample import generate
+
     config, (_, run) = run_config(args.run, (args.attention, args.layer)), read_stored_run(args.run)
     if not (args.run / TOKENIZER_FILE).is_file():
         raise ConfigError(_no_tokenizer(args.run, run.data.source))
@@ -71,6 +74,10 @@ def main(argv: list[str]) -> None:
 
 
 def _device(choice: DeviceChoice, config: ModelConfig) -> torch.device:
+    import torch
+
+    from graphmoe.run.machine import memory_of, open_device
+
     if choice is DeviceChoice.auto and torch.cuda.is_available():
         gpu = open_device(DeviceChoice.cuda)
         return gpu if _bytes_of(config) < memory_of(gpu) else torch.device("cpu")
@@ -79,6 +86,8 @@ def _device(choice: DeviceChoice, config: ModelConfig) -> torch.device:
 
 def _bytes_of(config: ModelConfig) -> int:
     """Bytes of the weights in fp32."""
+    from graphmoe.model.sizes import count_parameters
+
     return 4 * count_parameters(config)["total"]["full"]
 
 
@@ -96,6 +105,10 @@ def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
+    from graphmoe.checkpoint import CheckpointStore
+    from graphmoe.model.build import build_model
+    from graphmoe.run.machine import memory_of
+
     needed, there = _bytes_of(config), memory_of(device)
     if needed > there:
         raise ConfigError(

@@ -17,8 +17,6 @@ from rich.table import Table
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
-from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes
-from graphmoe.optim import rule_of
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import Plan, plan_of
@@ -80,6 +78,9 @@ def describe(plan: Plan) -> dict[str, Any]:
     The bytes are those of one rank alone, and of each rank of the layout; with a pipeline, of the rank along
     pp that holds most, and of every one.
     """
+    from graphmoe.model.sizes import state_bytes  # imports torch
+    from graphmoe.optim import rule_of
+
     model, layout, pipeline = plan.config.model, plan.layout, plan.pipeline
     dp_shard, num_moments = plan.config.parallel.dp_shard, len(rule_of(plan.config.optim.name).moments)
     of_places = [
@@ -110,6 +111,8 @@ def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
 
 
 def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+    from graphmoe.model.sizes import count_parameters, forward_flops
+
     by_part = forward_flops(model, seq_len)
     forward = sum(by_part.values())
     return {

@@ -11,12 +11,6 @@ from typing import Any
 
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError, OutputFormat
-from graphmoe.data.contents import SUMS, write_sums
-from graphmoe.data.errors import DataError
-from graphmoe.data.indexed import pair
-from graphmoe.data.text_files import find_files
-from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
-from graphmoe.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer, num_ids
 
 
 @dataclass
@@ -47,6 +41,12 @@ class PrepareArgs:
 
 def prepare(args: PrepareArgs) -> dict[str, Any]:
     """Write ``output.bin``, ``.idx`` and ``.sha256``; returns the counts that the tool prints."""
+    from graphmoe.data.contents import SUMS, write_sums
+    from graphmoe.data.indexed import pair
+    from graphmoe.data.text_files import find_files
+    from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
+    from graphmoe.data.tokenizer import end_of_document, find_tokenizer, load_tokenizer, num_ids
+
     started = time.monotonic()
     files = find_files(args.input, "input")
     bin_path, idx_path = pair(args.output)
@@ -82,7 +82,9 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    args = parse_args(PrepareArgs, argv, prog="graphmoe.prepare")
+    args = parse_args(PrepareArgs, argv, prog="graphmoe.prepare", places=("input",))
+    from graphmoe.data.errors import DataError  # imports torch, as all of the data's do
+
     try:
         counts = prepare(args)
     except DataError as error:

@@ -2,18 +2,20 @@
 
 A segment is a function of tensors. What it reads and writes is named, so that whoever runs it (the
 plain forward here, compile units and graph capture in ``runtime/``) sees each boundary as an
-explicit tensor. This module knows no model class.
+explicit tensor. This module knows no model class, and the rules that ask it for names need no torch.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch.profiler import record_function
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from graphmoe.config.choices import SEGMENT_NAMES
+
+if TYPE_CHECKING:
+    import torch
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
 """Segments that replay from graphs of their own where ``graph.scope`` names them."""
@@ -79,6 +81,8 @@ class Segment:
 
 def part(name: str) -> AbstractContextManager[None]:
     """Marks what runs inside as one of `PARTS`, in a trace; does nothing elsewhere."""
+    import torch
+
     assert name in PARTS, name
     traceback = torch.fx.traceback
     return traceback.annotate({"part": name}) if traceback.has_preserved_node_meta() else nullcontext()
@@ -100,7 +104,7 @@ def run_segments(
     for segment in segments:
         with profiler_range(segment.name, "F"):
             results = segment.run(*(values[name] for name in segment.reads))
-        if isinstance(results, torch.Tensor):
+        if not isinstance(results, tuple):
             results = (results,)
         values.update(zip(segment.writes, results, strict=True))
     return tuple(values[name] for name in keep)
@@ -116,7 +120,11 @@ def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
     Parts are F, the forward, I and W, the gradients of inputs and of weights, B, which is both in one graph,
     and others for what is no segment. Costs a tenth of a microsecond where no ranges are wanted.
     """
-    return record_function(f"{unit}:{part}") if _ranges_wanted else _NO_RANGE
+    if not _ranges_wanted:
+        return _NO_RANGE
+    from torch.profiler import record_function
+
+    return record_function(f"{unit}:{part}")
 
 
 @contextmanager

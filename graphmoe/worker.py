@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from graphmoe.command.hydra import load_config
-from graphmoe.config.arguments import emit, print_error
+from graphmoe.config.arguments import answer_version, emit, print_error, typed_as, wants_help
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOGS = "logs"
-_USAGE = "usage: python -m graphmoe.worker <resolved.yaml of a run> [package.module:NAME to import ...]"
 
 
 def main() -> None:
@@ -113,11 +112,14 @@ def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
 
 
 def _path(words: Sequence[str]) -> Path:
-    if list(words) in (["-h"], ["--help"]):
-        print(_USAGE)
+    usage = "<resolved.yaml of a run> [package.module:NAME to import ...]"
+    usage = f"usage: {typed_as('graphmoe.worker')} {usage}"
+    if wants_help(words):
+        print(usage)
         sys.exit(0)
+    answer_version(words)
     if not words or words[0].startswith("-") or not all(map(OWN_CODE.fullmatch, words[1:])):
-        raise ConfigError(f"one path is wanted, not {' '.join(words) or 'nothing'}\n{_USAGE}")
+        raise ConfigError(f"one path is wanted, not {' '.join(words) or 'nothing'}; {usage}")
     return Path(words[0]).absolute()
 
 

@@ -1,16 +1,19 @@
 """The documentation is true: tables, links, quoted command lines, paths and words."""
 
+import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
 import importlib.util
 import itertools
 import re
 import shlex
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain, known_keys
 from graphmoe.command.hydra import Complete, to_config
+from graphmoe.command.words import run_words
 from graphmoe.config.arguments import parse_args
 from graphmoe.config.choices import CODE_FOLDERS, SEGMENT_NAMES
 from graphmoe.config.ranges import OWN_CODE
@@ -33,7 +37,9 @@ from graphmoe.project.arguments import ProjectArgs, completed, split_words
 from tests.runs import ROOT, hydra_config
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*/*.md")])
-COMMAND = re.compile(r"(\$\()?\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))(.*)")
+COMMAND = re.compile(
+    r"(\$\()?(?:\bpython3? (?:-m (graphmoe\.\w+)|(docs/\w+\.py))|^graphmoe ((?!<)\w+)(?=$| ))(.*)"
+)
 TERMS = """
     bubble, capacity, capture, cold compile, combine, dead rows, dispatch, expert, global batch,
     graph scope, live rows, local expert, main weights, micro-batch, pass, permute, pipeline, replay,
@@ -90,7 +96,8 @@ def words_of(line: str) -> tuple[str, list[str]]:
     """The tool that a command line calls, and its words up to a pipe or the like."""
     match = COMMAND.search(line)
     assert match
-    in_substitution, module, script, rest = match.groups()
+    in_substitution, module, script, command, rest = match.groups()
+    module = f"graphmoe.{command}" if command else module
     rest = rest.split(")")[0] if in_substitution else rest
     lexer = shlex.shlex(re.sub(r"<[^<>\s]+>", "given", rest), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
@@ -150,6 +157,15 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
         to_config(cfg, complete=complete)
 
 
+class Parsed(Exception):
+    """End of a tool that was to read its words only."""
+
+
+def parse_only(*given: Any, **named: Any) -> None:
+    parse_args(*given, **named)
+    raise Parsed
+
+
 def is_of_a_group(word: str) -> bool:
     key = word.partition("=")[0].lstrip("+~")
     return "/" in key or key == "hydra.searchpath" or (ROOT / "conf" / key).is_dir()
@@ -159,19 +175,21 @@ def check_command(page: str, line: str, folder: Path) -> None:
     """Check the words of one command line as its tool does."""
     tool, words = words_of(line)
     module = load(tool)
+    if words in (["--help"], ["--help=all"], ["--version"]):
+        return
     if tool == "graphmoe.project" and words:
-        own, words = split_words(words)
+        own, words = split_words(run_words(words, typing.get_type_hints(ProjectArgs)))
         args = parse_args(ProjectArgs, own, prog=tool)
         check_hydra_words(words, folder, functools.partial(completed, args=args))
     elif hasattr(module, "hydra_app"):
-        check_hydra_words(words, folder, getattr(module, "with_some_batch", None))
+        check_hydra_words(run_words(words), folder, getattr(module, "with_some_batch", None))
     elif tool == "graphmoe.worker":
         assert words and all(map(OWN_CODE.fullmatch, words[1:]))
-    elif words == ["--help"] or (not words and line in inline((ROOT / page).read_text(encoding="utf-8"))):
+    elif not words and line in inline((ROOT / page).read_text(encoding="utf-8")):
         return  # an inline command without words is a tool's name in a sentence
-    elif classes := [cls for name, cls in vars(module).items() if name.endswith("Args")]:
-        (args_class,) = filter(dataclasses.is_dataclass, classes)
-        parse_args(args_class, words, prog=tool)
+    elif hasattr(module, "parse_args"):
+        with mock.patch.object(module, "parse_args", parse_only), contextlib.suppress(Parsed):
+            module.main(words)
     else:
         assert words == []
 

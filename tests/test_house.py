@@ -43,7 +43,7 @@ ROOMS = """
 """Rooms from left to right. Rooms of one line know nothing of each other."""
 COMMANDS = {
     *("bench", "cache", "convert", "doctor", "generate", "info", "pipeline_view", "prepare", "project"),
-    *("report", "trace", "train", "worker"),
+    *("report", "trace", "train", "worker", "__main__"),
 }
 """Commands of one file stand to the right of all rooms."""
 NO_HEAD = {"how", "of", "that", "those", "what", "when", "where", "whether", "which", "who", "whose"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from graphmoe.__main__ import main
 from tests.runs import ROOT, TINY
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,7 @@ def test_commands_run_beside_a_users_files_of_our_folders_names(install, checkou
     here = run("-c", "import graphmoe.runtime.ranks, graphmoe.passes as p; print(p.__file__)")
     assert {path, checkout} & {*Path(here).parents}
     assert json.loads(run("-m", "graphmoe.info", "model=moonlight_16b", "format=json"))
+    assert json.loads(run("-m", "graphmoe", "info", "moonlight_16b", "--format=json"))
     run("-m", "graphmoe.train", *TINY, "train.steps=2", "hydra.run.dir=run")
     assert json.loads((work / "run" / "summary.json").read_text())["steps"] == 2
 
@@ -79,10 +81,11 @@ def test_a_wheel_brings_one_name_and_all_options(wheel):
     assert options == {path.relative_to(wheel / "graphmoe/conf") for path in wheel.rglob("*.yaml")}
 
 
-def test_a_wheel_has_types_and_a_license_and_an_extra_for_each_optional_package(wheel):
+def test_a_wheel_has_types_and_a_license_and_extras_for_optional_packages(wheel):
     (found,) = distributions(path=[str(wheel)])
     assert (wheel / "graphmoe/py.typed").is_file() and found.metadata["License-Expression"] == "Apache-2.0"
     (license,) = [file for file in found.files or () if file.name == "LICENSE"]
     assert "Apache License" in license.read_text()
     extras = {"hf", "te", "turbo", "wandb", "mlflow", "slurm", "sweeps", "dev"}
-    assert {*found.metadata.get_all("Provides-Extra")} == extras
+    assert extras <= {*found.metadata.get_all("Provides-Extra")}
+    assert [(script.name, script.load()) for script in found.entry_points] == [("graphmoe", main)]

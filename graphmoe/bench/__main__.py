@@ -15,39 +15,33 @@ others go on, and the exit status is 1. A suite that ends early leaves its rows 
 ops.rows.jsonl.
 """
 
+from __future__ import annotations
+
+import functools
 import json
 import logging
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from graphmoe.bench.arguments import BenchArgs, SuiteName, check
-from graphmoe.bench.calibrate_suite import CALIBRATE, rates_of_rows
-from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, is_first, rows_file, table, without_folders
-from graphmoe.bench.dispatch_suite import DISPATCH
-from graphmoe.bench.ops_suite import OPS
-from graphmoe.bench.runs import LADDER, PROJECTION, STEP
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.machine import describe
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphmoe.bench.cases import Suite
 
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
-SUITES = {
-    SuiteName.ops: OPS,
-    SuiteName.step: STEP,
-    SuiteName.dispatch: DISPATCH,
-    SuiteName.ladder: LADDER,
-    SuiteName.calibrate: CALIBRATE,
-    SuiteName.projection: PROJECTION,
-}
 
 
 def main(argv: list[str]) -> None:
-    args = parse_args(BenchArgs, argv, prog="graphmoe.bench")
+    args = parse_args(BenchArgs, argv, prog="graphmoe.bench", places=("suite",))
+    from graphmoe.bench.cases import is_first, rows_file  # imports torch
+
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
     has_failed = any(row["error"] for row in document["rows"])
@@ -66,16 +60,37 @@ def main(argv: list[str]) -> None:
         sys.exit(1)
 
 
+@functools.cache
+def suites() -> dict[SuiteName, Suite]:
+    """Return the suites by name. Their modules import torch."""
+    from graphmoe.bench.calibrate_suite import CALIBRATE
+    from graphmoe.bench.dispatch_suite import DISPATCH
+    from graphmoe.bench.ops_suite import OPS
+    from graphmoe.bench.runs import LADDER, PROJECTION, STEP
+
+    return {
+        SuiteName.ops: OPS,
+        SuiteName.step: STEP,
+        SuiteName.dispatch: DISPATCH,
+        SuiteName.ladder: LADDER,
+        SuiteName.calibrate: CALIBRATE,
+        SuiteName.projection: PROJECTION,
+    }
+
+
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run the suite and return the JSON document; progress goes to the log, and rows beside ``out``.
 
     *Raises* ConfigError.
     """
     device, full = check(args)
+    from graphmoe.bench.calibrate_suite import rates_of_rows
+    from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, is_first, rows_file
+
     started = time.monotonic()
     if args.out is not None and is_first():
         rows_file(args.out).unlink(missing_ok=True)
-    rows, left_out, method = SUITES[args.suite].measure(args, device, full)
+    rows, left_out, method = suites()[args.suite].measure(args, device, full)
     found = {"rates": rates_of_rows(rows)} if args.suite is SuiteName.calibrate else {}
     return {
         "suite": args.suite.name,
@@ -97,7 +112,9 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def render(document: dict[str, Any]) -> str:
     """The table as Markdown, with its legend below."""
-    suite, facts = SUITES[SuiteName[document["suite"]]], document["environment"]
+    from graphmoe.bench.cases import table
+
+    suite, facts = suites()[SuiteName[document["suite"]]], document["environment"]
     warning = document["method"]["warning"]
     packages, command = facts["packages"], " ".join(facts["command"])
     return "\n".join(
@@ -141,6 +158,9 @@ def draw_ladder(document: dict[str, Any], path: Path) -> None:
 
 def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
     """Facts that the times depend on, without names of this machine or of its folders."""
+    from graphmoe.bench.cases import without_folders
+    from graphmoe.run.machine import describe
+
     facts = {key: value for key, value in describe(device).items() if key != "host"}
     return facts | {"command": [without_folders(word) for word in ["python", "-m", "graphmoe.bench", *argv]]}
 

@@ -1,17 +1,21 @@
 """Arguments of the benchmark tool, and their check."""
 
+from __future__ import annotations
+
 import enum
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from graphmoe.config.arguments import file_problems
 from graphmoe.config.packages import FOR_PLOTS, is_installed
 from graphmoe.config.schema import ConfigError, DeviceChoice, OutputFormat
 from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_tflops
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCKS = "0.5,0.8,0.95,1.1"
 
@@ -81,6 +85,8 @@ OF_SUITES = {
 
 def check(args: BenchArgs) -> tuple[torch.device, bool]:
     """Return the device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
+    import torch
+
     on_gpu = torch.cuda.is_available() and args.device is not DeviceChoice.cpu
     if problems := [
         *_problems(args, on_gpu),
@@ -146,6 +152,8 @@ def card_of_device(device: torch.device) -> Card:
     """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for any other."""
     if device.type != "cuda":
         return H200
+    import torch
+
     name = torch.cuda.get_device_name(device)
     for card in CARDS.values():
         if card.name in device_words(name) and peak_tflops(name) == card.tflops:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,12 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import graphmoe.conf
 from graphmoe.config.packages import PLUGINS
+from graphmoe.config.ranges import field_of, type_rules
 from graphmoe.config.schema import RunConfig
 
 CONF = Path(graphmoe.conf.__path__[0])
@@ -23,7 +27,7 @@ CONF = Path(graphmoe.conf.__path__[0])
 def explain(error: BaseException, argv: Sequence[str]) -> str:
     """Return one message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
     # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
-    own_folder = any(word.startswith(("--config-dir", "-cd")) for word in argv)
+    own_folder = _has_own_folder(argv)
     overrides, unreadable = _parsed(argv)
     unknown = [text for override in overrides for text in _unknown(override, own_folder)]
     if unknown or unreadable:
@@ -41,11 +45,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
             continue
         if key not in known_keys() and file:
             return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
-        where = f"in {file}.yaml" if file else "on the command line"
-        text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
-        if "ListConfig" in text:
-            text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
-        return f"{key} {where}: {text}"
+        return _misfit(key, cause, f"in {file}.yaml" if file else "on the command line")
     text = "\n  ".join(line for line in str(error).splitlines() if line.strip())
     own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))
     if own and not isinstance(error, (HydraException, yaml.YAMLError)):  # which say what they are about
@@ -59,9 +59,55 @@ def with_plain_groups(argv: Sequence[str]) -> list[str]:
     ``+experiment=x`` becomes ``experiment=x``, since each group has an option already, or null;
     ``experiment/sweep=x`` becomes ``experiment=sweep/x``.
     """
-    groups = "|".join(name for name in _groups() if name != "hydra")
-    plain = (re.sub(rf"^\+({groups})=", r"\1=", word) for word in argv)
+    named = "|".join(name for name in groups() if name != "hydra")
+    plain = (re.sub(rf"^\+({named})=", r"\1=", word) for word in argv)
     return [re.sub(r"^\+?experiment/([\w/]+)=", r"experiment=\1/", word) for word in plain]
+
+
+def wrong_words(argv: Sequence[str]) -> str | None:
+    """Return what is wrong with a command line by its words alone: keys, options, and types of values.
+
+    None where nothing is, or where files of the user's own may say what the words mean.
+    """
+    overrides, unreadable = _parsed(argv)
+    if _has_own_folder(argv):
+        return None
+    unknown = [text for override in overrides for text in _unknown(override, False)]
+    wrong = unknown or [text for override in overrides for text in _wrong_value(override)]
+    return "; ".join(wrong) or unreadable
+
+
+def _has_own_folder(argv: Sequence[str]) -> bool:
+    own = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath", "+hydra.searchpath", "--experimental-rerun")
+    return any(word.startswith(own) for word in argv)
+
+
+def _wrong_value(override: Override) -> Iterator[str]:
+    """Yield the error in the type of one value, if there is any."""
+    section, _, name = str(override.key_or_group).partition(".")
+    kind = typing.get_type_hints(RunConfig).get(section)
+    is_plain = not override.is_sweep_override() and not override.is_delete()
+    if not is_plain or not dataclasses.is_dataclass(kind) or name not in typing.get_type_hints(kind):
+        return
+    value = override.value()
+    if "${" in str(value) or isinstance(value, dict):
+        return
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(kind), {name: value})
+    except (OmegaConfBaseException, ArithmeticError) as error:
+        yield _misfit(f"{section}.{name}", error, "on the command line")
+        return
+    typed = OmegaConf.to_container(merged)
+    assert isinstance(typed, dict) and isinstance(kind, type)
+    yield from type_rules(field_of(kind, name, f"{section}.{name}", typed[name]))
+
+
+def _misfit(key: str, cause: BaseException, where: str) -> str:
+    """Return the refusal of a value that its key cannot have."""
+    text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
+    if "ListConfig" in text:
+        text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"
+    return f"{key} {where}: {text}"
 
 
 def known_keys() -> list[str]:
@@ -89,8 +135,10 @@ USUAL_NAMES = {
     "num_steps": "train.steps",
     "num_tokens": "train.tokens",
     "num_train_epochs": "train.epochs",
+    "seed": "train.seed",
     "seq_length": "data.seq_len",
     "sequence_length": "data.seq_len",
+    "steps": "train.steps",
 }
 """Names that other trainers give a key, where no spelling leads to ours."""
 
@@ -99,6 +147,8 @@ def nearest_key(key: str) -> str:
     """Return the valid key that is meant most likely: by its last word, a usual name, or its spelling."""
     last = key.split(".")[-1]
     same_word = [k for k in known_keys() if k.endswith(f".{last}")]
+    if key in same_word:
+        return key
     if last in USUAL_NAMES or len(same_word) == 1:
         return USUAL_NAMES.get(last) or same_word[0]
     section = key.split(".")[0]
@@ -116,19 +166,20 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
     """Yield the error in the key, group or option of one override, if there is any."""
     key = str(override.key_or_group)
     line = override.input_line or ""
-    groups = _groups()
     if key.split(".")[0].split("/")[0] in ("hydra", "format"):
         return
-    if key in groups and not override.is_delete():
-        options = _options(key)
+    if key in groups() and override.is_delete():
+        return
+    if key in groups():
+        there = options(key)
         value = override.value()
         asked = [] if override.is_sweep_override() else value if isinstance(value, list) else [value]
         for option in ("null" if one is None else str(one) for one in asked):
-            if options and option not in options and not own_folder:
-                close = difflib.get_close_matches(option, options, n=1, cutoff=0.0)[0]
+            if there and option not in there and not own_folder:
+                close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
                 yield (
                     f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
-                    f"{key}={close}? (options: {', '.join(options)})"
+                    f"{key}={close}? (options: {', '.join(there)})"
                 )
     elif key.startswith("host.env."):
         if not line.startswith(("+", "~")) and not own_folder:
@@ -137,7 +188,7 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
             yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
         else:
-            spelt = difflib.get_close_matches(key, groups, n=1, cutoff=0.6)
+            spelt = difflib.get_close_matches(key, groups(), n=1, cutoff=0.6)
             close = spelt[0] if spelt else nearest_key(key)
             yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
 
@@ -161,11 +212,13 @@ def _parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
     return found, unreadable
 
 
-def _groups() -> list[str]:
+@functools.cache
+def groups() -> list[str]:
+    """Return the groups of options."""
     return sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
 
 
-def _options(group: str) -> list[str]:
+def options(group: str) -> list[str]:
     """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope."""
     files = (CONF / group).rglob("*.yaml")
     return sorted(str(path.relative_to(CONF / group).with_suffix("")) for path in files)

@@ -18,7 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.errors import explain, with_plain_groups
+from graphmoe.command.errors import explain
+from graphmoe.command.help import help_text
 from graphmoe.command.sweep.job import (
     SweepReport,
     check_single,
@@ -29,12 +30,13 @@ from graphmoe.command.sweep.job import (
     run_job,
 )
 from graphmoe.command.sweep.process import SweepError
-from graphmoe.config.arguments import print_error
+from graphmoe.command.words import run_words
+from graphmoe.config.arguments import answer_version, emit, print_error, wants_help
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import note_interpolations
 from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
-from graphmoe.config.schema import ConfigError, RunConfig, compiled_folder
+from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
 from graphmoe.runtime.cache.bytecode import keep_bytecode
 from graphmoe.runtime.cache.folders import check_trusted
@@ -62,12 +64,11 @@ def hydra_app(
     run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
     before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
-    sys.argv[1:] = with_plain_groups(sys.argv[1:])
+    _read_words(prog, examples)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
     ConfigStore.instance().store(name="schema", node=RunConfig)
     resolvers: dict[str, Callable[..., str]] = {
         "prog": lambda: prog,
-        "examples": lambda: "\n".join(examples),
         "sweep_report": lambda: f"{SweepReport.__module__}.{SweepReport.__qualname__}",
         "sweep_dir": lambda resume, new: os.path.expanduser(resume) if resume else new,
     }
@@ -103,6 +104,21 @@ def hydra_app(
         sys.exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)
     if interrupted or status:
         sys.exit(interrupted or status)
+
+
+def _read_words(prog: str, examples: Sequence[str]) -> None:
+    """Answer a request for help or the version, else put the command line into Hydra's form."""
+    words = sys.argv[1:]
+    with_all = bool({"--help=all", "--help-all"} & {*words})
+    if with_all or wants_help(words):
+        emit({}, help_text(prog, examples, with_all=with_all), OutputFormat.text)
+        sys.exit(0)
+    answer_version(words)
+    try:
+        sys.argv[1:] = run_words(words)
+    except ConfigError as error:
+        print_error(error)
+        sys.exit(2)
 
 
 def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
@@ -212,12 +228,13 @@ def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> Run
         folder = compiled_folder(config.compile.cache_dir)
         check_trusted(folder, shared=config.compile.cache_shared)
         keep_bytecode(folder, shared=config.compile.cache_shared)
-    if prog:
-        starting(prog)
-    from graphmoe.plan.resolve import resolve  # imports torch
     from graphmoe.plan.rules.check import check
 
     check(config)
+    if prog:
+        starting(prog)
     if prepare is not None:
         prepare(config)
+    from graphmoe.plan.resolve import resolve  # imports torch
+
     return resolve(config)

@@ -1,6 +1,7 @@
-"""Shared parts of the small command-line tools: ``key=value`` arguments, output and errors.
+"""Commands and their arguments: words in each form that people type, output and errors.
 
-The tools that read a run's whole configuration are Hydra applications (``graphmoe.command.hydra``).
+A key is given as ``key=value``, ``--key=value`` or ``--key value``. The tools that read a run's whole
+configuration are Hydra applications (``graphmoe.command.hydra``), which take their words through here too.
 """
 
 import ast
@@ -11,10 +12,13 @@ import inspect
 import itertools
 import json
 import os
+import platform
+import re
 import sys
 import textwrap
 import types
 import typing
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
+from graphmoe.config.packages import version_of
 from graphmoe.config.progress import counting, shown_in, starting
 from graphmoe.config.ranges import ConfigError
 
@@ -35,6 +40,25 @@ Args = TypeVar("Args")
 LONGEST_LINE = 1600
 """Characters of a line of an error."""
 NUMBERS = {int: "whole number", float: "number"}
+COMMANDS = {
+    "train": "train a model; with -m a sweep of runs",
+    "info": "parameters, FLOPs per token and memory of a model, without allocating it",
+    "project": "whether a run fits its GPUs and how fast it is, from its configuration alone",
+    "report": "the page of a run, or one page that compares several",
+    "trace": "where the time of recorded steps went",
+    "pipeline_view": "numbers and pictures of pipelines, simulated or recorded",
+    "generate": "text from a trained run",
+    "convert": "weights of the Hugging Face hub in and out",
+    "prepare": "text files to files of tokens",
+    "bench": "timings of operations, steps and exchanges on this machine",
+    "cache": "list, verify or prune the compiled code that runs share",
+    "doctor": "this machine: versions, devices, and optional packages that are missing",
+    "worker": "one rank of a run, for a torchrun of your own",
+}
+"""All commands, ``graphmoe <name>`` or ``python -m graphmoe.<name>``, with a line each."""
+MOST_NAMED = 50
+"""Keys that an error lists at most."""
+_KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
@@ -65,46 +89,120 @@ def print_error(error: object) -> None:
     print("error:", "\n".join(short), file=sys.stderr)
 
 
-def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str) -> Args:
-    """Fill the dataclass from ``key=value`` arguments; values are taken verbatim.
+def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str, places: Sequence[str] = ()) -> Args:
+    """Fill the dataclass from arguments; values are taken verbatim.
 
     Lists are split at commas, ``none`` clears an optional value; a field that is a dataclass itself has keys
-    with a dot. ``--help`` prints the keys and ends the process. *Raises* ConfigError naming each unknown,
-    malformed or missing key.
+    with a dot. Words without a key belong to the keys ``places``, in turn. ``--help`` and ``--version`` are
+    answered, and end the process. *Raises* ConfigError naming each unknown, malformed or missing key.
     """
-    if any(word in ("-h", "--help", "help") for word in argv):
-        print(usage(cls, prog))
+    if wants_help(argv):
+        emit({}, usage(cls, prog, places), OutputFormat.text)
         sys.exit(0)
+    answer_version(argv)
     keys = {key.word: key for key in _keys(cls)}
-    problems: list[str] = []
+    words, problems = key_value_words(argv, {name: key.hint for name, key in keys.items()}, places)
     values: dict[tuple[str, ...], Any] = {}
-    for word in argv:
-        name, equals, text = word.partition("=")
-        if not equals:
-            problems.append(f"'{word}' is not of the form key=value")
-        elif name not in keys:
+    for name, _, text in (word.partition("=") for word in words):
+        if name not in keys:
             problems.append(f"unknown key '{name}'{nearest(name, list(keys))}")
         else:
             try:
                 values[keys[name].path] = _convert(text, keys[name].hint)
             except ValueError as error:
                 problems.append(f"{name}={text}: {error}")
-    for name, key in keys.items():
-        if key.default is dataclasses.MISSING and key.path not in values and not problems:
-            problems.append(f"{name}=... is required ({key.doc})")
-    if problems:
-        raise ConfigError("; ".join(problems) + f"\n{usage(cls, prog)}")
+    needed = [key for key in keys.values() if key.default is dataclasses.MISSING and key.path not in values]
+    if problems := problems or [f"{key.word}=... is required ({key.doc})" for key in needed]:
+        raise ConfigError(f"{'; '.join(problems)} ({typed_as(prog)} --help lists the keys)")
     starting(prog)
     return _filled(cls, values)
 
 
-def usage(cls: type, prog: str) -> str:
+def key_value_words(
+    argv: Sequence[str],
+    hints: Mapping[str, Any],
+    places: Sequence[str] = (),
+    *,
+    as_they_are: re.Pattern[str] = _KEY,
+    listed: Callable[[list[str]], str] = ",".join,
+) -> tuple[list[str], list[str]]:
+    """Return the words as ``key=value`` each, and what is wrong with others.
+
+    ``hints`` are the types of the keys: a list takes several words, and true may be left out. Words
+    without a key belong to those in ``places``, in turn.
+    """
+    words, problems, rest, free = list[str](), list[str](), deque(argv), deque(places)
+
+    def take(name: str) -> str:
+        if not is_list(hints.get(name)):
+            return rest.popleft()
+        values = [rest.popleft()]
+        while rest and not rest[0].startswith("-") and not as_they_are.match(rest[0]):
+            values.append(rest.popleft())
+        return listed(values)
+
+    while rest:
+        if as_they_are.match(rest[0]):
+            words.append(rest.popleft())
+        elif free and not rest[0].startswith("-") and rest[0] not in hints:
+            name = free.popleft()
+            words.append(f"{name}={take(name)}")
+        elif rest[0].startswith("--") and (word := rest.popleft()[2:]):
+            name, equals, value = word.partition("=")
+            name = name.replace("-", "_")
+            is_alone = not rest or rest[0].startswith("--")
+            if equals:
+                words.append(f"{name}={value}")
+            elif hints.get(name) is bool and (is_alone or rest[0].lower() not in ("true", "false")):
+                words.append(f"{name}=true")
+            elif name in hints and is_alone:
+                problems.append(f"--{word} needs a value: {name}=...")
+            else:
+                words.append(f"{name}=" if is_alone else f"{name}={take(name)}")
+        else:
+            word = rest.popleft()
+            known = f"; keys: {', '.join(hints)}" if len(hints) < MOST_NAMED else ""
+            problems.append(f"'{word}' is not of the form key=value{known}")
+    return words, problems
+
+
+def is_list(hint: Any) -> bool:
+    """Tell whether a type is a list, or a list or none."""
+    return any(typing.get_origin(kind) is list for kind in (hint, *typing.get_args(hint)))
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """Tell whether the words ask for help, in any usual form."""
+    return bool({"-h", "--help"} & {*argv}) or list(argv[:1]) == ["help"]
+
+
+def answer_version(argv: Sequence[str]) -> None:
+    """Print the versions and end the process where ``--version`` is among the words."""
+    if "--version" in argv:
+        torch, python = version_of("torch") or "missing", platform.python_version()
+        print(f"graphmoe {sys.modules['graphmoe'].__version__} (torch {torch}, Python {python})")
+        sys.exit(0)
+
+
+def typed_as(prog: str) -> str:
+    """Return the start of a command line of ``graphmoe.<name>``, in the form that was typed here."""
+    is_console = Path(sys.argv[0]).name == "graphmoe" or sys.argv[0].endswith("graphmoe/__main__.py")
+    return prog.replace(".", " ", 1) if is_console else f"python -m {prog}"
+
+
+def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
     """Return a line for each key of the tool, with its default."""
-    lines = [f"usage: python -m {prog} key=value ..."]
+    hints = {key.word: key.hint for key in _keys(cls)}
+    shown = "".join(f" [{name}{' ...' if is_list(hints[name]) else ''}]" for name in places)
+    lines = [f"usage: {typed_as(prog)}{shown} key=value ..."]
+    if title := COMMANDS.get(prog.partition(".")[2]):
+        lines += [title, "Keys, each as key=value, --key=value or --key value:"]
     for key in _keys(cls):
         default = key.default
         if isinstance(default, enum.Enum):
             default = default.name
+        elif isinstance(default, bool):
+            default = str(default).lower()
         elif isinstance(default, list):
             default = ",".join(map(str, default)) or None
         shown = f"{key.word}=..." if default in (None, dataclasses.MISSING) else f"{key.word}={default}"

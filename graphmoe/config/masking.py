@@ -95,7 +95,11 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
 
 def masked_overrides(words: Sequence[str]) -> list[str]:
     """Return overrides without values of host.env, in whatever form they are given."""
-    return [re.sub(rf"^{_GIVEN}.*", rf"\1={MASK}", word, flags=re.DOTALL) for word in words]
+    masked = [re.sub(rf"^(--)?{_GIVEN}.*", rf"\1\2={MASK}", word, flags=re.DOTALL) for word in words]
+    for place, word in enumerate(words[:-1]):
+        if re.fullmatch(r"--host\.env[^=]*", word):  # the value is the next word
+            masked[place + 1] = MASK
+    return masked
 
 
 def masked_line(text: str) -> str:

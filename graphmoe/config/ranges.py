@@ -91,6 +91,12 @@ def fields_of(config: Any) -> Iterator[SchemaField]:
                 yield SchemaField(f"{section.name}.{name}", hint, getattr(values, name), marks)
 
 
+def field_of(section: type, name: str, key: str, value: Any) -> SchemaField:
+    """Return one field of a section, with a value."""
+    hint, marks = _marks(section)[name]
+    return SchemaField(key, hint, value, marks)
+
+
 def own_code(config: Any) -> Iterator[tuple[str, str]]:
     """List the keys that name code of the user's, each with the code's import path."""
     for field in fields_of(config):

@@ -29,7 +29,7 @@ PROG = "graphmoe.pipeline_view"
 
 def main(argv: list[str]) -> None:
     """Show the schedules, the layout or the recorded run of a command line."""
-    args = parse_args(ViewArgs, argv, prog=PROG)
+    args = parse_args(ViewArgs, argv, prog=PROG, places=("schedule",))
     check(args)
     plans: list[Plan] = []
     if args.run is not None:

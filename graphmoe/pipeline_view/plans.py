@@ -22,7 +22,6 @@ from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of
 from graphmoe.plan.pipeline.plan import slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of, schedule_rules
 from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
-from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
 MS_PER_US = 1e-3
@@ -163,6 +162,8 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
 
     *Raises* ConfigError where the run recorded nothing, not this step, or only a part of it.
     """
+    from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines  # imports torch
+
     path = run / FILE_NAME
     timelines = read_timelines(path)
     if not timelines:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT = 64
 """Elements, 128 bytes in bf16; every parameter and every shard of a bucket starts at a multiple of them, and

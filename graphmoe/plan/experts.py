@@ -12,8 +12,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import DeviceChoice, ModelConfig, MoEConfig, ParallelConfig, RunConfig, Transport
 from graphmoe.plan.layout import Layout
@@ -116,6 +114,8 @@ def transport_of_run(config: RunConfig) -> Transport | None:
     A dry run is of GPUs of the vendor that this torch is built for (AMD's for ROCm, else NVIDIA's), whatever
     this machine has.
     """
+    import torch
+
     on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
     return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from graphmoe.config.schema import ConfigError, ContextMethod, ParallelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Axis = Literal[
     "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
@@ -161,6 +162,8 @@ def layout_of(parameter: object) -> ParameterLayout:
 
 def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> Tensor:
     """Return the part of a whole parameter that a rank holds; a copy where anything is cut."""
+    import torch
+
     for cut in parallel.cuts:
         count, index = layout.size(cut.axis), layout.index(cut.axis, rank)
         pieces = whole.chunk(cut.pieces, dim=cut.dim)

@@ -4,10 +4,11 @@ It is made once, when the number of ranks is known; what builds and runs the mod
 derive the same from the configuration again.
 """
 
+from __future__ import annotations
+
 import functools
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from graphmoe.config.schema import ComputeDtype, RunConfig, Transport
 from graphmoe.plan.experts import (
@@ -26,7 +27,8 @@ from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipelin
 from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import FULL_ITERATION, segments_of
 
-DTYPES = {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Plan:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights and activations of the model."""
-        return DTYPES[self.config.precision.compute]
+        return dtype_of(self.config.precision.compute)
 
     @property
     def reads_peers(self) -> bool:
@@ -108,6 +110,13 @@ class Plan:
     def own_stages(self, place: int) -> list[StagePieces]:
         """Return the stages of a place along pp, in the model's order."""
         return [self.stages[number] for number in self.stage_numbers(place)]
+
+
+def dtype_of(compute: ComputeDtype) -> torch.dtype:
+    """Return torch's name of a choice that is no longer auto."""
+    import torch
+
+    return {ComputeDtype.bf16: torch.bfloat16, ComputeDtype.fp32: torch.float32}[compute]
 
 
 def plan_of(config: RunConfig, num_ranks: int) -> Plan:

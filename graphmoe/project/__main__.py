@@ -10,15 +10,18 @@ import contextlib
 import functools
 import shlex
 import sys
+import typing
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from graphmoe.command.help import help_text
 from graphmoe.command.hydra import hydra_app
-from graphmoe.config.arguments import emit, parse_args, run_tool, usage
+from graphmoe.command.words import run_words
+from graphmoe.config.arguments import answer_version, emit, parse_args, run_tool, usage, wants_help
 from graphmoe.config.progress import shown_in, working
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig
 from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
 
 PROG = "graphmoe.project"
@@ -28,7 +31,6 @@ EXAMPLES = [
     "python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardware=h200 format=json",
     f"{RUN} search=true",
 ]
-HELP = {"-h", "--help", "help"}
 
 
 def main() -> None:
@@ -38,11 +40,14 @@ def main() -> None:
 
 def run(argv: list[str]) -> None:
     """Read the tool's own words here and all others by Hydra, and project the run."""
-    own, others = split_words(argv)
-    if HELP & set(argv):
-        print(usage(ProjectArgs, PROG), end="\n\nand the keys of a run:\n\n")
-    else:
-        check_words(others)
+    with_all = "--help=all" in argv
+    if with_all or wants_help(argv):
+        text = help_text(PROG, EXAMPLES, with_all=with_all)
+        emit({}, f"{usage(ProjectArgs, PROG)}\nand those of a run.\n\n{text}", OutputFormat.text)
+        return
+    answer_version(argv)
+    check_words(split_words(argv)[1])
+    own, others = split_words(run_words(argv, typing.get_type_hints(ProjectArgs)))
     command = shlex.join(["python", "-m", PROG, *argv])
 
     @functools.cache
@@ -51,7 +56,7 @@ def run(argv: list[str]) -> None:
         check(args, others)
         return args
 
-    sys.argv[1:] = ["--help" if word == "help" else word for word in others]
+    sys.argv[1:] = others
     hydra_app(
         lambda config: _show(asked(), command, others, config),
         prog=PROG,

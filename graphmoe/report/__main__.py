@@ -19,7 +19,7 @@ class ReportArgs:
     run: Path | None = None
     """Folder of a run; it may have ended by an error, or go on still."""
     runs: list[Path] | None = None
-    """Folders of two or more runs, by comma, to compare."""
+    """Folders of two or more runs, by comma, to compare; one is the same as run."""
     out: Path | None = None
     """The page, ends in .html; default: report.html in the run's folder, comparison.html here for several."""
     format: OutputFormat = OutputFormat.text
@@ -28,7 +28,9 @@ class ReportArgs:
 
 def main(argv: list[str]) -> None:
     """Write the page and say where it is."""
-    args = parse_args(ReportArgs, argv, prog="graphmoe.report")
+    args = parse_args(ReportArgs, argv, prog="graphmoe.report", places=("runs",))
+    if args.run is None and args.runs and len(args.runs) == 1:
+        args = ReportArgs(run=args.runs[0], out=args.out, format=args.format)
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     from graphmoe.report.comparison import COMPARISON_FILE, write_comparison
@@ -45,11 +47,9 @@ def main(argv: list[str]) -> None:
 
 def _problems(args: ReportArgs) -> Iterator[str]:
     if args.run is None and not args.runs:
-        yield "nothing to report; use run=outputs/tiny, or runs=<folder>,<folder> to compare"
+        yield "nothing to report; name a run's folder, such as outputs/tiny, or several to compare"
     elif args.run is not None and args.runs:
         yield "run=... and runs=... are two ways to name runs; use one of them"
-    elif args.runs and len(args.runs) == 1:
-        yield f"runs={args.runs[0]} is one; use run={args.runs[0]}, or name another to compare it with"
     yield from file_problems("out", args.out, "report.html")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from graphmoe.config.masking import masked_overrides
 from graphmoe.config.packages import VENDORS, version_of
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
@@ -62,7 +63,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_cores": psutil.cpu_count(logical=False),
         "git_commit": git_commit(),
-        "command": sys.orig_argv,
+        "command": masked_overrides(sys.orig_argv),
     }
 
 

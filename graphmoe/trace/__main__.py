@@ -58,7 +58,7 @@ class TraceArgs:
 
 def main(argv: list[str]) -> None:
     """Show what is asked."""
-    args = parse_args(TraceArgs, argv, prog="graphmoe.trace")
+    args = parse_args(TraceArgs, argv, prog="graphmoe.trace", places=("run",))
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
     paths = args.trace or traces_of(args.run or [], args.rank)

@@ -21,7 +21,7 @@ from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.optim import rule_of
-from graphmoe.plan.plan import DTYPES, Plan
+from graphmoe.plan.plan import Plan, dtype_of
 from graphmoe.plan.rules.check import check
 from graphmoe.run.machine import memory_of
 from graphmoe.run.stored import refuse_other_tokenizer
@@ -44,7 +44,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
         if checkpoint.resume_from:
             with named_source("resume_from", checkpoint.resume_from):
                 folder = Path(checkpoint.resume_from)
-                ours = build_model(model, device="meta", dtype=DTYPES[config.precision.compute])
+                ours = build_model(model, device="meta", dtype=dtype_of(config.precision.compute))
                 with explained_mismatch(folder, model):
                     check_fit(folder, {"model": ours.state_dict()}, partial=False)
         if checkpoint.init_from:

@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
-from graphmoe.convert import ConvertArgs, WeightDtype, convert, main
+from graphmoe.convert import ConvertArgs, WeightDtype
+from graphmoe.convert.__main__ import main
+from graphmoe.convert.weights import convert
 from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from graphmoe.model.build import build_model
 from graphmoe.run.weights import FolderKind, explained_mismatch, load_weights, model_to_yaml, open_weights

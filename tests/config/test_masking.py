@@ -1,12 +1,16 @@
 """Placeholders in files of a run for values of host.env and of the environment."""
 
+import sys
+
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from graphmoe.command.hydra import load_config, schema, to_config
 from graphmoe.config.masking import masked_line, masked_overrides, to_plain
 from graphmoe.run.folder import claim
+from graphmoe.run.machine import describe
 from tests.runs import TINY, command
 
 
@@ -55,11 +59,15 @@ def test_a_run_is_continued_with_the_same_value_of_the_environment_and_no_other(
     assert folder_of({"train.seed": 7}) == "run-3"
 
 
-def test_words_of_a_command_lose_the_values_of_host_env():
+def test_words_of_a_command_lose_the_values_of_host_env(monkeypatch):
     words = ["+host.env.TOKEN=hunter2", "host.env={A:b\nc}", "++host.env.X=a,b", "optim.lr=1"]
     words += ["++host={env:{A:b}}", "host={ threads: 1, env: {A: b}}"]
     masked = "+host.env.TOKEN=*** host.env=*** ++host.env.X=*** optim.lr=1 ++host=*** host=***"
+    words += ["--host.env.A=b", "--host.env.TOKEN", "hunter2", "--train.steps", "3"]
+    masked += " --host.env.A=*** --host.env.TOKEN *** --train.steps 3"
     assert masked_overrides(words) == masked.split()
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    assert describe(torch.device("cpu"))["command"] == ["python", *masked.split()]
     others = ["host=amd", "host.threads=4", "host={threads:4}", "data.paths=[host.env.A=b]"]
     assert masked_overrides(others) == others
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from graphmoe import conf
 from graphmoe.bench.jobs import compose_config
 from graphmoe.command.errors import known_keys
+from graphmoe.command.help import help_text
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import (
@@ -28,6 +29,7 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.resolve import resolve
 from graphmoe.plan.rules.check import violations
+from graphmoe.train import EXAMPLES
 from tests.runs import PRESETS, ROOT, command, config
 
 CONF = Path(conf.__path__[0])
@@ -138,10 +140,22 @@ def test_help_has_three_examples_and_the_groups(tmp_path):
     shown = command(tmp_path, "--help")
     assert shown.wait() == 0
     text = shown.out.read_text()
-    examples = text.split("== Examples ==")[1].split("==")[0]
+    examples = text.split("Examples:")[1].split("Groups")[0]
     assert examples.count("python -m graphmoe.train") == 3
-    for part in ("deepseek_v3", "synthetic", "max_nonfinite: 5", "--config-dir", "-sc install=bash"):
+    for part in ("deepseek_v3", "synthetic", "train.steps=300", "optim.lr=3e-3", "--config-dir"):
         assert part in text
+    assert "max_nonfinite" not in text and all(
+        len(line) <= 100 for line in text.splitlines() if "python" not in line
+    )
+
+
+def test_help_of_all_keys_has_each_with_its_default_and_its_documentation():
+    shown = help_text("graphmoe.train", EXAMPLES, with_all=True)
+    lines = " ".join(shown.split())
+    for key in known_keys():
+        if "." in key:
+            assert f" {key}=" in lines
+    assert "train.max_nonfinite=5 Skipped non-finite steps" in lines
 
 
 BALANCE = {

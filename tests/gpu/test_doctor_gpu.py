@@ -2,7 +2,7 @@
 
 import torch
 
-from graphmoe import doctor
+from graphmoe.doctor import facts as doctor
 
 
 def test_a_gpu_captures_and_replays_a_graph():

@@ -331,9 +331,9 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):
 
 
 WRONG = (
-    ([], "nothing to report; use run="),
+    ([], "nothing to report; name a run's folder"),
     (["run=a", "runs=a,b"], "two ways to name runs"),
-    (["runs=a"], "runs=a is one; use run=a"),
+    (["b"], "b"),
     (["run=nowhere"], "nowhere is no folder"),
     (["run=."], ". has no resolved.yaml or metrics.jsonl"),
     (["run=a", "out=a"], "out=a is a folder; name a file, such as out=a/report.html"),

@@ -46,7 +46,7 @@ def refused(choice, *, device="cuda", ranks=None, layout=None):
 
 @pytest.mark.parametrize(
     "choice, package, command",
-    [("deepep", "deep_ep", "DeepEP@v1.2.1"), ("turbo", "primus_turbo", "primus-turbo")],
+    [("deepep", "deep_ep", "DeepEP@v1.2.1"), ("turbo", "primus_turbo", "graphmoe[turbo]")],
 )
 def test_a_missing_package_is_named_with_its_command_and_what_needs_none(
     choice, package, command, monkeypatch

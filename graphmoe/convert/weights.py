@@ -1,10 +1,5 @@
-"""Convert weights: Hugging Face folders to graphmoe folders, and graphmoe folders or runs to Hugging Face.
+"""Weights of Hugging Face folders, graphmoe folders and runs, read as one and written as another."""
 
-python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
-python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
-"""
-
-import enum
 import json
 import shutil
 import time
@@ -16,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index, pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
-from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
+from graphmoe.checkpoint.hf.tensor_files import parse_size
+from graphmoe.config.arguments import bytes_bar
 from graphmoe.config.progress import working
-from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
+from graphmoe.config.schema import ConfigError, ModelConfig
+from graphmoe.convert import ConvertArgs, Target, WeightDtype
 from graphmoe.run.stored import run_tokenizer
 from graphmoe.run.weights import (
     FolderKind,
@@ -43,44 +38,6 @@ TOKENIZER_FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG, "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "tiktoken.model", "chat_template.jinja"),
 )
-
-
-Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
-
-
-class WeightDtype(enum.Enum):
-    keep = None
-    fp32 = torch.float32
-    bf16 = torch.bfloat16
-    fp16 = torch.float16
-
-
-@dataclass
-class ConvertArgs:
-    """Arguments of the tool."""
-
-    from_: Path
-    """Hugging Face folder, graphmoe weights folder, run folder, or one checkpoint of a run."""
-    to: Path
-    """Folder that is written; it must be new or empty."""
-    target: Target = Target.auto
-    """Format of ``to``: hf, graphmoe, or auto: graphmoe from a Hugging Face folder, else hf."""
-    dtype: WeightDtype = WeightDtype.keep
-    """Weights as fp32, bf16, fp16, or keep as they are; the router's bias is always fp32."""
-    max_shard_size: str = DEFAULT_SHARD
-    """Largest file of weights, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
-    step: int | None = None
-    """Checkpoint of a run that is taken; default: the newest."""
-    attention: str | None = None
-    """The model.attention of ``from`` where that is code of your own, which no file is trusted to name."""
-    layer: str | None = None
-    """The model.layer of ``from`` where that is code of your own, likewise."""
-    name: str | None = None
-    """Name of the model and of its YAML file; default: the name of ``to``."""
-    overwrite: bool = False
-    """Write into a folder that holds files already; weights in it are replaced."""
-    format: OutputFormat = OutputFormat.text
-    """text, or json: one document on stdout and nothing else there."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +68,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     with working(f"reading {args.from_}"):
         source = _open(args, kind)
     named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
-    dtypes = {name: args.dtype.value or found for name, found in source.dtypes.items()}
+    wanted = None if args.dtype is WeightDtype.keep else getattr(torch, args.dtype.value)
+    dtypes = {name: wanted or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
     total = sum(shapes[name].numel() * dtypes[name].itemsize for name in shapes)
@@ -143,27 +101,6 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 3),
         "command": train_command(args.to, named) if family is None else None,
     }
-
-
-def main(argv: list[str]) -> None:
-    args = parse_args(ConvertArgs, argv, prog="graphmoe.convert")
-    try:
-        document = convert(args)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-    what = document["family"] or "graphmoe weights"
-    step = "" if document["step"] is None else f", step {document['step']}"
-    text = (
-        f"{document['from']} ({kind_of(args.from_).value}{step}) -> {document['to']} ({what}): "
-        f"{document['parameters']:,} parameters, {', '.join(document['dtypes'])}, "
-        f"{len(document['files'])} files, {document['bytes']:,} bytes, {document['seconds']:.1f} s"
-    )
-    if document["command"]:
-        text += (
-            f"\nstart a run from it: {document['command']}\n"
-            "on text of yours, behind that: data=files 'data.paths=[corpus/*.jsonl]'"
-        )
-    emit(document, text, args.format)
 
 
 def _target(args: ConvertArgs, kind: FolderKind) -> Target:
@@ -225,7 +162,3 @@ def _write_tokenizer(source: Source, to: Path) -> list[Path]:
         *(Path(shutil.copyfile(path, to / name)) for name, path in found.items()),
         *(to / n for n in made),
     ]
-
-
-if __name__ == "__main__":
-    run_tool(main)

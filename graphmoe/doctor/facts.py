@@ -1,8 +1,4 @@
-"""Facts of this machine: versions, devices and links, capabilities, optional libraries.
-
-python -m graphmoe.doctor
-python -m graphmoe.doctor format=json
-"""
+"""Findings of the doctor: versions, devices, links, capabilities, packages, and their tables."""
 
 import functools
 import importlib
@@ -15,7 +11,6 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 import graphmoe
-from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.packages import PACKAGES, Package, is_installed, version_of
-from graphmoe.config.schema import DeviceChoice, HostConfig, OutputFormat
+from graphmoe.config.schema import DeviceChoice, HostConfig
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.runtime.host.environment import variables
 from graphmoe.runtime.host.tuning import cores_here, cpus_of_nodes, numa_node
@@ -44,21 +38,6 @@ SHOWN = re.compile(
     r"(GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES)$"
 )
 """Variables that are shown where they are set."""
-
-
-@dataclass
-class DoctorArgs:
-    """Arguments of the tool."""
-
-    format: OutputFormat = OutputFormat.text
-    """Form of the findings on stdout: text, or one JSON document."""
-
-
-def main(argv: list[str]) -> None:
-    """Examine the machine and print the findings."""
-    args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
-    document = examine()
-    emit(document, render(document), args.format)
 
 
 def examine() -> dict[str, Any]:
@@ -332,7 +311,3 @@ def _first_line(text: object) -> str:
         return f"no answer in {text.timeout} s"
     lines = str(text).strip().splitlines()
     return lines[0][:200] if lines else type(text).__name__
-
-
-if __name__ == "__main__":
-    run_tool(main)

@@ -1,0 +1,72 @@
+"""Words of a command line for Hydra: each form that people type, as overrides, checked at once."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphmoe.command.errors import groups, with_plain_groups, wrong_words
+from graphmoe.config.arguments import key_value_words
+from graphmoe.config.schema import ConfigError, RunConfig
+
+FLAGS = {
+    **dict.fromkeys(("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name"), 1),
+    **dict.fromkeys(("-cd", "--config-dir", "--experimental-rerun"), 1),
+    **dict.fromkeys(("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help", "-i", "--info"), 0),
+}
+"""Hydra's own options, with the number of words that belong to each; tab completion has more."""
+_OVERRIDE = re.compile(r"[+~=]|(?!--)[\w./@:-]+=")
+_PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
+"""Texts that Hydra reads without quotes."""
+
+
+def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the words as Hydra reads them; a word without a key is the model's preset.
+
+    ``more`` are types of keys that only the tool has. *Raises* ConfigError naming each word that is none.
+    """
+    if {"-sc", "--shell-completion"} & {*argv}:
+        return list(argv)
+    flags, words = _split(argv)
+    hints = {**run_hints(), **(more or {})}
+    found, problems = key_value_words(words, hints, ("model",), as_they_are=_OVERRIDE, listed=_as_list)
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}; --help lists the keys")
+    found = with_plain_groups(found)
+    of_runs = [word for word in found if word.partition("=")[0] not in (more or {})]
+    if wrong := wrong_words([*flags, *of_runs]):
+        raise ConfigError(wrong)
+    return [*flags, *found]
+
+
+def run_hints() -> dict[str, Any]:
+    """Return the type of each key of a run, and of each group, which takes a name."""
+    hints: dict[str, Any] = dict.fromkeys(groups(), str)
+    for section, kind in typing.get_type_hints(RunConfig).items():
+        if dataclasses.is_dataclass(kind):
+            types = typing.get_type_hints(kind)
+            hints |= {f"{section}.{f.name}": types[f.name] for f in dataclasses.fields(kind)}
+        else:
+            hints[section] = kind
+    return hints
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the words into Hydra's own options with their values, and all others."""
+    flags, others, rest = list[str](), list[str](), list(argv)
+    while rest:
+        word = rest.pop(0)
+        is_flag = word.partition("=")[0] in FLAGS
+        (flags if is_flag else others).append(word)
+        for _ in range(FLAGS.get(word, 0)):
+            flags += [rest.pop(0)] if rest else []
+    return flags, others
+
+
+def _as_list(values: Sequence[str]) -> str:
+    """Return the values as Hydra reads a list."""
+    if len(values) == 1 and values[0].startswith(("[", "null", "none")):
+        return values[0]
+    quoted = (text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'" for text in values)
+    return f"[{','.join(quoted)}]"

@@ -1,5 +1,6 @@
 """Progress of what takes long: a line every five seconds on stderr or in the log, or words in a live bar."""
 
+import functools
 import logging
 import os
 import sys
@@ -17,8 +18,9 @@ _blocks: list[str] = []
 """Words of each `working` block that runs."""
 
 
+@functools.cache
 def starting(prog: str) -> None:
-    """Say that a command has begun, before it imports what takes seconds; nothing where that is done.
+    """Say once that a command has begun, before it imports what takes seconds; nothing where that is done.
 
     From then on it says every few seconds that it is at work, until it keeps a log, where nothing else does.
     """

@@ -46,7 +46,7 @@ def run(argv: list[str]) -> None:
         emit({}, f"{usage(ProjectArgs, PROG)}\nand those of a run.\n\n{text}", OutputFormat.text)
         return
     answer_version(argv)
-    check_words(split_words(argv)[1])
+    check_words(argv)
     own, others = split_words(run_words(argv, typing.get_type_hints(ProjectArgs)))
     command = shlex.join(["python", "-m", PROG, *argv])
 

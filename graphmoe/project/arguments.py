@@ -68,8 +68,9 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def check_words(words: Sequence[str]) -> None:
     """Raise ConfigError for words that no run takes: misspelt keys of the tool, and ``-m``."""
     keys = [field.name for field in fields(ProjectArgs)]
-    names = [word.partition("=")[0] for word in words]
-    misspelt = [name for name in names if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
+    given = [word for word in words if "=" in word or word.startswith("--")]
+    names = {word.removeprefix("--").partition("=")[0] for word in given} - {*keys}
+    misspelt = [name for name in sorted(names) if difflib.get_close_matches(name, keys, n=1, cutoff=MISSPELT)]
     problems = [f"unknown key '{name}'{nearest(name, keys)}" for name in misspelt]
     multirun = [word for word in words if word in ("-m", "--multirun")]
     problems += [f"{word}: a projection is of one run; leave it out" for word in multirun]

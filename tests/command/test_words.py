@@ -35,6 +35,12 @@ def test_each_form_is_an_override(typed, read):
     assert run_words(typed.split()) == (read or special[typed.split()[0]])
 
 
+def test_keys_of_a_tool_stand_among_those_of_a_run():
+    more = {"hardware": str, "search": bool}
+    words = run_words(["moe_1t", "--hardware", "mi355x", "--search", "--train.steps", "3"], more)
+    assert words == ["model=moe_1t", "hardware=mi355x", "search=true", "train.steps=3"]
+
+
 def test_a_list_of_names_with_blanks_and_quotes_reaches_the_configuration():
     names = ["a b.txt", "it's,c.txt", "corpus/*.jsonl"]
     words = run_words(["--data.paths", *names, "--data.text_field", "body"])

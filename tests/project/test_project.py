@@ -12,6 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from graphmoe.command.errors import known_keys
 from graphmoe.config.arguments import run_tool
+from graphmoe.config.schema import ConfigError
 from graphmoe.project.__main__ import EXAMPLES, run
 from graphmoe.project.arguments import check_words
 from graphmoe.project.memory import MEMORY_KINDS
@@ -182,6 +183,13 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
 
 def test_no_key_of_a_run_is_taken_for_a_misspelt_one_of_the_tool():
     check_words([f"{key}=x" for key in (*known_keys(), *(p.name for p in (ROOT / "conf").iterdir()))])
+
+
+def test_a_misspelt_key_of_the_tool_is_named_in_each_form():
+    check_words(["moe_1t", "--hardware", "mi355x", "--train.steps=3", "nodes=96"])
+    for words in (["--hardwar", "mi355x"], ["--hardwar=mi355x"], ["hardwar=mi355x"]):
+        with pytest.raises(ConfigError, match="unknown key 'hardwar'; did you mean 'hardware'?"):
+            check_words(words)
 
 
 def test_help_of_the_command_names_the_keys_of_the_tool_and_of_a_run(tmp_path):

@@ -77,8 +77,8 @@ def test_text_comes_a_token_at_a_time_and_no_half_characters(run_folder):
 @pytest.mark.parametrize("memory, kind", [(1 << 40, "cuda"), (10, "cpu")])
 def test_a_gpu_that_has_room_for_the_weights_is_taken(memory, kind, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command_generate, "open_device", lambda choice: torch.device(choice.value))
-    monkeypatch.setattr(command_generate, "memory_of", lambda device: memory)
+    monkeypatch.setattr("graphmoe.run.machine.open_device", lambda choice: torch.device(choice.value))
+    monkeypatch.setattr("graphmoe.run.machine.memory_of", lambda device: memory)
     assert command_generate._device(DeviceChoice.auto, config().model).type == kind
 
 

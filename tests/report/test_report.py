@@ -98,6 +98,16 @@ def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
     assert "<b>" not in text and not re.search(r"(src=|href=(?!\"#))|url\(|@import", text)
 
 
+def test_a_page_warns_of_experts_that_were_dead_for_some_time(tmp_path):
+    rows = [{"step": 10 * n, "steps": 10, "load": [[2.0, 2.0, 0.0, 0.0]]} for n in (1, 2, 3)]
+    (run_in(tmp_path) / "expert_load.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = outside_scripts(write_report(tmp_path))
+    assert (
+        "Warning: experts were dead or overfull in 20 steps, to the end. steps 21 to 30: 2 of 4 experts"
+        in text
+    )
+
+
 def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tmp_path):
     (tmp_path / "resolved.yaml").write_text("run: {name: young}\n")
     (tmp_path / "env.json").write_text("{")

@@ -16,7 +16,7 @@ from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.layout import Layout
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
-from graphmoe.run.metrics_file import read_lines, read_rows, summarise
+from graphmoe.run.metrics_file import read_lines, read_rows, render, summarise
 from graphmoe.training import profile as pipeline_profile
 from graphmoe.training.log_lines import duration, experts_line, quantity, step_line
 from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, to_json
@@ -126,6 +126,18 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
     found = summarise(read_rows(path))  # it was interrupted
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
+
+
+def test_a_run_that_began_elsewhere_says_of_which_steps_its_validations_are(tmp_path):
+    def said(*validations: tuple[int, float]) -> str:
+        rows = [{"step": step, "val_loss": loss} for step, loss in validations[:-1]]
+        rows += [row_of(9), {"step": validations[-1][0], "val_loss": validations[-1][1]}]
+        rest = {"sample": None, "finished": True, "steps": 9, "folder": str(tmp_path)}
+        return render({**summarise(rows), **rest}).splitlines()[0]
+
+    assert said((0, 8.5), (9, 5.25)) == "validation loss 8.500 -> 5.250 in 9 steps"
+    assert said((6, 5.5), (9, 5.25)) == "validation loss 5.500 at step 6 -> 5.250 at step 9"
+    assert said((9, 5.791)) == "validation loss 5.791 after step 9"
 
 
 def writer(folder, done: int, **log) -> MetricsWriter:

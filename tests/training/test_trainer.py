@@ -161,6 +161,7 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     folder = tmp_path / "run"
     assert document == summary(folder)
     assert document["finished"] and document["steps"] == 4 and document["folder"] == str(folder)
+    assert [document[f"{kind}_experts"] for kind in ("dead", "overfull")] == [0, 0]
     for key in (
         "final_loss",
         "final_val_loss",

@@ -1,6 +1,7 @@
 """Sweeps: failed and interrupted jobs, the table, going on, other launchers and sweepers."""
 
 import json
+import re
 import os
 import shlex
 import shutil
@@ -70,6 +71,7 @@ def test_a_sweep_ends_with_a_table_best_first_and_errors_that_name_the_jobs_that
     assert "job 0 failed: model.top_k=99 exceeds model.num_experts=4; use 1 to 4" in table
     assert "job 1 failed: rank 0 on" in table and "train.max_nonfinite=2" in table
     assert "error: job 0 (optim.lr=1e+38 model.top_k=99), job 2 (optim.lr=0.01 model.top_k=99): " in errors
+    assert re.search(r"^[\d:]+ job 3: step 4/4  loss", errors, re.MULTILINE)
     assert "Traceback" not in errors and "error: job 1 (optim.lr=1e+38 model.top_k=2): rank 0" in errors
 
 

@@ -1,8 +1,8 @@
 """Sweeps: failed and interrupted jobs, the table, going on, other launchers and sweepers."""
 
 import json
-import re
 import os
+import re
 import shlex
 import shutil
 import signal

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import graphmoe.conf
 from graphmoe.config.packages import PLUGINS
-from graphmoe.config.ranges import field_of, type_rules
+from graphmoe.config.ranges import OWN_CODE, OneOf, field_of, fields_of, type_rules
 from graphmoe.config.schema import RunConfig
 
 CONF = Path(graphmoe.conf.__path__[0])
@@ -175,7 +175,13 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
         value = override.value()
         asked = [] if override.is_sweep_override() else value if isinstance(value, list) else [value]
         for option in ("null" if one is None else str(one) for one in asked):
-            if there and option not in there and not own_folder:
+            own = [f"{name}={option}" for name in _code_keys(key)] if OWN_CODE.fullmatch(option) else []
+            if own:
+                yield (
+                    f"'{line}' on the command line: there is no {key} '{option}'; code of your own is the "
+                    f"value of a key: {' or '.join(own)}"
+                )
+            elif there and option not in there and not own_folder:
                 close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
                 yield (
                     f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
@@ -191,6 +197,12 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
             spelt = difflib.get_close_matches(key, groups(), n=1, cutoff=0.6)
             close = spelt[0] if spelt else nearest_key(key)
             yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
+
+
+def _code_keys(section: str) -> list[str]:
+    """Return the keys of a section whose value may be code of the user's own."""
+    fields = (field for field in fields_of(RunConfig()) if field.key.startswith(f"{section}."))
+    return [field.key for field in fields if any(isinstance(mark, OneOf) for mark in field.marks)]
 
 
 def _parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:

@@ -38,6 +38,8 @@ CASES = [
     ("hydra.run.dri=x", "hydra.run.dri on the command line: Key 'dri' not in 'RunDir'"),
     ("data.paths=[a", "[a"),
     ("optim=null", "there is no optim 'null'"),
+    ("optim=my:lion", "is the value of a key: optim.name=my:lion or optim.schedule=my:lion"),
+    ("data=my:Mine", "is the value of a key: data.source=my:Mine"),
     ("model=[tiny,3]", "there is no model '3'"),
     (f"optim.lr={10**400}", "optim.lr on the command line: int too large to convert to float"),
     ("hydra/launcher=3", "hydra/launcher=3 cannot be used: Config group override must be a string"),

@@ -145,7 +145,7 @@ def to_change(command: str) -> str:
         notes.append(f"type it on each node, with the name of the first for {ENDPOINT.partition('=')[2]}")
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
     text = "; ".join(notes)
-    return text[:1].upper() + text[1:]
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:

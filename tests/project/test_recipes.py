@@ -2,6 +2,7 @@
 
 import functools
 import re
+import shlex
 
 import pytest
 from omegaconf import open_dict
@@ -67,3 +68,18 @@ def test_the_case_of_the_guide_is_projected(row):
     document = project(configured(*typed, complete=complete), args)
     rate = f"{document['tokens_per_s_per_gpu']:,.0f}" if document["fits"] else "does not fit"
     assert [f"{document['memory_gb']['total']:.1f}", f"{document['left_gb']:.1f}", rate] == row[2:]
+
+
+def test_the_layout_that_the_page_on_dry_runs_quotes_is_projected_to_what_it_says():
+    text = (ROOT / "docs/dry_run.md").read_text(encoding="utf-8").partition("### What a search found")[2]
+    said = re.search(r"(\S+) GB of 80 and (\S+) tokens/s", text)
+    quoted = re.search(r"^python -m graphmoe.train (.*?)\n```", text, flags=re.M | re.S)
+    assert said and quoted
+    words = [word for word in shlex.split(quoted[1].replace("\\\n", " ")) if not word.startswith("launch.")]
+    args = ProjectArgs("h100", nodes=32)
+    complete = functools.partial(completed, args=args)
+    document = project(configured(*words, "train.global_batch_size=4096", complete=complete), args)
+    assert document["fits_with_margin"]
+    rate = f"{document['tokens_per_s_per_gpu']:,.0f}"
+    assert (f"{document['memory_gb']['total']:.1f}", rate) == said.groups()
+    assert f"{document['buffers_gb']['communication']:.1f} GB of buffers of communicators" in text

@@ -115,7 +115,7 @@ class OptimConfig:
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
-    """Final learning rate over the peak (cosine, wsd), 0 to 1."""
+    """Final learning rate over the peak (all schedules but constant), 0 to 1."""
     schedule: Annotated[str, LR_SCHEDULES] = "cosine"
     """After warm-up: cosine, wsd (stable, then a decay at the end), constant, or package.module:NAME."""
     warmup_steps: CountOrZero = 0

@@ -116,7 +116,8 @@ def end_of_document(
     token = usual_end(tokenizer, path)
     if token is None:
         raise ConfigError(
-            f"cannot tell which token of {path} ends a document; set {key}=...; {_special_tokens(tokenizer)}"
+            f"cannot tell which token of {path} ends a document; {_special_tokens(tokenizer)}; set "
+            f"{key}=... to one that the text has not, or train it with special_tokens=['<|endoftext|>']"
         )
     return token
 

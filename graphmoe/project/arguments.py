@@ -144,6 +144,7 @@ def to_change(command: str) -> str:
     if ENDPOINT in words:
         notes.append(f"type it on each node, with the name of the first for {ENDPOINT.partition('=')[2]}")
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
+    notes.append("with launch.write_only=true behind it, it is only checked, on any machine")
     text = "; ".join(notes)
     return f"{text[0].upper()}{text[1:]}." if text else ""
 

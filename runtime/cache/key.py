@@ -91,9 +91,12 @@ def differences(facts: Facts, other: Facts) -> list[str]:
     names = [*facts, *(name for name in other if name not in facts)]
     changed = [name for name in names if facts.get(name) != other.get(name)]
     in_one = {name for name in changed if (name in facts) != (name in other)}
-    told_by_list = {name for name in in_one if name.startswith((OWN_PASS, EXTRA_PASS))}
-    return [
-        _difference(name, other.get(name), facts.get(name)) for name in changed if name not in told_by_list
+    told = {name for name in in_one if name.startswith((OWN_PASS, EXTRA_PASS))}  # by the list of passes
+    sources = {name for name in changed if name.startswith(f"{BASE}sources.")}
+    several = [f"sources of {len(sources)} folders changed"] if len(sources) > 2 else []
+    told |= sources if several else set()
+    return several + [
+        _difference(name, other.get(name), facts.get(name)) for name in changed if name not in told
     ]
 
 

@@ -256,6 +256,13 @@ def test_a_message_outside_of_the_pipeline_is_noticed():
     assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
 
 
+def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
+    monkeypatch.setattr("graphmoe.training.dry_run.watch._SAY_EVERY_S", -1.0)
+    caplog.set_level("INFO")
+    dry("launch.fake_world=2", "parallel.pp=2", "train.global_batch_size=16")
+    assert {"micro-batch 1 of 8", "micro-batch 8 of 8"} <= {*caplog.messages}
+
+
 def test_the_report_names_the_stages_of_the_rank():
     found = dry("launch.fake_world=4", "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3")
     text = text_of(render(found))

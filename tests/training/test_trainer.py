@@ -273,6 +273,10 @@ def test_what_a_preset_sets_has_an_effect(option):
         ),
         ("model.peak_lr=2e-3", []),
         (
+            "optim.warmup_steps=8 train.steps=8",
+            ["optim.warmup_steps=8 is not less than train.steps=8: the learning rate only rises"],
+        ),
+        (
             "model.rope_scaling=yarn model.yarn_factor=2 model.yarn_original_context=7",
             ["data.seq_len=16 is beyond the 14 tokens that model.yarn_factor=2 times"],
         ),

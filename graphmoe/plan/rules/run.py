@@ -274,10 +274,11 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
     world = launch.fake_world
     if world is None or world < 1:
         return
-    if launch.nproc not in (1, "auto") or launch.nodes not in (1, "auto"):
+    counts = [count for count in (launch.nproc, launch.nodes) if type(count) is int]
+    if counts not in ([], [1], [1, 1]) and math.prod(counts) != world:
         yield (
             f"launch.fake_world={world} stands for all ranks, and launch.nproc={launch.nproc} with "
-            f"launch.nodes={launch.nodes} starts processes; leave those two out"
+            f"launch.nodes={launch.nodes} for others; leave those two out"
         )
     if launch.fake_rank is not None and not 0 <= launch.fake_rank < world:
         yield (

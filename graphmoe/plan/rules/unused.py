@@ -24,6 +24,12 @@ def doubtful(config: RunConfig) -> Iterator[str]:
             f"optim.lr={lr:g} is {lr / model.peak_lr:.0f} times the {model.peak_lr:g} that suits "
             f"model={model.name}; model.peak_lr={lr:g} says that it is meant"
         )
+    warmup, steps = config.optim.warmup_steps, config.train.steps
+    if warmup >= steps > 1:
+        yield (
+            f"optim.warmup_steps={warmup} is not less than train.steps={steps}: the learning rate only "
+            f"rises, and optim.schedule has no effect; use optim.warmup_steps={steps // 10}"
+        )
     reach = model.yarn_factor * model.yarn_original_context
     if model.rope_scaling is RopeScaling.yarn and seq_len > reach:
         yield (

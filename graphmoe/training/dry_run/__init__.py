@@ -145,8 +145,8 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
         memory.hold(kind, tensors)
     count, train = 1, micro_batches.train
     if isinstance(micro_batches, Pipelined):
-        micro_batches.pipeline.recorder = WatchedSteps(watch)
         count = step.plan.num_micro_batches
+        micro_batches.pipeline.recorder = WatchedSteps(watch, count)
 
     def watched(batches: Iterable[Tensor], add: Add) -> None:
         watch.phase = "forward"

@@ -237,6 +237,7 @@ FINE = """
 launch.nproc=4 parallel.tp=4 train.global_batch_size=4
 launch.nproc=8 parallel.tp=2 train.global_batch_size=16
 launch.nproc=2 parallel.tp=4
+launch.fake_world=8 launch.nproc=4 launch.nodes=2
 optim.lr=3.4e38 optim.eps=1.2e-38 optim.weight_decay=0.0 optim.beta1=0.0 optim.beta2=0.99999994
 train.epochs=0.5 optim.schedule=wsd optim.warmup_steps=999 train.steps=1000 profile.steps=[2000]
 train.tokens=1e9 profile.steps=[2000]

@@ -143,6 +143,12 @@ def test_another_base_shares_nothing_and_is_named(name, line):
     assert not may_share(now, {key: value for key, value in now.items() if key != name})
 
 
+def test_sources_of_many_folders_are_one_line():
+    folders = [f"base.sources.graphmoe/{name}" for name in ("ops", "model", "optim")]
+    now, before = (facts() | dict.fromkeys(folders, value) for value in ("now", "before"))
+    assert differences(now, before) == ["sources of 3 folders changed"]
+
+
 def test_a_changed_new_or_renamed_source_changes_the_hash_of_its_folder_only(tmp_path, monkeypatch):
     root = tmp_path / "graphmoe"
     for name in ("a.py", "ops/deep/b.py", "passes/c.py", "runtime/d.py"):

@@ -51,16 +51,16 @@ def test_of_blocks_inside_each_other_the_innermost_is_said(caplog):
 def test_a_command_that_has_nothing_to_say_says_that_it_is_at_work(monkeypatch, capfd):
     monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
     monkeypatch.delitem(sys.modules, "torch")
-    starting("graphmoe.trace")
+    starting("graphmoe.mine")
     said = ""
 
     def is_said() -> bool:
         nonlocal said
         said += capfd.readouterr().err
-        return "graphmoe.trace: at work (0 s)\n" in said
+        return "graphmoe.mine: at work (0 s)\n" in said
 
     wait_until(is_said)
-    assert said.startswith("graphmoe.trace: starting\n")
+    assert said.startswith("graphmoe.mine: starting\n")
     monkeypatch.setattr(progress.logging.getLogger(), "handlers", [logging.NullHandler()])  # ends its thread
     wait_until(lambda: all(each.name != "graphmoe-at-work" for each in threading.enumerate()))
 

@@ -36,8 +36,8 @@ NO_FACTS = """
     host.manual_gc host.gc_interval host.numa host.kernarg_pool_mb host.max_hw_queues host.nvlink_multicast
     host.env launch.nproc launch.nodes launch.endpoint launch.max_restarts launch.gpus_per_job
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb
-    sweep.resume log.tensorboard log.report log.wandb log.wandb_project log.mlflow log.mlflow_experiment log.progress
-    log.peak_tflops
+    sweep.resume log.tensorboard log.report log.wandb log.wandb_project log.mlflow log.mlflow_experiment
+    log.progress log.peak_tflops
     log.sample_tokens format pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.layout
     pipeline.costs profile.pipeline profile.steps profile.ranks
 """

@@ -90,6 +90,7 @@ def test_an_export_replaces_an_earlier_one_with_more_shards(folder):
     save_hf(model, config, folder)
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1  # who may read one may read all
     assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
 
 

@@ -142,7 +142,10 @@ def write_shards(
         for file, names in split.filename_to_tensors.items():
             try:
                 packed = {name: _packed(by_name[name]) for name in names}
+                (draft / file).touch()
+                mode = (draft / file).stat().st_mode  # which safetensors replaces by one for the owner alone
                 save_file(packed, draft / file, metadata={"format": "pt"})
+                (draft / file).chmod(mode)
             except SafetensorError as error:
                 raise ConfigError(f"{folder / file} cannot be written: {error}") from error
             on_bytes(sum(by_name[name].num_bytes for name in names))

@@ -57,10 +57,10 @@ def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator
             f"train.micro_batch_size"
         )
     if dp > 1 and together > 0 and train.global_batch_size % together:
+        kind = "workers (launch.nproc times launch.nodes)" if dp == ranks else "data-parallel ranks"
         yield (
             f"train.global_batch_size={train.global_batch_size} is not a multiple of train.micro_batch_size="
-            f"{train.micro_batch_size} times {dp} {'workers' if dp == ranks else 'data-parallel ranks'}; "
-            f"use a multiple of {together}"
+            f"{train.micro_batch_size} times {dp} {kind}; use a multiple of {together}"
         )
 
 

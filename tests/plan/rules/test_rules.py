@@ -81,7 +81,7 @@ optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_ste
     | those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most optim.warmup_steps=50
 train.seed=9223372036854775808 | train.seed=9223372036854775808 needs more than 64 bits
 train.global_batch_size=10 train.micro_batch_size=4 | use e.g. micro_batch_size=2 or global_batch_size=12
-launch.nproc=8 train.global_batch_size=48 | micro_batch_size=4 times 8 workers; use a multiple of 32
+launch.nproc=8 train.global_batch_size=48 | 8 workers (launch.nproc times launch.nodes); use a multiple of 32
 launch.nproc=8 parallel.tp=2 train.global_batch_size=24 | times 4 data-parallel ranks; use a multiple of 16
 parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6
     | of parallel.tp=1 has 6, cannot be shared so; use parallel.cp_method=ring, or parallel.cp=1 or 2 or 3

@@ -98,7 +98,7 @@ def main() -> None:
             complete=None if starter is None else lambda config: counted(config, starter),
         )
     except SystemExit as end:
-        if end.code and os.environ.get("LOCAL_RANK", "0") != "0":
+        if end.code and starter is not None and os.environ["LOCAL_RANK"] != "0":
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without a word
             time.sleep(_FIRST_WORD_S)
         raise

@@ -52,7 +52,7 @@ from graphmoe.runtime.host.signals import (
 )
 from graphmoe.runtime.launch.failures import RunFailed, write_failure
 from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
-from graphmoe.runtime.launch.nodes import set_meeting_place
+from graphmoe.runtime.launch.nodes import set_meeting_place, started_by
 from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def main() -> None:
     """Run the command line."""
     start_rank()
     try:
+        started_by()
         path = _path(sys.argv[1:])
         config = load_config(path, set_environment_of, None if LAUNCHER_PID in os.environ else sys.argv[2:])
     except BaseException as error:
@@ -147,10 +148,10 @@ def _join(config: RunConfig) -> Ranks:
             store = None if torchruns else own_store(rank, size, COLLECTIVE_TIMEOUT)
         except OSError as error:
             at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            raise RunFailed(
-                f"rank 0 cannot listen at {at}, which was free a moment ago ({error.strerror}); start the "
-                "same command again"
-            ) from error
+            found, instead = "", "name another place, e.g. launch.endpoint=node0:29500"
+            if LAUNCHER_PID in os.environ:
+                found, instead = ", which was free a moment ago", "start the same command again"
+            raise RunFailed(f"rank 0 cannot listen at {at}{found} ({error.strerror}); {instead}") from error
         place = (rank, size) if store else (-1, -1)  # which torch reads from the environment
         dist.init_process_group(
             backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=place[0], world_size=place[1]

@@ -23,8 +23,9 @@ def starting(prog: str) -> None:
     """Say once that a command has begun, before it imports what takes seconds; nothing where that is done.
 
     From then on it says every few seconds that it is at work, until it keeps a log, where nothing else does.
+    Of the ranks that torchrun and others start on a node the first says so.
     """
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     _print(f"{prog}: starting")
     began = time.monotonic()

@@ -146,7 +146,7 @@ def to_change(command: str) -> str:
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
     notes.append("with launch.write_only=true behind it, it is only checked, on any machine")
     text = "; ".join(notes)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:

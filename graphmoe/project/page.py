@@ -55,7 +55,7 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     header += paragraph(f"Recommended{CHOSEN}, {recommendation(document)}:")
     header += paragraph(f"`{recommended['command']}`")
     notes = [to_change(recommended["command"]), *_caveats(document)]
-    header += "".join(map(paragraph, filter(None, notes)))
+    header += "".join(map(paragraph, notes))
     memory = _memory_chart(names, [line["memory_gb"] for line in best], card, "", lying=True)
     rates = [line["tokens_per_s_per_gpu"] for line in best]
     alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"

@@ -168,8 +168,7 @@ def render_search(document: dict[str, Any]) -> Group:
     if recommended:
         command = Text(recommended["command"], no_wrap=True, overflow="ignore")
         shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:"]
-        shown += [note] if (note := to_change(recommended["command"])) else []
-        shown.append(command)
+        shown += [to_change(recommended["command"]), command]
     return Group(*shown)
 
 

@@ -45,8 +45,9 @@ FORMAT = "graphmoe-weights-1"
 META_FILE = "weights.json"
 STEM = "weights"
 OPTIONS = "model"
-Named = Collection[str | None]
 """The folder with the model's keys, as an option of that configuration group."""
+Named = Collection[str | None]
+"""Code outside the package that the reader of a file has named, and that the file may name."""
 
 
 class FolderKind(enum.Enum):

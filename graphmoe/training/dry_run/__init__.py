@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphmoe.config.progress import working
 from graphmoe.config.schema import AttentionBackend, RunConfig
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.costs.activations import stage_activations
@@ -143,10 +144,8 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
     for kind, tensors in _state(step.model, optimizer).items():
         memory.hold(kind, tensors)
-    count, train = 1, micro_batches.train
-    if isinstance(micro_batches, Pipelined):
-        count = step.plan.num_micro_batches
-        micro_batches.pipeline.recorder = WatchedSteps(watch, count)
+    pipeline = micro_batches.pipeline if isinstance(micro_batches, Pipelined) else None
+    count, train = step.plan.num_micro_batches if pipeline else 1, micro_batches.train
 
     def watched(batches: Iterable[Tensor], add: Add) -> None:
         watch.phase = "forward"
@@ -155,7 +154,9 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
 
     micro_batches.train = watched  # type: ignore[method-assign]
     shape = config.train.micro_batch_size, config.data.seq_len + 1
-    with watch:
+    with working("the step") as say, watch:
+        if pipeline:
+            pipeline.recorder = WatchedSteps(watch, count, say)
         step(torch.zeros(shape, dtype=torch.int64) for _ in range(count))
 
 

@@ -4,9 +4,7 @@ Counted are tensors, and what our operations take for themselves. A real allocat
 gaps, and libraries hold memory of their own.
 """
 
-import logging
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,10 +21,6 @@ from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
 from graphmoe.runtime.torch_compat import in_backward, storage_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
-
-log = logging.getLogger(__name__)
-
-_SAY_EVERY_S = 5.0
 
 
 class MemoryLog:
@@ -140,8 +134,9 @@ class WatchedSteps:
     The two of a pair run one after the other; that the second has begun autograd tells.
     """
 
-    def __init__(self, watch: StepWatch, num_micro_batches: int) -> None:
-        self._watch, self._num_micro_batches, self._said_at = watch, num_micro_batches, time.monotonic()
+    def __init__(self, watch: StepWatch, num_micro_batches: int, say: Callable[[str], None]) -> None:
+        """``say`` gets words on how far the step is."""
+        self._watch, self._num_micro_batches, self._say = watch, num_micro_batches, say
 
     def start(self) -> None:
         """Do nothing: there is nothing to forget."""
@@ -150,9 +145,7 @@ class WatchedSteps:
     def span(self, track: Track, step: Step) -> Iterator[None]:
         part = parts(step)[0]
         self._watch.phase = _phase(part.kind)
-        if time.monotonic() - self._said_at > _SAY_EVERY_S:
-            self._said_at = time.monotonic()
-            log.info("micro-batch %d of %d", part.micro_batch + 1, self._num_micro_batches)
+        self._say(f"micro-batch {part.micro_batch + 1} of {self._num_micro_batches}")
         yield
 
 

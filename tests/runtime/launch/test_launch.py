@@ -90,25 +90,29 @@ OF_MPIRUN = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PM
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("common", "names"),
+    ("module", "common", "names"),
     [
-        (OF_SRUN, ("SLURM_PROCID", "SLURM_LOCALID")),
-        (OF_MPIRUN, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")),
+        ("graphmoe.train", OF_SRUN, ("SLURM_PROCID", "SLURM_LOCALID")),
+        ("graphmoe.train", OF_MPIRUN, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")),
+        ("graphmoe.worker", OF_SRUN, ("SLURM_PROCID", "SLURM_LOCALID")),
     ],
-    ids=["srun", "mpirun"],
+    ids=["srun", "mpirun", "worker"],
 )
-def test_tasks_of_srun_and_mpirun_are_the_ranks_of_one_job(tmp_path, undisturbed, common, names):
+def test_tasks_of_srun_and_mpirun_are_the_ranks_of_one_job(tmp_path, undisturbed, module, common, names):
+    folder, of_two = tmp_path / "run", undisturbed.out.parent / "run"
+    words = (*TINY, *TWO, *FAULTY, f"hydra.run.dir={folder}")
+    if module == "graphmoe.worker":
+        folder.mkdir()
+        (folder / "resolved.yaml").write_bytes((of_two / "resolved.yaml").read_bytes())
+        words = (str(folder / "resolved.yaml"), "tests.faults:nothing")
     (tmp_path / "second").mkdir()
-    words = (*TINY, *TWO, *FAULTY, f"hydra.run.dir={tmp_path}/run")
-    places = (tmp_path, tmp_path / "second")
     runs = [
-        Command(place, words, environment={**common, **dict.fromkeys(names, str(rank))})
-        for rank, place in enumerate(places)
+        Command(place, words, module, environment={**common, **dict.fromkeys(names, str(rank))})
+        for rank, place in enumerate((tmp_path, tmp_path / "second"))
     ]
     assert [run.wait() for run in runs] == [0, 0], [run.err.read_text() for run in runs]
-    assert runs[1].out.read_text() == "" and numbers(tmp_path / "run") == numbers(
-        undisturbed.out.parent / "run"
-    )
+    assert runs[1].out.read_text() == "" and "starting" not in runs[1].err.read_text()
+    assert numbers(folder) == numbers(of_two)
 
 
 @pytest.mark.parametrize(

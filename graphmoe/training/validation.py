@@ -40,19 +40,22 @@ class Validation:
         return self.config.val_batches > 0 and self.corpus.val is not None
 
     def _warn_of_few(self) -> None:
-        """Warn of fewer batches than are asked for."""
+        """Warn of fewer batches than were asked for; of the default, which nobody asked for, only say so."""
         config, found = self.config, self.corpus.val.num_samples if self.corpus.val else None
         if found is None or (batches := found // config.micro_batch_size) >= config.val_batches:
             return
         more = "more text of data.val_paths or a larger data.val_fraction makes validation less noisy"
+        level = logging.INFO if config.val_batches == TrainConfig().val_batches else logging.WARNING
         if not batches:
-            log.warning(
+            log.log(
+                level,
                 "validation has %d samples, less than train.micro_batch_size=%d: some count twice; %s, and "
                 "train.val_batches=0 switches it off",
                 found, config.micro_batch_size, more,
             )  # fmt: skip
         else:
-            log.warning(
+            log.log(
+                level,
                 "validation has %d micro-batches, less than train.val_batches=%d; %s, and "
                 "train.val_batches=%d says that it is meant",
                 batches, config.val_batches, more, batches,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, TrainConfig
 from graphmoe.data import Corpus
 from graphmoe.training.start_state import with_epochs
 from graphmoe.training.validation import Validation
@@ -89,7 +89,15 @@ def test_two_lengths_on_a_command_line_are_refused(tmp_path, key):
 )
 def test_a_validation_of_less_than_is_asked_for_is_warned_of(caplog, samples, said):
     val = SimpleNamespace(num_samples=samples)
+    caplog.set_level("INFO")
     Validation(config().train, Corpus(val, val), None, None, None, None)  # type: ignore[arg-type]
-    assert len(caplog.messages) == (said is not None)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (said is not None)
     if said:
         assert re.search(said, caplog.text)
+
+
+def test_a_default_that_validation_falls_short_of_is_no_warning(caplog):
+    caplog.set_level("INFO")
+    few = SimpleNamespace(num_samples=3)
+    Validation(TrainConfig(), Corpus(few, few), None, None, None, None)  # type: ignore[arg-type]
+    assert [record.levelname for record in caplog.records] == ["INFO"]

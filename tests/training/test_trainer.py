@@ -218,6 +218,7 @@ def test_the_debug_options_run(tmp_path, option):
     resolved = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())
     assert resolved["train"]["log_interval"] == 1 and resolved["data"]["source"] == "synthetic"
     assert resolved["precision"]["deterministic"] is (option == "deterministic")
+    assert "the learning rate only rises" not in run.err.read_text()  # nobody has asked for such a warm-up
     assert len([row for row in metrics(tmp_path / "run") if "loss" in row]) == 4
 
 

@@ -275,6 +275,8 @@ class LogConfig:
     """Dense peak of the device in TFLOP/s for MFU; default: a table of known devices."""
     sample_tokens: CountOrZero = 120
     """Tokens of text generated at the end of a run on text; 0 generates none, >= 0."""
+    sample_prompt: str | None = None
+    """Text that they go on with; default: the beginning of the validation text."""
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The report of one run as a page."""
 
 import itertools
+import json
 import math
 import shlex
 from collections import defaultdict
@@ -244,8 +245,10 @@ def _bytes(size: float) -> str:
 
 def _sample(run: RunData) -> str:
     """Text that the model wrote at the end of the run."""
-    written = run.summary.get("sample")
-    return paragraph("Written by the model at the end of the run.") + quoted(written) if written else ""
+    written, prompt = run.summary.get("sample"), run.summary.get("sample_prompt")
+    given = json.dumps(prompt, ensure_ascii=False).replace("`", "'") if prompt else ""
+    said = f"Written by the model at the end of the run{f', from `{given}` on' if given else ''}."
+    return paragraph(said) + quoted(written) if written else ""
 
 
 def _configuration(run: RunData) -> str:

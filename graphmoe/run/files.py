@@ -63,7 +63,7 @@ ExpertLoad = _record(
 Summary = _record(
     "",
     finished=bool | None,
-    **_each(str | None, "stopped_by sample"),
+    **_each(str | None, "stopped_by sample sample_prompt"),
     **_each(Count, "steps skipped_steps dead_experts overfull_experts unbalanced_steps"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),

@@ -118,7 +118,8 @@ def render(summary: dict[str, Any]) -> str:
     """Return the summary as text."""
     lines = []
     if summary["sample"]:
-        lines += ["", "A sample of what the model writes now:", "", summary["sample"], ""]
+        prompt = json.dumps(summary.get("sample_prompt"), ensure_ascii=False)
+        lines += ["", f"A sample of what the model writes now, from {prompt} on:", "", summary["sample"], ""]
     first, last = summary["first_val_loss"], summary["final_val_loss"]
     if not summary["finished"]:
         loss = summary["final_loss"]

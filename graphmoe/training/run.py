@@ -9,10 +9,12 @@ from typing import Any
 
 import psutil
 import torch
+from tokenizers import Tokenizer
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunConfig
 from graphmoe.data import DataError
+from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.pipeline.schedules import schedule_of
@@ -39,14 +41,15 @@ from graphmoe.runtime.host.signals import LAUNCHED_AT, StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.sample import generate, model_of_one_rank
+from graphmoe.training.sample import generate, model_of_one_rank, prompt_of
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.start_state import check_memory, check_start
 from graphmoe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-PROMPT = "def read_file(path):\n"
+ROUND_IDS, MANY_IDS = 128, 1.05
+"""Multiple to which a vocabulary is often rounded up, and its size over that from which on a run warns."""
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
@@ -91,6 +94,7 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
         if ranks.is_first:
             facts = {**describe(trainer.device), "num_workers": ranks.size}
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
+            warn_of_unused_ids(config, trainer.corpus.tokenizer)
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
@@ -148,24 +152,48 @@ def _summarise(
         "device_memory_gib": taken,
         "time_to_first_step_s": started,
     }
-    summary["sample"] = sample_of(trainer) if finished else None
+    summary["sample_prompt"], summary["sample"] = sample_of(trainer) if finished else (None, None)
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")
     return summary
 
 
-def sample_of(trainer: Trainer) -> str | None:
-    """Return text that the trained model writes, where the corpus has a tokenizer."""
+def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
+    """Return a prompt, and the text that the model makes of it; without a tokenizer none."""
     count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
+    prompt, none = trainer.config.log.sample_prompt, (None, None)
     if count and not trainer.optimizer.model_is_whole:
         log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
-        return None
-    if not count or tokenizer is None or not tokenizer.encode(PROMPT, add_special_tokens=False).ids:
-        return None
+        return none
+    if not count or tokenizer is None:
+        return none
     model = model_of_one_rank(trainer.model, trainer.config.moe)
     if model is None:
         log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
-        return None
-    return "".join(generate(model, tokenizer, PROMPT, count, temperature=0.8, seed=0))
+        return none
+    try:
+        prompt = prompt_of(trainer.corpus, tokenizer) if prompt is None else prompt
+        return prompt, "".join(generate(model, tokenizer, prompt, count, temperature=0.8, seed=0))
+    except (ConfigError, DataError) as error:
+        log.info("no sample of text (log.sample_prompt): %s", error)
+        return none
+
+
+def warn_of_unused_ids(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Warn of a vocabulary with many rows that no id has; that of given weights is as it is."""
+    model, there = config.model, num_ids(tokenizer) if tokenizer else 0
+    enough = -(-there // ROUND_IDS) * ROUND_IDS
+    given = config.checkpoint.init_from or config.checkpoint.resume_from
+    if tokenizer is None or given or model.vocab_size <= MANY_IDS * enough:
+        return
+    data = config.data
+    key = (
+        f"data.tokenizer={data.tokenizer}" if data.tokenizer else f"data.bpe_vocab_size={data.bpe_vocab_size}"
+    )
+    log.warning(
+        "model.vocab_size=%d, and the tokenizer (%s) has %d ids: %d rows of the embedding and the head stand "
+        "for no token; model.vocab_size=%d is enough",
+        model.vocab_size, key, there, model.vocab_size - there, enough,
+    )  # fmt: skip
 
 
 def _write(path: Path, text: str, moment: str) -> None:

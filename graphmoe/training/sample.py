@@ -1,5 +1,6 @@
 """Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -7,8 +8,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from graphmoe.config.schema import ConfigError, MoEConfig
+from graphmoe.data import Corpus
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
+
+PROMPT_TOKENS = 16
 
 
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
@@ -43,6 +47,22 @@ def generate(
             yield text[len(shown) :]
             shown = text
     yield text[len(shown) :]
+
+
+def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """Return the first tokens of a document for validation, without any for training; '' of no text.
+
+    A stream tells no documents apart: its first sample stands for one. *Raises* DataError where it ended.
+    """
+    samples = corpus.val or corpus.train
+    documents = getattr(samples, "documents", None)
+    first = (
+        [samples.reader().read(0, 1)[0][:PROMPT_TOKENS]]
+        if documents is None
+        else (documents.tokens(number, 0, PROMPT_TOKENS) for number in range(documents.num_documents))
+    )
+    texts = (tokenizer.decode(ids.tolist()).rstrip("\ufffd") for ids in itertools.islice(first, 100))
+    return next((text for text in texts if text.strip()), "")
 
 
 @torch.no_grad()

@@ -1,8 +1,12 @@
 """The training loop: batches, validation, and what the command line leaves behind."""
 
+import html
 import json
 import re
 import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,12 +16,14 @@ import yaml
 from graphmoe.bench.jobs import compose_config
 from graphmoe.config.masking import to_plain
 from graphmoe.data import first_batches
+from graphmoe.data.tokenizer import load_tokenizer
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.unused import without_effect
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.run import _summarise, sample_of, warn_of_unused
+from graphmoe.training.run import _summarise, sample_of, warn_of_unused, warn_of_unused_ids
+from graphmoe.training.sample import PROMPT_TOKENS, prompt_of
 from tests.damage import no_file_beyond
 from tests.runs import (
     PRESETS,
@@ -189,7 +195,15 @@ def test_a_run_on_text_ends_with_a_sample_and_its_tokenizer(tmp_path, text_words
     run = command(tmp_path, *TINY, *text_words, *words)
     assert run.wait() == 0, run.err.read_text()
     shown = run.out.read_text()
-    assert "A sample of what the model writes now:\n\ndef read_file(path):\n" in shown
+    prompt = summary(tmp_path / "run")["sample_prompt"]
+    text = (Path(text_words[1].removeprefix("data.paths=[").removesuffix("]"))).read_text()
+    assert len(prompt) > 8 and prompt in text
+    given = json.dumps(prompt)
+    assert f"A sample of what the model writes now, from {given} on:\n\n{prompt}" in shown
+    assert (
+        f"at the end of the run, from <code>{html.escape(given)}</code> on"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
     assert "validation loss" in shown and shown.endswith("results: run\nreport: run/report.html\n")
     assert (tmp_path / "run" / "tokenizer.json").is_file()
 
@@ -201,10 +215,52 @@ def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would
     with caplog.at_level("INFO"):
         for layout in (Layout(tp=2), Layout(dp=2, ep=2)):
             trainer.model.layout = layout
-            assert sample_of(trainer) is None
+            assert sample_of(trainer) == (None, None)
     assert caplog.text.count("no sample of text: ranks share the weights") == 2
     trainer.model.layout = Layout(dp=2)
-    assert sample_of(trainer) is not None
+    assert all(sample_of(trainer))
+
+
+def test_a_sample_goes_on_with_the_beginning_of_a_validation_document_or_with_what_is_asked_for(
+    tmp_path, text_words
+):
+    trainer = trainer_in(tmp_path, *text_words, "log.sample_tokens=5")
+    corpus, tokenizer = trainer.corpus, trainer.corpus.tokenizer
+    assert corpus.val is not None and tokenizer is not None
+    first = tokenizer.decode(corpus.val.documents.tokens(0, 0, PROMPT_TOKENS).tolist())
+    assert prompt_of(corpus, tokenizer) == first == sample_of(trainer)[0]
+    assert prompt_of(replace(corpus, val=None), tokenizer) != first  # of the text for training
+    stream = SimpleNamespace(
+        reader=lambda: SimpleNamespace(read=lambda start, count: corpus.val.sample(0)[None])
+    )
+    streamed = prompt_of(replace(corpus, val=stream), tokenizer)
+    assert streamed == tokenizer.decode(corpus.val.sample(0)[:PROMPT_TOKENS].tolist())
+    trainer.config.log.sample_prompt = "the cat"
+    prompt, text = sample_of(trainer)
+    assert prompt == "the cat" and text is not None and text.startswith("the cat")
+    trainer.config.log.sample_prompt = ""
+    assert sample_of(trainer) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), False),
+        (("model.vocab_size=384",), False),  # 320 ids, rounded up
+        (("model.vocab_size=512",), True),
+        (("model.vocab_size=512", "checkpoint.init_from=w"), False),  # it is that of the weights
+    ],
+)
+def test_a_vocabulary_with_many_rows_that_stand_for_no_token_is_warned_of(text_words, words, said, caplog):
+    run = config(*text_words, *words)
+    assert run.data.tokenizer
+    warn_of_unused_ids(run, load_tokenizer(run.data.tokenizer))
+    assert len(caplog.messages) == said
+    if said:
+        assert "model.vocab_size=512, and the tokenizer (data.tokenizer=" in caplog.text
+        assert "192 rows" in caplog.text and "model.vocab_size=384 is enough" in caplog.text
+    warn_of_unused_ids(run, None)
+    assert len(caplog.messages) == said
 
 
 @pytest.mark.parametrize("option", ["quick", "deterministic"])

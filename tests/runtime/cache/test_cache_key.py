@@ -38,8 +38,8 @@ NO_FACTS = """
     launch.write_only launch.hang_timeout_s launch.fake_world launch.fake_rank launch.fake_memory_gb
     sweep.resume log.tensorboard log.report log.wandb log.wandb_project log.mlflow log.mlflow_experiment
     log.progress log.peak_tflops
-    log.sample_tokens format pipeline.schedule pipeline.virtual_stages pipeline.microbatches pipeline.layout
-    pipeline.costs profile.pipeline profile.steps profile.ranks
+    log.sample_tokens log.sample_prompt format pipeline.schedule pipeline.virtual_stages pipeline.microbatches
+    pipeline.layout pipeline.costs profile.pipeline profile.steps profile.ranks
 """
 """Keys that are none. A key that is not here must be a fact."""
 

@@ -63,7 +63,7 @@ COMPILED_MODEL = (
 """The model of tests that compile: what one of them compiled the others find in torch's cache. More or
 fewer micro-batches are asked for by the global batch, since the size of each is part of every graph."""
 COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
-TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "epoch"}
+TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "start_s", "epoch"}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -7,6 +7,7 @@ from typing import Any
 
 from graphmoe.report.curves import curve, curves_chart, level, over
 from graphmoe.report.run_data import RunData
+from graphmoe.run.metrics_file import timed
 from graphmoe.web_page import COLOURS, Chart, Frames, paragraph
 
 MAX_FRAMES, MAX_CELLS = 40, 200_000
@@ -41,8 +42,13 @@ def training_charts(run: RunData) -> list[Chart]:
 
 
 def speed_charts(run: RunData) -> list[Chart]:
-    """Throughput, and MFU or what there is of it without a known peak. The first step compiles."""
-    later, note = run.steps[1:] or run.steps, "Without the first step." if len(run.steps) > 1 else ""
+    """Throughput, and MFU or what there is of it without a known peak. A start's first step compiles."""
+    later = timed(run.steps)
+    note = (
+        ""
+        if len(later) == len(run.steps)
+        else f"Without the first step{' of each start' * (len(run.starts) > 1)}."
+    )
     rate = curve("tokens/s", later, over("tokens_per_s", run.num_ranks))
     mfu = curve("MFU", later, over("mfu", 0.01))
     charts = curves_chart(f"Throughput of each {run.device_word}", "tokens/s", [rate], note=note)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.report.causes import threads_of
 from graphmoe.report.charts import (
     bars,
     bars_layout,
@@ -81,19 +82,23 @@ def _header(run: RunData) -> str:
     validation, peak = summary.get("final_val_loss"), summary.get("peak_memory_gib")
     rate, mfu, tflops = run.tokens_per_s_per_rank(), run.median("mfu"), run.median("tflops")
     ranks, speed = f"{run.num_ranks} x " * (run.num_ranks > 1), f"{_number(tflops, '.4g')} TFLOP/s, median"
+    after = (
+        f"after the command, last of {len(run.starts)} starts" if len(run.starts) > 1 else "after the command"
+    )
+    where = [environment.get("host"), threads_of(run) if run.of("run.device") == "cpu" else ""]
     entries = [
         (
             "model",
             run.of("model.name") or "?",
             ", ".join(filter(None, [run.of("precision.compute"), run.state])),
         ),
-        ("device", f"{ranks}{environment.get('device', '?')}", str(environment.get("host", ""))),
+        ("device", f"{ranks}{environment.get('device', '?')}", ", ".join(filter(None, where))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),
         (f"tokens/s/{run.device_word}", _number(rate, ",.0f"), "median without the first step"),
         ("MFU", _number(mfu, ".1%"), "peak of the device is not known" if mfu is None else speed),
         ("final loss", _number(summary.get("final_loss"), ".4f"), f"validation {_number(validation, '.4f')}"),
         ("peak memory", f"{_number(peak, ',.2f')} GiB", "largest of all ranks"),
-        ("first step", f"{_number(summary.get('time_to_first_step_s'), ',.1f')} s", "after the command"),
+        ("first step", f"{_number(summary.get('time_to_first_step_s'), ',.1f')} s", after),
     ]
     command = environment.get("command")
     said = paragraph(f"`{shlex.join(command)}`") if isinstance(command, list) else ""

@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from graphmoe.report.causes import MANY, causes, likely, more, shares
 from graphmoe.report.curves import Curve, curve
 from graphmoe.report.run_data import RunData
 from graphmoe.run.expert_loads import WINDOW, watch_rows
@@ -13,8 +14,6 @@ from graphmoe.web_page import cards
 
 Answer = tuple[str, list[str]]
 """Answer in short, and sentences with the numbers that it is from."""
-MANY = 0.1
-"""Share of a step from which on a loss of time is named."""
 _SEGMENTS = {
     "embed": "the embedding",
     "attn": "attention",
@@ -139,16 +138,21 @@ def speed(run: RunData) -> Answer:
 
 
 def times(run: RunData, trace: Summary | str) -> Answer:
-    """Segments with the most time, what of a step is lost, and what to try."""
-    said, answer = [*([trace] if isinstance(trace, str) else _of_step(trace))], "Not recorded"
-    if isinstance(trace, Summary) and trace.segments:
+    """Segments with the most time, without a trace the most likely cause; what is lost, and what to try."""
+    if not run.steps:
+        return "Not known yet", ["No step of training is recorded."]
+    if isinstance(trace, str):
+        most = likely(run)
+        first = [most.said, *shares(run)]
+        rest = [each for each in findings(run, trace) if each not in first]
+        return f"Most likely: {most.short}", [*first, *rest, more(run) if trace == NO_TRACE else trace]
+    said, answer = [*_of_step(trace)], "Not recorded"
+    if trace.segments:
         name, ms = _largest(trace)[0]
         answer = f"Most in {_words(name)}: {ms / trace.step_ms:.0%} of a step"
         if (trace.idle or 0.0) > max(0.25, ms / trace.step_ms):
             answer = f"The GPU does nothing for {trace.idle:.0%} of a step"
-    said += [*_of_run(run)]
-    found = [*findings(run, trace)]
-    return answer, said + (found or ["Nothing stands out."] * isinstance(trace, Summary))
+    return answer, [*said, *shares(run), *([*findings(run, trace)] or ["Nothing stands out."])]
 
 
 def _largest(trace: Summary) -> list[tuple[str, float]]:
@@ -172,25 +176,11 @@ def _of_step(trace: Summary) -> Iterator[str]:
     yield f"Of a traced step of {trace.step_ms:,.4g} ms{whose}: {shares}."
 
 
-def _of_run(run: RunData) -> Iterator[str]:
-    steps = [row["step_s"] for row in run.steps if row.get("step_s")]
-    start = run.summary.get("time_to_first_step_s")
-    if start and len(steps) > 1:
-        others = f"{len(steps) - 1:,} more took {_duration(sum(steps[1:]))}"
-        yield f"The run had its first step after {_duration(start)}; {others}."
-
-
 def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
     """Losses of time that the run's numbers show, each with what to try."""
     if isinstance(trace, Summary):
         yield from _lost(run, trace)
-    last = run.steps[-max(1, len(run.steps) // 4) :]
-    loads = [row["rank_load"] for row in last if row.get("rank_load")]
-    if loads and (load := statistics.fmean(loads)) > 1 + MANY:
-        yield (
-            f"The rank with the most tokens has {load:.2f} times the mean, and the others wait for it: see "
-            f"the load of experts, and `model.aux_loss_coef`."
-        )
+    yield from (each.said for each in causes(run))
     if run.of("compile.enabled") is False:
         yield "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
     if recomputed := [key for key in ("all", "segments", "ops") if run.of(f"recompute.{key}")]:
@@ -202,7 +192,6 @@ def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
             )
     elif (room := _free_memory(run)) is not None and room > 0.5 and _accumulates(run):
         yield f"{room:.0%} of the memory is free: a larger `train.micro_batch_size` makes larger kernels."
-    yield from _uneven(run)
 
 
 def _lost(run: RunData, trace: Summary) -> Iterator[str]:
@@ -227,18 +216,6 @@ def _lost(run: RunData, trace: Summary) -> Iterator[str]:
         )
 
 
-def _uneven(run: RunData) -> Iterator[str]:
-    steps = sorted(row["step_s"] for row in run.steps[1:] if row.get("step_s"))
-    if len(steps) < 20:
-        return
-    median, late = statistics.median(steps), steps[int(0.95 * len(steps))]
-    if late > 1.5 * median:
-        yield (
-            f"One step in twenty takes over {late:.3g} s, the median {median:.3g} s: another process on the "
-            f"machine, or data that come late (`data.prefetch`)."
-        )
-
-
 def _free_memory(run: RunData) -> float | None:
     """Share of a GPU's memory that the run never held."""
     peak, card = run.summary.get("peak_memory_gib"), run.summary.get("device_memory_gib")
@@ -250,9 +227,3 @@ def _accumulates(run: RunData) -> bool:
         run.of(f"train.{key}") for key in ("global_batch_size", "micro_batch_size")
     ]
     return None not in sizes and (sizes[0] or 0) > (sizes[1] or 0) * run.num_ranks
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:,.1f} s"
-    return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

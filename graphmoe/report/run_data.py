@@ -90,6 +90,14 @@ class RunData:
         shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
         return ", ".join(shown) or "one rank"
 
+    @property
+    def starts(self) -> list[float | None]:
+        """Seconds to the first step of each start that steps are of, None where they are not known."""
+        known = [row["start_s"] for row in self.steps if row.get("start_s") is not None]
+        if self.steps and self.steps[0].get("start_s") is None:  # written before starts were counted
+            return [None if known else self.summary.get("time_to_first_step_s"), *known]
+        return known
+
     def median(self, name: str) -> float | None:
         """The median of a rate over the steps but the first."""
         return self.summary.get(f"median_{name}")
@@ -149,8 +157,11 @@ def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, An
         return of_metrics | summary
     peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]
     peak = max((each for each in peaks if each is not None), default=None)
-    kept = {key: value for key, value in summary.items() if key not in ("finished", "stopped_by")}
+    kept = {key: value for key, value in summary.items() if key not in _OF_ITS_END}
     return {**kept, **of_metrics, "peak_memory_gib": peak}
+
+
+_OF_ITS_END = ("finished", "stopped_by", "run_s", "data_s", "validation_s", "checkpoint_s")
 
 
 def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:

@@ -48,13 +48,16 @@ def _each(kind: Any, names: str) -> dict[str, Any]:
 
 MetricsRow = _record(
     "step",
-    **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib step_s epoch mtp_loss"),
-    **_each(Number, "balance_loss z_loss router_entropy rank_load receive_load"),
+    **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib step_s start_s epoch"),
+    **_each(Number, "mtp_loss balance_loss z_loss router_entropy rank_load receive_load"),
     **_each(Count, "step tokens skipped_total"),
     load_max_over_mean=list[float] | None,
     skipped=bool,
 )
-"""Line of metrics.jsonl: a step of training, which has ``loss``, or a validation."""
+"""Line of metrics.jsonl: a step of training, which has ``loss``, or a validation.
+
+The first step of each start has ``start_s``, the seconds from the command to its end.
+"""
 _Loads = Annotated[list[float], Meta(min_length=1)]
 ExpertLoad = _record(
     "step steps load", step=Count, steps=Count, load=Annotated[list[_Loads], Meta(min_length=1)]
@@ -67,15 +70,15 @@ Summary = _record(
     **_each(Count, "steps skipped_steps dead_experts overfull_experts unbalanced_steps"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
-    time_to_first_step_s=Number,
+    **_each(Number, "time_to_first_step_s run_s data_s validation_s checkpoint_s"),
 )
 """Content of summary.json."""
 Environment = _record(
     "",
     command=list[str] | None,
     packages=dict[str, str | None] | None,
-    num_workers=Size | None,
-    **_each(str | None, "device host"),
+    **_each(Size | None, "num_workers workers_of_node threads usable_cores"),
+    **_each(str | None, "device host OMP_NUM_THREADS"),
 )
 """Fields of env.json that are more than a line in a table."""
 _Section = _record(

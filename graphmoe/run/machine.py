@@ -16,6 +16,8 @@ import torch
 from graphmoe.config.masking import masked_overrides
 from graphmoe.config.packages import VENDORS, version_of
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
+from graphmoe.runtime.host.signals import LAUNCHED_AT
+from graphmoe.runtime.host.tuning import cores_here
 
 PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
@@ -51,7 +53,7 @@ def check_processes(host: HostConfig, nproc: int) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, device, source commit and command line of this process."""
+    """Versions, device, cores that it may use, source commit and command line of this process."""
     return {
         "python": platform.python_version(),
         "packages": {package: version_of(package) for package in PACKAGES},
@@ -62,6 +64,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "host": platform.node(),
         "platform": platform.platform(),
         "cpu_cores": psutil.cpu_count(logical=False),
+        "usable_cores": cores_here(),
+        "threads": torch.get_num_threads(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "git_commit": git_commit(),
         "command": masked_overrides(sys.orig_argv),
     }
@@ -105,6 +110,12 @@ def free_bytes(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def seconds_since_process_start() -> float:
-    """Wall time since this process was started, imports included."""
-    return time.time() - psutil.Process().create_time()
+def seconds_since_command() -> float:
+    """Wall time since the command, or the job of a sweep, was started, imports included.
+
+    Of a worker that was started once more, since its own process was.
+    """
+    launched = (
+        os.environ.get(LAUNCHED_AT) if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
+    )
+    return time.time() - (float(launched) if launched else psutil.Process().create_time())

@@ -48,6 +48,12 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "loss" in row]
 
 
+def timed(steps: Sequence[Row]) -> list[Row]:
+    """Return the steps but the first of each start, which compile; all where there are no others."""
+    later = [row for place, row in enumerate(steps) if place and row.get("start_s") is None]
+    return later or [*steps]
+
+
 def validations_of(rows: Sequence[Row]) -> list[Row]:
     """Return the rows of validations."""
     return [row for row in rows if "val_loss" in row]
@@ -87,12 +93,11 @@ def json_object(text: str) -> Row | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return final losses and medians of a run; the first step is left out of the medians.
+    """Return final losses and medians of a run; the first step of each start is left out of the medians.
 
     The final validation loss is that of the last step, and None where an earlier one was validated last.
     """
     steps, validations = steps_of(rows), validations_of(rows)
-    timed = steps[1:] or steps
     last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
     summary: dict[str, Any] = {
         "final_loss": steps[-1]["loss"] if steps else None,
@@ -103,7 +108,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "skipped_steps": steps[-1].get("skipped_total", 0) if steps else 0,
     }
     for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
-        values = [row[name] for row in timed if row.get(name) is not None]
+        values = [row[name] for row in timed(steps) if row.get(name) is not None]
         summary[f"median_{name}"] = statistics.median(values) if values else None
     return summary
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphmoe.config.schema import DeviceChoice
@@ -13,6 +14,7 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.plan import Plan
 from graphmoe.run.expert_loads import ASCII, BLOCKS, LoadWatch, load_bar
 from graphmoe.runtime.host.logs import console
+from graphmoe.runtime.host.tuning import cores_here
 from graphmoe.training.step_rows import StepRow
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,9 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     ranks = layout.size("world")
     axes = " ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
     one, many = ("GPU", "GPUs") if config.run.device is DeviceChoice.cuda else ("process", "processes")
+    threads, cores = torch.get_num_threads(), cores_here()
+    used = f"{threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)} on {cores} core{'s' * (cores > 1)}"
+    cpu = "" if config.run.device is DeviceChoice.cuda else f", {used}"
     of_step = config.train.global_batch_size * (config.data.seq_len or 1)
     steps, there = config.train.steps, corpus.counts.get("train_tokens")
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
@@ -60,7 +65,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     scope = config.graph.scope
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
-        "layout": f"{ranks} {many if ranks > 1 else one} ({device}){f': {axes}' if axes else ''}",
+        "layout": f"{ranks} {many if ranks > 1 else one} ({device}{cpu}){f': {axes}' if axes else ''}",
         "precision": config.precision.compute.value,
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         "dispatcher": travel,
@@ -142,8 +147,8 @@ def duration(seconds: float) -> str:
 
 
 def _timed(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the rows but that of the first step, which compiles, if there are others."""
-    return rows[1:] if rows[0]["step"] == 1 and len(rows) > 1 else rows
+    """Return the rows but that of a start's first step, which compiles, if there are others."""
+    return rows[1:] if rows[0].get("start_s") is not None and len(rows) > 1 else rows
 
 
 def _takes(encoding: str, text: str) -> bool:

@@ -1,16 +1,25 @@
 """Rows of metrics: metrics.jsonl, expert_load.jsonl, and what goes to trackers."""
 
+from __future__ import annotations
+
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.sizes import flops_per_token
+from graphmoe.plan.costs.hardware import peak_tflops
+from graphmoe.plan.plan import Plan
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
+from graphmoe.run.machine import device_name
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.runtime.host.files import LineFile
 from graphmoe.training.step_rows import StepRow
@@ -25,6 +34,18 @@ class Throughput(NamedTuple):
     peak: float | None
     """Dense bf16 TFLOP/s of a device; None where it is not known."""
     num_devices: int = 1
+
+    @classmethod
+    def of_run(cls, plan: Plan, device: torch.device) -> Throughput:
+        """Return the rates of the steps of a run."""
+        config, seq_len = plan.config, plan.config.data.seq_len
+        assert seq_len is not None
+        return cls(
+            config.train.global_batch_size * seq_len,
+            flops_per_token(config.model, seq_len),
+            config.log.peak_tflops or peak_tflops(device_name(device)),
+            plan.layout.size("world"),
+        )
 
     def describe(self) -> str:
         """Return the formula for the log."""
@@ -41,6 +62,33 @@ class Throughput(NamedTuple):
         tflops = tokens_per_s * self.flops_per_token / 1e12 / self.num_devices
         mfu = tflops / self.peak if self.peak else None
         return {"tokens_per_s": tokens_per_s, "tflops": tflops, "mfu": mfu}
+
+
+class HostTimes:
+    """Seconds of the host after the first step that are beside its work on steps, or wait in them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here on, where the first step has ended."""
+        self.seconds = {"data_s": 0.0, "validation_s": 0.0, "checkpoint_s": 0.0}
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Add the time of the block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+    def waited(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield the batches, and count the time that each is waited for."""
+        while True:
+            with self.of("data_s"):
+                batch = next(batches)
+            yield batch
 
 
 class MetricsWriter:
@@ -105,18 +153,23 @@ MAX_LINES = 200
 
 
 class ExpertLoads:
-    """Writer of expert loads: means over neighbouring steps, of rows that the host has read anyway."""
+    """Writer of expert loads: means over neighbouring steps, of rows that the host has read anyway.
+
+    Lines end where a multiple of so many steps is reached, whatever step a run goes on from.
+    """
 
     def __init__(self, folder: Path, done: int, total_steps: int) -> None:
         """Go on after step ``done`` of a run of ``total_steps``; what is there of later ones is dropped."""
         self._file = LineFile(folder / EXPERT_LOADS_FILE)
         cut_metrics(folder / EXPERT_LOADS_FILE, done)
-        self._last, self._every = total_steps, -(-total_steps // MAX_LINES)
+        self._total, self._every = total_steps, -(-total_steps // MAX_LINES)
         self._sum_LE: Tensor | None = None
         self._steps = 0
+        self._written = self._read = done
+        """Last step of the lines, and of the rows."""
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Take the rows of the next steps; a line is due when it stands for enough of them, or for the last.
+        """Take the rows of the next steps; a line is due when they reach the next multiple, or the last step.
 
         It has ``step``, the last of its ``steps`` steps, and ``load``: for each MoE layer the slots of each
         expert over the layer's mean.
@@ -125,12 +178,18 @@ class ExpertLoads:
             if not row.load_LE.numel():
                 return
             self._sum_LE = row.load_LE if self._sum_LE is None else self._sum_LE + row.load_LE
-            self._steps += 1
-        if self._sum_LE is None or (self._steps < self._every and rows[-1].step < self._last):
-            return
-        load = [[round(x, 3) for x in layer] for layer in (self._sum_LE / self._steps).tolist()]
-        self._file.append([json.dumps({"step": rows[-1].step, "steps": self._steps, "load": load})])
-        self._sum_LE, self._steps = None, 0
+            self._steps, self._read = self._steps + 1, row.step
+        if self._read // self._every > self._written // self._every or self._read >= self._total:
+            self._write_line()
 
     def close(self) -> None:
+        """Write what no line stands for yet: the run may go on from here."""
+        self._write_line()
         self._file.close()
+
+    def _write_line(self) -> None:
+        if self._sum_LE is None:
+            return
+        load = [[round(x, 3) for x in layer] for layer in (self._sum_LE / self._steps).tolist()]
+        self._file.append([json.dumps({"step": self._read, "steps": self._steps, "load": load})])
+        self._sum_LE, self._steps, self._written = None, 0, self._read

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tokenizers import Tokenizer
 
@@ -30,14 +29,14 @@ from graphmoe.run.files import (
     ExpertLoad,
     to_json,
 )
-from graphmoe.run.machine import check_processes, describe, open_device
+from graphmoe.run.machine import check_processes, describe, open_device, seconds_since_command
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.files import replace_text
 from graphmoe.runtime.host.logs import Progress, console
-from graphmoe.runtime.host.signals import LAUNCHED_AT, StopSignal
+from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
@@ -92,7 +91,9 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = Trainer(plan, folder, progress, ranks)
         if ranks.is_first:
-            facts = {**describe(trainer.device), "num_workers": ranks.size}
+            facts = {
+                **describe(trainer.device), "num_workers": ranks.size, "workers_of_node": ranks.local_size
+            }  # fmt: skip
             _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
             warn_of_unused_ids(config, trainer.corpus.tokenizer)
             if trainer.corpus.tokenizer is not None:
@@ -137,9 +138,6 @@ def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
     """Write summary.json; ``memory`` is that of each rank's trainer."""
-    started, launched = trainer.first_step_s, os.environ.get(LAUNCHED_AT)
-    if started is not None and launched:  # from the command, or the job of a sweep, to this process
-        started += psutil.Process().create_time() - float(launched)
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     summary = {
         "finished": finished,
@@ -150,7 +148,9 @@ def _summarise(
         **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.config.model.top_k),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
-        "time_to_first_step_s": started,
+        "time_to_first_step_s": trainer.first_step_s,
+        "run_s": seconds_since_command(),
+        **trainer.host_times.seconds,
     }
     summary["sample_prompt"], summary["sample"] = sample_of(trainer) if finished else (None, None)
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")

@@ -5,6 +5,7 @@ The host never waits for the device inside a step; it reads the metrics of the l
 steps, a step later where steps are captured, and only then learns of skipped steps.
 """
 
+import itertools
 import logging
 import signal
 from contextlib import ExitStack
@@ -18,12 +19,10 @@ from torch import Tensor
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
-from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.collectives import use_groups
-from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE, display_path
-from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_process_start, taken_gib
+from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_command, taken_gib
 from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
@@ -38,7 +37,7 @@ from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
 from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import StepLog, start_block
-from graphmoe.training.metrics import MetricsWriter, Throughput, to_json
+from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
 from graphmoe.training.micro_batches import Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.retry import RetryingSteps, receive_ladder
@@ -85,11 +84,14 @@ class Trainer:
         self.stopped_by: str | None = None
         """Name of the signal that ended the run early, if one did."""
         self.first_step_s: float | None = None
+        """Seconds from the command to the end of this start's first step."""
+        self.host_times = HostTimes()
         self.memory = 0.0, 0.0
         """Peak of this rank, and what was taken of its device after the last step, in GiB."""
         self._pending: tuple[int, float] | None = None
         """Last step whose metrics are due to be written, and the epoch after it."""
         self._restore()
+        self._first = self.step + 1
         self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.experts)
         self.capture, self.experts = self.execution.capture, self.execution.experts
         log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
@@ -102,12 +104,7 @@ class Trainer:
             device,
             planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
         )
-        self.throughput = Throughput(
-            train.global_batch_size * data.seq_len,
-            flops_per_token(config.model, data.seq_len),
-            config.log.peak_tflops or peak_tflops(device_name(device)),
-            ranks.size,
-        )
+        self.throughput = Throughput.of_run(plan, device)
         self.stop_flag = StopFlag(ranks)
         first_steps = self.capture.warmup_steps + 1 if self.capture else 1
         self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
@@ -207,7 +204,7 @@ class Trainer:
         """Run one optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
         self.heartbeat.step(self.step + 1)
-        batches = (next(self.loader) for _ in range(self.plan.num_micro_batches))
+        batches = itertools.islice(self.host_times.waited(self.loader), self.plan.num_micro_batches)
         with ExitStack() as recorded:
             for recorder in (self.pipeline_profile, self.trace):
                 if recorder is not None:
@@ -216,7 +213,8 @@ class Trainer:
         self.step += 1
         if self.first_step_s is None:
             torch.get_device_module(self.device).synchronize()
-            self.first_step_s = seconds_since_process_start()
+            self.first_step_s = seconds_since_command()
+            self.host_times.restart()
             with self.rows.clock.paused():
                 if self.ranks.is_first:
                     self.execution.report()
@@ -227,7 +225,7 @@ class Trainer:
         validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
         saves = last or _due(self.step, checkpoint.interval)
         waits = validates or saves or self.capture is None
-        if validates or saves or len(self.rows) == train.log_interval:
+        if validates or saves or _due(self.step, train.log_interval):
             self._pending = self.step, self.loader.place.epochs
             if waits:
                 self.steps.settle()
@@ -271,6 +269,8 @@ class Trainer:
         read = self.rows.read(step)
         self.heartbeat.has_read()
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
+        if rows[0]["step"] == self._first:
+            rows[0]["start_s"] = self.first_step_s
         if self.metrics:
             self.metrics.write(rows, read)
         self.step_log.write(rows, read)
@@ -280,8 +280,9 @@ class Trainer:
         """Write the validation loss, as a row of its own."""
         if not self.validation.wanted:
             return
-        self.optimizer.gather()
-        mean, count = self.validation()
+        with self.host_times.of("validation_s"):
+            self.optimizer.gather()
+            mean, count = self.validation()
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
         steps = self.config.train.steps
@@ -300,7 +301,8 @@ class Trainer:
 
     def _save(self, *, wait: bool = False) -> None:
         self.heartbeat.slow(f"the checkpoint of step {self.step}")
-        self.saves.save(self.step, self._state(), wait=wait)
+        with self.host_times.of("checkpoint_s"):
+            self.saves.save(self.step, self._state(), wait=wait)
 
     def _restore(self) -> None:
         """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from."""

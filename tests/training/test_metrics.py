@@ -49,6 +49,7 @@ def row_of(step: int = 7, **values: float) -> dict:
 
 def test_a_line_of_steps_has_the_values_of_the_last_and_the_rate_of_all_but_the_one_that_compiles():
     rows = [row_of(step) | {"step_s": seconds} for step, seconds in ((1, 99.0), (2, 0.75), (3, 0.5))]
+    rows[0]["start_s"] = 100.0
     assert step_line(rows, 1000, 4000.0) == (
         "step    3/1000  loss 2.5000  1,600 tokens/s  MFU 3.2%  3 GiB  2 skipped  ETA 1h 06m"
     )  # no room for mtp and grad
@@ -123,6 +124,8 @@ def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_pat
     assert found["final_loss"] == 6.0 and found["median_step_s"] == 3 and found["median_mfu"] == 0.04
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, 2.0, 1.0]
     assert found["skipped_steps"] == 2
+    slow = summarise([rows[0], {**rows[1], "step_s": 50.0, "start_s": 60.0}, *rows[2:]])
+    assert slow["median_step_s"] == 3.5  # without that of a second start
     path.write_text("".join(json.dumps(row) + "\n" for row in [*validations[:2], *rows]))
     found = summarise(read_rows(path))  # it was interrupted
     assert [found[f"{name}_val_loss"] for name in ("first", "final", "best")] == [4.0, None, 1.0]
@@ -198,7 +201,7 @@ def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():
     assert device_row(scalars, counts_LE[:0], 2)[place].item() == 1.0  # no MoE layer
 
 
-def test_loads_of_experts_are_means_of_as_many_steps_as_keep_the_file_short(tmp_path):
+def test_loads_of_experts_are_means_up_to_multiples_of_as_many_steps_as_keep_the_file_short(tmp_path):
     def rows(*steps: int) -> list[StepRow]:
         return [StepRow(n, 1.0, {}, torch.tensor([[float(n), 2.0], [1.0, 0.0004]])) for n in steps]
 
@@ -207,10 +210,14 @@ def test_loads_of_experts_are_means_of_as_many_steps_as_keep_the_file_short(tmp_
     for steps in ((1,), (2, 3), (4, 5), (6,), (total,)):
         loads.write(rows(*steps))
     found = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
-    assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (5, 2), (total, 2)]
+    assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (5, 2), (6, 1), (total, 1)]
     assert found[0]["load"] == [[2.0, 2.0], [1.0, 0.0]]
-    ExpertLoads(tmp_path, 4, total).write(rows(5, 6))
-    assert [row["step"] for row in read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)] == [3, 6]
+    stopped = ExpertLoads(tmp_path, 4, total)
+    stopped.write(rows(5))
+    stopped.close()
+    ExpertLoads(tmp_path, 5, total).write(rows(6))
+    found = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
+    assert [(row["step"], row["steps"]) for row in found] == [(3, 3), (5, 1), (6, 1)]
     (tmp_path / EXPERT_LOADS_FILE).unlink()
     ExpertLoads(tmp_path, 0, 4).write([StepRow(1, 1.0, {}, torch.zeros(0, 8))])  # a model without experts
     assert not (tmp_path / EXPERT_LOADS_FILE).exists()

@@ -2,11 +2,16 @@
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from graphmoe.report.questions import NO_TRACE, times
+from graphmoe.report.run_data import read_run
+from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
+from graphmoe.run.metrics_file import read_lines
 from tests.damage import flip_bit
 from tests.runs import (
     COMPILED,
@@ -133,6 +138,13 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
     again = command(tmp_path, *words("run", "checkpoint.interval=0"))
     assert again.wait() == 0 and "(continued)" in again.err.read_text()
     assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
+    logged = [int(step) for step in re.findall(r"step +(\d+)/40  loss", again.err.read_text())]
+    assert logged == [n for n in range(stopped["steps"] + 1, 41) if n % 4 == 0 or n % 5 == 0]
+    assert [row["step"] for row in metrics(folder) if row.get("start_s")] == [1, stopped["steps"] + 1]
+    loads = read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad)
+    assert sum(row["steps"] for row in loads) == 40
+    said = " ".join(times(read_run(folder), NO_TRACE)[1])
+    assert "Its steps are of 2 starts, whose first ones came after" in said and "of the last start:" in said
 
 
 def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):

@@ -184,6 +184,15 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     assert resolved["run"] == {"name": "mini", "device": "cpu"} and resolved["data"]["seq_len"] == 16
     environment = json.loads((folder / "env.json").read_text())
     assert torch.__version__.startswith(environment["packages"]["torch"]) and "git_commit" in environment
+    threads, cores = environment["threads"], environment["usable_cores"]
+    assert threads > 0 and cores > 0 and environment["workers_of_node"] == 1
+    assert f"1 process ({environment['device']}, {threads} thread" in run.err.read_text()
+    parts = [document[f"{key}_s"] for key in ("data", "validation", "checkpoint")]
+    assert (
+        min(parts) > 0 and document["time_to_first_step_s"] + sum(parts) < document["run_s"] < lifetime_s + 1
+    )
+    first, *rest = [row for row in metrics(folder) if "loss" in row]
+    assert first["start_s"] == document["time_to_first_step_s"] and not any("start_s" in row for row in rest)
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     log = (folder / "logs" / "rank0.log").read_text()
     assert log.count(" INFO step ") == 3 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log

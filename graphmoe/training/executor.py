@@ -36,7 +36,6 @@ from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, lowest_stage, run_segments
 
 log = logging.getLogger(__name__)
@@ -97,7 +96,6 @@ class Execution:
 
     def _compile(self, device: torch.device, optimizer: StepOptimizer) -> None:
         config, ranks, capture = self._config, self._ranks, self.capture
-        import_compilers()
         if device.type == "cpu":
             _need_compiler()
         assert config.compile.cache_dir is not None

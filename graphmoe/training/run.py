@@ -1,5 +1,6 @@
 """Train on each rank of a run, and on rank 0 write env.json, the tokenizer and summary.json."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.training.sample import generate, model_of_one_rank, prompt_of
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.start_state import check_memory, check_start
@@ -88,6 +90,9 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     warn_of_unused(plan, ranks)
     wanted = config.log.progress and ranks.is_first
     ranks.on_first(lambda: check_start(config, folder))
+    if config.compile.enabled:
+        import_compilers()
+    gc.freeze()  # what imports made stays: the first collection would look through it for half a second
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = Trainer(plan, folder, progress, ranks)
         if ranks.is_first:

@@ -29,14 +29,20 @@ set_grad_enabled = torch._C._set_grad_enabled
 def import_compilers() -> None:
     """Import the compilers, which takes seconds that would else count as those of the first unit.
 
-    The hash of Triton's files, part of the keys of all compiled code, takes another half second of SHA-256,
-    which lets Python go on: a thread computes it. (torch/_inductor/codecache.py: CacheBase.get_system.)
+    The hashes of torch's and Triton's files, parts of the keys of all compiled code, take another half second
+    of SHA-256, which lets Python go on: a thread computes them. (torch/_inductor/codecache.py: torch_key,
+    CacheBase.get_system.)
     """
     import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.codecache import torch_key
     from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
-    if HAS_TRITON:
-        threading.Thread(target=triton_key, name="hash of Triton", daemon=True).start()
+    def hash_files() -> None:
+        torch_key()
+        if HAS_TRITON:
+            triton_key()
+
+    threading.Thread(target=hash_files, name="hash of compilers", daemon=True).start()
 
 
 def fake_mode() -> FakeTensorMode:

@@ -181,6 +181,14 @@ def _write_only(config: RunConfig) -> None:
     """Leave resolved.yaml in a folder of the run's own, and print the command that runs it."""
     with _claimed(config, "launch") as run_folder:
         resolved = display_path(run_folder.path / CONFIG_FILE)
+        named = any(word.startswith("run.device=") for word in HydraConfig.get().overrides.task)
+        if config.run.device is DeviceChoice.cpu and not named:
+            log.warning(
+                "%s has run.device=cpu and precision.compute=%s, which suit this machine; for GPUs add "
+                "run.device=cuda",
+                resolved,
+                config.precision.compute.value,
+            )
     launch = config.launch
     nodes = 1 if launch.nodes == "auto" else launch.nodes
     meeting = ["--standalone"]

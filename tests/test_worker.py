@@ -57,6 +57,15 @@ def test_a_folder_that_was_only_written_is_run_by_the_same_command(tmp_path):
     assert "run folder: run\n" in run.err.read_text()
 
 
+def test_a_configuration_written_for_the_processor_of_this_machine_says_so(tmp_path):
+    words = [*TINY[1:], "launch.nproc=1", "launch.write_only=true"]
+    assert TINY[0] == "run.device=cpu"
+    said = command(tmp_path, *words, "hydra.run.dir=auto").err.read_text()
+    assert "auto/resolved.yaml has run.device=cpu and precision.compute=fp32, which suit this machine" in said
+    assert "suit this machine" not in command(tmp_path, *words, "run.device=cuda").err.read_text()
+    assert "suit this machine" not in command(tmp_path, *words, "run.device=cpu").err.read_text()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

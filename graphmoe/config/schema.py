@@ -82,7 +82,8 @@ class DataConfig:
     eod_token: str | None = None
     """Token put after each document; default: the end token that the tokenizer's files name."""
     bpe_vocab_size: int = 4096
-    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size."""
+    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size, which takes the place of the
+    default if it is less."""
     cache_dir: str | None = None
     """Folder of trained tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
@@ -104,6 +105,11 @@ class DataConfig:
     def source_facts(self) -> SourceFacts:
         """Return the facts of the source."""
         return SOURCES.get(self.source, SourceFacts())
+
+    def trained_size(self, vocab_size: int) -> int:
+        """Return the size of the tokenizer that data=stdlib trains for a model of ``vocab_size`` ids."""
+        is_default = self.bpe_vocab_size == DataConfig.bpe_vocab_size
+        return min(self.bpe_vocab_size, vocab_size) if is_default else self.bpe_vocab_size
 
 
 @dataclass

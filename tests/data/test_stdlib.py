@@ -70,6 +70,8 @@ def test_the_cache_is_used_until_a_file_changes(root, cache, monkeypatch):
 def test_a_tokenizer_of_the_user_replaces_the_trained_one(root, cache, tokenizer_path, tokenizer):
     corpus = open_small(root, tokenizer=str(tokenizer_path))
     assert corpus.tokenizer.to_str() == tokenizer.to_str()
+    trained = open_stdlib(DataConfig(val_fraction=0.1), SEQ_LEN, 310, root).tokenizer
+    assert trained.get_vocab_size() == 310  # not the default's 4096
     with pytest.raises(ConfigError, match="more than model.vocab_size=100; use model.vocab_size="):
         open_stdlib(DataConfig(tokenizer=str(tokenizer_path)), SEQ_LEN, 100, root)
 

@@ -39,24 +39,22 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
     tokenizer one is trained on the training files. The cache entry holds tokenizer.json, train.bin/.idx and,
     if any, val.bin/.idx.
     """
-    tokenizer, end = None, None
+    tokenizer, end, size = None, None, config.trained_size(vocab_size)
     if config.tokenizer is not None:
         tokenizer, end = configured_tokenizer(config, vocab_size)
-    elif not 300 <= config.bpe_vocab_size <= vocab_size:
-        raise ConfigError(
-            f"data.bpe_vocab_size={config.bpe_vocab_size} is not in 300 .. model.vocab_size={vocab_size}"
-        )
+    elif not 300 <= size <= vocab_size:
+        raise ConfigError(f"data.bpe_vocab_size={size} is not in 300 .. model.vocab_size={vocab_size}")
     files = find_sources(root or Path(sysconfig.get_path("stdlib")))
     contents = hashlib.blake2b(digest_size=16)
     for name, raw in files.items():
         contents.update(f"{name}\0{len(raw)}\0".encode())
         contents.update(raw)
-    how = tokenizer_hash(tokenizer) if tokenizer else config.bpe_vocab_size
+    how = tokenizer_hash(tokenizer) if tokenizer else size
     key = cache_key("stdlib", contents.hexdigest(), config.val_fraction, how, end)
 
     def build(folder: Path) -> dict[str, Any]:
         with working("tokenising the standard library"):
-            return _build(folder, files, config, tokenizer, end)
+            return _build(folder, files, config, tokenizer or size, end)
 
     entry, counts = cached(cache_folder(config.cache_dir), f"stdlib-{key}", build, dict[str, int])
     with entry_damage(entry):
@@ -86,9 +84,9 @@ def find_sources(root: Path) -> dict[str, bytes]:
 
 
 def _build(
-    folder: Path, files: dict[str, bytes], config: DataConfig, tokenizer: Tokenizer | None, end: int | None
+    folder: Path, files: dict[str, bytes], config: DataConfig, tokenizer: Tokenizer | int, end: int | None
 ) -> dict[str, Any]:
-    """Fill a cache entry; returns the counts."""
+    """Fill a cache entry, with a new tokenizer where its size is given; return the counts."""
     started = time.monotonic()
     texts = {name: text for name, raw in files.items() if (text := _decode(name, raw))}
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") for name in texts]
@@ -99,8 +97,8 @@ def _build(
         for name, side in sides.items()
     }
     log.info("standard library: %d files, %d characters", len(texts), sum(map(len, texts.values())))
-    if tokenizer is None:
-        tokenizer = train_bpe(iter(parts["train"]), config.bpe_vocab_size, len(parts["train"]))
+    if isinstance(tokenizer, int):
+        tokenizer = train_bpe(iter(parts["train"]), tokenizer, len(parts["train"]))
         end = 0
         seconds = time.monotonic() - started
         log.info("trained a byte-level BPE tokenizer of %d ids, %.1f s", num_ids(tokenizer), seconds)

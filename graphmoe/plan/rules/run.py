@@ -41,7 +41,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of the source of tokens."""
     data, model = config.data, config.model
     trains_tokenizer = data.source == "stdlib" and data.tokenizer is None
-    if trains_tokenizer and not 300 <= data.bpe_vocab_size <= model.vocab_size:
+    if trains_tokenizer and not 300 <= data.trained_size(model.vocab_size) <= model.vocab_size:
         yield (
             f"data.bpe_vocab_size={data.bpe_vocab_size} must be from 300 to "
             f"model.vocab_size={model.vocab_size}"

@@ -53,6 +53,7 @@ model.num_groups=8 model.topk_groups=1 | leaves 1 experts for model.top_k=2; use
 data.bpe_vocab_size=5000 | data.bpe_vocab_size=5000 must be from 300 to model.vocab_size=4096
 model.attention_backend=te | use auto or sdpa, or compile.enabled=false
 data.bpe_vocab_size=299 | data.bpe_vocab_size=299 must be from 300
+model.vocab_size=299 | data.bpe_vocab_size=4096 must be from 300 to model.vocab_size=299
 data.source=files data.tokenizer=t | data.source=files needs data.paths, e.g. 'data.paths=[
 data.source=memmap | data.source=memmap needs data.paths
 data.source=files data.paths=[a] | data.source=files needs data.tokenizer

@@ -92,14 +92,17 @@ def duration(seconds: float) -> str:
 def _causes(run: RunData) -> Iterator[Cause]:
     summary = run.summary
     steps_s = sum(row["step_s"] for row in timed(run.steps) if row.get("step_s"))
-    start = summary.get("time_to_first_step_s") or 0.0
-    total = summary.get("run_s") or start + steps_s
+    start = sum(seconds for seconds in run.starts if seconds is not None)
+    total = start + steps_s  # of a run that was killed
+    if summary.get("run_s"):
+        start, total = summary.get("time_to_first_step_s") or 0.0, summary["run_s"]
     if not total:
         return
     if (share := start / total) > MOST:  # a longer run has less of it
         key = "a longer run has it once"
         if run.of("compile.enabled"):
-            key = "`compile.enabled=false` starts sooner, and `compile.cache=true` makes the next start short"
+            later = "" if run.of("compile.cache") else " with `compile.cache=true`"
+            key = f"`compile.enabled=false` starts sooner; the next start{later} finds its code in the cache"
         said = f"The first step came after {duration(start)}, {share:.0%} of the time{_made(run)}: {key}."
         yield Cause(share, "its start", said)
     if share := (summary.get("data_s") or 0.0) / total:

@@ -45,7 +45,7 @@ EVEN = rows(*[2.0] * 21)
         ({"data_s": 30.0}, {}, "waiting for data", "For 50% of the time the host waited for data: `data.pre"),
         ({"validation_s": 12.0}, {}, "validation", "Validation took 20% of the time: more than `train."),
         ({"checkpoint_s": 9.0}, {}, "checkpoints", "took 15% of the time: a larger `checkpoint.interval`"),
-        ({"time_to_first_step_s": 42.0}, {}, "its start", "70% of the time (compilation 30.0 s)"),
+        ({"time_to_first_step_s": 42.0}, {}, "its start", "70% of the time (compilation 30.0 s): `comp"),
         ({}, {"cpu": {**CPU, "threads": 1, "OMP_NUM_THREADS": "1"}}, "cores without work",
          "with 1 thread on 2 cores (OMP_NUM_THREADS=1): `host.threads=2`"),
         ({}, {"cpu": {**CPU, "workers_of_node": 2}}, "more threads than cores",
@@ -94,6 +94,9 @@ def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):
     assert f"Of the 60.0 s of the run: {shares}" in sentences
     (tmp_path / "summary.json").unlink()  # it was killed
     assert "60.0 s" not in " ".join(times(read_run(tmp_path), NO_TRACE)[1])
+    killed = [{**row, "start_s": 90.0} if row["step"] == 1 else row for row in EVEN]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in killed))
+    assert "after 90.0 s, 69% of the time" in times(read_run(tmp_path), NO_TRACE)[1][0]
 
 
 def test_each_start_counts_and_its_first_step_is_in_no_rate(tmp_path):

@@ -313,11 +313,11 @@ class CompiledSegments:
     def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
         if report not in self.reports:
             return report.compile(graph, self.turns)
-        with working(f"compiling {report.unit} again, to add weight gradients"):
+        with working(f"compiling {report.unit} for later micro-batches, which add to the gradients"):
             code = report.compile(graph, self.turns)
         found = report.from_cache == report.graphs
         done = "loaded" if found else "compiled"
-        line = "%s %s again, to add weight gradients to those that are there"
+        line = "%s %s for later micro-batches too, which add to the gradients"
         log.info(line, done, report.unit, extra=FILE_ONLY if found else None)
         return code
 

@@ -37,6 +37,7 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
+from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.trainer import Trainer
 
@@ -63,7 +64,7 @@ COMPILED_MODEL = (
 """The model of tests that compile: what one of them compiled the others find in torch's cache. More or
 fewer micro-batches are asked for by the global batch, since the size of each is part of every graph."""
 COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
-TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "start_s", "epoch"}
+TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "start_s", "epoch", *BESIDE_STEPS}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -12,6 +12,7 @@ MANY = 0.1
 """Share of a run, or of a step, from which on a loss of time is named."""
 MOST = 0.5
 """Share of a run from which on its start is named."""
+EAGER = "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
 
 
 class Cause(NamedTuple):
@@ -33,52 +34,49 @@ def likely(run: RunData) -> Cause:
     """Return the largest loss of time or, where nothing stands out, what the steps themselves run on."""
     if found := causes(run):
         return found[0]
-    mfu = run.median("mfu")
-    floor = f": a step takes {1 / mfu:,.1f} times the floor" if mfu else ""
     if run.of("run.device") == "cpu":
         threads = threads_of(run)
-        said = f"The steps compute on a CPU{f', with {threads}' if threads else ''}{floor}."
+        said = f"The steps compute on a CPU{f', with {threads}' if threads else ''}."
         return Cause(
             0.0, "the CPU's arithmetic", f"{said} A smaller `model` or `data.seq_len` has less of it."
         )
     if run.of("compile.enabled") is False:
-        return Cause(0.0, "nothing is compiled", f"The steps are eager{floor}; `compile.enabled=true`.")
-    said = f"Nothing that a run always measures stands out{floor}."
-    return Cause(0.0, "the steps themselves", f"{said} Only a trace tells kernels and launches apart.")
+        return Cause(0.0, "nothing is compiled", EAGER)
+    return Cause(0.0, "the steps themselves", "Nothing that a run always measures stands out.")
 
 
 def shares(run: RunData) -> Iterator[str]:
-    """Yield sentences on the run's starts and steps, and on the shares of what is beside the steps."""
-    steps = [row["step_s"] for row in timed(run.steps) if row.get("step_s")]
-    starts, whose = run.starts, "the run"
-    if starts and None not in starts and len(run.steps) > len(starts):
-        others = f"{len(run.steps) - len(starts):,} more took {duration(sum(steps))}"
-        after = [duration(seconds) for seconds in starts if seconds is not None]
-        if len(starts) == 1:
-            yield f"The run had its first step after {after[0]}; {others}."
-        else:
-            many = f"{len(starts)} starts, whose first ones came after {_listed(after)}"
-            yield f"Its steps are of {many}; {others}."
-    if len(starts) > 1:
-        whose = "the last start"
-    total, start = run.summary.get("run_s"), run.summary.get("time_to_first_step_s")
-    if total and start:
-        names = {"validation_s": "validation", "checkpoint_s": "checkpoints", "data_s": "waiting for data"}
-        parts = [f"{(run.summary.get(key) or 0.0) / total:.0%} {name}" for key, name in names.items()]
-        if seconds := run.captured.get("seconds"):
-            parts.append(f"{seconds / total:.0%} capture")
-        begin = f"{start / total:.0%} up to its first step{_made(run)}"
-        yield f"Of the {duration(total)} of {whose}: {begin}, {', '.join(parts)}."
+    """Yield a sentence on the time of the run's starts, of its steps and beside them."""
+    num_starts, (start, steps, total) = len(run.starts), _seconds(run)
+    if not steps or None in run.starts:
+        return
+
+    def part(name: str, seconds: float | None) -> list[str]:
+        return [] if seconds is None else [f"{seconds / total:.0%} {name}"]
+
+    first, capture = f"its first step{_made(run)}", run.captured.get("seconds")
+    if num_starts > 1:  # the files on compilation and capture are of the last one
+        first, capture = f"the first steps of its {num_starts} starts", None
+    within = ", ".join([*part("waiting for data", run.summary.get("data_s")), *part("capture", capture)])
+    parts = [
+        *part(f"up to {first}", start),
+        *part(f"in {len(run.steps) - num_starts:,} more{f' ({within})' if within else ''}", steps),
+        *part("validation", run.summary.get("validation_s")),
+        *part("checkpoints", run.summary.get("checkpoint_s")),
+    ]
+    yield f"Of the {duration(total)} of the run: {', '.join(parts)}."
 
 
 def more(run: RunData) -> str:
     """Return a sentence with the command that records a trace."""
-    last, command = min(12, run.of("train.steps") or 12), run.environment.get("command") or []
-    word = f"profile.steps=[{max(1, last - 2)},{last}]"
+    command = run.environment.get("command") or []
+    done = run.steps[0]["step"] - 1 if run.steps else 0  # of a run that began from another's checkpoint
+    last = min(done + 12, run.of("train.steps") or done + 12)
+    word = f"profile.steps=[{min(last, max(done + 2, last - 2))},{last}]"  # the first step may compile
     said = "Which segments it is in, a trace of steps shows"
-    if not any(each.rpartition(".")[2] == "train" for each in command[:4]):  # of a worker
-        return f"{said}: `{word}` beside the other words of its command."
-    command = [each for each in command if not each.startswith("profile.steps=")]
+    if not {"graphmoe.train", "train"} & {*command}:  # a worker's
+        return f"{said}: `{word}` in the command or configuration that starts it."
+    command = [each for each in command if not each.lstrip("+-").startswith("profile.steps=")]
     return f"{said}: `{shlex.join([*command, word])}`."
 
 
@@ -89,13 +87,18 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
-def _causes(run: RunData) -> Iterator[Cause]:
-    summary = run.summary
-    steps_s = sum(row["step_s"] for row in timed(run.steps) if row.get("step_s"))
+def _seconds(run: RunData) -> tuple[float, float, float]:
+    """Seconds of all starts, of the steps after them, and of both with what is beside them."""
     start = sum(seconds for seconds in run.starts if seconds is not None)
-    total = start + steps_s  # of a run that was killed
-    if summary.get("run_s"):
-        start, total = summary.get("time_to_first_step_s") or 0.0, summary["run_s"]
+    steps = 0.0
+    if len(run.steps) > len(run.starts):
+        steps = sum(row["step_s"] for row in timed(run.steps) if row.get("step_s"))
+    beside = sum(run.summary.get(name) or 0.0 for name in ("validation_s", "checkpoint_s"))
+    return start, steps, start + steps + beside
+
+
+def _causes(run: RunData) -> Iterator[Cause]:
+    summary, (start, steps_s, total) = run.summary, _seconds(run)
     if not total:
         return
     if (share := start / total) > MOST:  # a longer run has less of it
@@ -103,8 +106,10 @@ def _causes(run: RunData) -> Iterator[Cause]:
         if run.of("compile.enabled"):
             later = "" if run.of("compile.cache") else " with `compile.cache=true`"
             key = f"`compile.enabled=false` starts sooner; the next start{later} finds its code in the cache"
-        said = f"The first step came after {duration(start)}, {share:.0%} of the time{_made(run)}: {key}."
-        yield Cause(share, "its start", said)
+        first, many = f"The first step came after {duration(start)}", len(run.starts)
+        if many > 1:
+            first = f"Its {many} starts took {duration(start)} up to their first steps"
+        yield Cause(share, "its start", f"{first}, {share:.0%} of the time{_made(run)}: {key}.")
     if share := (summary.get("data_s") or 0.0) / total:
         key = "`data.prefetch` reads further ahead"
         if run.of("data.source") == "hf":
@@ -120,7 +125,7 @@ def _causes(run: RunData) -> Iterator[Cause]:
         key = "" if run.of("checkpoint.async_save") else ", or `checkpoint.async_save=true`"
         said = f"Checkpoints took {share:.0%} of the time: a larger `checkpoint.interval`{key}."
         yield Cause(share, "checkpoints", said)
-    of_steps = min(1.0, steps_s / total)
+    of_steps = steps_s / total
     yield from _of_cores(run, of_steps)
     yield from _of_ranks(run, of_steps)
     yield from _uneven(run, of_steps)
@@ -180,13 +185,7 @@ def threads_of(run: RunData) -> str:
     return f"{words} on {cores} core{'s' * (cores > 1)}" + (f" (OMP_NUM_THREADS={given})" if given else "")
 
 
-def _listed(parts: list[str]) -> str:
-    """Parts in a row, of many the first and the last ones."""
-    shown = parts if len(parts) < 6 else [*parts[:2], "...", *parts[-2:]]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
 def _made(run: RunData) -> str:
-    """Seconds of compilation, as an addition to a sentence on the start."""
+    """Seconds of compilation, as an addition to a sentence on the start, where there is one only."""
     seconds = run.compiled.get("seconds")
-    return f" (compilation {duration(seconds)})" if seconds else ""
+    return f" (compilation {duration(seconds)})" if seconds and len(run.starts) < 2 else ""

@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from graphmoe.report.causes import MANY, causes, likely, more, shares
+from graphmoe.report.causes import EAGER, MANY, causes, likely, more, shares
 from graphmoe.report.curves import Curve, curve
 from graphmoe.report.run_data import RunData
 from graphmoe.run.expert_loads import WINDOW, watch_rows
@@ -28,7 +28,9 @@ _SEGMENTS = {
     "optimizer": "the update of weights",
     "(no segment)": "what is in no segment",
 }
-NO_TRACE = "No time by segment: `profile.steps=[10,12]` records a trace of steps, which has it."
+NO_TRACE = "No time by segment: `profile.steps` records a trace of some steps, which has it."
+FEW_STEPS = 100
+"""Steps below which a loss that seems to fall no more may still do so."""
 
 
 def questions(run: RunData, trace: Summary | str) -> str:
@@ -71,23 +73,28 @@ def learning(run: RunData) -> Answer:
         said.insert(1, f"At step {step:,} it was {best:.3f}.")
         return f"Not any more: validation is best at step {step:,}", said
     course, sentence = _course(training)
-    return f"Yes{course}", [said[0], *([sentence] if sentence else []), *said[1:]]
+    return f"Yes{course}", [said[0], sentence, *said[1:]]
 
 
 def _course(training: Curve) -> tuple[str, str]:
     """The loss at the end: the last fifth of the steps against the fifth before."""
     count = len(training.values) // 5
+    few = f"{len(training.values):,} steps are too few to say whether it still falls."
     if count < 5:
-        return "", ""
+        return "", few
     before, after = training.values[-2 * count : -count], training.values[-count:]
     fall = statistics.fmean(before) - statistics.fmean(after)
     noise = 2 * math.sqrt((statistics.variance(before) + statistics.variance(after)) / count)
-    said = f"The training loss of the last {count:,} steps is {abs(fall):.3f} "
+    side = f"{abs(fall):.3f} {'below' if fall > 0 else 'above'}"
+    said = f"The training loss of the last {count:,} steps is {side} that of the {count:,} before"
     if fall > noise:
-        return ", and it still falls", f"{said}below that of the {count:,} before."
+        return ", and it still falls", f"{said}."
     if fall < -noise:
-        return ", but it rises at the end", f"{said}above that of the {count:,} before."
-    return ", but it falls no more", f"{said}from that of the {count:,} before, which is within its noise."
+        return ", but it rises at the end", f"{said}."
+    said += ", which is within its noise"
+    if len(training.values) < FEW_STEPS:
+        return "", f"{said}: {few}"
+    return ", but it falls no more", f"{said}."
 
 
 def _memorising(run: RunData, checks: Curve, training: float) -> Iterator[str]:
@@ -182,7 +189,7 @@ def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
         yield from _lost(run, trace)
     yield from (each.said for each in causes(run))
     if run.of("compile.enabled") is False:
-        yield "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
+        yield EAGER
     if recomputed := [key for key in ("all", "segments", "ops") if run.of(f"recompute.{key}")]:
         room = _free_memory(run)
         if room is not None and room > 0.25:

@@ -161,7 +161,7 @@ def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, An
     return {**kept, **of_metrics, "peak_memory_gib": peak}
 
 
-_OF_ITS_END = ("finished", "stopped_by", "run_s", "data_s", "validation_s", "checkpoint_s")
+_OF_ITS_END = ("finished", "stopped_by")
 
 
 def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:

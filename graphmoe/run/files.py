@@ -48,7 +48,8 @@ def _each(kind: Any, names: str) -> dict[str, Any]:
 
 MetricsRow = _record(
     "step",
-    **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib step_s start_s epoch"),
+    **_each(Number, "loss val_loss grad_norm lr tokens_per_s tflops mfu memory_gib epoch"),
+    **_each(Number, "step_s start_s data_s validation_s checkpoint_s"),
     **_each(Number, "mtp_loss balance_loss z_loss router_entropy rank_load receive_load"),
     **_each(Count, "step tokens skipped_total"),
     load_max_over_mean=list[float] | None,
@@ -56,7 +57,8 @@ MetricsRow = _record(
 )
 """Line of metrics.jsonl: a step of training, which has ``loss``, or a validation.
 
-The first step of each start has ``start_s``, the seconds from the command to its end.
+The first step of each start has ``start_s``, the seconds from the command to its end. The last of the steps
+that the host read together has its ``data_s``, ``validation_s`` and ``checkpoint_s`` since the read before.
 """
 _Loads = Annotated[list[float], Meta(min_length=1)]
 ExpertLoad = _record(
@@ -70,7 +72,7 @@ Summary = _record(
     **_each(Count, "steps skipped_steps dead_experts overfull_experts unbalanced_steps"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
-    **_each(Number, "time_to_first_step_s run_s data_s validation_s checkpoint_s"),
+    **_each(Number, "time_to_first_step_s data_s validation_s checkpoint_s"),
 )
 """Content of summary.json."""
 Environment = _record(

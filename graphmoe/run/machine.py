@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from graphmoe.config.masking import masked_overrides
 from graphmoe.config.packages import VENDORS, version_of
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
-from graphmoe.runtime.host.signals import LAUNCHED_AT
+from graphmoe.runtime.host.signals import ELASTIC, LAUNCHED_AT, LAUNCHER_PID
 from graphmoe.runtime.host.tuning import cores_here
 
 PACKAGES = (
@@ -68,8 +69,20 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "git_commit": git_commit(),
-        "command": masked_overrides(sys.orig_argv),
+        "command": masked_overrides(_command()),
     }
+
+
+def _command() -> list[str]:
+    """Command that was typed: that of a worker's launcher, which is graphmoe's own or torchrun."""
+    own, launcher = sys.orig_argv, os.environ.get(LAUNCHER_PID)
+    if launcher is None and ELASTIC not in os.environ:
+        return own
+    with suppress(psutil.Error):
+        typed = psutil.Process(int(launcher or os.getppid())).cmdline()
+        if launcher or typed[-1:] == own[-1:]:  # a torchrun may start a shell that starts this
+            return typed
+    return own
 
 
 def device_name(device: torch.device) -> str:

@@ -13,6 +13,9 @@ from graphmoe.runtime.host.files import replace_text
 
 Row = dict[str, Any]
 
+BESIDE_STEPS = ("data_s", "validation_s", "checkpoint_s")
+"""Seconds of the host of rank 0 after a first step that it waited for data, or spent beside the steps."""
+
 log = logging.getLogger(__name__)
 
 
@@ -93,7 +96,7 @@ def json_object(text: str) -> Row | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return final losses and medians of a run; the first step of each start is left out of the medians.
+    """Return final losses, medians and sums of a run; the first step of each start is in no median.
 
     The final validation loss is that of the last step, and None where an earlier one was validated last.
     """
@@ -110,6 +113,9 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     for name in ("step_s", "tokens_per_s", "tflops", "mfu"):
         values = [row[name] for row in timed(steps) if row.get(name) is not None]
         summary[f"median_{name}"] = statistics.median(values) if values else None
+    for name in BESIDE_STEPS:
+        values = [row[name] for row in steps if row.get(name) is not None]
+        summary[name] = sum(values) if values else None
     return summary
 
 

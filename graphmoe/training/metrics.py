@@ -20,7 +20,7 @@ from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.machine import device_name
-from graphmoe.run.metrics_file import cut_metrics
+from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
 from graphmoe.training.step_rows import StepRow
 from graphmoe.training.trackers import Trackers
@@ -65,14 +65,15 @@ class Throughput(NamedTuple):
 
 
 class HostTimes:
-    """Seconds of the host after the first step that are beside its work on steps, or wait in them."""
+    """Seconds of the host that are beside its work on steps, or wait in them."""
 
     def __init__(self) -> None:
-        self.restart()
+        self._seconds = dict.fromkeys(BESIDE_STEPS, 0.0)
 
-    def restart(self) -> None:
-        """Count from here on, where the first step has ended."""
-        self.seconds = {"data_s": 0.0, "validation_s": 0.0, "checkpoint_s": 0.0}
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the call before."""
+        taken, self._seconds = self._seconds, dict.fromkeys(BESIDE_STEPS, 0.0)
+        return taken
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
@@ -81,7 +82,7 @@ class HostTimes:
         try:
             yield
         finally:
-            self.seconds[name] += time.perf_counter() - began
+            self._seconds[name] += time.perf_counter() - began
 
     def waited(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yield the batches, and count the time that each is waited for."""

@@ -30,7 +30,7 @@ from graphmoe.run.files import (
     ExpertLoad,
     to_json,
 )
-from graphmoe.run.machine import check_processes, describe, open_device, seconds_since_command
+from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch import check_dispatcher
@@ -144,18 +144,19 @@ def _summarise(
 ) -> dict[str, Any]:
     """Write summary.json; ``memory`` is that of each rank's trainer."""
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
+    sums = summarise(read_rows(folder / METRICS_FILE))
+    rest = trainer.host_times.take().items()  # of the last checkpoint, for one
     summary = {
         "finished": finished,
         "stopped_by": trainer.stopped_by,
         "steps": trainer.step,
         "folder": str(folder),
-        **summarise(read_rows(folder / METRICS_FILE)),
+        **sums,
         **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.config.model.top_k),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
         "time_to_first_step_s": trainer.first_step_s,
-        "run_s": seconds_since_command(),
-        **trainer.host_times.seconds,
+        **{name: (sums[name] or 0.0) + seconds for name, seconds in rest},
     }
     summary["sample_prompt"], summary["sample"] = sample_of(trainer) if finished else (None, None)
     _write(folder / SUMMARY_FILE, to_json(summary), f"after step {trainer.step}")

@@ -214,7 +214,7 @@ class Trainer:
         if self.first_step_s is None:
             torch.get_device_module(self.device).synchronize()
             self.first_step_s = seconds_since_command()
-            self.host_times.restart()
+            self.host_times.take()  # which are of the start
             with self.rows.clock.paused():
                 if self.ranks.is_first:
                     self.execution.report()
@@ -271,6 +271,7 @@ class Trainer:
         rows = [to_json(row, self.throughput, row.step * per_step, epoch, memory) for row in read]
         if rows[0]["step"] == self._first:
             rows[0]["start_s"] = self.first_step_s
+        rows[-1] |= self.host_times.take()
         if self.metrics:
             self.metrics.write(rows, read)
         self.step_log.write(rows, read)

@@ -87,7 +87,7 @@ def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
         "optim.lr",
     ]
     expected += [
-        "profile.steps=[10,12]",
+        "profile.steps=[7,9]",
         "log.peak_tflops",
         "&#x27;a b&#x27;",
         "graph.scope=[attn,&lt;b&gt;]",
@@ -223,6 +223,15 @@ FALLING = [9.0 - 0.1 * n + 0.01 * (n % 3) for n in range(60)]
     [
         (FALLING, "Yes, and it still falls"),
         (FALLING + [3.1, 3.2] * 60, "Yes, but it falls no more"),
+        (
+            FALLING + [3.1, 3.3] * 42 + [3.0, 3.3] * 18,
+            "is 0.050 below that of the 36 before, which is ",
+        ),
+        (
+            FALLING[:30] + [6.0, 6.3] * 5 + [6.0, 6.4] * 5,
+            "10 steps is 0.050 above that of the 10 before, which is within its noise: 50 steps are too few",
+        ),
+        (FALLING[:20], "20 steps are too few to say whether it still falls."),
         (FALLING + [3.0] * 40 + [3.5] * 30, "Yes, but it rises at the end"),
         ([9.0, 9.1] * 30, "No: the loss stays at 9.050"),
         ([*FALLING, None, None], "No: the loss is not finite It is no number since step 61"),

@@ -144,7 +144,7 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
     loads = read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad)
     assert sum(row["steps"] for row in loads) == 40
     said = " ".join(times(read_run(folder), NO_TRACE)[1])
-    assert "Its steps are of 2 starts, whose first ones came after" in said and "of the last start:" in said
+    assert re.search(r"up to the first steps of its 2 starts, .*\d% validation, \d+% checkpoints\.", said)
 
 
 def test_a_stopped_run_without_checkpoints_says_that_nothing_is_saved(tmp_path):

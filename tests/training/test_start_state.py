@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +28,9 @@ from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.machine import check_processes
+from graphmoe.run.machine import check_processes, describe
 from graphmoe.run.weights import load_weights
+from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import executor as execution
 from graphmoe.training import run as training
@@ -217,6 +219,29 @@ def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkey
     ):
         with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
             check_processes(host, nproc)
+
+
+def test_the_command_of_a_worker_is_that_of_its_launcher(monkeypatch):
+    def recorded() -> list[str]:
+        return describe(CPU)["command"]
+
+    words = [sys.executable, "-c", "input()", "a=1", "host.env.TOKEN=secret"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "graphmoe.train", "a=1"])
+    assert recorded() == sys.orig_argv
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as launcher:
+        while psutil.Process(launcher.pid).cmdline() != words:
+            time.sleep(0.01)
+        monkeypatch.setenv(LAUNCHER_PID, str(launcher.pid))
+        assert recorded() == [*words[:-1], "host.env.TOKEN=***"]
+        monkeypatch.delenv(LAUNCHER_PID)
+        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
+        assert recorded() == sys.orig_argv
+        monkeypatch.setenv(ELASTIC, "of torchrun")
+        assert recorded() == sys.orig_argv  # what is between may be a shell with secrets in one word
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", *words[1:]])
+        assert recorded() == [*words[:-1], "host.env.TOKEN=***"]
+        launcher.communicate(b"\n")
+    assert recorded()[1] == "-u"
 
 
 COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"

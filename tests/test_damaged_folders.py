@@ -77,9 +77,10 @@ WORDS = (
 @pytest.fixture(scope="module")
 def weights(run) -> dict[str, Path]:
     """Folders of weights, each in two files."""
-    made = {target: run.parent / target for target in ("hf", "graphmoe")}
-    for target, folder in made.items():
-        convert.main([f"from={run}", f"to={folder}", f"target={target}", "max_shard_size=20KB"])
+    made = {kind: run.parent / kind for kind in ("hf", "graphmoe", "fp8")}
+    for kind, folder in made.items():
+        form = ["target=hf", "quantise=fp8_block"] if kind == "fp8" else [f"target={kind}"]
+        convert.main([f"from={run}", f"to={folder}", *form, "max_shard_size=20KB"])
     return made
 
 
@@ -157,12 +158,12 @@ def with_rest(run: Path, folder: Path, part: str) -> Path:
     return whole
 
 
-@pytest.mark.parametrize("kind", ["run", "hf", "graphmoe"])
+@pytest.mark.parametrize("kind", ["run", "hf", "graphmoe", "fp8"])
 def test_weights_of_damaged_folders_are_converted_or_refused(run, weights, tmp_path, require_none, kind):
     source = run if kind == "run" else weights[kind]
 
     def call(folder: Path, number: int) -> None:
-        target = "graphmoe" if kind == "hf" else "hf"
+        target = "graphmoe" if kind in ("hf", "fp8") else "hf"
         convert.main([f"from={folder}", f"to={tmp_path}/to", f"target={target}", "overwrite=true"])
 
     require_none(f"convert {kind}", source, call)

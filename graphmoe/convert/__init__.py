@@ -7,6 +7,7 @@ from pathlib import Path
 from graphmoe.config.schema import OutputFormat
 
 Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
+Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
 
 
 class WeightDtype(enum.Enum):
@@ -30,6 +31,8 @@ class ConvertArgs:
     """Format of ``to``: hf, graphmoe, or auto: graphmoe from a Hugging Face folder, else hf."""
     dtype: WeightDtype = WeightDtype.keep
     """Weights as fp32, bf16, fp16, or keep as they are; the router's bias is always fp32."""
+    quantise: Quantise = Quantise.none
+    """none, or fp8_block: matrices of a Hugging Face folder as fp8, with a scale per 128 x 128 block."""
     max_shard_size: str = "5GB"
     """Largest file of weights, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
     step: int | None = None

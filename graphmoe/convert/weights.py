@@ -1,5 +1,6 @@
 """Weights of Hugging Face folders, graphmoe folders and runs, read as one and written as another."""
 
+import functools
 import json
 import shutil
 import time
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index, pieces
 from graphmoe.checkpoint.hf.tensor_files import parse_size
 from graphmoe.config.arguments import bytes_bar
 from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.convert import ConvertArgs, Target, WeightDtype
+from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype
 from graphmoe.run.stored import run_tokenizer
 from graphmoe.run.weights import (
     FolderKind,
@@ -65,23 +66,24 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     kind = kind_of(args.from_)
     target = _target(args, kind)
     _check_output(args)
-    with working(f"reading {args.from_}"):
-        source = _open(args, kind)
-    named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
     wanted = None if args.dtype is WeightDtype.keep else getattr(torch, args.dtype.value)
+    with working(f"reading {args.from_}"):
+        source = _open(args, kind, wanted)
+    named = replace(source.config, name=option_name(args.name or args.to.resolve().name))
     dtypes = {name: wanted or found for name, found in source.dtypes.items()}
     dtypes |= {name: torch.float32 for name in dtypes if name.endswith(".selection_bias")}
     shapes = shapes_of(named)
-    total = sum(shapes[name].numel() * dtypes[name].itemsize for name in shapes)
     family, raw = (None, {}) if target is Target.graphmoe else to_hf_config(named)
-    with bytes_bar("writing", total) as on_bytes:
+    layout = own_pieces(shapes) if family is None else pieces(family, named)
+    entries = [*entries_of(layout, shapes, dtypes, source.read)]
+    if args.quantise is Quantise.fp8_block:
+        entries = [*in_fp8(entries)]
+    with bytes_bar("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
         max_bytes = parse_size(args.max_shard_size)
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
-            entries = entries_of(own_pieces(shapes), shapes, dtypes, source.read)
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)
         else:
-            entries = entries_of(pieces(family, named), shapes, dtypes, source.read)
             files = write_hf(
                 args.to, raw, entries, max_bytes=max_bytes, token_ids=source.token_ids, on_bytes=on_bytes
             )
@@ -95,7 +97,7 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         "model": named.name,
         "step": source.step,
         "parameters": sum(n.numel() for name, n in shapes.items() if not name.endswith(".selection_bias")),
-        "dtypes": sorted({str(dtype).removeprefix("torch.") for dtype in dtypes.values()}),
+        "dtypes": sorted({str(entry.dtype).removeprefix("torch.") for entry in entries}),
         "bytes": sum(path.stat().st_size for path in files),
         "files": [str(path.relative_to(args.to)) for path in files],
         "seconds": round(time.monotonic() - started, 3),
@@ -109,6 +111,12 @@ def _target(args: ConvertArgs, kind: FolderKind) -> Target:
         target = Target.graphmoe if kind is FolderKind.hf else Target.hf
     if target.name == kind.name:
         raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
+    if args.quantise is not Quantise.none and target is Target.graphmoe:
+        instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
+        raise ConfigError(
+            f"quantise={args.quantise} is a form of Hugging Face folders, and to={args.to} would be graphmoe "
+            f"weights of the {kind.value} {args.from_}; {instead}"
+        )
     if args.step is not None and kind is not FolderKind.run:
         raise ConfigError(f"step={args.step} chooses a run's checkpoint, but {args.from_} is a {kind.value}")
     return target
@@ -123,15 +131,17 @@ def _check_output(args: ConvertArgs) -> None:
         raise ConfigError(f"to={args.to} is not empty; use overwrite=true or another folder")
 
 
-def _open(args: ConvertArgs, kind: FolderKind) -> Source:
+def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> Source:
     folder = args.from_
     if kind is not FolderKind.run:
         found = open_folder(folder, kind, (args.attention, args.layer))
         found.check()
-        dtypes = dict.fromkeys(found.shapes, found.dtype())  # one for all
+        own = found.dtype()
+        dtypes = dict.fromkeys(found.shapes, own)  # one for all
         if kind is FolderKind.graphmoe:
             dtypes = {name: found.files.dtype([name]) for name in found.shapes}
-        return Source(kind, found.config, dtypes, found.read, found.token_ids, folder / TOKENIZER)
+        read = functools.partial(found.read, dtype=wanted or own)
+        return Source(kind, found.config, dtypes, read, found.token_ids, folder / TOKENIZER)
     config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = run_tokenizer(folder)

@@ -87,7 +87,7 @@ REFUSED = {
         "rope_interleave": False,
         "topk_method": "greedy",
         "scoring_func": "softmax",
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]},
     },
     "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
     "mixtral_8x7b": {"sliding_window": 4096, "router_jitter_noise": 0.1, "hidden_act": "relu"},

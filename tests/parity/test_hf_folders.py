@@ -29,11 +29,6 @@ def change_tensors(folder, change):
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def change_config(folder, **values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def save_mtp_model(folder, depth=2, **changes):
     """Write a DeepSeek-V3 folder with multi-token prediction; the model, all of it random."""
     config = replace(load_config(folder.parent), mtp_depth=depth, **changes)
@@ -186,20 +181,6 @@ def test_rotary_frequencies_and_empty_tensors_are_no_weights(folder):
     before = load_hf(folder)[1].state_dict()
     change_tensors(folder, add)
     assert_same_bits(load_hf(folder)[1].state_dict(), before)
-
-
-def test_fp8_weights_are_an_error_that_says_so(folder):
-    def quantize(tensors):
-        name = "model.layers.1.mlp.experts.0.up_proj.weight"
-        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
-
-    change_tensors(folder, quantize)
-    with pytest.raises(ConfigError, match="2 are fp8 weights or their scales.*fp8_cast_bf16"):
-        load_hf(folder)
-    change_config(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ConfigError, match='quant_method="fp8"; supported is unquantized'):
-        load_hf(folder)
 
 
 def test_missing_and_damaged_files_are_named_at_once(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphmoe.checkpoint.hf import deepseek, grouped_query
+from graphmoe.checkpoint.hf.fp8 import check_quantization
 from graphmoe.checkpoint.hf.keys import Keys
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig, RopeScaling
@@ -121,15 +122,7 @@ def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]
 
 def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, list[str]]:
     keys = Keys(raw)
-    quantization = raw.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        keys.refuse(
-            "quantization_config.quant_method",
-            method,
-            "unquantized weights only: cast them to bf16 first (DeepSeek-V3 ships "
-            "inference/fp8_cast_bf16.py) and take quantization_config out of config.json",
-        )
+    check_quantization(keys)
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("attention_dropout", 0.0)

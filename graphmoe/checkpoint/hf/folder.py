@@ -14,6 +14,17 @@ from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf.families import to_model_config
+from graphmoe.checkpoint.hf.fp8 import (
+    FP8,
+    FP8_NAME,
+    PRODUCTS,
+    QUANTIZATION,
+    SCALE,
+    quantised,
+    scale_shape,
+    scales_of,
+    wrong_scale,
+)
 from graphmoe.checkpoint.hf.names import Index, Piece, pieces
 from graphmoe.checkpoint.hf.tensor_files import DTYPES, TensorFiles, TensorToWrite, write_shards
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
@@ -22,6 +33,8 @@ from graphmoe.model.transformer import Transformer
 
 STEM = "model"
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+SHARED = ("embed.weight", "loss_head.head.weight")
+"""Tensors that a folder may have several times; they are never fp8."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -35,11 +48,14 @@ class OpenFolder:
     """Shapes of our tensors, to which the pieces belong."""
     pieces: list[Piece]
     token_ids: dict[str, Any]
+    block_scales: bool = False
+    """True where config.json says that fp8 weights have a scale for each block."""
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights; the router's bias, which is fp32 everywhere, does not count."""
+        """The dtype of the weights that are not fp8; the router's bias, fp32 everywhere, does not count."""
+        headers = self.files.headers
         weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
-        return self.files.dtype(name for name in weights if name in self.files.headers)
+        return self.files.dtype(n for n in weights if n in headers and headers[n].dtype != FP8_NAME)
 
     def fill(self, state: Mapping[str, Tensor | FlatShard]) -> None:
         """Copy the tensors of the files into ours, in place; of a shard only what it covers is read."""
@@ -52,12 +68,12 @@ class OpenFolder:
                 elif ours is not None:
                     ours[piece.index].copy_(self.files.read(piece.theirs))
 
-    def read(self, name: str, index: Index) -> Tensor:
-        """Part of one of our tensors; of one that is several in the files all are read."""
+    def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
+        """Part of one of our tensors; of one that is several in the files all are read, as ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1:
             return self.files.read(mine[0].theirs, index)
-        whole = torch.empty(self.shapes[name], dtype=self.files.dtype(piece.theirs for piece in mine))
+        whole = torch.empty(self.shapes[name], dtype=dtype)
         for piece in mine:
             whole[piece.index] = self.files.read(piece.theirs)
         return whole[index]
@@ -89,27 +105,48 @@ class OpenFolder:
                     problems.append(f"missing: {piece.theirs} {list(wanted)}")
             elif header.shape != wanted:
                 problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
+            elif header.dtype == FP8_NAME and len(wanted) == 2 and piece.ours not in SHARED:
+                problems += self._wrong_scale(piece.theirs)
             elif header.dtype not in DTYPES:
                 problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
-            elif piece.repeats in headers and not torch.equal(
-                *map(self.files.read, (piece.theirs, piece.repeats))
-            ):
+            elif piece.repeats in headers and not self._equal(piece.theirs, piece.repeats):
                 problems.append(f"different: {piece.theirs} must equal {piece.repeats}; the model has one")
         known = {piece.theirs for piece in self.pieces}
+        known |= {name + SCALE for name in known & headers.keys() if headers[name].dtype.startswith("F8")}
         for name, header in headers.items():
             if name not in known and not NO_WEIGHTS.search(name) and 0 not in header.shape:
                 problems.append(f"extra: {name} {list(header.shape)}")
         return problems
 
+    def _equal(self, *names: str) -> bool:
+        """Tell whether two tensors hold the same, or one is no float tensor, which has a line of its own."""
+        is_float = all(self.files.headers[name].dtype in DTYPES for name in names)
+        return not is_float or torch.equal(*map(self.files.read, names))
+
     def _fp8(self) -> list[str]:
+        """Line about fp8 tensors in a folder that does not say how they are to be read."""
+        if self.block_scales:
+            return []
         of_type = {name: header.dtype for name, header in self.files.headers.items()}
         quantized = [n for n, kind in of_type.items() if kind.startswith("F8") or n.endswith("_scale_inv")]
         if not quantized:
             return []
         return [
-            f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; fp8 checkpoints are "
-            "not read: cast them to bf16 first (DeepSeek-V3 ships inference/fp8_cast_bf16.py)"
+            f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; they are read where "
+            f"config.json has quantization_config={json.dumps(QUANTIZATION)}"
         ]
+
+    def _wrong_scale(self, name: str) -> list[str]:
+        """Line about the scales of an fp8 weight, if they are not one finite number for each block."""
+        weight, found = self.files.headers[name], self.files.headers.get(name + SCALE)
+        wanted = list(scale_shape(weight.shape))
+        if found is None:
+            return [f"no scale: {name} in {weight.file.name} is fp8, and needs {name}{SCALE}, F32 {wanted}"]
+        where = f"{name}{SCALE} in {found.file.name}"
+        if (found.dtype, list(found.shape)) != ("F32", wanted):
+            return [f"mis-shaped: {where} is {found.dtype} {list(found.shape)}, not F32 {wanted}"]
+        wrong = wrong_scale(self.files.read(name + SCALE))
+        return [f"wrong scale: {where} has {wrong}; it must be finite and not negative"] if wrong else []
 
 
 def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> OpenFolder:
@@ -126,7 +163,8 @@ def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> OpenFolder:
     if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
     shaped_as, ids = shaped_as or config, {key: raw.get(key) for key in TOKEN_IDS}
-    return OpenFolder(config, files, shapes_of(shaped_as), pieces(family, shaped_as), ids)
+    block_scales = bool(raw.get("quantization_config"))
+    return OpenFolder(config, files, shapes_of(shaped_as), pieces(family, shaped_as), ids, block_scales)
 
 
 def entries_of(
@@ -149,20 +187,41 @@ def entries_of(
         yield TensorToWrite(piece.theirs, shape, dtypes[piece.ours], make)
 
 
+def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
+    """Replace each weight of a linear product by one in fp8 and the scales of its blocks."""
+    for entry in entries:
+        if not PRODUCTS.search(entry.name):
+            yield entry
+            continue
+
+        def numbers(entry: TensorToWrite = entry) -> Tensor:
+            weight = entry.make()
+            return quantised(weight, scales_of(weight))
+
+        def scales(entry: TensorToWrite = entry) -> Tensor:
+            return scales_of(entry.make())
+
+        yield TensorToWrite(entry.name, entry.shape, FP8, numbers)
+        yield TensorToWrite(entry.name + SCALE, scale_shape(entry.shape), torch.float32, scales)
+
+
 def write_hf(
     folder: Path,
     raw: dict[str, Any],
-    entries: Iterator[TensorToWrite],
+    entries: Iterable[TensorToWrite],
     *,
     max_bytes: int,
     token_ids: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write weights and then config.json; the files written."""
+    """Write weights and then config.json, which says so where weights are fp8; the files written."""
     planned = list(entries)
-    common = Counter(entry.dtype for entry in planned).most_common(1)[0][0]
+    plain = [entry.dtype for entry in planned if entry.dtype != FP8 and not entry.name.endswith(SCALE)]
+    common = Counter(plain).most_common(1)[0][0]
     ids = {key: (token_ids or {}).get(key) for key in TOKEN_IDS}
     document = raw | ids | {"torch_dtype": str(common).removeprefix("torch.")}
+    if any(entry.dtype == FP8 for entry in planned):
+        document["quantization_config"] = QUANTIZATION
     written = write_shards(folder, STEM, planned, max_bytes, on_bytes)
     path = folder / "config.json"
     path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")

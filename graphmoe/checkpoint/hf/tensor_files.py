@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphmoe.checkpoint.hf.fp8 import FP8, FP8_NAME, SCALE, dequantised
 from graphmoe.checkpoint.hf.names import WHOLE, Index
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
@@ -68,11 +69,17 @@ class TensorFiles:
             raise ConfigError("\n  ".join([f"{folder} has unreadable weights:", *problems]))
 
     def read(self, name: str, index: Index = WHOLE) -> Tensor:
-        """The part ``[index]`` of a tensor, on the CPU."""
-        return self._open[self.headers[name].file].get_slice(name)[index]
+        """The part ``[index]`` of a tensor, on the CPU; of an fp8 one, cut by slices, its values in fp32."""
+        header = self.headers[name]
+        part = self._open[header.file].get_slice(name)[index]
+        if header.dtype != FP8_NAME:
+            return part
+        slices = [each for each in (*index, *WHOLE) if isinstance(each, slice)]
+        rows, columns = (range(size)[each] for size, each in zip(header.shape, slices, strict=False))
+        return dequantised(part, self.read(name + SCALE), rows, columns)
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The narrowest dtype that holds each of these tensors exactly."""
+        """The narrowest dtype that holds each of these tensors exactly; none of them is fp8."""
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
@@ -176,6 +183,6 @@ def parse_size(size: int | str) -> int:
 def _packed(entry: TensorToWrite) -> Tensor:
     tensor = entry.make().detach().to(device="cpu", dtype=entry.dtype).contiguous()
     assert tuple(tensor.shape) == entry.shape, entry.name
-    if not tensor.isfinite().all():
+    if not (tensor.float() if tensor.dtype == FP8 else tensor).isfinite().all():
         raise ConfigError(f"{entry.name} has values that are not finite as {entry.dtype}; nothing is written")
     return tensor

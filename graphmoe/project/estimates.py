@@ -17,7 +17,7 @@ from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of
-from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
 from graphmoe.project.memory import communication_bytes, own_buffer_bytes, owned_elements, state_bytes
@@ -246,7 +246,7 @@ def _waits_of(
     makespans = []
     for number in (2 * RANKS, 4 * RANKS):
         table = make_table(schedule, RANKS, number, virtual_stages, overlap=overlap, costs=costs)
-        makespans.append(simulate(table, costs).makespan)
+        makespans.append(makespan_of(table, costs))
     each = (makespans[1] - makespans[0]) / (2 * RANKS)
     return each, (makespans[0] - 2 * RANKS * each) / (RANKS - 1)
 

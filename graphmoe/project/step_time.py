@@ -24,7 +24,7 @@ from graphmoe.plan.layout import Axis, Layout, layout_of
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.plan import SIMULATED, PipelinePlan, costs_of, num_micro_batches
 from graphmoe.plan.pipeline.schedules import make_table, schedule_of
-from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.memory import PlaceMemory
@@ -103,13 +103,13 @@ def short_plan(config: RunConfig, num_ranks: int) -> Plan:
 def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
     """Return the simulated seconds of all micro-batches; those that a short table lacks go on at its pace."""
     long, asked = pipeline.table, plan.config.pipeline
-    makespan = simulate(long, costs).makespan
+    makespan = makespan_of(long, costs)
     if (missing := plan.num_micro_batches - long.num_micro_batches) == 0:
         return makespan
     fewer = SIMULATED // 2 * plan.layout.pp
     sizes = plan.layout.pp, long.num_micro_batches - fewer, asked.virtual_stages
     short = make_table(asked.schedule, *sizes, overlap=asked.ep_overlap, costs=pipeline.costs)
-    return makespan + missing * (makespan - simulate(short, costs).makespan) / fewer
+    return makespan + missing * (makespan - makespan_of(short, costs)) / fewer
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:

@@ -47,8 +47,12 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
         found["embed"] = _sum(_embed(sizes))
     elif len(pieces.layers) or pieces.loss or len(pieces.mtp):
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
+    like: dict[tuple[bool, bool], Bytes] = {}
     for i in pieces.layers:
-        found[f"layer {i}"] = layer_activations(sizes, recompute, i)
+        key = i < dense, i in recompute.layers
+        if key not in like:
+            like[key] = layer_activations(sizes, recompute, i)
+        found[f"layer {i}"] = like[key].copy()
     ends_here = pieces.loss or len(pieces.mtp)
     if len(pieces.layers) and not ends_here:  # sent on, and let go
         last = pieces.layers[-1]

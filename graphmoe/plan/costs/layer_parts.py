@@ -1,5 +1,6 @@
 """Seconds of the products, scores and exchange in a layer's segments, for one micro-batch."""
 
+import functools
 from dataclasses import dataclass
 
 from graphmoe.config.schema import ModelConfig
@@ -41,6 +42,7 @@ class AttentionParts:
         return both + self.ring[0], both + self.ring[1]
 
 
+@functools.lru_cache(maxsize=1024)
 def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
     """Compute the parts of attn.
 
@@ -73,6 +75,7 @@ def along_tp(sizes: Sizes, speeds: Speeds) -> float:
     return speeds.gather(sizes.state * sizes.layout.tp, sizes.layout.tp)
 
 
+@functools.lru_cache(maxsize=1024)
 def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
     """Time gate and up, and down, of a dense MLP or the shared experts."""
     width, own = sizes.model.hidden_size, inner / sizes.layout.tp
@@ -80,6 +83,7 @@ def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
     return speeds.dense(sizes.gathered, [gate_up]), speeds.dense(sizes.gathered, [down])
 
 
+@functools.lru_cache(maxsize=1024)
 def gate(sizes: Sizes, speeds: Speeds) -> Product:
     """Time the router's product, in fp32."""
     model = sizes.model
@@ -88,6 +92,7 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
     return Product(seconds, seconds, seconds)
 
 
+@functools.lru_cache(maxsize=1024)
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
     """Time the products of a rank's experts under balanced routing; gate and up take two thirds."""
     model, rates = sizes.model, speeds.rates

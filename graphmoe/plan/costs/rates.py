@@ -152,9 +152,9 @@ class Product(NamedTuple):
     weights: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Speeds:
-    """Speeds that a card reaches, in FLOP/s and bytes/s."""
+    """Speeds that a card reaches, in FLOP/s and bytes/s. An object equals only itself, as a key of caches."""
 
     card: Card
     rates: Rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -63,23 +64,26 @@ def times_of_layers(
     waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
     made together with the gradients of their inputs.
     """
-    model, found = sizes.model, dict[tuple[bool, bool], list[SegmentTime]]()
-    layers = []
-    for index in indices:
-        like = is_dense, _ = index < model.num_dense_layers, index in recompute.layers
-        if like not in found:
-            kept = layer_activations(sizes, Recompute(), index)
-            again = second_forward(sizes, speeds, recompute, index) if recompute else {}
-            if is_dense:
-                mlp = _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)
-                times = [_attention(sizes, speeds, kept), mlp]
-            else:
-                times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
-            found[like] = [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
-        layers.append(found[like])
-    return layers
+    dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, bool], int]()
+    alike = [firsts.setdefault((index < dense, index in recompute.layers), index) for index in indices]
+    return [_times_of_layer(sizes, speeds, recompute, index, host_counts, hidden) for index in alike]
 
 
+@functools.lru_cache(maxsize=4096)
+def _times_of_layer(
+    sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int, host_counts: bool, hidden: float
+) -> list[SegmentTime]:
+    kept, model = layer_activations(sizes, Recompute(), index), sizes.model
+    again = second_forward(sizes, speeds, recompute, index) if recompute else {}
+    if index < model.num_dense_layers:
+        mlp = _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)
+        times = [_attention(sizes, speeds, kept), mlp]
+    else:
+        times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
+    return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
+
+
+@functools.lru_cache(maxsize=1024)
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     """Time the final norm, head and loss, once for each depth.
 
@@ -102,6 +106,7 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     return once.scaled(depths)
 
 
+@functools.lru_cache(maxsize=1024)
 def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
     """Time the product that joins a state and the embedding of a later token."""
     d = sizes.model.hidden_size
@@ -111,6 +116,7 @@ def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def embed_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
     """Time the lookup and the weight's gradient, all of which is written in fp32 and read once."""
     model, tp = sizes.model, sizes.layout.tp

@@ -6,6 +6,7 @@ The model is cut into stages, numbered from the embedding to the loss. A rank ha
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,7 +41,7 @@ Step = Action | Together
 
 def parts(step: Step) -> tuple[Action, ...]:
     """Return the one action of a step, or the two of a `Together`."""
-    return tuple(step) if isinstance(step, Together) else (step,)
+    return step if isinstance(step, Together) else (step,)
 
 
 @dataclass(frozen=True)
@@ -82,4 +83,4 @@ class Table:
 
     def actions(self, rank: int) -> list[Action]:
         """Return the actions of a rank; a `Together` gives its forward, then its backward."""
-        return [action for step in self.ranks[rank] for action in parts(step)]
+        return [*itertools.chain.from_iterable(map(parts, self.ranks[rank]))]

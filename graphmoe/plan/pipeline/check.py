@@ -1,5 +1,6 @@
 """Dependencies of a table's actions, the check that it can run, and the activations that it keeps."""
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -53,6 +54,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return for each rank the moments in which it keeps most, as numbers of micro-batches by stage.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together, parts
-from graphmoe.plan.pipeline.check import in_order, needs, peak_activations, peaks, result
+from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Step, Table, Together, parts
+from graphmoe.plan.pipeline.check import KINDS, in_order, needs, peak_activations, peaks, result
 
 Track = Literal["compute", "comm"]
 
@@ -121,10 +124,12 @@ class Costs:
         if isinstance(step, Together):
             forward, backward = self.of(step.forward), self.of(step.backward)
             return forward + backward - min(self.hidden, forward, backward)
-        backward_input, backward_weight = self.backward_input[step.stage], self.backward_weight[step.stage]
-        whole = backward_input + backward_weight
-        times = {"F": self.forward[step.stage], "B": whole, "I": backward_input, "W": backward_weight}
-        return times[step.kind]
+        kind, stage, _ = step
+        if kind == "F":
+            return self.forward[stage]
+        if kind == "B":
+            return self.backward_input[stage] + self.backward_weight[stage]
+        return (self.backward_input if kind == "I" else self.backward_weight)[stage]
 
 
 def simulate(table: Table, costs: Costs) -> Timeline:
@@ -136,21 +141,70 @@ def simulate(table: Table, costs: Costs) -> Timeline:
     placement = table.placement
     spans: list[Span] = []
     ends: dict[Action, float] = {}
-    free = [0.0] * placement.num_ranks
-    busy = 0.0
-    for rank, step in in_order(table):
-        start = free[rank]
+    busy = makespan = 0.0
+    for rank, step, start, end in _timed(table, costs):
         for action in parts(step):
-            for need in needs(action, placement.num_stages):
-                arrived = ends[need]
-                if costs.comm and placement.rank_of[need.stage] != rank:
-                    arrived += costs.comm
-                    spans.append(Span(rank, "comm", action, ends[need], arrived))
-                start = max(start, arrived)
-        free[rank] = start + costs.of(step)
+            for need in needs(action, placement.num_stages) if costs.comm else ():
+                if placement.rank_of[need.stage] != rank:
+                    spans.append(Span(rank, "comm", action, ends[need], ends[need] + costs.comm))
+        spans.append(Span(rank, "compute", step, start, end))
+        ends.update((result(action), end) for action in parts(step))
         busy += costs.of(step)
-        ends.update((result(action), free[rank]) for action in parts(step))
-        spans.append(Span(rank, "compute", step, start, free[rank]))
+        makespan = max(makespan, end)
     in_time = tuple(sorted(spans, key=lambda span: (span.rank, span.start, span.end)))
     peak_bytes = None if costs.activation_bytes is None else peaks(table, costs.activation_bytes)
-    return Timeline(table, in_time, max(free), busy, peak_bytes)
+    return Timeline(table, in_time, makespan, busy, peak_bytes)
+
+
+def makespan_of(table: Table, costs: Costs) -> float:
+    """Return the makespan that `simulate` finds, without its spans, which take most of its time."""
+    return max(map(operator.itemgetter(3), _timed(table, costs)), default=0.0)
+
+
+def _timed(table: Table, costs: Costs) -> Iterator[tuple[int, Step, float, float]]:
+    """Yield the rank, start and end of each step, in the order of `in_order`. Raises `TableError`."""
+    ranks, numbers = table.ranks, _numbers(table.placement, costs.comm)
+    ends, waiting = dict[int, float](), dict[int, list[int]]()
+    free, position = [0.0] * len(ranks), [0] * len(ranks)
+    awake = deque(range(len(ranks)))
+    while awake:
+        rank = awake.popleft()
+        steps, end = ranks[rank], free[rank]
+        for index in range(position[rank], len(steps)):
+            step, start, latest = steps[index], end, 0
+            actions = parts(step)
+            for kind, stage, micro_batch in actions:
+                for need, delay in numbers[kind][stage][1]:
+                    arrival = ends.get(need + micro_batch, math.inf) + delay
+                    if arrival > start:
+                        start, latest = arrival, need + micro_batch
+            if start == math.inf:
+                waiting.setdefault(latest, []).append(rank)
+                free[rank], position[rank] = end, index
+                break
+            end = start + costs.of(step)
+            for kind, stage, micro_batch in actions:
+                done = numbers[kind][stage][0] + micro_batch
+                ends[done] = end
+                if done in waiting:
+                    awake.extend(waiting.pop(done))
+            yield rank, step, start, end
+    if waiting:
+        deque(in_order(table), maxlen=0)  # names the ranks that wait
+
+
+def _numbers(placement: Placement, comm: float) -> dict[Kind, list[tuple[int, list[tuple[int, float]]]]]:
+    """Number the results of micro-batch 0, by stage: each action's own, and its needs with their transfers.
+
+    Those of other micro-batches are as many later.
+    """
+    stages, rank_of = range(placement.num_stages), placement.rank_of
+    own = {(kind, stage): (3 * stage + i) * 2**32 for i, kind in enumerate("FIW") for stage in stages}
+
+    def numbered(action: Action) -> tuple[int, list[tuple[int, float]]]:
+        rank = rank_of[action.stage]
+        found = needs(action, placement.num_stages)
+        delays = [comm if rank_of[need.stage] != rank else 0.0 for need in found]
+        return own[result(action)[:2]], [*zip((own[need[:2]] for need in found), delays, strict=True)]
+
+    return {kind: [numbered(Action(kind, stage, 0)) for stage in stages] for kind in KINDS}

@@ -7,7 +7,7 @@ import pytest
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of, slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
-from graphmoe.plan.pipeline.simulate import Costs, simulate
+from graphmoe.plan.pipeline.simulate import Costs, makespan_of, simulate
 from graphmoe.plan.plan import plan_of
 from graphmoe.project import step_time
 from graphmoe.project.arguments import ProjectArgs, completed
@@ -71,9 +71,9 @@ def test_a_projection_simulates_the_table_of_the_run(monkeypatch):
 
     def simulated(table, costs):
         tables.append(table)
-        return simulate(table, costs)
+        return makespan_of(table, costs)
 
-    monkeypatch.setattr(step_time, "simulate", simulated)
+    monkeypatch.setattr(step_time, "makespan_of", simulated)
     args = ProjectArgs("mi355x", nodes=1)
     words = ("parallel.pp=8", "model.num_layers=14", "pipeline.schedule=v_half", "precision.compute=bf16")
     run = completed(config("launch.nproc=8", "compile.enabled=true", *words), args)

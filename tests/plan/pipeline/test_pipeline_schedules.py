@@ -347,3 +347,10 @@ def test_few_micro_batches_take_no_longer_than_in_the_best_of_all_orders(of_stag
     costs = Costs(*((cost,) * 4 for cost in of_stage))
     found = simulate(make_table("zbv", 2, number, costs=costs), costs).makespan
     assert found == shortest(2, number, 4, costs)
+
+
+def test_a_table_on_a_v_is_made_once_for_the_same_costs():
+    costs = [Costs.of_rank(Placement.folded(4), 1, 1.5, 0.5, comm=0.1) for _ in range(2)]
+    first, second = (make_table("zbv", 4, 8, costs=each) for each in costs)
+    assert second.ranks is first.ranks
+    assert make_table("v_min", 4, 8, costs=costs[0]).ranks != first.ranks

@@ -1,9 +1,12 @@
 """simulate: small cases computed by hand."""
 
+import random
+
 import pytest
 
-from graphmoe.plan.pipeline.schedules import make_table
-from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
+from graphmoe.plan.pipeline.check import in_order
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
+from graphmoe.plan.pipeline.simulate import Costs, Timeline, makespan_of, simulate
 
 
 def rows(timeline: Timeline, track="compute"):
@@ -58,3 +61,20 @@ def test_a_pair_saves_what_is_hidden_up_to_its_shorter_half(hidden, pair):
     timeline = simulate(make_table("1f1b", 1, 2, overlap=True), Costs((4,), (3,), (3,), hidden=hidden))
     assert rows(timeline) == [[("0F0", 0, 4), ("0F1+0B0", 4, 4 + pair), ("0B1", 4 + pair, 10 + pair)]]
     assert timeline.bubble == 0
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_makespan_without_spans_is_the_same_to_the_bit(name):
+    draw = random.Random(name)
+    for overlap in (False, True)[: 1 + bool(SCHEDULES[name].build_overlapped)]:
+        for num_ranks, number in ((1, 3), (2, 5), (4, 11)):
+            stages = placement_of(name, num_ranks).num_stages
+            times = (tuple(draw.uniform(0.1, 2) for _ in range(stages)) for _ in range(3))
+            costs = Costs(*times, comm=draw.choice((0.0, 0.3)), hidden=0.2 * overlap)
+            table = make_table(name, num_ranks, number, overlap=overlap, costs=costs)
+            timeline = simulate(table, costs)
+            assert makespan_of(table, costs) == timeline.makespan
+            assert timeline.makespan == max(span.end for span in timeline.spans)
+            assert {(rank, step) for rank, step in in_order(table)} == {
+                (span.rank, span.step) for span in timeline.spans if span.track == "compute"
+            }

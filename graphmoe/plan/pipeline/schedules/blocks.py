@@ -6,7 +6,9 @@ micro-batch, moved by whole periods into the same one, must not overlap. The ord
 here from the costs of the stages.
 """
 
+import functools
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +23,8 @@ Array = npt.NDArray[np.float64]
 
 ORDERS = np.array([(0, *order) for order in itertools.permutations(range(1, 6))])
 """All orders of a rank's work in a period: F there, F back, I there, I back, and W of both stages."""
+ORDERS_ALIKE = ORDERS[ORDERS.argsort(axis=1)[:, 4] < ORDERS.argsort(axis=1)[:, 5]]
+"""Orders of which no two have the same starts where W of both stages takes equally long."""
 NOTHING = 1e-9
 """Share of a period that counts as an error of rounding."""
 
@@ -47,8 +51,8 @@ class Block:
 
     def _between(self, moment: float, start: float, end: float) -> int:
         """Count the micro-batches whose interval has the moment, with the one that begins then."""
-        begun = np.floor((moment - start) / self.period + NOTHING)
-        return int(begun - np.floor((moment - end) / self.period + NOTHING))
+        begun = math.floor((moment - start) / self.period + NOTHING)
+        return begun - math.floor((moment - end) / self.period + NOTHING)
 
 
 def busy(costs: Costs, num_ranks: int) -> float:
@@ -56,6 +60,7 @@ def busy(costs: Costs, num_ranks: int) -> float:
     return max(sum(_durations(costs, rank, num_ranks)) for rank in range(num_ranks))
 
 
+@functools.lru_cache(maxsize=1024)
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
@@ -77,7 +82,8 @@ def block_of(
     for leg, forwards in enumerate((True, False, True, False)):
         for rank in range(num_ranks) if forwards else reversed(range(num_ranks)):
             ready += between[leg] if rank != before else 0.0
-            start = ready + float(_later(phases[rank][leg] - ready, period))
+            wait = phases[rank][leg] - ready
+            start = ready + (wait - math.floor(wait / period + NOTHING) * period)
             stage = rank if leg in (0, 3) else 2 * num_ranks - 1 - rank
             times[rank]["F" if leg < 2 else "I", stage] = start
             ready, before = start + works[rank][leg], rank
@@ -127,9 +133,10 @@ def _phases(works: list[Array], between: list[float], period: float) -> list[lis
 
 def _starts(work: Array) -> Array:
     """Return starts by order and kind of work, if the rank never waits and begins with its first F."""
-    in_order = work[ORDERS]
+    orders = ORDERS_ALIKE if work[4] == work[5] else ORDERS
+    in_order = work[orders]
     found = np.empty_like(in_order)
-    np.put_along_axis(found, ORDERS, np.cumsum(in_order, axis=1) - in_order, axis=1)
+    np.put_along_axis(found, orders, np.cumsum(in_order, axis=1) - in_order, axis=1)
     return found
 
 
@@ -140,24 +147,32 @@ def _hop(
 
     The delay is such that one of the legs does not wait: the leg for which all legs together wait least.
     """
-    x, y = here[:, None, :], after[None, :, :]
-    legs = np.stack(
-        (
-            x[..., 0] - y[..., 0] + work[0] + between[0],
-            x[..., 1] - y[..., 1] - work_after[1] - between[1],
-            x[..., 2] - y[..., 2] + work[2] + between[2],
-            x[..., 3] - y[..., 3] - work_after[3] - between[3],
-        )
+    x, y = here.T[:, :, None], after.T[:, None, :]
+    legs = (
+        x[0] - y[0] + work[0] + between[0],
+        x[1] - y[1] - work_after[1] - between[1],
+        x[2] - y[2] + work[2] + between[2],
+        x[3] - y[3] - work_after[3] - between[3],
     )
-    towards = np.array([1.0, -1.0, 1.0, -1.0])[:, None, None]
-    waits = np.stack([_later((shift - legs) * towards, period).sum(axis=0) for shift in legs])
-    best = _first_least(waits / period, axis=0)[None]
-    return np.take_along_axis(waits, best, 0)[0], np.take_along_axis(legs, best, 0)[0]
+    waits, shares = np.empty((4, *legs[0].shape)), np.empty((4, *legs[0].shape))
+    for number, shift in enumerate(legs):  # one pair of legs at a time, which the processor's cache holds
+        of_pairs = [
+            _later(shift - leg if towards else leg - shift, period)
+            for towards, leg in zip((True, False, True, False), legs, strict=True)
+            if leg is not shift
+        ]
+        np.add(of_pairs[0], of_pairs[1], out=waits[number])
+        waits[number] += of_pairs[2]
+        np.round(np.divide(waits[number], period, out=shares[number]), 8, out=shares[number])
+    best = np.argmin(shares, axis=0)[None]
+    return np.take_along_axis(waits, best, 0)[0], np.take_along_axis(np.stack(legs), best, 0)[0]
 
 
-def _later(time: Array | float, period: float) -> Array:
-    """Move a time by whole periods into the first one, from 0 on."""
-    return np.asarray(time - np.floor(time / period + NOTHING) * period)
+def _later(time: Array, period: float) -> Array:
+    """Move times by whole periods into the first one, from 0 on."""
+    moved = np.floor(time / period + NOTHING)
+    moved *= period
+    return np.subtract(time, moved, out=moved)
 
 
 def _first_least(values: Array, axis: int) -> npt.NDArray[np.intp]:

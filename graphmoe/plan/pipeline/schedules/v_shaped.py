@@ -12,11 +12,11 @@ import functools
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table
-from graphmoe.plan.pipeline.schedules.blocks import Block, Work, block_of, busy
+from graphmoe.plan.pipeline.schedules.blocks import Block, block_of, busy
 from graphmoe.plan.pipeline.simulate import Costs
 
 FILLING = 2
@@ -49,10 +49,20 @@ def folded(
     assert len(costs.forward) == placement.num_stages
     if limit > 2 * num_ranks or limit >= 2 * num_micro_batches:
         limit = 2 * num_ranks  # of few micro-batches no rank can keep more than it may
+    return Table(schedule, placement, num_micro_batches, _steps(costs, num_ranks, num_micro_batches, limit))
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(
+    costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
+) -> tuple[tuple[Action, ...], ...]:
+    """Return the steps of all ranks. Many candidates of a search have the same."""
     compared = min(num_micro_batches, FILLING * num_ranks)
     block, patience = _best_block(costs, num_ranks, compared, limit)
-    steps, _ = _run(block, costs, num_micro_batches, limit, patience)
-    return Table(schedule, placement, num_micro_batches, steps)
+    ranks, _ = _run(block, costs, num_micro_batches, limit, patience)
+    kinds: tuple[Kind, ...] = ("F", "I", "W")
+    each = [(kind, stage) for kind in kinds for stage in range(2 * num_ranks)]
+    return tuple(tuple(Action(*each[work], number) for work, number in steps) for steps in ranks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,121 +91,123 @@ def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
         yield from next(([block] for block in slower if block.kept(costs) <= limit), [])
 
 
-Turn = tuple[float, Work, int]
+Turn = tuple[float, int, int]
 """Time of an F or I by the block, that work, and its micro-batch."""
-
-
-@dataclass
-class _Rank:
-    """One rank while its steps are chosen."""
-
-    turns: list[Turn]
-    """Next turn of each F and I, in the order of time; work without another turn is left out."""
-    arrivals: dict[Work, list[float]]
-    """Times from which micro-batches can begin, as far as they are known."""
-    owed: deque[Action] = field(default_factory=deque)
-    """Weight gradients whose turn has not come."""
-    kept: int = 0
-    free_from: float = 0.0
-    steps: list[Action] = field(default_factory=list)
-
-    def do(self, action: Action, place: int, period: float, num_micro_batches: int) -> None:
-        """Add a step; ``place`` is the index of an F or I among the turns."""
-        self.steps.append(action)
-        if action.kind == "W":
-            self.owed.popleft()
-            self.kept -= 1
-            return
-        time, work, number = self.turns.pop(place)
-        if number + 1 < num_micro_batches:
-            bisect.insort(self.turns, (time + period, work, number + 1))
-        if action.kind == "F":
-            self.kept += 1
-        else:
-            self.owed.append(Action("W", action.stage, action.micro_batch))
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose their actions."""
+    """Rules by which ranks choose their work.
 
+    Work is numbered by stage: F of all stages, then I, then W. Lists are indexed by that number.
+    """
+
+    num_stages: int
     period: float
-    seconds: Mapping[Kind, tuple[float, ...]]
+    seconds: tuple[float, ...]
+    waits: list[float]
+    """Seconds within which a rank waits for an arrival rather than do this work."""
     limit: int
-    patience: float
+    arrivals: list[list[float]]
+    """Times from which the micro-batches of each F and I can begin, as far as they are known."""
 
-    def choose(self, rank: _Rank, now: float) -> tuple[Action | None, int, float]:
-        """Return a free rank's next action and its place among the turns, or the time of the next arrival.
 
-        The action is the next of the block, else a weight gradient, else a later one of the block.
+class _Rank:
+    """One rank while its steps are chosen."""
+
+    def __init__(self, rules: _Rules, turns: list[Turn]) -> None:
+        self.rules = rules
+        self.turns = turns  # next of each F and I, in the order of time; work without another is left out
+        self.owed = deque[tuple[int, int]]()  # weight gradients whose turn has not come
+        self.steps: list[tuple[int, int]] = []  # work and micro-batch
+        self.kept, self.free_from = 0, 0.0
+
+    def do_next(self, now: float, num_micro_batches: int) -> int | None:
+        """Add the free rank's next step and return its work; None where it has to wait for an arrival."""
+        rules, turns = self.rules, self.turns
+        place = self._choose(now)
+        if place is None:
+            return None
+        if place < 0:
+            self.steps.append(self.owed.popleft())
+            self.kept -= 1
+        else:
+            time, work, number = turns.pop(place)
+            self.steps.append((work, number))
+            if number + 1 < num_micro_batches:
+                bisect.insort(turns, (time + rules.period, work, number + 1))
+            if work < rules.num_stages:
+                self.kept += 1
+            else:
+                self.owed.append((work + rules.num_stages, number))
+        work = self.steps[-1][0]
+        self.free_from = now + rules.seconds[work]
+        return work
+
+    def _choose(self, now: float) -> int | None:
+        """Return the place of the next work among the turns, -1 for W, or None.
+
+        It is the next of the block, else a weight gradient, else a later one of the block.
         """
-        soon = math.inf
-        owed = rank.owed[0] if rank.owed else None
-        for place, turn in enumerate(rank.turns):
-            _, work, number = turn
-            times = rank.arrivals[work]
+        rules, soon, owed = self.rules, math.inf, self.owed
+        arrivals, waits = rules.arrivals, rules.waits
+        for place, (_, work, number) in enumerate(self.turns):
+            times = arrivals[work]
             arrival = times[number] if number < len(times) else math.inf
-            if work[0] == "F" and not self._fits(rank, place):
+            if work < rules.num_stages and not self._fits(place):
                 arrival = math.inf
             if arrival > now:
                 soon = arrival if arrival < soon else soon
-            elif not place or soon - now >= self.patience * self.seconds[work[0]][work[1]]:
-                return Action(*work, number), place, math.inf
-            if not place and owed and soon - now >= self.patience * self.seconds["W"][owed.stage]:
-                return owed, 0, math.inf
-        if owed and soon - now >= self.patience * self.seconds["W"][owed.stage]:
-            return owed, 0, math.inf
-        return None, 0, soon
+            elif not place or soon - now >= waits[work]:
+                return place
+            if not place and owed and soon - now >= waits[owed[0][0]]:
+                return -1
+        return -1 if owed and soon - now >= waits[owed[0][0]] else None
 
-    def _fits(self, rank: _Rank, place: int) -> bool:
+    def _fits(self, place: int) -> bool:
         """Return True where a forward may be kept now.
 
         A forward that is not next must leave room for all forwards before it. So the block's own order stays
         possible, and no rank runs out of room for a forward that others wait for.
         """
-        time, before = rank.turns[place][0], 0
-        for first, work, _ in rank.turns[:place]:
-            if work[0] == "F":
-                before += math.ceil((time - first) / self.period - 1e-9)
-        return rank.kept + before < self.limit
+        rules, before = self.rules, 0
+        if place:
+            time = self.turns[place][0]
+            for first, work, _ in self.turns[:place]:
+                if work < rules.num_stages:
+                    before += math.ceil((time - first) / rules.period - 1e-9)
+        return self.kept + before < rules.limit
 
 
 def _run(
     block: Block, costs: Costs, num_micro_batches: int, limit: int, patience: float
-) -> tuple[tuple[tuple[Action, ...], ...], float]:
-    """Let each free rank act by the rules; return the steps of all ranks, and the makespan."""
-    last, period = 2 * len(block.times) - 1, block.period
-    seconds: dict[Kind, tuple[float, ...]] = {
-        "F": costs.forward,
-        "I": costs.backward_input,
-        "W": costs.backward_weight,
-    }
-    rules = _Rules(period, seconds, limit, patience)
+) -> tuple[list[list[tuple[int, int]]], float]:
+    """Let each free rank act by the rules; return work and micro-batches of all ranks, and the makespan."""
+    num_stages = 2 * len(block.times)
+    seconds = costs.forward + costs.backward_input + costs.backward_weight
+    waits, arrivals = [patience * each for each in seconds], [list[float]() for _ in seconds]
+    rules = _Rules(num_stages, block.period, seconds, waits, limit, arrivals)
+    numbers = {"F": 0, "I": num_stages}
     ranks = [
-        _Rank(sorted((time, work, 0) for work, time in times.items()), {work: [] for work in times})
+        _Rank(rules, sorted((time, numbers[kind] + stage, 0) for (kind, stage), time in times.items()))
         for times in block.times
     ]
-    ranks[0].arrivals["F", 0] = [0.0] * num_micro_batches
+    arrivals[0] = [0.0] * num_micro_batches
+    readers = [*range(1, num_stages), 2 * num_stages - 1, None, *range(num_stages, 2 * num_stages - 1)]
+    readers += [None] * num_stages
+    placement = Placement.folded(len(ranks)).rank_of
     events = [(0.0, number) for number in range(len(ranks))]
     while events:
         now, number = heapq.heappop(events)
         rank = ranks[number]
-        if now < rank.free_from:
-            continue
-        action, place, wake = rules.choose(rank, now)
-        if action is not None:
-            kind, stage, _ = action
-            rank.free_from = wake = now + seconds[kind][stage]
-            rank.do(action, place, period, num_micro_batches)
-            reader = stage + (1 if kind == "F" else -1)
-            if kind == "F" and stage == last:
-                rank.arrivals["I", last].append(wake)
-            elif (kind == "F" or kind == "I") and reader >= 0:
-                other = min(reader, last - reader)
-                arrival = wake + (costs.comm if other != number else 0.0)
-                ranks[other].arrivals[kind, reader].append(arrival)
+        if now < rank.free_from or (work := rank.do_next(now, num_micro_batches)) is None:
+            continue  # an arrival is an event too
+        heapq.heappush(events, (rank.free_from, number))
+        if (reader := readers[work]) is not None:
+            other, arrival = placement[reader % num_stages], rank.free_from
+            if other != number:
+                arrival += costs.comm
                 heapq.heappush(events, (arrival, other))
-        if wake < math.inf:
-            heapq.heappush(events, (wake, number))
+            arrivals[reader].append(arrival)
     assert all(len(rank.steps) == 6 * num_micro_batches for rank in ranks), "ranks wait for each other"
-    return tuple(tuple(rank.steps) for rank in ranks), max(rank.free_from for rank in ranks)
+    return [rank.steps for rank in ranks], max(rank.free_from for rank in ranks)

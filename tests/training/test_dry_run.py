@@ -260,8 +260,32 @@ def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
     monkeypatch.setattr("graphmoe.config.progress.EVERY_S", 0.001)
     caplog.set_level("INFO")
     dry("launch.fake_world=2", "parallel.pp=2", "train.global_batch_size=16")
-    said = [re.match("micro-batch ([0-9]) of 8 ", message) for message in caplog.messages]
+    said = [re.match("micro-batch ([0-9]) of 4 ", message) for message in caplog.messages]
     assert len({found[1] for found in said if found}) > 2
+
+
+@pytest.mark.parametrize(
+    ("words", "num_run"),
+    [
+        (("pipeline.schedule=1f1b",), 5),
+        (("pipeline.schedule=zbv", "compile.enabled=true"), 5),
+        (("pipeline.schedule=gpipe",), 9),
+    ],
+)
+def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, words, num_run):
+    asked = (
+        "launch.fake_world=2",
+        "parallel.pp=2",
+        "model.num_layers=4",
+        "train.global_batch_size=18",
+        *words,
+    )
+    short = dry(*asked)
+    monkeypatch.setattr("graphmoe.training.dry_run.shortened", lambda plan, *_: plan)
+    whole = dry(*asked)
+    assert (short["micro_batches_run"], whole["micro_batches_run"], short["micro_batches"]) == (num_run, 9, 9)
+    assert short["memory"] == whole["memory"] and short["collectives"] == whole["collectives"]
+    assert (f"{num_run} of the 9 micro-batches were run" in text_of(render(short))) == (num_run < 9)
 
 
 def test_the_report_names_the_stages_of_the_rank():

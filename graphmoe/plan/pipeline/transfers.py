@@ -7,11 +7,12 @@ collectives.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphmoe.plan.pipeline.actions import Action, Step, Table, parts
+from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, parts
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
 HELD = 2
@@ -81,6 +82,40 @@ def transfers_of(table: Table, rank: int) -> Transfers:
                 if seen:
                     note(over, min(seen), message)
     return Transfers(posts, {message.content: message for message in all_sent}, over)
+
+
+def moments_of(table: Table, rank: int) -> set[Hashable]:
+    """Return all that a rank does, did just before and holds at its steps, without numbers of micro-batches.
+
+    It holds activations of its stages, inputs that are there or on their way, and messages that it has sent.
+    Ranks of two tables with the same moments need the same memory.
+    """
+    transfers, num_stages = transfers_of(table, rank), table.placement.num_stages
+    own, found = table.placement.stages_of(rank), set[Hashable]()
+    held, before = Counter[tuple[str, Kind, int]](), tuple[tuple[Kind, int], ...]()
+    for step in table.ranks[rank]:
+        actions = parts(step)
+        doing = tuple((action.kind, action.stage) for action in actions)
+        held.update(("input", *message.content[:2]) for message in transfers.posts.get(step, ()))
+        found.add((before, doing, frozenset((+held).items())))
+        for action in actions:
+            inputs = (need for need in needs(action, num_stages) if need.stage != action.stage)
+            held.subtract(("input", *need[:2]) for need in inputs)
+        held.subtract(("sent", *message.content[:2]) for message in transfers.over.get(step, ()))
+        for action in actions:
+            kind, stage, _ = action
+            if kind == "F":
+                held["kept", "F", stage] += 1
+            else:
+                held["kept", "I" if kind == "W" else "F", stage] -= 1
+                held["kept", "I", stage] += kind == "I"
+            made, reader = result(action), stage + (1 if kind == "F" else -1)
+            if made in transfers.sends:
+                held["sent", made.kind, stage] += 1
+            elif kind != "W" and reader in own:
+                held["input", made.kind, stage] += 1
+        before = doing
+    return found
 
 
 def _sent(table: Table, rank: int) -> list[Message]:

@@ -1,6 +1,7 @@
 """One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/dry_run.md.
 
-With a pipeline the rank runs its stages by the schedule's table, as many micro-batches as a step has.
+With a pipeline the rank runs its stages by the schedule's table, with all micro-batches of a step, or with
+fewer in which the rank has the same moments.
 
 Nothing is computed and nothing is sent. The process groups are those of the layout on torch's backend
 "fake"; weights, gradients, optimizer state and activations are fake tensors, on the CPU: autograd cannot run
@@ -9,10 +10,12 @@ results on both.
 """
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -26,6 +29,8 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
+from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.transfers import moments_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
@@ -36,6 +41,8 @@ from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
+ROUNDS = (2, 3, 4, 6, 8, 16)
+"""Micro-batches for each rank of a pipeline with which shorter steps are tried."""
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
     "buffers of NCCL or RCCL",
@@ -62,8 +69,10 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     if rank is None:
         rank = projected.index(max(projected)) * layout.size("stage") if projected else 0
     place = layout.index("pp", rank)
-    collectives, memory = _step(plan, rank)
-    alike = 1 if pipeline else plan.num_micro_batches
+    run = plan if pipeline is None else shortened(plan, pipeline, place)
+    collectives, memory = _step(run, rank)
+    num_run = run.pipeline.table.num_micro_batches if run.pipeline else 1
+    alike = Fraction(plan.num_micro_batches, num_run)
     card = round(launch.fake_memory_gb * 2**30)
     axes: tuple[Axis, ...] = ("dp", "cp", "tp", "pp", "edp", "ep", "etp")
     return {
@@ -75,6 +84,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.global_batch_size,
         "micro_batches": plan.num_micro_batches,
+        "micro_batches_run": num_run,
         "recompute_all": config.recompute.all,
         "compute": config.precision.compute.value,
         "groups": {axis: list(layout.group(axis, rank)) for axis in axes},
@@ -118,6 +128,24 @@ def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
     return [round(sum(of_place)) for of_place in places]
 
 
+def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
+    """Return the plan with the shortest table, of those tried, in which the place has the same moments.
+
+    It is the plan itself where there is none: where ranks keep all micro-batches, and for few of them.
+    """
+    asked, table, pp = plan.config.pipeline, pipeline.table, plan.layout.pp
+    counts = [each * pp + plan.num_micro_batches % pp for each in ROUNDS]
+    if counts[0] >= plan.num_micro_batches:
+        return plan
+    moments = moments_of(table, place)
+    for count in itertools.takewhile(plan.num_micro_batches.__gt__, counts):
+        sizes = pp, count, asked.virtual_stages
+        short = make_table(asked.schedule, *sizes, overlap=asked.ep_overlap, costs=pipeline.costs)
+        if moments_of(short, place) == moments:
+            return replace(plan, pipeline=replace(pipeline, table=short))
+    return plan
+
+
 def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
     """Run forward and backward of micro-batches, and the update."""
     memory = MemoryLog()
@@ -139,13 +167,13 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
 
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
-    """Run the step with one micro-batch of zeros, with a pipeline with all of them."""
+    """Run the step with one micro-batch of zeros, with a pipeline with those of its table."""
     config, optimizer, micro_batches = step.plan.config, step.optimizer, step.micro_batches
     assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
     for kind, tensors in _state(step.model, optimizer).items():
         memory.hold(kind, tensors)
-    pipeline = micro_batches.pipeline if isinstance(micro_batches, Pipelined) else None
-    count, train = step.plan.num_micro_batches if pipeline else 1, micro_batches.train
+    table = step.plan.pipeline.table if step.plan.pipeline else None
+    count, train = step.plan.num_micro_batches if table else 1, micro_batches.train
 
     def watched(batches: Iterable[Tensor], add: Add) -> None:
         watch.phase = "forward"
@@ -155,8 +183,8 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     micro_batches.train = watched  # type: ignore[method-assign]
     shape = config.train.micro_batch_size, config.data.seq_len + 1
     with working("the step") as say, watch:
-        if pipeline:
-            pipeline.recorder = WatchedSteps(watch, count, say)
+        if table and isinstance(micro_batches, Pipelined):
+            micro_batches.pipeline.recorder = WatchedSteps(watch, table.num_micro_batches, say)
         step(torch.zeros(shape, dtype=torch.int64) for _ in range(count))
 
 

@@ -6,7 +6,8 @@ A collective is an operation of c10d, which names a process group, or one of our
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -122,12 +123,11 @@ class CollectiveLog:
         (peer,) = {*ranks} - {own}
         return (own, peer) if name == "send" else (peer, own)
 
-    def to_json(self, times: dict[str, int]) -> list[dict[str, Any]]:
+    def to_json(self, times: Mapping[str, int | Fraction]) -> list[dict[str, Any]]:
         """List each kind of call with its count in a step; phases happen as often as ``times`` says."""
-        return [
-            {**call._asdict(), "count": count * times.get(call.phase, 1)}
-            for call, count in self.counts.items()
-        ]
+        counts = {call: Fraction(times.get(call.phase, 1)) * count for call, count in self.counts.items()}
+        assert all(count.denominator == 1 for count in counts.values()), "micro-batches are not alike"
+        return [{**call._asdict(), "count": int(count)} for call, count in counts.items()]
 
 
 def check_groups(mesh: Mesh) -> None:

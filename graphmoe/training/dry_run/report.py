@@ -36,6 +36,7 @@ def render(document: dict[str, Any]) -> Group:
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {count} micro-batch{'' if count == 1 else 'es'} of {of_each}; "
         f"{document['compute']}, experts balanced",
+        *_shortened_lines(document),
         "\n[bold]Collectives of a step[/bold], on this rank",
         _collective_table(document["collectives"]),
         "\n[bold]Memory[/bold]",
@@ -86,6 +87,17 @@ def _pipeline_lines(document: dict[str, Any]) -> list[str]:
         f"pipeline.schedule={pipeline['schedule']}",
         f"projected GiB of the ranks of the pipeline, from 0: {sizes}; "
         f"launch.fake_rank={document['world'] // document['layout']['pp']}*n shows rank n",
+    ]
+
+
+def _shortened_lines(document: dict[str, Any]) -> list[str]:
+    """Say that fewer micro-batches of a pipeline were run than a step has."""
+    count, num_run = document["micro_batches"], document["micro_batches_run"]
+    if document["pipeline"] is None or num_run == count:
+        return []
+    return [
+        f"{num_run} of the {count:,} micro-batches were run: by the schedule's table the rank holds the same "
+        f"during the others, which send the same again"
     ]
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import Placement, parts
 from graphmoe.plan.pipeline.check import needs, result
-from graphmoe.plan.pipeline.schedules import make_table
+from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
-from graphmoe.plan.pipeline.transfers import HELD, channels_of, transfers_of
+from graphmoe.plan.pipeline.transfers import HELD, channels_of, moments_of, transfers_of
 
 TRAINING = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
 TRAINING += [("interleaved", virtual) for virtual in (2, 3)]
@@ -164,3 +164,11 @@ def test_a_table_that_evaluates_needs_no_channel_that_its_schedule_lacks():
         channels = set(channels_of(forward_only(table.placement, 4)))
         assert channels <= set(channels_of(table))
         assert bool(channels) == (table.placement.num_ranks > 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_moments_of_a_short_table_are_those_of_a_long_one_but_where_ranks_keep_all(name):
+    for rank in range(4):
+        short, long = (moments_of(make_table(name, 4, number), rank) for number in (17, 41))
+        assert (short == long) != SCHEDULES[name].keeps_all
+        assert moments_of(make_table(name, 4, 2), rank) != long

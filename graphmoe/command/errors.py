@@ -187,10 +187,7 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
                     f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
                     f"{key}={close}? (options: {', '.join(there)})"
                 )
-    elif key.startswith("host.env."):
-        if not line.startswith(("+", "~")) and not own_folder:
-            yield f"'{line}' on the command line: a variable is added with a plus: ++{line}"
-    elif key not in known_keys():
+    elif key not in known_keys() and not key.startswith("host.env."):
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
             yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
         else:

@@ -33,7 +33,11 @@ def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> lis
     found, problems = key_value_words(words, hints, ("model",), as_they_are=_OVERRIDE, listed=_as_list)
     if problems:
         raise ConfigError(f"{'; '.join(problems)}; --help lists the keys")
-    found = with_plain_groups(found)
+    open_keys = tuple(f"{name}." for name, hint in hints.items() if typing.get_origin(hint) is dict)
+    found = [
+        f"++{word}" if f"{word.partition('=')[0]}.".startswith(open_keys) else word  # such as host.env.X=v
+        for word in with_plain_groups(found)
+    ]
     of_runs = [word for word in found if word.partition("=")[0] not in (more or {})]
     if wrong := wrong_words([*flags, *of_runs]):
         raise ConfigError(wrong)

@@ -24,6 +24,8 @@ from tests.runs import hydra_config
         ("+debug=quick ~data.paths host=amd", ["debug=quick", "~data.paths", "host=amd"]),
         ("hydra/launcher=joblib --config-dir mine model=mine", None),
         ("-sc install=bash", ["-sc", "install=bash"]),
+        ("--host.env.A b host.env.C=d +host.env.E=f", ["++host.env.A=b", "++host.env.C=d", "+host.env.E=f"]),
+        ("host.env={A:b} ~host.env.A", ["++host.env={A:b}", "~host.env.A"]),
     ],
 )
 def test_each_form_is_an_override(typed, read):
@@ -45,6 +47,13 @@ def test_a_list_of_names_with_blanks_and_quotes_reaches_the_configuration():
     names = ["a b.txt", "it's,c.txt", "corpus/*.jsonl"]
     words = run_words(["--data.paths", *names, "--data.text_field", "body"])
     assert list(hydra_config(*words, with_hydra=False).data.paths) == names
+
+
+def test_names_of_an_open_mapping_need_no_plus():
+    words = run_words(["--host.env.NCCL_DEBUG", "INFO", "host.env.A=b", "host.env={C:d}"])
+    assert dict(hydra_config(*words, with_hydra=False).host.env) == {"NCCL_DEBUG": "INFO", "A": "b", "C": "d"}
+    with pytest.raises(ConfigError, match=r"unknown key 'host.envs.A'"):
+        run_words(["host.envs.A=b"])
 
 
 @pytest.mark.parametrize(

@@ -260,6 +260,16 @@ def test_paths_are_mixed_by_weights_and_hold_out_the_documents_that_they_did(ope
     assert corpus.counts["mix"].startswith(f"0.75 of {tmp_path}/a.jsonl (") and corpus.train.contents
 
 
+def test_paths_of_a_mixture_may_be_of_different_kinds(open_files, tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(sentences(60, 1)), encoding="utf-8")
+    write_jsonl(tmp_path / "b.jsonl", sentences(60, 2))
+    pq.write_table(pa.table({"text": sentences(60, 3)}), tmp_path / "c.parquet")
+    corpus = open_files("a.txt", "b.jsonl", "c.parquet", weights=[1.0, 2.0, 5.0])
+    by_path = [{tuple(part.sample(i)) for i in range(part.num_samples)} for part in corpus.train.parts]
+    drawn = [tuple(row) for row in corpus.train.reader().read(0, 1024)]
+    assert [sum(row in found for row in drawn) for found in by_path] == [128, 256, 640]
+
+
 @pytest.mark.parametrize(
     ("paths", "said"),
     [

@@ -98,7 +98,7 @@ def _header(run: RunData) -> str:
         ("MFU", _number(mfu, ".1%"), "peak of the device is not known" if mfu is None else speed),
         ("final loss", _number(summary.get("final_loss"), ".4f"), f"validation {_number(validation, '.4f')}"),
         ("peak memory", f"{_number(peak, ',.2f')} GiB", "largest of all ranks"),
-        ("first step", f"{_number(summary.get('time_to_first_step_s'), ',.1f')} s", after),
+        ("first step", f"{_number(run.starts[-1] if run.starts else None, ',.1f')} s", after),
     ]
     command = environment.get("command")
     said = paragraph(f"`{shlex.join(command)}`") if isinstance(command, list) else ""

@@ -100,6 +100,7 @@ def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in killed))
     sentences = times(read_run(tmp_path), NO_TRACE)[1]
     assert "after 90.0 s, 69% of the time" in sentences[0] and "validation" not in " ".join(sentences)
+    assert "<dd>90.0 s" in write_report(tmp_path).read_text()
 
 
 def test_a_run_that_was_killed_and_went_on_has_the_shares_of_all_its_starts(tmp_path):

@@ -72,11 +72,11 @@ def learning(run: RunData) -> Answer:
         step = seen.steps[seen.values.index(best)]
         said.insert(1, f"At step {step:,} it was {best:.3f}.")
         return f"Not any more: validation is best at step {step:,}", said
-    course, sentence = _course(training)
+    course, sentence = _course(training, checks)
     return f"Yes{course}", [said[0], sentence, *said[1:]]
 
 
-def _course(training: Curve) -> tuple[str, str]:
+def _course(training: Curve, checks: Curve) -> tuple[str, str]:
     """The loss at the end: the last fifth of the steps against the fifth before."""
     count = len(training.values) // 5
     few = f"{len(training.values):,} steps are too few to say whether it still falls."
@@ -92,6 +92,11 @@ def _course(training: Curve) -> tuple[str, str]:
     if fall < -noise:
         return ", but it rises at the end", f"{said}."
     said += ", which is within its noise"
+    pairs = zip(checks.steps, checks.values, strict=True)
+    earlier = [loss for step, loss in pairs if step <= training.steps[-count]]
+    if earlier and checks.values[-1] < 0.995 * earlier[-1]:
+        course = f"validation went from {earlier[-1]:.3f} to {checks.values[-1]:.3f} meanwhile"
+        return ", and it still falls", f"{said}; {course}."
     if len(training.values) < FEW_STEPS:
         return "", f"{said}: {few}"
     return ", but it falls no more", f"{said}."

@@ -253,6 +253,17 @@ def test_a_validation_that_was_better_before_is_no_learning_any_more(tmp_path):
     assert "validation is 0.75 above training" in said
 
 
+def test_a_validation_that_still_falls_counts_more_than_noisy_training(tmp_path):
+    with_losses(tmp_path, FALLING + [3.1, 3.3] * 42 + [3.0, 3.3] * 18)
+    path = tmp_path / "metrics.jsonl"
+    for last, said in ((3.4, "Yes, and it still falls"), (3.495, "Yes, but it falls no more")):
+        checks = [{"step": step, "val_loss": loss} for step, loss in ((0, 9.0), (140, 3.5), (180, last))]
+        rows = [row for row in path.read_text().splitlines() if "val_loss" not in row]
+        path.write_text("".join(f"{row}\n" for row in [*map(json.dumps, checks), *rows]))
+        found = told(learning(read_run(tmp_path)))
+        assert found.startswith(said) and ("validation went from 3.500 to 3.400" in found) == (last == 3.4)
+
+
 def test_the_floor_is_the_models_arithmetic_at_the_peak_or_unknown(tmp_path):
     run = with_losses(tmp_path, [3.0] * 4, step_s=2.0, mfu=0.25, tflops=100.0, tokens_per_s=800.0)
     assert speed(run)[0] == "4.0 times the floor"

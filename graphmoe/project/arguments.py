@@ -136,7 +136,7 @@ def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     return shlex.join(["python", "-m", "graphmoe.train", *own, *data, *found.split(), *launch])
 
 
-def to_change(command: str) -> str:
+def to_change(command: str, card_gb: float) -> str:
     """Return a sentence on the words of a `train_command` that stand for what only its reader knows."""
     words, notes = shlex.split(command), []
     if DATA in words:
@@ -144,7 +144,10 @@ def to_change(command: str) -> str:
     if ENDPOINT in words:
         notes.append(f"type it on each node, with the name of the first for {ENDPOINT.partition('=')[2]}")
         notes.append("in a Slurm step leave launch.nodes and launch.endpoint out")
-    notes.append("with launch.write_only=true behind it, it is only checked, on any machine")
+    given = dict(word.partition("=")[::2] for word in words)
+    ranks = int(given["launch.nproc"]) * int(given["launch.nodes"])
+    dry = f"launch.fake_world={ranks} launch.fake_memory_gb={card_gb:g}"
+    notes.append(f"with {dry} behind it, it is only checked, on any machine, memory too")
     text = "; ".join(notes)
     return f"{text[0].upper()}{text[1:]}."
 

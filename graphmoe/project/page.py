@@ -54,7 +54,7 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     names = [f"{mark}. {row[0]}, {row[1]}" for mark, (_, row, _) in zip(marks, shown, strict=True)]
     header += paragraph(f"Recommended{CHOSEN}, {recommendation(document)}:")
     header += paragraph(f"`{recommended['command']}`")
-    notes = [to_change(recommended["command"]), *_caveats(document)]
+    notes = [to_change(recommended["command"], card), *_caveats(document)]
     header += "".join(map(paragraph, notes))
     memory = _memory_chart(names, [line["memory_gb"] for line in best], card, "", lying=True)
     rates = [line["tokens_per_s_per_gpu"] for line in best]

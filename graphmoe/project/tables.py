@@ -168,7 +168,7 @@ def render_search(document: dict[str, Any]) -> Group:
     if recommended:
         command = Text(recommended["command"], no_wrap=True, overflow="ignore")
         shown += ["", f"[bold]Recommended[/bold], {recommendation(document)}:"]
-        shown += [to_change(recommended["command"]), command]
+        shown += [to_change(recommended["command"], document["card_gb"]), command]
     return Group(*shown)
 
 

@@ -193,10 +193,15 @@ def test_long_pipelines_are_projected_from_shorter_ones(schedule, monkeypatch):
 def test_a_command_for_several_nodes_names_where_they_meet_and_data():
     words = ("parallel.ep=2", "data=memmap", "data.paths=[a]")
     alone, several = (train_command(words, "", ProjectArgs("h200", nodes=nodes)) for nodes in (1, 2))
-    assert "launch.endpoint" not in alone and to_change(alone).startswith("With launch.write_only=true")
+    checked = "With launch.fake_world=8 launch.fake_memory_gb=141 behind it, it is only checked"
+    assert "launch.endpoint" not in alone and to_change(alone, 141.0).startswith(checked)
     assert several.endswith("launch.nproc=8 launch.nodes=2 launch.endpoint=node0:29500")
-    assert to_change(several).startswith("Type it on each node, with the name of the first for node0:29500;")
-    assert to_change(train_command((), "", ProjectArgs("h200"))).startswith("Put your data in the place of")
+    assert to_change(several, 141).startswith(
+        "Type it on each node, with the name of the first for node0:29500;"
+    )
+    assert to_change(train_command((), "", ProjectArgs("h200")), 141).startswith(
+        "Put your data in the place of"
+    )
 
 
 def test_what_no_projection_counts_is_refused_before_anything_is_tried(small_card):

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,14 +30,17 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     own_folder = _has_own_folder(argv)
     overrides, unreadable = _parsed(argv)
     unknown = [text for override in overrides for text in _unknown(override, own_folder)]
-    if unknown or unreadable:
+    chain = list(_chain(error))
+    missing = next((e for e in chain if isinstance(e, MissingConfigException) and e.options), None)
+    if not (missing and own_folder) and (unknown or unreadable):
         return "; ".join(unknown) or str(unreadable)
     plugin = re.search(r"Could not (?:find|load) 'hydra/(\w+/\w+)'", str(error))
     if plugin and plugin[1] in PLUGINS:
         asked = plugin[1].replace("/", "=")
         return f"hydra/{asked} is a plugin that is not installed; {PLUGINS[plugin[1]].install}"
-    chain = list(_chain(error))
     file = next((m[1] for e in chain if (m := re.search(r"In '([^']+)'", str(e)))), None)
+    if missing:
+        return _missing_option(missing, overrides, file)
     for cause in reversed(chain):
         stated = re.search(r"^ *full_key: (\S+)$", str(cause), re.MULTILINE)  # of what Python raises
         key = getattr(cause, "full_key", None) or (stated and stated[1])
@@ -46,7 +49,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         if key not in known_keys() and file:
             return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
         return _misfit(key, cause, f"in {file}.yaml" if file else "on the command line")
-    text = "\n  ".join(line for line in str(error).splitlines() if line.strip())
+    text = "\n  ".join(line.strip() for line in str(error).splitlines() if line.strip())
     own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))
     if own and not isinstance(error, (HydraException, yaml.YAMLError)):  # which say what they are about
         return f"{own} cannot be used: {text or type(error).__name__}"
@@ -174,19 +177,16 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
         there = options(key)
         value = override.value()
         asked = [] if override.is_sweep_override() else value if isinstance(value, list) else [value]
-        for option in ("null" if one is None else str(one) for one in asked):
+        for one in asked:
+            option = "null" if one is None else str(one)
             own = [f"{name}={option}" for name in _code_keys(key)] if OWN_CODE.fullmatch(option) else []
             if own:
                 yield (
                     f"'{line}' on the command line: there is no {key} '{option}'; code of your own is the "
                     f"value of a key: {' or '.join(own)}"
                 )
-            elif there and option not in there and not own_folder:
-                close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
-                yield (
-                    f"'{line}' on the command line: there is no {key} '{option}'; did you mean "
-                    f"{key}={close}? (options: {', '.join(there)})"
-                )
+            elif there and option not in there and (one is None or not own_folder):
+                yield _no_option(f"'{line}' on the command line", key, option, there)
     elif key not in known_keys() and not key.startswith("host.env."):
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
             yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
@@ -194,6 +194,25 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
             spelt = difflib.get_close_matches(key, groups(), n=1, cutoff=0.6)
             close = spelt[0] if spelt else nearest_key(key)
             yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
+
+
+def _missing_option(error: MissingConfigException, overrides: Sequence[Override], file: str | None) -> str:
+    """Return the error for an option that no folder has; a word of the command line or ``file`` names it."""
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    if (outer := group.partition("/")[0]) in groups() and outer != "hydra":
+        group, option = outer, str(error.missing_cfg_file).removeprefix(f"{outer}/")
+    words = (o.input_line or "" for o in overrides if o.key_or_group == group)
+    word = next((word for word in words if option in word), None)
+    there = sorted({*(error.options or ()), *options(group)})
+    # Hydra names the file config for every override, whichever file has it.
+    at = "in a list of defaults" if file == "config" else f"in {file}.yaml"
+    return _no_option(f"'{word}' on the command line" if word else at, group, option, there)
+
+
+def _no_option(where: str, group: str, option: str, there: Sequence[str]) -> str:
+    close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
+    listed = ", ".join(there)
+    return f"{where}: there is no {group} '{option}'; did you mean {group}={close}? (options: {listed})"
 
 
 def _code_keys(section: str) -> list[str]:

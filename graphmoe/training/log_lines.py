@@ -62,7 +62,8 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     steps, there = config.train.steps, corpus.counts.get("train_tokens")
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
     travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
-    scope = config.graph.scope
+    scope, optim = config.graph.scope, config.optim
+    rising = f"after {optim.warmup_steps:,} steps of warm-up" if optim.warmup_steps else "without warm-up"
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
         "layout": f"{ranks} {many if ranks > 1 else one} ({device}{cpu}){f': {axes}' if axes else ''}",
@@ -71,6 +72,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
         "dispatcher": travel,
         "compile": "; ".join(compiled),
         "data": f"{config.data.source}, sequences of {config.data.seq_len} tokens",
+        "optimizer": f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} {rising}",
         "run": f"{steps:,} steps of {quantity(of_step)} tokens: {quantity(steps * of_step)} tokens{epochs}",
     }
     return "\n".join(["this run", *(f"  {name:<11} {text}" for name, text in lines.items())])

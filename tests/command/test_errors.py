@@ -90,6 +90,40 @@ def test_a_file_of_the_users_own_is_read_or_named_with_what_is_wrong(tmp_path, t
         assert run.wait() == 2 and error.startswith("error: ") and said in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "model=petit",
+            "'model=petit' on the command line: there is no model 'petit'; did you mean model=petite?",
+        ),
+        ("experiment=mni", "there is no experiment 'mni'; did you mean experiment=mini?"),
+        ("experiment=sweep/grap", "no experiment 'sweep/grap'; did you mean experiment=sweep/graph_scope?"),
+        ("experiment=bad", "in a list of defaults: there is no model 'petits'; did you mean model=petite?"),
+        ("experiment=mini data=fles", "there is no data 'fles'; did you mean data=files?"),
+        ("+mine=z", "'+mine=z' on the command line: there is no mine 'z'; did you mean mine=y? (options: y)"),
+        ("model=null", "'model=null' on the command line: there is no model 'null'"),
+        ("hydra/launcher=slrm", "did you mean hydra/launcher=slurm?"),
+    ],
+)
+def test_an_option_that_is_in_no_folder_is_one_line_with_those_of_the_users_own(tmp_path, words, said):
+    override = "# @package _global_\ndefaults:\n  - override /model: petit"
+    files = {
+        "model/petite": "",
+        "mine/y": "",
+        "experiment/mini": f"{override}e",
+        "experiment/bad": f"{override}s",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    own = f"hydra.searchpath=['file://{tmp_path}']"
+    with pytest.raises(Exception) as caught:
+        hydra_config(own, *words.split(), with_hydra=False)
+    found = explain(caught.value, ["--config-dir", str(tmp_path), *words.split()])
+    assert said in found and "\n" not in found
+
+
 def test_violations_and_errors_of_a_run_have_their_exit_status(tmp_path):
     run = command(tmp_path, "train.steps=0", "model.top_k=99", "optim.lr=${model.num_layers}")
     assert run.wait() == 2 and len(run.err.read_text().splitlines()) == 3

@@ -9,6 +9,8 @@ import yaml
 
 from graphmoe.config.schema import ConfigError, TrainConfig
 from graphmoe.data import Corpus
+from graphmoe.plan.plan import plan_of
+from graphmoe.training.log_lines import start_block
 from graphmoe.training.start_state import with_epochs
 from graphmoe.training.validation import Validation
 from tests.runs import TINY, command, config, metrics, summary
@@ -44,6 +46,22 @@ def test_steps_follow_from_epochs_of_data_whose_length_is_known(text_words, capl
         with_epochs(config("train.epochs=1"))
     with pytest.raises(ConfigError, match=f"beyond train.steps={half.steps}"):
         with_epochs(config(*text_words, "train.epochs=0.5", f"profile.steps=[{one.steps}]"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optim.lr=3e-3", "optim.warmup_steps=0"], "adamw, learning rate 0.003, cosine without warm-up"),
+        (
+            ["optim.lr=1e-4", "optim.schedule=wsd", "optim.warmup_steps=2"],
+            "adamw, learning rate 0.0001, wsd after 2 steps of warm-up",
+        ),
+    ],
+)
+def test_the_first_block_of_the_log_says_how_the_run_learns(words, said):
+    corpus = SimpleNamespace(counts={})
+    lines = start_block(plan_of(config(*words), 1), corpus, "cpu", ["off"]).splitlines()
+    assert f"  optimizer   {said}" in lines
 
 
 def test_a_run_of_some_epochs_goes_on_as_one(tmp_path, text_words):

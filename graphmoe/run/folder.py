@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
+_OF_TRAINING = (ENVIRONMENT_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _PRINTS = "# values from the environment: "
 """Start of the comment in resolved.yaml that tells runs apart whose values it does not have."""
 _MOST_LISTED = 3
@@ -56,15 +57,23 @@ class RunFolder:
     """First folder of the search for one."""
     resumed: bool
     _lock: FileLock
+    _written: str | None = None
+    """Text of the resolved.yaml that nothing was trained with, where ours has replaced one."""
 
     def release(self) -> None:
         """Let another run claim the folder; without a call the end of the process does."""
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the folder; a new one in which training has not begun is free again, with its log."""
+        """Release the folder; a new one in which training has not begun is free again, with its log.
+
+        What ``launch.write_only`` left there is put back, for the command that it printed.
+        """
         if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
-            (self.path / CONFIG_FILE).unlink(missing_ok=True)
+            if self._written is None:
+                (self.path / CONFIG_FILE).unlink(missing_ok=True)
+            else:
+                replace_text(self.path / CONFIG_FILE, self._written, durably=True)
         self.release()
 
 
@@ -82,8 +91,9 @@ def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
 
     It may use one that holds no run, which then gets ``resolved.yaml``, and with ``resume`` one that
-    holds an unfinished run of the same configuration. The format of the output, the folder of compiled
-    code and the like make no difference to the configuration.
+    holds an unfinished run of the same configuration. A configuration alone that ``launch.write_only`` or a
+    killed dry run left is no run. The format of the output, the folder of compiled code and the like make no
+    difference to the configuration.
     """
     usable, ours = _usable(resume), _as_read(config)
     found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
@@ -125,7 +135,7 @@ def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[
     """
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
-    unfinished = [path for path in reversed(before) if _is_unfinished(path)]
+    unfinished = [path for path in reversed(before) if _is_unfinished(path, ours)]
     found = []
     for path in unfinished[:_MOST_LISTED]:
         try:
@@ -202,12 +212,14 @@ def _enter(
     if state not in usable:
         lock.release()
         return None
+    has_config = (path / CONFIG_FILE).exists()
     try:
+        written = read_text(path / CONFIG_FILE) if state is _State.free and has_config else None
         write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
     except OSError as error:
         lock.release()
         raise ConfigError(f"{path / CONFIG_FILE} cannot be written ({error.strerror or error})") from error
-    return RunFolder(path, base, state is _State.unfinished, lock)
+    return RunFolder(path, base, state is _State.unfinished, lock, written)
 
 
 class _State(enum.Enum):
@@ -238,13 +250,26 @@ def _readable_state(path: Path, ours: Any) -> _State:
             raise FileError(f"{file} cannot be read")
     if _is_finished(path / SUMMARY_FILE) or not (path / CONFIG_FILE).exists():
         return _State.taken
-    is_other = any(_differences(_read_config(path / CONFIG_FILE, ours), ours))
+    theirs = _read_config(path / CONFIG_FILE, ours)
+    if _trains_nothing(path, theirs):
+        return _State.free
+    is_other = any(_differences(theirs, ours))
     return _State.taken if is_other else _State.unfinished
 
 
-def _is_unfinished(path: Path) -> bool:
+def _trains_nothing(path: Path, config: dict[str, Any]) -> bool:
+    """Return True for what ``launch.write_only`` or a killed dry run left, if no training has begun since."""
+    launch = config.get("launch")
+    if not isinstance(launch, dict) or not (launch.get("write_only") or launch.get("fake_world")):
+        return False
+    return not any((path / name).exists() for name in _OF_TRAINING)
+
+
+def _is_unfinished(path: Path, ours: Any) -> bool:
     try:
-        return (path / CONFIG_FILE).is_file() and not _is_finished(path / SUMMARY_FILE)
+        if not (path / CONFIG_FILE).is_file() or _is_finished(path / SUMMARY_FILE):
+            return False
+        return not _trains_nothing(path, _read_config(path / CONFIG_FILE, ours))
     except (FileError, OSError):
         return False
 

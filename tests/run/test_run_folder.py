@@ -73,6 +73,25 @@ def test_a_run_that_could_not_start_leaves_its_folder_free_but_keeps_a_continued
     assert claim_and_leave(tmp_path / "tiny", OTHER) == ("tiny", True)
 
 
+@pytest.mark.parametrize("launch", [{"write_only": True}, {"write_only": False, "fake_world": 8}])
+def test_a_configuration_that_nothing_was_trained_with_is_taken_over(tmp_path, launch):
+    base, left = tmp_path / "tiny", OTHER | {"launch": launch}
+    claim_and_leave(base, left)
+    assert passed_over(base, tmp_path / "tiny-2", CONFIG) == ([], 0)
+    text = (base / "resolved.yaml").read_text()
+    claim(base, CONFIG, resume=True).abandon()  # as a dry run does, or a start that failed
+    assert (base / "resolved.yaml").read_text() == text
+    assert claim_and_leave(base, CONFIG, resume=False) == ("tiny", False)
+    assert yaml.safe_load((base / "resolved.yaml").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("name", ["env.json", "metrics.jsonl", "summary.json", "checkpoints"])
+def test_a_written_configuration_with_a_trace_of_training_is_not_taken_over(tmp_path, name):
+    claim_and_leave(tmp_path / "tiny", OTHER | {"launch": {"write_only": True}})
+    (tmp_path / "tiny" / name).write_text("{}")
+    assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny-2", False)
+
+
 def test_a_file_or_a_run_without_configuration_in_the_way_is_passed_over(tmp_path):
     (tmp_path / "tiny").write_text("a file")
     (tmp_path / "tiny-2" / "checkpoints").mkdir(parents=True)

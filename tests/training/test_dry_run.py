@@ -260,8 +260,9 @@ def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
     monkeypatch.setattr("graphmoe.config.progress.EVERY_S", 0.001)
     caplog.set_level("INFO")
     dry("launch.fake_world=2", "parallel.pp=2", "train.global_batch_size=16")
-    said = [re.match("micro-batch ([0-9]) of 4 ", message) for message in caplog.messages]
-    assert len({found[1] for found in said if found}) > 2
+    said = [re.match("move ([0-9]+) of ([0-9]+) of the schedule ", message) for message in caplog.messages]
+    moves, totals = zip(*[(int(found[1]), int(found[2])) for found in said if found], strict=True)
+    assert len({*moves}) > 2 and [*moves] == sorted(moves) and {*totals} == {8}  # F and B of 4 micro-batches
 
 
 @pytest.mark.parametrize(

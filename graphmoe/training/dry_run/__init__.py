@@ -184,7 +184,8 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
     shape = config.train.micro_batch_size, config.data.seq_len + 1
     with working("the step") as say, watch:
         if table and isinstance(micro_batches, Pipelined):
-            micro_batches.pipeline.recorder = WatchedSteps(watch, table.num_micro_batches, say)
+            num_moves = len(table.ranks[step.mesh.index("pp")])
+            micro_batches.pipeline.recorder = WatchedSteps(watch, num_moves, say)
         step(torch.zeros(shape, dtype=torch.int64) for _ in range(count))
 
 

@@ -134,18 +134,20 @@ class WatchedSteps:
     The two of a pair run one after the other; that the second has begun autograd tells.
     """
 
-    def __init__(self, watch: StepWatch, num_micro_batches: int, say: Callable[[str], None]) -> None:
-        """``say`` gets words on how far the step is."""
-        self._watch, self._num_micro_batches, self._say = watch, num_micro_batches, say
+    def __init__(self, watch: StepWatch, num_moves: int, say: Callable[[str], None]) -> None:
+        """``say`` gets words on how many steps of the rank's table, moves to a user, have begun."""
+        self._watch, self._num_moves, self._say = watch, num_moves, say
+        self._begun = 0
 
     def start(self) -> None:
-        """Do nothing: there is nothing to forget."""
+        self._begun = 0
 
     @contextmanager
     def span(self, track: Track, step: Step) -> Iterator[None]:
-        part = parts(step)[0]
-        self._watch.phase = _phase(part.kind)
-        self._say(f"micro-batch {part.micro_batch + 1} of {self._num_micro_batches}")
+        self._watch.phase = _phase(parts(step)[0].kind)
+        if track == "compute":
+            self._begun += 1
+            self._say(f"move {self._begun} of {self._num_moves} of the schedule")
         yield
 
 

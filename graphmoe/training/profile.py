@@ -24,6 +24,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.files import FACTS, PROFILE_FOLDER, STEP, display_path, trace_file
 from graphmoe.run.machine import device_name, memory_gib
 from graphmoe.runtime.host.files import dispensable
+from graphmoe.runtime.host.logs import without_text
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.pipeline.engine import Pipeline
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines
@@ -34,6 +35,8 @@ from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)
 
+MARKERS = rb"USDT:.*profiler_(start|stop)\n?"
+"""Lines of torch 2.13's profiler. Their level is above errors, so KINETO_LOG_LEVEL=6 would silence both."""
 KEPT_STEPS = 20
 """The last recorded ones, which the file of timelines holds."""
 
@@ -106,7 +109,8 @@ class StepTrace:
     def drop(self) -> None:
         """Stop recording and write nothing: the run ends with an error."""
         if self._profiler is not None:
-            self._profiler.stop()
+            with without_text(MARKERS):
+                self._profiler.stop()
             self._profiler = None
             if self._on_gpu:
                 stop_memory_history()
@@ -119,14 +123,18 @@ class StepTrace:
             start_memory_history()
         else:
             log.info("profile.steps: a CPU has no history of memory; times are those of the host")
-        with warnings.catch_warnings():  # torch 2.11 says that of several windows the last one stays
+        with (
+            without_text(MARKERS),
+            warnings.catch_warnings(),
+        ):  # torch 2.11 says that of several windows the last one stays
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             profiler.start()
         return profiler
 
     def _write(self, profiler: profile) -> list[str]:
         """Write this rank's files; returns their names."""
-        profiler.stop()
+        with without_text(MARKERS):
+            profiler.stop()
         rank, written = self._ranks.rank, list[str]()
         trace, memory = trace_file(rank), f"rank{rank}.memory.pickle"
         with dispensable(self._folder):

@@ -5,11 +5,16 @@ Neither ends a run: the reader of the console may go away, as head does, and dis
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import io
 import logging
+import os
+import re
 import sys
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -125,6 +130,32 @@ class Progress:
     def advance(self, step: int) -> None:
         """Show that ``step`` is done."""
         self._bar.update(self._task, completed=step)
+
+
+@contextmanager
+def without_text(pattern: bytes) -> Iterator[None]:
+    """Keep what matches off stderr, also of libraries in C++; all else of the block follows at its end."""
+    try:
+        kept, stderr = tempfile.TemporaryFile(), os.dup(2)  # noqa: SIM115  (opened outside of the `with`)
+    except OSError:  # no room for a file, or no stderr
+        yield
+        return
+    with kept:
+        sys.stderr.flush()
+        os.dup2(kept.fileno(), 2)
+        if dumps := faulthandler.is_enabled():
+            faulthandler.enable(stderr)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            if dumps:
+                faulthandler.enable(2)
+            os.close(stderr)
+            kept.seek(0)
+            with suppress(OSError), open(2, "wb", closefd=False) as file:
+                file.write(re.sub(pattern, b"", kept.read()))
 
 
 def _print_warning(text: str) -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 
 from graphmoe.plan.pipeline.actions import Action
 from graphmoe.plan.pipeline.simulate import Span
+from graphmoe.runtime.host.logs import without_text
 from graphmoe.segments import profiler_range, ranges_wanted
-from graphmoe.training.profile import _Part, in_common_time
+from graphmoe.training.profile import MARKERS, _Part, in_common_time
 from tests.runs import numbers, train_in, trainer_in
 
 SHORT = ("train.steps=4", "train.val_batches=0", "checkpoint.interval=2")
@@ -29,9 +31,10 @@ def ranges_of(trace: dict[str, Any]) -> Counter[str]:
     return Counter(name for name in names if not name.startswith("## Call"))
 
 
-def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, caplog):
+def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, caplog, capfd):
     caplog.set_level("INFO")
     train_in(tmp_path, *SHORT, *RECORDED)
+    assert "profiler_st" not in capfd.readouterr().err
     trace = trace_of(tmp_path)
     ranges = ranges_of(trace)
     assert {name for name in ranges if name.startswith("ProfilerStep")} == {
@@ -92,6 +95,16 @@ def test_an_error_in_a_recorded_step_stops_the_profiler(tmp_path, monkeypatch):
         trainer.run()
     assert not (tmp_path / "profile").exists()
     assert trainer.trace is not None and trainer.trace._profiler is None
+
+
+def test_all_but_the_markers_of_the_profiler_reaches_stderr(capfd):
+    with pytest.raises(ZeroDivisionError), without_text(MARKERS):
+        os.write(
+            2, b"USDT:2026-01-01 1:1 Handler.cpp:5] profiler_start\nERROR: no counters\nUSDT:1] profiler_stop"
+        )
+        raise ZeroDivisionError
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "ERROR: no counters\nafter\n"
 
 
 def test_ranges_are_nothing_while_nobody_wants_them():

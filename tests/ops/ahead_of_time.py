@@ -50,7 +50,14 @@ class Facts:
     """Atomic instructions on global memory."""
 
 
-KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "int64": "i64"}
+KINDS = {
+    "float8_e4m3fn": "fp8e4nv",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int32": "i32",
+    "int64": "i64",
+}
 
 
 def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -124,6 +131,8 @@ def _compile_case(case: dict[str, Any], target: str) -> Facts:
     from triton.compiler import ASTSource
 
     kernel, name, given = case["kernel"], case["name"], case["signature"]
+    if target == "gfx942":
+        given = {a: kind.replace("fp8e4nv", "fp8e4b8") for a, kind in given.items()}
     signature = {a: given[a].removesuffix(":16") if a in given else "constexpr" for a in kernel.arg_names}
     attrs = {
         (i,): [["tt.divisibility", 16]]

@@ -96,7 +96,7 @@ class Stepwise:
         """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
         ops, plan = torch.ops.graphmoe, experts.plan
         h_RH = self.hidden(x_TD, experts.w_gate_up, plan)
-        a_RF = ops.swiglu(h_RH, _row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
+        a_RF = ops.swiglu(h_RH, row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
         y_RD = self._products(x_TD.dtype).rows(a_RF, experts.w_down, plan.ends_E)
         return ops.unpermute(y_RD, *plan, None), h_RH
 
@@ -107,12 +107,12 @@ class Stepwise:
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
         ops, products, plan = torch.ops.graphmoe, self._products(dy_TD.dtype), experts.plan
-        ends_E, weight_R = plan.ends_E, _row_weights(experts.weight_TK, plan.slot_R)
+        ends_E, weight_R = plan.ends_E, row_weights(experts.weight_TK, plan.slot_R)
         da_RF = products.rows_grad(ops.permute(dy_TD, *plan), experts.w_down, ends_E)
         dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
         a_RF = ops.swiglu(h_RH, weight_R, ends_E)
         dx_RD = products.rows_grad(dh_RH, experts.w_gate_up, ends_E)
-        return ops.unpermute(dx_RD, *plan, None), _slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
+        return ops.unpermute(dx_RD, *plan, None), slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
 
     def wgrad(
         self,
@@ -149,14 +149,14 @@ _PRODUCTS = Products(*(getattr(torch.ops.graphmoe, f"grouped_mm{kind}") for kind
 TORCH = Stepwise(lambda dtype: _PRODUCTS, _reason_against_torch)
 
 
-def _row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
+def row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
     """The routing weight of each row; that of some other slot in dead rows, which may name any slot."""
     if weight_TK.numel() == 0:
         return weight_TK.new_empty(slot_R.shape)
     return weight_TK.reshape(-1)[slot_R.long().clamp(0, weight_TK.numel() - 1)]
 
 
-def _slot_values(value_R: Tensor, row_TK: Tensor) -> Tensor:
+def slot_values(value_R: Tensor, row_TK: Tensor) -> Tensor:
     """The value of the row of each slot; 0 where it has none."""
     if len(value_R) == 0:
         return value_R.new_zeros(row_TK.shape)

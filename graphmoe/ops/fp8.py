@@ -1,0 +1,71 @@
+"""Numbers of 8 bits (e4m3) with scales that are powers of two: of rows, and of blocks of their columns.
+
+Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are stored numbers, of which one times its scale
+is the value. To multiply by a power of two rounds nothing, so a number is rounded once, where it gets its 8
+bits.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+SMALLEST, LARGEST = 127 - 60, 127 + 60
+"""Exponents, as stored in fp32, of the smallest and the largest scale, so that products of two are finite."""
+
+
+def fp8_dtype() -> torch.dtype:
+    """The format of this build of torch: e4m3fnuz (up to 240) on gfx942, else e4m3fn (up to 448)."""
+    if torch.version.hip and torch.cuda.is_available():
+        name = torch.cuda.get_device_properties(0).gcnArchName
+        return torch.float8_e4m3fnuz if name.startswith("gfx94") else torch.float8_e4m3fn
+    return torch.float8_e4m3fn
+
+
+def reason_against(device: torch.device) -> str | None:
+    """Return why a device has no products in 8 bits, or None; a CPU computes them slowly, to try them."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return None if name >= "gfx942" else f"needs an MI300 or newer, and this is a {name}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return (
+        None if major >= 9 else f"needs a GPU of compute capability 9.0 or more, and this has {major}.{minor}"
+    )
+
+
+def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Summands of an fp32 number's bits and of its exponent that make it the scale of a row.
+
+    The largest number is 1.75 * 2^8, or 1.875 * 2^7: a larger fraction needs the next power.
+    """
+    return (0x1FFFFF, 8) if dtype == torch.float8_e4m3fn else (0x0FFFFF, 7)
+
+
+def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The smallest power of two that brings fp32 ``amax`` into the range of ``dtype``, and its inverse.
+
+    Between 2^-60 and 2^60; 2^-60 for 0.
+    """
+    above, exponent = rounding_of(dtype)
+    powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(SMALLEST, LARGEST)
+    return (powers << 23).view(torch.float32), ((254 - powers) << 23).view(torch.float32)
+
+
+def quantise(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """q [..., R, C], and the scales [..., R, 1] fp32 of its rows."""
+    scale_R1, inverse_R1 = scales_of(x_RC.abs().amax(-1, keepdim=True).float(), dtype)
+    return (x_RC.float() * inverse_R1).to(dtype), scale_R1
+
+
+def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """q [R, C], and the scales [R, B] fp32 of its blocks; the last may be narrower."""
+    rows, columns = x_RC.shape
+    padded = torch.nn.functional.pad(x_RC, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    q_RBC, scale_RB1 = quantise(padded, dtype)
+    return q_RBC.view(rows, -1)[:, :columns].contiguous(), scale_RB1.squeeze(-1)
+
+
+def block_values(q_RC: Tensor, scale_RB: Tensor) -> Tensor:
+    """The fp32 values of `quantise_blocks`."""
+    return q_RC.float() * scale_RB.repeat_interleave(BLOCK, -1)[:, : q_RC.shape[-1]]

@@ -1,0 +1,96 @@
+"""Products with a weight in 8 bits, forward and gradients.
+
+Suffixes: R rows, N outputs, K inputs of the weight; q are stored numbers and scales those of `ops.fp8`.
+
+The products contract the last axis of both sides, along which a scale must be the same (one for each row of
+either side). Weight gradients contract the rows, whose scales differ: the numbers of dy are divided by what
+the two scales of their row lack to the largest of all, which for a row of much smaller gradients may be less
+than 8 bits can hold, and then is zero.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.fp8 import fp8_dtype, quantise
+
+ALIGNED = 16
+"""Elements of which the sides of a product are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
+
+
+def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product [R, N] of two sides that lie along what is contracted."""
+    return torch._scaled_mm(q_RK, q_NK.t(), scale_R1, scale_N1.t(), out_dtype=dtype, use_fast_accum=True)
+
+
+def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the rows of dy, at most 1, before its product with x; and the scale of that product."""
+    both_R1 = scale_R1 * of_x_R1
+    largest = both_R1.amax().clamp(min=2.0**-120)
+    return both_R1 / largest, largest
+
+
+@torch.library.custom_op("graphmoe::fp8_transposed", mutates_args=())
+def transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
+    """q [C, R'] of the rows times their factors; R' is R up to the next multiple of 16, with zeros there."""
+    rows, columns = q_RC.shape
+    q_CR = q_RC.new_zeros(columns, rows + -rows % ALIGNED)
+    values_RC = q_RC if factor_R1 is None else (q_RC.float() * factor_R1).to(q_RC.dtype)
+    q_CR[:, :rows] = values_RC.t()
+    return q_CR
+
+
+@torch.library.custom_op("graphmoe::fp8_linear", mutates_args=())
+def _forward(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
+    """x @ w.T in 8 bits -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
+
+    ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x.
+    """
+    q_RK, scale_R1 = quantise(x_RK, fp8_dtype())
+    q_NK, scale_N1 = quantise(w_NK, fp8_dtype())
+    return product(q_RK, q_NK, scale_R1, scale_N1, x_RK.dtype)
+
+
+@torch.library.custom_op("graphmoe::fp8_linear_dgrad", mutates_args=())
+def _dgrad(dy_RN: Tensor, w_NK: Tensor) -> Tensor:
+    q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
+    q_KN, scale_K1 = quantise(w_NK.t(), fp8_dtype())
+    return product(q_RN, q_KN.contiguous(), scale_R1, scale_K1, dy_RN.dtype)
+
+
+@torch.library.custom_op("graphmoe::fp8_linear_wgrad", mutates_args=())
+def _wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str) -> Tensor:
+    q_RK, of_x_R1 = quantise(x_RK, fp8_dtype())
+    if wgrad == "bf16":
+        return dy_RN.t() @ (q_RK.float() * of_x_R1).to(dy_RN.dtype)
+    q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
+    factor_R1, scale = row_factors(scale_R1, of_x_R1)
+    sides = transposed(q_RN, factor_R1), transposed(q_RK, None)
+    sums_NK = torch._scaled_mm(sides[0], sides[1].t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
+    return sums_NK.to(dy_RN.dtype)
+
+
+transposed.register_fake(
+    lambda q_RC, factor_R1: q_RC.new_empty(q_RC.shape[1], q_RC.shape[0] + -q_RC.shape[0] % ALIGNED)
+)
+_forward.register_fake(lambda x_RK, w_NK, wgrad: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
+_dgrad.register_fake(lambda dy_RN, w_NK: dy_RN.new_empty(dy_RN.shape[0], w_NK.shape[1]))
+_wgrad.register_fake(lambda dy_RN, x_RK, wgrad: dy_RN.new_empty(dy_RN.shape[1], x_RK.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_RK, w_NK, ctx.wgrad = inputs
+    ctx.save_for_backward(x_RK, w_NK)
+
+
+def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
+    (x_RK, w_NK), dx_RK, dw_NK = ctx.saved_tensors, None, None
+    if ctx.needs_input_grad[0]:
+        dx_RK = torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK)
+    if ctx.needs_input_grad[1]:
+        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, ctx.wgrad)
+    return dx_RK, dw_NK, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)

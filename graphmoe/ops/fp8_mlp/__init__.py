@@ -1,0 +1,179 @@
+"""The routed experts of one layer in 8 bits: `ops.grouped_mlp` on stored numbers with scales.
+
+Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F (gate, then up), B
+blocks of the columns of H; q are stored numbers, s their scales, as in `ops.fp8`.
+
+A token is stored once, before its rows are gathered; h by blocks, which a tile of the product can do alone;
+the activation, and the gradients of rows, by rows. The products contract the last axis of both sides. Weight
+gradients contract rows: `ops.fp8_linear` says how their scales become one.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.fp8 import BLOCK, fp8_dtype, quantise
+from graphmoe.ops.fp8_mlp import reference
+from graphmoe.ops.grouped_mlp.reference import Plan
+
+DTYPE = torch.float32
+"""Dtype of scales, of the weights of slots, and of sums."""
+
+
+def _kernels(x: Tensor) -> Any:
+    if not x.is_cuda:
+        return reference
+    from graphmoe.ops.fp8_mlp import launches
+
+    return launches
+
+
+@torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
+def rows(w: Tensor) -> tuple[Tensor, Tensor]:
+    """q like w [E, N, C], contiguous, and the scales [E, N, 1] of its rows. No device sync."""
+    return _kernels(w).rows(w)
+
+
+@torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
+def columns(w: Tensor) -> tuple[Tensor, Tensor]:
+    """q [E, C, N] of the transposed w, contiguous, and the scales [E, C, 1] of its rows. No device sync."""
+    return _kernels(w).columns(w)
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp_forward", mutates_args=())
+def _forward(
+    xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
+    weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`."""
+    plan = Plan(slot_R, row_TK, ends_E)
+    x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
+    return _kernels(xq_TD).forward(x, gate_up, down, weight_TK, plan, dtype)
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp_dgrad", mutates_args=())
+def _dgrad(
+    dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, hs_RB: Tensor,
+    gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
+    weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx [T, D] of a dtype, dweight [T, K]; for the weight gradients dh [R, H] and the activation [R, F].
+
+    The last two as numbers and scales. Weights are those of `columns`.
+    """
+    plan = Plan(slot_R, row_TK, ends_E)
+    dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
+    return _kernels(dyq_TD).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype)
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp_wgrad", mutates_args=())
+def _wgrad(
+    dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
+    aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
+    dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
+    return _kernels(xq_TD).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E))
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
+def _wgrad_into(
+    dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
+    aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    of_gate_up: Tensor, of_down: Tensor,
+    add: bool,
+) -> None:  # fmt: skip
+    """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
+    dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
+    _kernels(xq_TD).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
+
+
+Layer = tuple[Tensor, ...]
+"""x, both weights, the weights of slots, and the plan of three."""
+
+
+def spelt_forward(*layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, hq and hs of a layer, by the operations that its forward consists of."""
+    x_TD, w_gate_up, w_down, *rest = layer
+    ops, x = torch.ops.graphmoe, quantise(x_TD, fp8_dtype())
+    return ops.fp8_mlp_forward(*x, *ops.fp8_rows(w_gate_up), *ops.fp8_rows(w_down), *rest, x_TD.dtype)
+
+
+def spelt_backward(dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of."""
+    x_TD, w_gate_up, w_down, weight_TK, *plan = layer
+    ops, kind, dtype = torch.ops.graphmoe, fp8_dtype(), x_TD.dtype
+    dy, weights = quantise(dy_TD, kind), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
+    dx_TD, dweight_TK, *made = ops.fp8_mlp_dgrad(*dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *quantise(x_TD, kind), *made, *plan)
+    return dx_TD, dw_gate_up.to(dtype), dw_down.to(dtype), dweight_TK
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
+def _whole(
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
+    ends_E: Tensor,
+) -> Tensor:  # fmt: skip
+    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out."""
+    return spelt_forward(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)[0]
+
+
+@torch.library.custom_op("graphmoe::fp8_mlp_grad", mutates_args=())
+def _grad(
+    dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
+    row_TK: Tensor, ends_E: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`spelt_backward`, which computes the forward again."""
+    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    return spelt_backward(dy_TD, *spelt_forward(*layer)[1:], *layer)  # type: ignore[return-value]
+
+
+rows.register_fake(
+    lambda w: (w.new_empty(w.shape, dtype=fp8_dtype()), w.new_empty(*w.shape[:-1], 1, dtype=DTYPE))
+)
+
+
+@columns.register_fake
+def _(w: Tensor) -> tuple[Tensor, Tensor]:
+    E, N, C = w.shape
+    return w.new_empty(E, C, N, dtype=fp8_dtype()), w.new_empty(E, C, 1, dtype=DTYPE)
+
+
+@_forward.register_fake
+def _(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    R, H, dtype = rest[4].shape[0], gate_up_q.shape[1], rest[-1]
+    blocks = 2 * -(-(H // 2) // BLOCK)
+    return xq_TD.new_empty(xq_TD.shape, dtype=dtype), xq_TD.new_empty(R, H), xs_T1.new_empty(R, blocks)
+
+
+@_dgrad.register_fake
+def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    (R, H), weight_TK, dtype = hq_RH.shape, rest[5], rest[-1]
+    dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
+    dh = hq_RH.new_empty(R, H), dys_T1.new_empty(R, 1)
+    return dx_TD, dweight_TK, *dh, hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
+
+
+@_wgrad.register_fake
+def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    D, H, F, E = xq_TD.shape[1], rest[1].shape[1], rest[3].shape[1], rest[-1].shape[0]
+    return dys_T1.new_empty(E, H, D), dys_T1.new_empty(E, D, F)
+
+
+_whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))
+_grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for each in layer[:4]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *ctx.saved_tensors)
+    return *found, None, None, None
+
+
+_whole.register_autograd(_backward, setup_context=_save)

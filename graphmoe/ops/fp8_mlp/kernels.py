@@ -1,0 +1,317 @@
+"""Kernels of the grouped MLP in 8 bits. What one makes of its rows, the next reads.
+
+Suffixes: R routed rows, T tokens, E experts, K slots, C contracted width, N columns, F expert width,
+H = 2 * F. BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, product columns, contracted elements
+of a step.
+
+Rows that are not live are neither read nor written, but in `transposed_kernel`, which pads each expert's rows
+with zeros up to whole tiles, so that `weight_grad_kernel` masks none. fp8 operands of a matrix instruction
+must lie along what is contracted (CUTLASS, sm90 GMMA), hence the transposed copies.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+import triton
+import triton.language as tl
+
+from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
+
+
+@triton.jit
+def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
+    """`ops.fp8.scales_of`: the scale and its inverse."""
+    power = ((amax.to(tl.int32, bitcast=True) + ABOVE) >> 23) - EXPONENT
+    power = tl.minimum(tl.maximum(power, 67), 187)
+    scale = (power << 23).to(tl.float32, bitcast=True)
+    return scale, ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _live_rows(ends_ptr, experts, rows):
+    if ends_ptr is not None:
+        return tl.minimum(tl.load(ends_ptr + experts - 1), rows)
+    else:
+        return rows
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, ends_ptr, experts, rows,
+    C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """q [R, C] and scales [R] of the rows of x [R, C]; the live ones where ``ends`` are given."""
+    live = _live_rows(ends_ptr, experts, rows)
+    first = tl.program_id(0) * ROWS
+    if first < live:
+        row = first + tl.arange(0, ROWS)
+        is_row = row < live
+        at = row.to(tl.int64)[:, None] * C
+        amax = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, C, COLUMNS):
+            column = (start + tl.arange(0, COLUMNS))[None, :]
+            x = tl.load(x_ptr + at + column, is_row[:, None] & (column < C), other=0.0)
+            amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 1))
+        scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
+        tl.store(scale_ptr + row, scale, is_row)
+        for start in range(0, C, COLUMNS):
+            column = (start + tl.arange(0, COLUMNS))[None, :]
+            inside = is_row[:, None] & (column < C)
+            x = tl.load(x_ptr + at + column, inside, other=0.0).to(tl.float32)
+            tl.store(q_ptr + at + column, (x * inverse[:, None]).to(q_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def quantise_columns_kernel(
+    w_ptr, q_ptr, scale_ptr,
+    N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """q [E, C, N] and scales [E, C] of the columns of w [E, N, C]. A program has COLUMNS of an expert's."""
+    expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    column = part * COLUMNS + tl.arange(0, COLUMNS)
+    from_ptr = w_ptr + expert * N * C + column[None, :]
+    amax = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, N, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < N)[:, None] & (column < C)[None, :]
+        w = tl.load(from_ptr + row[:, None] * C, inside, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, tl.max(tl.abs(w), 0))
+    scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
+    tl.store(scale_ptr + expert * C + column, scale, column < C)
+    to_ptr = q_ptr + expert * N * C + column[:, None] * N
+    for start in range(0, N, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < N)[:, None] & (column < C)[None, :]
+        w = tl.load(from_ptr + row[:, None] * C, inside, other=0.0).to(tl.float32)
+        q = (w * inverse[None, :]).to(q_ptr.dtype.element_ty)
+        tl.store(to_ptr + row[None, :], q.T, (column < C)[:, None] & (row < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def rows_kernel(
+    x_ptr, xs_ptr, w_ptr, ws_ptr, out_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, table_ptr,
+    max_tiles,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAIR: tl.constexpr, GATHER: tl.constexpr,
+    ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
+    SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``w[e(r)] @ x[r]`` for every live row, with both scales -> ``out`` [R, N].
+
+    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]. w is a descriptor of [E, N, C], with
+    PAIR of [2E, N, C]: then a tile has BLOCK_N / 2 columns of gate and as many of up, each a block of h, kept
+    in ``hq`` [R, 2N] and ``hs`` [R, 2 * column tiles], and ``out`` is silu(gate) * up * weight.
+    """
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
+    COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    num_tiles = tl.load(table_ptr)
+    m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+    for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, column_tile = in_turns(tile, num_tiles, COLUMN_TILES, GROUP)
+        column = column_tile * COLUMNS
+        expert = tl.load(table_ptr + 1 + row_tile)
+        row = tl.load(table_ptr + 1 + max_tiles + row_tile)
+        live = row + m_range < tl.load(ends_ptr + expert)
+        own = row + tl.where(live, m_range, 0)
+        near = own
+        if GATHER:
+            near = tl.load(slot_ptr + own) // K
+        x_from = x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for c in range(0, C, BLOCK_C):
+            if C % BLOCK_C == 0:
+                x = tl.load(x_from + c)
+            else:
+                x = tl.load(x_from + c, mask=(c + c_range < C)[None, :], other=0.0)
+            if PAIR:
+                w = w_ptr.load([2 * expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
+            else:
+                w = w_ptr.load([expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
+            if UPCAST:  # the interpreter multiplies 8 bits wrongly
+                x, w = x.to(tl.float32), w.to(tl.float32)
+            product = tl.dot(x, w, product)
+        product *= tl.load(xs_ptr + near)[:, None]
+        if PAIR:
+            columns = column + tl.arange(0, COLUMNS)
+            inside = columns < N
+            of_expert = ws_ptr + expert * (2 * N) + columns
+            gate, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
+            gate *= tl.load(of_expert, inside, other=0.0)[None, :]
+            up *= tl.load(of_expert + N, inside, other=0.0)[None, :]
+            mask = live[:, None] & inside[None, :]
+            base = row.to(tl.int64)
+            hq_from = hq_ptr + base * (2 * N) + m_range[:, None] * (2 * N) + columns[None, :]
+            hs_from = hs_ptr + base * (2 * COLUMN_TILES) + m_range * (2 * COLUMN_TILES) + column_tile
+            _store_block(gate, hq_from, hs_from, mask, live, ABOVE, EXPONENT)
+            _store_block(up, hq_from + N, hs_from + COLUMN_TILES, mask, live, ABOVE, EXPONENT)
+            a = gate * tl.sigmoid(gate) * up * tl.load(weight_ptr + tl.load(slot_ptr + own))[:, None]
+            to = out_ptr + base * N + m_range[:, None] * N + columns[None, :]
+            tl.store(to, a.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            columns = column + tl.arange(0, BLOCK_N)
+            product *= tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)[None, :]
+            store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def _store_block(x, q_from, scale_from, mask, live, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
+    scale, inverse = power_of_two(tl.max(tl.abs(x), 1), ABOVE, EXPONENT)
+    tl.store(scale_from, scale, mask=live)
+    tl.store(q_from, (x * inverse[:, None]).to(q_from.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def swiglu_grad_kernel(
+    da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, dweight_ptr,
+    experts, rows,
+    F: tl.constexpr, BLOCKS: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
+
+    A program has ROWS rows, and goes over their columns twice: for the scales, and to store.
+    """
+    live = _live_rows(ends_ptr, experts, rows)
+    first = tl.program_id(0) * ROWS
+    if first < live:
+        row = first + tl.arange(0, ROWS)
+        is_row = row < live
+        weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
+        of_dh, of_a = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+        dweight = tl.zeros((ROWS,), tl.float32)
+        for block in range(0, BLOCKS):
+            dgate, dup, a, part = _swiglu_grad(
+                da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F, BLOCKS, BLOCK
+            )
+            of_dh = tl.maximum(of_dh, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 1))
+            of_a = tl.maximum(of_a, tl.max(tl.abs(a), 1))
+            dweight += part
+        dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
+        a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
+        tl.store(dhs_ptr + row, dh_scale, is_row)
+        tl.store(as_ptr + row, a_scale, is_row)
+        tl.store(dweight_ptr + row, dweight, is_row)
+        for block in range(0, BLOCKS):
+            dgate, dup, a, part = _swiglu_grad(
+                da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F, BLOCKS, BLOCK
+            )
+            column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+            inside = is_row[:, None] & (column < F)
+            kind = dhq_ptr.dtype.element_ty
+            to = dhq_ptr + row.to(tl.int64)[:, None] * (2 * F) + column
+            tl.store(to, (dgate * dh_inverse[:, None]).to(kind), inside)
+            tl.store(to + F, (dup * dh_inverse[:, None]).to(kind), inside)
+            to = aq_ptr + row.to(tl.int64)[:, None] * F + column
+            tl.store(to, (a * a_inverse[:, None]).to(kind), inside)
+
+
+@triton.jit
+def _swiglu_grad(
+    da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
+    inside = is_row[:, None] & (column < F)
+    long = row.to(tl.int64)
+    da = tl.load(da_ptr + long[:, None] * F + column, inside, other=0.0).to(tl.float32)
+    h_from, s_from = hq_ptr + long[:, None] * (2 * F) + column, hs_ptr + long * (2 * BLOCKS) + block
+    gate = tl.load(h_from, inside, other=0.0).to(tl.float32) * tl.load(s_from, is_row, other=0.0)[:, None]
+    up = tl.load(h_from + F, inside, other=0.0).to(tl.float32)
+    up *= tl.load(s_from + BLOCKS, is_row, other=0.0)[:, None]
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    a = silu * up
+    part = tl.sum(da * a, 1)
+    da *= weight[:, None]
+    return da * up * (sigmoid + silu * (1 - sigmoid)), da * silu, a * weight[:, None], part
+
+
+@triton.jit
+def expert_scales_kernel(
+    dhs_ptr, xs_ptr, as_ptr, dys_ptr, slot_ptr, ends_ptr, scale_ptr, tile_ptr,
+    K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest products of two scales of an expert's rows [2, E]: dh and x, a and dy; its first tile [E + 1].
+
+    One program has an expert. Tiles have BLOCK_R rows, and each expert begins one.
+    """
+    expert = tl.program_id(0)
+    known = tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + known, mask=known < E, other=0)
+    starts = tl.load(ends_ptr + known - 1, mask=(known < E) & (known > 0), other=0)
+    tiles = (ends - starts + BLOCK_R - 1) // BLOCK_R
+    tl.store(tile_ptr + expert, tl.sum(tl.where(known < expert, tiles, 0)))
+    if expert == 0:
+        tl.store(tile_ptr + E, tl.sum(tl.where(known < E, tiles, 0)))
+    start, end = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), tl.load(ends_ptr + expert)
+    of_up, of_down = tl.full((BLOCK,), 2.0**-120, tl.float32), tl.full((BLOCK,), 2.0**-120, tl.float32)
+    for first in range(start, end, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        token = tl.load(slot_ptr + row, row < end, other=0) // K
+        up = tl.load(dhs_ptr + row, row < end, other=0.0) * tl.load(xs_ptr + token, row < end, other=0.0)
+        down = tl.load(as_ptr + row, row < end, other=0.0) * tl.load(dys_ptr + token, row < end, other=0.0)
+        of_up, of_down = tl.maximum(of_up, up), tl.maximum(of_down, down)
+    tl.store(scale_ptr + expert, tl.max(of_up))
+    tl.store(scale_ptr + E + expert, tl.max(of_down))
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def transposed_kernel(
+    q_ptr, own_ptr, other_ptr, slot_ptr, scale_ptr, ends_ptr, table_ptr, to_ptr, max_tiles, padded,
+    C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Columns of q as rows -> [C, padded]: tile by tile of each expert's rows, zeros behind its last.
+
+    q is [T, C] and read at ``slot[r] // K`` with GATHER. Else it is [R, C], and its numbers are multiplied by
+    what its scale times that of the token lacks to the expert's.
+    """
+    tile, part = tl.program_id(0), tl.program_id(1)
+    if tile < tl.load(table_ptr):
+        expert = tl.load(table_ptr + 1 + tile)
+        row = tl.load(table_ptr + 1 + max_tiles + tile) + tl.arange(0, BLOCK_R)
+        live = row < tl.load(ends_ptr + expert)
+        token = tl.load(slot_ptr + row, live, other=0) // K
+        column = part * COLUMNS + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (column < C)[None, :]
+        near = token if GATHER else row
+        q = tl.load(q_ptr + near.to(tl.int64)[:, None] * C + column[None, :], inside, other=0.0)
+        if not GATHER:
+            both = tl.load(own_ptr + row, live, other=0.0) * tl.load(other_ptr + token, live, other=0.0)
+            factor = both / tl.load(scale_ptr + expert)
+            q = (q.to(tl.float32) * factor[:, None]).to(to_ptr.dtype.element_ty)
+        at = tl.cast(tile, tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+        to = to_ptr + column.to(tl.int64)[:, None] * padded + at[None, :]
+        tl.store(to, q.T, (column < C)[:, None])
+
+
+@triton.jit
+def weight_grad_kernel(
+    left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr,
+    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
+
+    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows].
+    """
+    TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0), flatten=FLATTEN):
+        expert, within = tile // (TM * TN), tile % (TM * TN)
+        m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for rows in range(tl.load(tile_ptr + expert), tl.load(tile_ptr + expert + 1)):
+            left, right = left_ptr.load([m, rows * BLOCK_R]), right_ptr.load([n, rows * BLOCK_R])
+            if UPCAST:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            product = tl.dot(left, right.T, product)
+        product *= tl.load(scale_ptr + expert)
+        inside = m + tl.arange(0, BLOCK_M) < M
+        to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
+        if ADD:
+            columns = n + tl.arange(0, BLOCK_N)
+            mask = inside[:, None] & (columns < N)[None, :]
+            product += tl.load(to + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :], mask, other=0.0)
+        store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)

@@ -1,0 +1,239 @@
+"""Launches of the kernels of the grouped MLP in 8 bits, with the signatures of `reference`.
+
+No call waits for the device or reads a count on the host, and every sum has a fixed order.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops import num_warps
+from graphmoe.ops.fp8 import BLOCK, fp8_dtype, rounding_of
+from graphmoe.ops.fp8_mlp.reference import Scaled
+from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.tuning import kind_of, units_of
+
+BLOCK_R = 128
+"""Rows of a tile of a weight gradient, to which the rows of each expert are padded."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch of a product: a tile of the result is block_m x block_n, a step contracts block_k."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    threads: int
+    stages: int
+    subtiles: int = 2
+    flatten: bool = True
+    per_unit: int = 1
+    """Programs for each multiprocessor or compute unit."""
+
+
+ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(64, 256, 64, 256, 2, flatten=False)}
+WEIGHTS = {"hopper": Tile(128, 256, BLOCK_R, 256, 3), "instinct": Tile(128, 256, BLOCK_R, 512, 1)}
+SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
+INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
+
+
+def rows(w: Tensor, ends_E: Tensor | None = None) -> Scaled:
+    """q like w [..., C], and the scales [..., 1] of its rows: of the live ones where there are ends."""
+    from graphmoe.ops.fp8_mlp.kernels import quantise_rows_kernel
+
+    w = w.contiguous()
+    q, scale = torch.empty_like(w, dtype=fp8_dtype()), w.new_empty(*w.shape[:-1], 1, dtype=torch.float32)
+    count = scale.numel()
+    if count:
+        above, exponent = rounding_of(q.dtype)
+        quantise_rows_kernel[(-(-count // 8),)](
+            w, q, scale, ends_E, 0 if ends_E is None else len(ends_E), count,
+            C=w.shape[-1], ABOVE=above, EXPONENT=exponent, ROWS=8, COLUMNS=512, num_warps=num_warps(256),
+        )  # fmt: skip
+    return q, scale
+
+
+def columns(w_ENC: Tensor) -> Scaled:
+    """q [E, C, N], and the scales [E, C, 1] of the columns of w."""
+    from graphmoe.ops.fp8_mlp.kernels import quantise_columns_kernel
+
+    w_ENC = w_ENC.contiguous()
+    E, N, C = w_ENC.shape
+    q, scale = w_ENC.new_empty(E, C, N, dtype=fp8_dtype()), w_ENC.new_empty(E, C, 1, dtype=torch.float32)
+    above, exponent = rounding_of(q.dtype)
+    quantise_columns_kernel[(-(-C // 64), E)](
+        w_ENC, q, scale, N=N, C=C, ABOVE=above, EXPONENT=exponent, ROWS=128, COLUMNS=64,
+        num_warps=num_warps(256),
+    )  # fmt: skip
+    return q, scale
+
+
+def forward(
+    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y_TD, and h by blocks."""
+    (xq_TD, _), R, (D, F) = x, len(plan.slot_R), w_down[0].shape[1:]
+    tiles = row_tiles(plan.ends_E, R)
+    a_RF, y_RD = (xq_TD.new_empty(R, width, dtype=dtype) for width in (F, D))
+    q_RH, scale_RB = xq_TD.new_empty(R, 2 * F), x[1].new_empty(R, 2 * -(-F // BLOCK))
+    _product(x, w_gate_up, a_RF, plan, tiles, pair=(q_RH, scale_RB, weight_TK))
+    _product(rows(a_RF, plan.ends_E), w_down, y_RD, plan, tiles)
+    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), q_RH, scale_RB
+
+
+def dgrad(
+    dy: Scaled,
+    h: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
+    from graphmoe.ops.fp8_mlp.kernels import swiglu_grad_kernel
+
+    (hq_RH, hs_RB), (dyq_TD, dys_T1) = h, dy
+    (R, H), D = hq_RH.shape, dyq_TD.shape[1]
+    tiles = row_tiles(plan.ends_E, R)
+    da_RF, dx_RD = (hq_RH.new_empty(R, width, dtype=dtype) for width in (H // 2, D))
+    _product(dy, w_down, da_RF, plan, tiles, gathers=True)
+    dh = torch.empty_like(hq_RH), dys_T1.new_empty(R, 1)
+    a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
+    dweight_1R = dys_T1.new_empty(1, R)
+    if R:
+        above, exponent = rounding_of(hq_RH.dtype)
+        swiglu_grad_kernel[(-(-R // 16),)](
+            da_RF, hq_RH, hs_RB, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R,
+            len(plan.ends_E), R,
+            F=H // 2, BLOCKS=hs_RB.shape[1] // 2, ABOVE=above, EXPONENT=exponent, ROWS=16, BLOCK=BLOCK,
+            num_warps=num_warps(128),
+        )  # fmt: skip
+    _product(dh, w_gate_up, dx_RD, plan, tiles)
+    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
+    return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
+
+
+def wgrad(
+    dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
+    import triton
+
+    from graphmoe.ops.fp8_mlp.kernels import expert_scales_kernel
+
+    E, K, device = len(plan.ends_E), plan.row_TK.shape[1], plan.ends_E.device
+    scale_2E = torch.empty(2, E, dtype=torch.float32, device=device)
+    tile_E1 = torch.empty(E + 1, dtype=torch.int32, device=device)
+    expert_scales_kernel[(E,)](
+        dh[1], x[1], a[1], dy[1], plan.slot_R, plan.ends_E, scale_2E, tile_E1,
+        K=K, E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_R=BLOCK_R, BLOCK=1024, num_warps=num_warps(256),
+    )  # fmt: skip
+    table = row_tiles(plan.ends_E, len(plan.slot_R))(BLOCK_R)
+    sides = {
+        "dh": _transposed(dh, x[1], scale_2E[0], plan, table),
+        "x": _transposed((x[0], None), None, None, plan, table),
+        "dy": _transposed((dy[0], None), None, None, plan, table),
+        "a": _transposed(a, dy[1], scale_2E[1], plan, table),
+    }
+    sizes = (dh[0].shape[1], x[0].shape[1]), (dy[0].shape[1], a[0].shape[1])
+    up, down = totals or [torch.empty(E, *size, dtype=torch.float32, device=device) for size in sizes]
+    _weight_grad(sides["dh"], sides["x"], scale_2E[0], tile_E1, up, add=add)
+    _weight_grad(sides["dy"], sides["a"], scale_2E[1], tile_E1, down, add=add)
+    return up, down
+
+
+def _product(
+    x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any,
+    pair: tuple[Tensor, Tensor, Tensor] | None = None, gathers: bool = False,
+) -> None:  # fmt: skip
+    """Launch `rows_kernel`; ``pair`` is hq, hs and the weights of slots."""
+    from graphmoe.ops.fp8_mlp.kernels import rows_kernel
+
+    (q, scale), (w_q, w_s), gathers = x, w, gathers or pair is not None
+    E, width, C = w_q.shape
+    N = width // 2 if pair else width
+    tile = _with_height(ROWS, q.device, len(plan.slot_R) // E)
+    table = tiles(tile.block_m)
+    max_tiles = len(table) // 2
+    columns = tile.block_n // 2 if pair else tile.block_n
+    count = min(max_tiles * -(-N // columns), units_of(q.device) * tile.per_unit)
+    if not count:
+        return
+    described = w_q.view(2 * E, N, C) if pair else w_q
+    block = [2, columns, tile.block_k] if pair else [1, columns, tile.block_k]
+    hq, hs, weight = pair or (None, None, None)
+    above, exponent = rounding_of(q.dtype)
+    rows_kernel[(count,)](
+        q, scale, _descriptor(described, block), w_s, out, hq, hs,
+        None if weight is None else weight.contiguous(), plan.slot_R, plan.ends_E, table, max_tiles,
+        C=C, N=N, K=plan.row_TK.shape[1], PAIR=pair is not None, GATHER=gathers,
+        ABOVE=above, EXPONENT=exponent,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
+        FLATTEN=tile.flatten, UPCAST=not q.is_cuda, num_warps=num_warps(tile.threads), num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _transposed(
+    of: tuple[Tensor, Tensor | None], other: Tensor | None, scale_E: Tensor | None, plan: Plan, table: Tensor
+) -> Tensor:
+    """Rows of experts as columns [C, padded]; of tokens, gathered, where there is no scale."""
+    from graphmoe.ops.fp8_mlp.kernels import transposed_kernel
+
+    (q, own), max_tiles, C = of, len(table) // 2, of[0].shape[1]
+    padded = max_tiles * BLOCK_R
+    result = q.new_empty(C, padded)
+    if max_tiles:
+        transposed_kernel[(max_tiles, -(-C // 64))](
+            q, own, other, plan.slot_R, scale_E, plan.ends_E, table, result, max_tiles, padded,
+            C=C, K=plan.row_TK.shape[1], GATHER=own is None, BLOCK_R=BLOCK_R, COLUMNS=64,
+            num_warps=num_warps(256),
+        )  # fmt: skip
+    return result
+
+
+def _weight_grad(
+    left: Tensor, right: Tensor, scale_E: Tensor, tile_E1: Tensor, total: Tensor, *, add: bool
+) -> None:
+    from graphmoe.ops.fp8_mlp.kernels import weight_grad_kernel
+
+    (E, M, N), tile = total.shape, _tile(WEIGHTS, left.device)
+    if not left.numel():
+        if not add:
+            total.zero_()
+        return
+    across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
+    weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
+        _descriptor(left, [tile.block_m, BLOCK_R]), _descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
+        tile_E1, total, E, M=M, N=N, ADD=add,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
+        FLATTEN=tile.flatten, UPCAST=not left.is_cuda,
+        num_warps=num_warps(tile.threads), num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _tile(table: dict[str, Tile], device: torch.device) -> Tile:
+    kind = kind_of(device)
+    return INTERPRETED if kind == "cpu" else table.get(kind, SMALL)
+
+
+def _with_height(table: dict[str, Tile], device: torch.device, rows_per_expert: int) -> Tile:
+    """A tile with rows for few of an expert; its columns stay, which are blocks of h."""
+    tile, height = _tile(table, device), 16
+    while height < min(rows_per_expert, tile.block_m):
+        height *= 2
+    if height >= tile.block_m:
+        return tile
+    return replace(tile, block_m=height, threads=tile.threads // 2, flatten=False)
+
+
+def _descriptor(x: Tensor, block: list[int]) -> Any:
+    """Made on the host at each launch, so that it needs no scratch memory."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(x, block)

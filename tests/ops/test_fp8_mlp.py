@@ -1,0 +1,205 @@
+"""The grouped MLP in 8 bits: its plain form against fp64, its kernels against its plain form."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.ops import fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks
+from graphmoe.ops.fp8_mlp import launches, reference
+from graphmoe.ops.grouped_mlp.reference import Plan
+from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.interpreted import KERNELS, device_of
+
+SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
+"""T, K, E, D, F."""
+WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}
+"""D, F, E, K of the layers that are compiled ahead of time."""
+KIND = torch.float8_e4m3fn
+
+
+def routed(T: int, K: int, E: int, device: str = "cpu") -> tuple[Tensor, Plan]:
+    """Weights of slots, and a plan in which expert 1 has no rows and expert 0 has most."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(T, E, generator=generator)
+    logits[:, 1] = -1e9
+    logits[:, 0] += 2
+    weight_TK, expert_TK = (each.to(device) for each in logits.softmax(-1).topk(K))
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), E)
+    return weight_TK, Plan(slot_R, row_TK, ends_E)
+
+
+def layer(
+    shape: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[tuple[Tensor, ...], Plan, Tensor]:
+    """x, both weights and the weights of slots; the plan; the gradient of y. A token is all zeros."""
+    T, K, E, D, F = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, D, generator=generator) * torch.logspace(-1, 1, T)[:, None]
+    x[3] = 0
+    weights = (
+        torch.randn(E, 2 * F, D, generator=generator) / 8,
+        torch.randn(E, D, F, generator=generator) / 12,
+    )
+    dy = torch.randn(T, D, generator=generator)
+    weight_TK, plan = routed(T, K, E, device)
+    return (*(each.to(device, dtype) for each in (x, *weights)), weight_TK), plan, dy.to(device, dtype)
+
+
+def decibels(found: Tensor, wanted: Tensor) -> float:
+    """The ratio of signal to noise."""
+    noise = (found.double() - wanted.double()).square().sum()
+    return float(10 * torch.log10(wanted.double().square().sum() / noise))
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+def test_scales_are_the_smallest_powers_of_two_that_hold_a_row(kind):
+    most = torch.finfo(kind).max
+    rows = torch.tensor([most, most * 1.0001, most / 2, 1.0, 1e-6, 1e4, 0.0, 1e-30]).unsqueeze(1)
+    q, scale = quantise(rows, kind)
+    whole = torch.log2(scale)
+    assert whole.equal(whole.round()) and scale[6] == 2.0**-60 == scale[7]
+    assert scale[:6].flatten().equal(2.0 ** torch.log2(rows[:6] / most).ceil().flatten())
+    assert q.float().abs().max() <= most and (q.float() * scale)[:1].equal(rows[:1]) and q[6].float() == 0
+
+
+def test_blocks_have_scales_of_their_own():
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    x[:, :BLOCK] *= 1e4
+    q, scale = quantise_blocks(x, KIND)
+    assert q.shape == x.shape and scale.shape == (5, 3)
+    assert decibels(block_values(q, scale)[:, BLOCK:], x[:, BLOCK:]) > 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients_are_those_of_fp64_within_8_bits(shape, dtype):
+    tensors, plan, dy = layer(shape, dtype)
+    exact, stored = ([each.clone().to(d).requires_grad_() for each in tensors] for d in (torch.float64, None))
+    expected, _ = torch.ops.graphmoe.grouped_mlp(*exact, *plan, "torch")
+    expected.backward(dy.double())
+    y = torch.ops.graphmoe.fp8_mlp(*stored, *plan)
+    y.backward(dy)
+    # Of one product 28 dB are left; y has gone through two, gradients through three and a stored h.
+    assert decibels(y.detach(), expected.detach()) > 22
+    for found, wanted in zip(stored, exact, strict=True):
+        assert found.grad is not None and decibels(found.grad, wanted.grad) > 19
+    assert not stored[1].grad[1].any() and not stored[2].grad[1].any()  # the expert without rows
+
+
+def test_each_product_is_that_of_the_stored_numbers():
+    tensors, plan, _ = layer("small")
+    x, gate_up = quantise(tensors[0], KIND), quantise(tensors[1], KIND)
+    token_R, values = plan.slot_R.long() // plan.row_TK.shape[1], x[0].double() * x[1]
+    found = reference._rows((x[0][token_R], x[1][token_R]), gate_up, plan)
+    weights, start = gate_up[0].double() * gate_up[1], 0
+    for expert, end in enumerate(plan.ends_E.tolist()):
+        wanted = values[token_R[start:end]] @ weights[expert].T
+        torch.testing.assert_close(found[start:end].double(), wanted, rtol=1e-5, atol=1e-5)
+        plain = tensors[0].double()[token_R[start:end]] @ tensors[1][expert].double().T
+        assert end == start or decibels(found[start:end], plain) > 25
+        start = end
+
+
+def same(found: Tensor, wanted: Tensor, live: int | None = None) -> None:
+    found, wanted = found[:live], wanted[:live]
+    assert found.dtype == wanted.dtype and found.float().equal(wanted.float())
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend, shape):
+    device, kind = device_of(backend), fp8_dtype()
+    dtype = torch.float32 if backend == "interpreted" else torch.bfloat16
+    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype, device)
+    for w in (w_gate_up, w_down):
+        for found, wanted in zip(launches.rows(w), quantise(w, kind), strict=True):
+            same(found, wanted)
+        for found, wanted in zip(launches.columns(w), quantise(w.mT, kind), strict=True):
+            same(found, wanted)
+    stored = [quantise(each, kind) for each in (x, w_gate_up, w_down)]
+    live = int(plan.ends_E[-1])
+    y, *h = launches.forward(*stored, weight_TK, plan, dtype)
+    y_plain, *h_plain = reference.forward(*stored, weight_TK, plan, dtype)
+    assert decibels(y, y_plain) > 45
+    for found, wanted in zip(h, h_plain, strict=True):
+        assert decibels(found[:live], wanted[:live]) > 45  # sums in another order, rounded to 8 bits
+    turned = [launches.columns(w) for w in (w_gate_up, w_down)]
+    gradients = quantise(dy, kind), tuple(h_plain), *turned, weight_TK, plan, dtype
+    found, wanted = launches.dgrad(*gradients), reference.dgrad(*gradients)
+    for one, other in zip(found, wanted, strict=True):
+        count = len(other) if other.shape[0] == len(x) else live
+        assert decibels(one[:count], other[:count]) > 40
+    made = quantise(dy, kind), stored[0], wanted[2:4], wanted[4:6], plan
+    totals = tuple(torch.full_like(w, 2, dtype=torch.float32) for w in (w_gate_up, w_down))
+    launches.wgrad(*made, totals, add=True)
+    for one, total, other in zip(launches.wgrad(*made), totals, reference.wgrad(*made), strict=True):
+        assert decibels(one, other) > 100 and decibels(total - 2, other) > 90
+        assert not one[1].any()
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_dead_rows_full_of_nan_are_not_read(backend):
+    device, kind = device_of(backend), fp8_dtype()
+    (x, *weights, weight_TK), plan, dy = layer("small", torch.float32, device)
+    stored = [quantise(each, kind) for each in (x, *weights)]
+    turned = [launches.columns(w) for w in weights]
+    room = 24  # rows behind the last, whose slots are any
+    wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
+
+    def with_nan(tensor: Tensor) -> Tensor:
+        extra = torch.full((room, *tensor.shape[1:]), float("nan"), device=device).to(tensor.dtype)
+        return torch.cat([tensor, extra])
+
+    y, *h = reference.forward(*stored, weight_TK, plan, x.dtype)
+    found = launches.forward(*stored, weight_TK, wider, x.dtype)
+    assert found[0].isfinite().all() and decibels(found[0], y) > 45
+    given = quantise(dy, kind), tuple(map(with_nan, h)), *turned, weight_TK, wider, x.dtype
+    dx, dweight, *made = launches.dgrad(*given)
+    assert dx.isfinite().all() and dweight.isfinite().all()
+    live = len(plan.slot_R)
+    made = [with_nan(each[:live]) for each in made]
+    for gradient in launches.wgrad(given[0], stored[0], tuple(made[:2]), tuple(made[2:]), wider):
+        assert gradient.isfinite().all()
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """The kernels of two layers on Hopper and on Instinct."""
+    cases = []
+    for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
+        for shape, sizes in WIDE.items():
+            for case in launches_of("", functools.partial(_every_step, kind, *sizes)):
+                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
+                    continue  # of ops.grouped_mlp
+                case["constexprs"] |= {"UPCAST": False} if "UPCAST" in case["constexprs"] else {}
+                cases.append(case | {"name": f"{case['name']} {len(cases)} {kind} {shape}", "only": targets})
+    return cases
+
+
+def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
+    meta, R = functools.partial(torch.empty, device="meta"), E * 1536
+    plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
+    x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
+    with mock.patch.multiple(launches, kind_of=lambda device: kind, units_of=lambda device: 132):
+        rows, weight_TK = launches.rows(x), meta(R // K, K)
+        _, *h = launches.forward(
+            rows, launches.rows(gate_up), launches.rows(down), weight_TK, plan, torch.bfloat16
+        )
+        turned = launches.columns(gate_up), launches.columns(down)
+        _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
+        launches.wgrad(rows, rows, tuple(made[:2]), tuple(made[2:]), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx950"])
+def test_products_are_compiled_to_matrix_instructions_with_few_spills(target):
+    for name, facts in compiled("tests.ops.test_fp8_mlp", target).items():
+        assert not facts.error, (name, facts.error[:300])
+        if name.startswith(("rows_kernel", "weight_grad_kernel")):
+            assert facts.matrix_ops > 0, name
+            # Gate and up of a tile, with their scales, are a little more than the registers of Hopper hold.
+            assert facts.spills <= (200 if target == "sm_90" else 16), (name, facts.spills)

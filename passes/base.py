@@ -83,6 +83,8 @@ class PassSpec:
     knobs: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
     """Passes whose operations it joins."""
+    optional: bool = False
+    """True where it runs only if parameters, or none, are given for it."""
 
     def expects(self, segments: tuple[str, ...]) -> bool:
         """Return whether a graph of these segments should match."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 
 aten = torch.ops.aten
@@ -245,6 +246,21 @@ def put_parts(before: Node, target: Any, *arguments: Any, like: Node | None = No
     """The results, each a node, of a new call that has several."""
     call = put(before, target, *arguments, like=like)
     return tuple(put(before, operator.getitem, call, i, like=like) for i in range(len(call.meta["val"])))
+
+
+def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Node) -> tuple[Node, ...]:
+    """The results of a function of tensors, as the operations that it consists of, in front of a node."""
+    fakes = [value(node) for node in inputs]
+    with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
+        traced = make_fx(run)(*fakes)
+    side = {key: before.meta[key] for key in SIDE_META if key in before.meta}
+    for node in traced.graph.nodes:
+        node.meta = side | ({"val": node.meta["val"]} if "val" in node.meta else {})
+    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    with before.graph.inserting_before(before):
+        results = before.graph.graph_copy(traced.graph, copies)
+    assert isinstance(results, tuple)
+    return results
 
 
 def viewed(before: Node, node: Node, *sizes: int) -> Node:

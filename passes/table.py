@@ -7,6 +7,7 @@ from typing import Any
 from graphmoe.config.choices import import_code
 from graphmoe.config.schema import ConfigError, PassesConfig
 from graphmoe.passes.base import PassSpec
+from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_loss import fuse_loss
@@ -24,6 +25,9 @@ PASSES = (
     PassSpec("fuse_router", fuse_router, "forward", "allclose", ROUTER),
     PassSpec("fuse_loss", fuse_loss, "forward", "allclose", ("loss",)),
     PassSpec("fuse_experts", fuse_experts, "forward", "allclose", EXPERTS, needs=JOINED),
+    PassSpec("fp8_linear", fp8_linear, "forward", "allclose", optional=True),
+    PassSpec("fp8_experts", fp8_experts, "forward", "allclose", needs=("fuse_experts",), optional=True),
+    PassSpec("fp8_quantise", fp8_quantise, "joint", "bitwise", optional=True),
     PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
 """fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
@@ -44,6 +48,7 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
             )
     wanted = names if config.enabled is None else config.enabled
     chosen = [spec for spec in PASSES if spec.name in wanted and spec.name not in config.disabled]
+    chosen = [spec for spec in chosen if spec.name in knobs or not spec.optional]
     for spec in chosen:
         lacking = [name for name in spec.needs if name not in [other.name for other in chosen]]
         if lacking:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from graphmoe.config.choices import (
     DATA_SOURCES,
+    FP8_PRODUCTS,
     LR_SCHEDULES,
     OPTIMIZERS,
     SOURCES,
@@ -26,6 +27,8 @@ from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DpShard as DpShard
+from graphmoe.config.choices import Fp8Recipe as Fp8Recipe
+from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
@@ -181,6 +184,12 @@ class PrecisionConfig:
 
     compute: ComputeDtype = ComputeDtype.auto
     """Weights and activations: bf16, fp32, or auto (bf16 on a GPU, fp32 on a CPU)."""
+    fp8: Fp8Recipe = Fp8Recipe.none
+    """Products in 8 bits, docs/precision.md: none, or rowwise, with a scale for each row of either side."""
+    fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
+    """Products of fp8: experts, attn, mlp, shared_experts."""
+    fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
+    """Weight gradients of attn, mlp and shared_experts: in fp8, or bf16, from the stored rows."""
     deterministic: bool = False
     """Use deterministic kernels only, so that two runs on a GPU are bitwise equal; slower."""
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from graphmoe.config.ranges import own_code
-from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.config.schema import ConfigError, Fp8Recipe, PassesConfig, PrecisionConfig, RunConfig
+from graphmoe.ops.fp8 import reason_against
 from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
@@ -68,7 +69,7 @@ class Execution:
         """Overlap of two micro-batches in turns; None where one follows the other."""
         self.experts = experts
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
-        names = [spec.name for spec in select_passes(config.passes, {})]
+        names = [spec.name for spec in select_passes(config.passes, fp8_passes(config.precision))]
         self.fuses = config.compile.enabled and "fuse_experts" in names
         """True where the routed experts run as one operation."""
         self.compiled: CompiledSegments | None = None
@@ -98,17 +99,20 @@ class Execution:
         config, ranks, capture = self._config, self._ranks, self.capture
         if device.type == "cpu":
             _need_compiler()
+        in_fp8 = fp8_passes(config.precision)
+        if in_fp8 and (reason := reason_against(device)):
+            raise ConfigError(f"precision.fp8={config.precision.fp8.value} {reason}; use precision.fp8=none")
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
         store = CompileCache(folder, shared=config.compile.cache_shared)
         dump = self._folder / "graphs" if config.passes.dump and ranks.is_first else None
         # Before the choice of experts' kernels, which compiles those that it measures.
-        facts = facts_of(config, select_passes(config.passes, {}), device)
+        facts = facts_of(config, select_passes(config.passes, in_fp8), device)
         traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
-        if self.fuses and has_experts(config.model):
+        if self.fuses and has_experts(config.model) and "fp8_experts" not in in_fp8:
             self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
-        runner = functools.partial(pass_runner, config.passes, self.experts, dump)
+        runner = functools.partial(pass_runner, config, self.experts or "torch", dump)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
@@ -122,7 +126,10 @@ class Execution:
             return ["none, compile.enabled=false"]
         passes = len(self.compiled.passes())
         experts = [f"experts run on {self.experts} (forward,dgrad,wgrad)"] if self.experts else []
-        return [f"{passes} passes", self._cache.found, *experts]
+        precision = self._config.precision
+        products = f"{precision.fp8.value} fp8 in {', '.join(precision.fp8_products)}"
+        in_fp8 = [products] if fp8_passes(precision) else []
+        return [f"{passes} passes", self._cache.found, *experts, *in_fp8]
 
     def compile_update(
         self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]], *, validates: bool
@@ -177,13 +184,26 @@ class Execution:
         return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
 
 
-def pass_runner(passes: PassesConfig, experts: str, dump: Path | None, trains: bool) -> PassRunner:
+def pass_runner(config: RunConfig, experts: str, dump: Path | None, trains: bool) -> PassRunner:
     """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
     knobs: dict[str, dict[str, Any]] = {
         "fuse_loss": {"needs_grad": trains},
         "fuse_experts": {"backend": experts},
     }
-    return PassRunner(select_passes(passes, knobs), dump)
+    return PassRunner(select_passes(config.passes, knobs | fp8_passes(config.precision)), dump)
+
+
+def fp8_passes(precision: PrecisionConfig) -> dict[str, dict[str, Any]]:
+    """Return the passes of products in 8 bits with their parameters; none where there are none."""
+    if precision.fp8 is Fp8Recipe.none:
+        return {}
+    dense = [name for name in precision.fp8_products if name != "experts"]
+    passes: dict[str, dict[str, Any]] = {"fp8_quantise": {}}
+    if dense:
+        passes["fp8_linear"] = {"products": dense, "wgrad": precision.fp8_wgrad.value}
+    if "experts" in precision.fp8_products:
+        passes["fp8_experts"] = {}
+    return passes
 
 
 def _warn(because: str, unused: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphmoe.ops import grouped_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.host.files import FileLock, dispensable
@@ -308,15 +308,21 @@ def _without_experts(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
-    experts = [node for node in graph.nodes if node.target is ops.grouped_mlp_wgrad.default]
-    for node in experts:
-        of_node = [(value, buffer) for value, buffer in pairs if value in node.users]
-        of_node.sort(key=lambda pair: pair[0].args[1])  # type: ignore[arg-type, return-value]
-        if [value.args[1] for value, _ in of_node] == [0, 1] and not any(v.users for v, _ in of_node):
-            *given, backend = node.args
+    into = {
+        ops.grouped_mlp_wgrad.default: ops.grouped_mlp_wgrad_into.default,
+        ops.fp8_mlp_wgrad.default: ops.fp8_mlp_wgrad_into.default,
+    }
+    for node in [node for node in graph.nodes if node.target in into]:
+        found = {value: _before_rounding(value) for value, _ in pairs}
+        of_node = [pair for pair in pairs if found[pair[0]] in node.users]
+        of_node.sort(key=lambda pair: found[pair[0]].args[1])  # type: ignore[arg-type, return-value]
+        places = [found[value].args[1] for value, _ in of_node]
+        if places == [0, 1] and not any(value.users for value, _ in of_node):
+            tensors = [argument for argument in node.args if isinstance(argument, fx.Node)]
+            words = node.args[len(tensors) :]  # the backend of grouped_mlp
             totals = [buffer for _, buffer in of_node]
-            into = graph.call_function(ops.grouped_mlp_wgrad_into.default, (*given, *totals, backend, add))
-            into.meta["val"] = None
+            call = graph.call_function(into[node.target], (*tensors, *totals, *words, add))
+            call.meta["val"] = None
             pairs = [pair for pair in pairs if pair not in of_node]
     return pairs
 

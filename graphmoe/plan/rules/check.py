@@ -20,6 +20,7 @@ RULES = (
     run.unread_data_rules,
     run.checkpoint_rules,
     run.compile_rules,
+    run.precision_rules,
     run.graph_rules,
     run.recompute_rules,
     run.profile_rules,

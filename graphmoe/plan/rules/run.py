@@ -7,17 +7,19 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
-from graphmoe.config.choices import SOURCES
+from graphmoe.config.choices import FP8_PRODUCTS, SOURCES
 from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
     DataConfig,
     DpShard,
+    Fp8Recipe,
     ModelConfig,
     RunConfig,
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -157,6 +159,29 @@ def compile_rules(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.attention_backend={backend.value} is a library whose backward cannot be compiled; use "
             f"auto or sdpa, or compile.enabled=false on a GPU"
+        )
+
+
+def precision_rules(config: RunConfig) -> Iterator[str]:
+    """Yield violated rules of products in 8 bits."""
+    precision = config.precision
+    key = f"precision.fp8={precision.fp8.value}"
+    unknown = [name for name in precision.fp8_products if name not in FP8_PRODUCTS]
+    if unknown or not precision.fp8_products:
+        names = ", ".join(FP8_PRODUCTS)
+        yield (
+            f"precision.fp8_products={precision.fp8_products} must be some of {names}; precision.fp8=none "
+            f"takes none"
+        )
+    if precision.fp8 is Fp8Recipe.none:
+        return
+    if not config.compile.enabled:
+        yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
+    elif "experts" in precision.fp8_products and dispatcher_of(config.moe, config.parallel) == "alltoall":
+        others = ",".join(name for name in precision.fp8_products if name != "experts")
+        yield (
+            f"{key} needs experts that are compiled, and those behind moe.dispatcher=alltoall are not; use "
+            f"moe.dispatcher=symm, or precision.fp8_products=[{others}]"
         )
 
 

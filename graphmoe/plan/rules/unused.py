@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import OPTIMIZERS
-from graphmoe.config.schema import AuxLoss, DpShard, RopeScaling, RunConfig
+from graphmoe.config.schema import AuxLoss, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
@@ -102,6 +102,8 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("data", ("val_fraction",), "with data.val_paths")
     if data.source == "hf" and data.hf_val_split:
         yield _Unused("data", ("val_fraction",), "with data.hf_val_split")
+    if config.precision.fp8 is Fp8Recipe.none:
+        yield _Unused("precision", ("fp8_products", "fp8_wgrad"), "with precision.fp8=none")
     if schedule in ("cosine", "constant"):
         yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
     if schedule == "constant":

@@ -73,7 +73,7 @@ def fake_executor(
     """
     config, recompute = plan.config, plan.recompute
     if config.compile.enabled:
-        runner = functools.partial(pass_runner, config.passes, "triton", None)
+        runner = functools.partial(pass_runner, config, "triton", None)
         return GraphSegments(watch, runner, gradient_of, recompute=recompute)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
 

@@ -1,0 +1,109 @@
+"""fp8_linear, fp8_experts and fp8_quantise: what they put, what they leave, and numbers spelt out or not."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8 import fp8_dtype
+from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
+from graphmoe.passes.fuse_activation import fuse_activation
+from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_permutation import fuse_permutation
+from graphmoe.runtime.compile.tracing import fakes_of
+from graphmoe.runtime.torch_compat import joint_graph
+from tests.passes.blocks import Traced, assert_left, call_of, operations, random, rewritten, traced
+from tests.passes.test_fuse_experts import block, inputs
+
+HERE = functools.partial(fp8_linear, products=("here",))
+
+
+def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tensor:
+    """Two products of one normalised input, and one of their product."""
+    x = F.rms_norm(x, x.shape[-1:])
+    return F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down)
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    sizes = ((40, 32), (48, 32), (48, 32), (32, 48))
+    return [random(*size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+
+
+def joint_of(plain: Traced, *passes: functools.partial[object]) -> Traced:
+    """Forward and backward of a graph after passes, with gradients of ones."""
+    fakes = fakes_of(plain.inputs)
+    joint = joint_graph(plain.graph, fakes)
+    for each in passes:
+        each(joint.graph)  # type: ignore[operator]
+        joint.graph.eliminate_dead_code()
+        joint.graph.lint()
+    joint.recompile()
+    return Traced(joint, plain.inputs)
+
+
+def results(joint: Traced, plain: Traced) -> list[Tensor]:
+    """Outputs, and gradients for outputs' gradients of ones."""
+    outputs = [x.detach() for x in plain.graph(*plain.inputs) if x.requires_grad]
+    inputs = [x.detach() for x in joint.inputs]
+    both = joint.graph(inputs, [torch.ones_like(x) for x in outputs])
+    return [x for part in both for x in part if x is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alone(wgrad, dtype):
+    found, (result,) = rewritten(traced(two_products, *weights(dtype)), functools.partial(HERE, wgrad=wgrad))
+    assert result.matches == 3 and operations(found)["fp8_linear"] == 3 and not operations(found)["mm"]
+    plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
+    for one, other in zip(results(spelt, found), results(plain, found), strict=True):
+        assert one.dtype == other.dtype and one.equal(other)
+    calls = operations(spelt)
+    assert not calls["fp8_linear"] + calls["fp8_linear_dgrad"] + calls["fp8_linear_wgrad"]
+    # x, the activation, three weights along either axis, the gradients of three products: each once.
+    casts = [n for n in spelt.graph.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    assert sum(node.meta["val"].dtype == fp8_dtype() for node in casts) == 2 + 2 * 3 + 3
+    assert calls["fp8_transposed"] == (5 if wgrad == "fp8" else 0)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda x, a, b, down: F.linear(x, a[:40]), "is no weight"),
+        (lambda x, a, b, down: F.linear(x, down.t()), "its second factor is no weight"),
+        (lambda x, a, b, down: x * 2, "none in here"),
+    ],
+)
+def test_other_products_are_left(run, reason):
+    assert_left(traced(run, *weights()), reason, HERE)
+
+
+def test_sides_that_are_no_multiple_of_16_are_left():
+    x, odd = random(8, 24), random(32, 24)
+    assert_left(traced(lambda x, w: F.linear(x, w), x, odd), "24 of its weight [32, 24] is no multiple", HERE)
+
+
+BEHIND = (fuse_permutation, fuse_activation, fuse_experts)
+
+
+def experts_in_16s() -> list[Tensor]:
+    given = inputs()
+    return [given[0], given[1], random(4, 32, 16, seed=1), random(4, 16, 16, seed=2), given[4]]
+
+
+def test_experts_are_spelt_out_with_the_same_bits():
+    plain = traced(block(), *experts_in_16s())
+    found, (*_, result) = rewritten(plain, *BEHIND, fp8_experts)
+    assert result.matches == 1 and call_of(found, "fp8_mlp") is not None
+    opaque, spelt = joint_of(found), joint_of(found, fp8_quantise)
+    for one, other in zip(results(spelt, found), results(opaque, found), strict=True):
+        assert one.equal(other)
+    calls = operations(spelt)
+    names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", "fp8_rows", "fp8_columns")
+    assert [calls[name] for name in names] == [1, 1, 1, 2, 2]
+
+
+def test_experts_of_other_sizes_are_left():
+    assert_left(traced(block(), *inputs()), "8 of its weights", *BEHIND, fp8_experts)

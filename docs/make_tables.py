@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from graphmoe import conf
+from graphmoe.command.words import composed
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.ranges import OneOf
 from graphmoe.config.schema import RunConfig
@@ -67,6 +66,7 @@ python -m graphmoe.train --cfg job                               # print the con
 python -m graphmoe.train -m optim.lr=1e-3,3e-3 train.steps=20    # two runs, under multirun/
 python -m graphmoe.train --help                                  # examples, groups, keys that are set often
 python -m graphmoe.train --help=all                              # all keys, with a line each
+python -m graphmoe.train model=deepseek_v3 --help                # with the values of that model
 graphmoe train --help                                            # the same command, once it is installed
 ```
 
@@ -214,9 +214,7 @@ def _type(hint: Any) -> str:
 
 def _shipped() -> dict[str, Any]:
     """The configuration of a run without arguments, interpolations left as they are."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    with initialize_config_module("graphmoe.conf", version_base="1.3"):
-        plain = OmegaConf.to_container(compose("config"), resolve=False, enum_to_str=True)
+    plain = OmegaConf.to_container(composed(), resolve=False, enum_to_str=True)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 

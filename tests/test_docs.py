@@ -175,7 +175,7 @@ def check_command(page: str, line: str, folder: Path) -> None:
     """Check the words of one command line as its tool does."""
     tool, words = words_of(line)
     module = load(tool)
-    if words in (["--help"], ["--help=all"], ["--version"]):
+    if words and words[-1] in ("--help", "--help=all", "--version") and not (words := words[:-1]):
         return
     if tool == "graphmoe.project" and words:
         own, words = split_words(run_words(words, typing.get_type_hints(ProjectArgs)))

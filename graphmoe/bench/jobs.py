@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -25,6 +23,7 @@ from graphmoe.bench.arguments import OF_SUITES, BenchArgs
 from graphmoe.bench.cases import FLOPS_PER_S, Case, CaseFailed, Cell, Measured, Row, run_cases, times_of
 from graphmoe.command.errors import explain
 from graphmoe.command.hydra import to_config
+from graphmoe.command.words import composed
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.run.files import CAPTURE_FILE, METRICS_FILE, PROFILE_FOLDER, SUMMARY_FILE, trace_file
@@ -171,10 +170,8 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
 
 def compose_config(*words: str) -> RunConfig:
     """The configuration of a run with these overrides. *Raises* ConfigError."""
-    ConfigStore.instance().store(name="schema", node=RunConfig)
     try:
-        with initialize_config_module("graphmoe.conf", version_base="1.3"):
-            return to_config(compose("config", overrides=list(words)))
+        return to_config(composed(words))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"overrides: {explain(error, words)}") from error
 

@@ -28,7 +28,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     """Return one message for an error of Hydra or OmegaConf: what was asked, what is wrong, what to type."""
     # A folder of the user's own may add options to a group: Hydra knows those, this module does not.
     own_folder = _has_own_folder(argv)
-    overrides, unreadable = _parsed(argv)
+    overrides, unreadable = parsed(argv)
     unknown = [text for override in overrides for text in _unknown(override, own_folder)]
     chain = list(_chain(error))
     missing = next((e for e in chain if isinstance(e, MissingConfigException) and e.options), None)
@@ -72,7 +72,7 @@ def wrong_words(argv: Sequence[str]) -> str | None:
 
     None where nothing is, or where files of the user's own may say what the words mean.
     """
-    overrides, unreadable = _parsed(argv)
+    overrides, unreadable = parsed(argv)
     if _has_own_folder(argv):
         return None
     unknown = [text for override in overrides for text in _unknown(override, False)]
@@ -221,7 +221,7 @@ def _code_keys(section: str) -> list[str]:
     return [field.key for field in fields if any(isinstance(mark, OneOf) for mark in field.marks)]
 
 
-def _parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
+def parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
     """Return the overrides that Hydra can read, and an error for the first other, which wants quotes."""
     parser = OverridesParser.create()
     found, unreadable = list[Override](), None
@@ -246,10 +246,14 @@ def groups() -> list[str]:
     return sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
 
 
-def options(group: str) -> list[str]:
-    """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope."""
-    files = (CONF / group).rglob("*.yaml")
-    return sorted(str(path.relative_to(CONF / group).with_suffix("")) for path in files)
+def options(group: str, own: Sequence[Path] = ()) -> list[str]:
+    """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope.
+
+    ``own`` are folders of the user's, of which only experiment is searched in depth.
+    """
+    pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
+    tops = [folder / group for folder in (CONF, *own)]
+    return sorted({str(file.relative_to(top).with_suffix("")) for top in tops for file in top.glob(pattern)})
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

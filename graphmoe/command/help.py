@@ -1,17 +1,20 @@
-"""Help of the commands that read a run's configuration: groups, keys and defaults, without composing any."""
+"""Help of the commands that read a run's configuration: groups, and keys with their values."""
 
 import dataclasses
 import enum
-import re
+import shlex
 import textwrap
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from graphmoe.command.errors import CONF, groups, options
+from omegaconf import OmegaConf
+
+from graphmoe.command.errors import explain, groups, options, parsed
+from graphmoe.command.words import OTHER_SOURCES, composed, own_folders, run_words
 from graphmoe.config.arguments import COMMANDS, field_docs, typed_as
-from graphmoe.config.schema import RunConfig
-from graphmoe.config.untrusted import load_yaml
+from graphmoe.config.schema import ConfigError, RunConfig
 
 OFTEN_SET = """
     model.num_layers data.paths data.tokenizer data.seq_len
@@ -30,60 +33,86 @@ FOOTER = """\
 docs/configuration.md describes groups and keys with their types."""
 
 
-def help_text(prog: str, examples: Sequence[str], *, with_all: bool = False) -> str:
-    """Return the help of ``graphmoe.<name>``: the keys that people set, or all."""
-    often, rows = OFTEN_SET.split(), dict(_keys())
+def help_text(
+    prog: str,
+    examples: Sequence[str],
+    words: Sequence[str] = (),
+    *,
+    with_all: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the help of ``graphmoe.<name>``: the keys that people set, or all.
+
+    ``words`` are those of its command line, whose values it shows where they can be composed. ``more`` are
+    types of keys that only the tool has.
+    """
+    given, own, said = _given(words, more or {})
+    often, rows = OFTEN_SET.split(), dict(_keys(given))
     wanted = [*rows] if with_all else often
     width = max(len(rows[key][0]) for key in wanted if len(rows[key][0]) < 44)
     parts = [
         [f"{typed_as(prog)}: {COMMANDS[prog.partition('.')[2]]}"],
         ["Examples:", *(f"  {example}" for example in examples)],
-        ["Groups, an option each (model=deepseek_v2_lite, or the preset's name alone):", *_group_lines()],
+        ["Groups, an option each (model=deepseek_v2_lite, or the preset's name alone):", *_group_lines(own)],
         [
             f"{'All' if with_all else 'Often set'} keys, as key=value, --key=value or --key value:",
             *(line for key in wanted for line in _key_lines(*rows[key], width)),
         ],
+        textwrap.wrap(said, WIDTH, break_on_hyphens=False, break_long_words=False),
         [FOOTER],
     ]
-    return "\n\n".join("\n".join(part) for part in parts)
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def shipped() -> dict[str, Any]:
-    """Return the values that the files of ``conf/`` give a run without arguments, by key."""
-    named = load_yaml((CONF / "config.yaml").read_text(encoding="utf-8"))["defaults"]
-    chosen = {group: option for entry in named if isinstance(entry, dict) for group, option in entry.items()}
-    files = {group: CONF / group / f"{option}.yaml" for group, option in chosen.items() if option}
-    return {
-        f"{group}.{name}": value
-        for group, file in files.items()
-        if file.is_file()
-        for name, value in (load_yaml(file.read_text(encoding="utf-8")) or {}).items()
-    }
+def _given(words: Sequence[str], more: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path], str]:
+    """Return the value of each key, the user's folders, and a sentence that says whose values they are."""
+    asked = [word for word in words if word not in ("help", "-h", "--help", "--help=all", "--help-all")]
+    own, read = [*own_folders(asked)], asked
+    try:
+        read = [word for word in run_words(asked, more) if word.partition("=")[0] not in more]
+        unread = [f"{word} is not read by --help" for word in read if word.partition("=")[0] in OTHER_SOURCES]
+        unread += [f"{folder} is not a folder" for folder in own if not folder.is_dir()]
+        overrides, unreadable = parsed(read)
+        if unread or unreadable:
+            raise ConfigError(unreadable or unread[0])
+        kept = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+        path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in own]}"] if own else []
+        shown = [word for folder in own for word in ("--config-dir", str(folder))] + kept
+        said = f"The values are those of {shlex.join(shown)}." if shown else ""
+        return _values([*path, *kept]), own, said
+    except ConfigError as error:
+        why = str(error)
+    except Exception as error:  # also for a value that Hydra does not foresee
+        why = explain(error, read)
+    return _values(), own, f"The values are those of model=tiny: {why}"
 
 
-def _keys() -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each key with its ``key=default`` and its line of documentation."""
-    given = shipped()
+def _values(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the value that overrides give each key."""
+    plain = OmegaConf.to_container(composed(overrides), resolve=True)
+    assert isinstance(plain, dict)
+    sections = {str(name): values for name, values in plain.items() if isinstance(values, dict)}
+    return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+
+
+def _keys(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each key with its ``key=value`` and its line of documentation."""
     for section, kind in typing.get_type_hints(RunConfig).items():
         if not dataclasses.is_dataclass(kind):
             yield section, (f"{section}=text", field_docs(RunConfig)[section])
             continue
-        docs = field_docs(typing.cast(type, kind))
-        for f in dataclasses.fields(kind):
-            key = f"{section}.{f.name}"
-            value = given.get(key, f.default_factory() if callable(f.default_factory) else f.default)
-            yield key, (f"{key}={_shown(value, given)}", docs[f.name])
+        for name, doc in field_docs(typing.cast(type, kind)).items():
+            key = f"{section}.{name}"
+            yield key, (f"{key}={_shown(given[key])}", doc)
 
 
-def _shown(value: Any, given: dict[str, Any]) -> str:
+def _shown(value: Any) -> str:
     """Return a value as it is typed."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(given.get(match[1], match[0])), str(value))
+    return f"[{','.join(map(_shown, value))}]" if isinstance(value, list) else str(value)
 
 
 def _key_lines(word: str, doc: str, width: int) -> list[str]:
@@ -94,8 +123,8 @@ def _key_lines(word: str, doc: str, width: int) -> list[str]:
     return [first + lines[0], *(" " * (width + 4) + line for line in lines[1:])]
 
 
-def _group_lines() -> Iterator[str]:
+def _group_lines(own: Sequence[Path]) -> Iterator[str]:
     for group in groups():
         if group != "hydra":
-            line = f"  {group:<12}{' '.join(options(group))}"
+            line = f"  {group:<12}{' '.join(options(group, own))}"
             yield from textwrap.wrap(line, WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)

@@ -111,7 +111,7 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
     words = sys.argv[1:]
     with_all = bool({"--help=all", "--help-all"} & {*words})
     if with_all or wants_help(words):
-        emit({}, help_text(prog, examples, with_all=with_all), OutputFormat.text)
+        emit({}, help_text(prog, examples, words, with_all=with_all), OutputFormat.text)
         sys.exit(0)
     answer_version(words)
     try:

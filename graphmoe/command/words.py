@@ -1,10 +1,16 @@
 """Words of a command line for Hydra: each form that people type, as overrides, checked at once."""
 
 import dataclasses
+import itertools
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
 
 from graphmoe.command.errors import groups, with_plain_groups, wrong_words
 from graphmoe.config.arguments import key_value_words
@@ -16,6 +22,8 @@ FLAGS = {
     **dict.fromkeys(("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help", "-i", "--info"), 0),
 }
 """Hydra's own options, with the number of words that belong to each; tab completion has more."""
+OTHER_SOURCES = ("-cp", "--config-path", "-cn", "--config-name", "--experimental-rerun")
+"""Options of Hydra that compose a configuration of something other than ``conf/config.yaml``."""
 _OVERRIDE = re.compile(r"[+~=]|(?!--)[\w./@:-]+=")
 _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
 """Texts that Hydra reads without quotes."""
@@ -42,6 +50,21 @@ def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> lis
     if wrong := wrong_words([*flags, *of_runs]):
         raise ConfigError(wrong)
     return [*flags, *found]
+
+
+def composed(overrides: Sequence[str] = ()) -> DictConfig:
+    """Return the configuration that Hydra composes of its overrides, which nothing has checked yet."""
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    with initialize_config_module("graphmoe.conf", version_base="1.3"):
+        return compose("config", list(overrides))
+
+
+def own_folders(words: Sequence[str]) -> Iterator[Path]:
+    """Yield the folders of the user's own options, those of --config-dir."""
+    for word, following in itertools.pairwise([*words, ""]):
+        name, _, value = word.partition("=")
+        if name in ("-cd", "--config-dir"):
+            yield Path(value or following)
 
 
 def run_hints() -> dict[str, Any]:

@@ -42,7 +42,8 @@ def run(argv: list[str]) -> None:
     """Read the tool's own words here and all others by Hydra, and project the run."""
     with_all = "--help=all" in argv
     if with_all or wants_help(argv):
-        text = help_text(PROG, EXAMPLES, with_all=with_all)
+        hints = typing.get_type_hints(ProjectArgs)
+        text = help_text(PROG, EXAMPLES, argv, with_all=with_all, more=hints)
         emit({}, f"{usage(ProjectArgs, PROG)}\nand those of a run.\n\n{text}", OutputFormat.text)
         return
     answer_version(argv)

@@ -15,6 +15,7 @@ from tests.runs import ROOT
 from tests.test_house import COMMANDS as HOUSE_COMMANDS
 
 WORDS = (["--help"], ["--version"], ["--no-such-key=3"])
+WITH_MODEL = [(name, ["model=deepseek_v3", "--help"]) for name in ("train", "info", "project")]
 ASK = """
 import contextlib, json, sys, tempfile
 from graphmoe.__main__ import main
@@ -46,14 +47,15 @@ def answer(*words: str) -> tuple[int, str, str]:
 
 
 def test_help_versions_and_typos_of_each_command_import_no_torch(tmp_path):
-    asked = [(name, words) for name in COMMANDS for words in WORDS]
+    asked = [*((name, words) for name in COMMANDS for words in WORDS), *WITH_MODEL]
     line = [sys.executable, "-c", ASK, json.dumps(asked)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
     for name, words, status, out, err, with_torch in json.loads(done.stdout):
         assert not with_torch, (name, words)
-        if words == ["--help"]:
+        if "--help" in words:
             assert status == 0 and err == "" and f"graphmoe {name}" in out, name
             assert name == "worker" or COMMANDS[name] in out, name
+            assert words == ["--help"] or "  model.num_layers=61 " in out, name
         elif words == ["--version"]:
             assert status == 0 and out.startswith(f"graphmoe {__version__} (torch 2."), name
         else:

@@ -142,7 +142,7 @@ def test_help_has_three_examples_and_the_groups(tmp_path):
     text = shown.out.read_text()
     examples = text.split("Examples:")[1].split("Groups")[0]
     assert examples.count("python -m graphmoe.train") == 3
-    for part in ("deepseek_v3", "synthetic", "train.steps=300", "optim.lr=3e-3", "--config-dir"):
+    for part in ("deepseek_v3", "synthetic", "train.steps=300", "optim.lr=0.003", "--config-dir"):
         assert part in text
     assert "max_nonfinite" not in text and all(
         len(line) <= 100 for line in text.splitlines() if "python" not in line
@@ -156,6 +156,42 @@ def test_help_of_all_keys_has_each_with_its_default_and_its_documentation():
         if "." in key:
             assert f" {key}=" in lines
     assert "train.max_nonfinite=5 Skipped non-finite steps" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model=deepseek_v3 --help", ["model.num_layers=61 ", " model=deepseek_v3."]),
+        ("petite -h", ["model.num_layers=9 ", "optim.lr=0.01 ", "run.name=petite ", "model=petite."]),
+        ("-m petite optim.lr=1e-3,2e-3 --help", ["optim.lr=0.01 ", "model=petite."]),
+        ("experiment=mini --help", ["train.steps=7 ", "data.paths=[a]", " experiment=mini."]),
+        (
+            "petit --help",
+            [
+                "model.num_layers=4 ",
+                "those of model=tiny: 'model=petit' on the",
+                "did you mean model=petite?",
+            ],
+        ),
+        ("train.stps=3 --help", ["train.steps=300 ", "those of model=tiny: unknown key 'train.stps'"]),
+        ("-cn other --help", ["those of model=tiny: -cn is not read by --help"]),
+    ],
+)
+def test_help_has_the_options_of_ones_own_and_the_values_of_its_words_or_says_why_not(tmp_path, words, said):
+    mini = "# @package _global_\ntrain: {steps: 7}\ndata: {paths: [a]}"
+    files = {
+        "model/petite": "name: petite\nnum_layers: 9\npeak_lr: 1e-2",
+        "experiment/mini": mini,
+        "experiment/of/x": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    shown = " ".join(
+        help_text("graphmoe.train", EXAMPLES, [*words.split(), f"--config-dir={tmp_path}"]).split()
+    )
+    for part in [*said, " moonlight_16b petite qwen3", " mini moe_1t_768_mi300x", " of/x "]:
+        assert part in shown
 
 
 BALANCE = {

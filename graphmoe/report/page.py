@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import logging
 import math
 import shlex
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.causes import threads_of
 from graphmoe.report.charts import (
@@ -38,6 +40,8 @@ from graphmoe.web_page import (
     tiles,
     write_page,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_TRACE_BYTES = 16 * 2**20
 """Size of a compressed trace that is read when a run ends; larger ones take too long there."""
@@ -131,8 +135,11 @@ def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
     if (size := path.stat().st_size) > max_trace_bytes:
         command = f"python -m graphmoe.report run={run.folder}"
         return f"The trace of {size / 2**20:.0f} MiB is not read when a run ends: `{command}` does."
+    what = f"reading {path.name}, {size / 2**20:.1f} MiB, for the report"
+    log.info("%s", what)
     try:
-        return summarise(read_trace(path), 1)
+        with working(what):
+            return summarise(read_trace(path), 1)
     except ConfigError as error:
         return f"No time by segment: {error}"
 

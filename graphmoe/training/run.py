@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from graphmoe.checkpoint import CheckpointError
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunConfig
 from graphmoe.data import DataError
 from graphmoe.data.tokenizer import num_ids
@@ -178,7 +179,8 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
         return none
     try:
         prompt = prompt_of(trainer.corpus, tokenizer) if prompt is None else prompt
-        return prompt, "".join(generate(model, tokenizer, prompt, count, temperature=0.8, seed=0))
+        with working(f"writing a sample of text (log.sample_tokens={count})"):
+            return prompt, "".join(generate(model, tokenizer, prompt, count, temperature=0.8, seed=0))
     except (ConfigError, DataError) as error:
         log.info("no sample of text (log.sample_prompt): %s", error)
         return none

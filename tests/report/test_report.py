@@ -194,13 +194,15 @@ def test_the_page_says_why_a_run_is_not_projected(tmp_path):
     assert projected_chart(read_run(tmp_path)) == []
 
 
-def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path):
+def test_times_by_segment_say_of_which_steps_and_rank_they_are_and_a_large_trace_is_left(tmp_path, caplog):
+    caplog.set_level("INFO")
     trace = two_steps().write(run_in(tmp_path) / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
     run = read_run(tmp_path)
     text = segments_section(trace_of(run, max_trace_bytes=trace.stat().st_size))
     assert "Mean of 2 steps of rank 3, 0.95 ms each" in text
     text = segments_section(trace_of(run, max_trace_bytes=4))
     assert f"python -m graphmoe.report run={tmp_path}" in text and "is not read" in text
+    assert caplog.messages == ["reading rank3.trace.json.gz, 0.0 MiB, for the report"]
 
 
 def told(answer: tuple[str, list[str]]) -> str:

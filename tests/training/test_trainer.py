@@ -230,6 +230,20 @@ def test_a_rank_that_has_a_part_of_the_model_writes_no_sample_since_others_would
     assert all(sample_of(trainer))
 
 
+def test_a_sample_that_takes_long_is_said(tmp_path, text_words, caplog, monkeypatch):
+    def generate(*_, **__):
+        end = time.monotonic() + 20
+        while "writing a sample of text (log.sample_tokens=5)" not in caplog.text:
+            assert time.monotonic() < end
+            yield ""
+
+    trainer = trainer_in(tmp_path, *text_words, "log.sample_tokens=5")
+    monkeypatch.setattr("graphmoe.training.run.generate", generate)
+    monkeypatch.setattr("graphmoe.config.progress.EVERY_S", 0.01)
+    with caplog.at_level("INFO"):
+        assert sample_of(trainer)[1] == ""
+
+
 def test_a_sample_goes_on_with_the_beginning_of_a_validation_document_or_with_what_is_asked_for(
     tmp_path, text_words
 ):

@@ -139,7 +139,10 @@ def _of_cores(run: RunData, of_steps: float) -> Iterator[Cause]:
     workers = run.environment.get("workers_of_node") or 1
     used, each = threads * workers, max(1, cores // workers)
     if used < cores:
-        said = f"It computes on a CPU with {threads_of(run)}: `host.threads={each}` uses all of them."
+        said = (
+            f"It computes on a CPU with {threads_of(run)}: `host.threads={each}` uses all of them, if no "
+            "other program does."
+        )
         yield Cause(of_steps * (1 - used / cores), "cores without work", said)
     elif used > cores:
         said = (

@@ -196,10 +196,9 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942", "gfx950"])
-def test_products_are_compiled_to_matrix_instructions_with_few_spills(target):
+def test_products_are_compiled_to_matrix_instructions_without_spills(target):
     for name, facts in compiled("tests.ops.test_fp8_mlp", target).items():
         assert not facts.error, (name, facts.error[:300])
         if name.startswith(("rows_kernel", "weight_grad_kernel")):
             assert facts.matrix_ops > 0, name
-            # Gate and up of a tile, with their scales, are a little more than the registers of Hopper hold.
-            assert facts.spills <= (200 if target == "sm_90" else 16), (name, facts.spills)
+            assert facts.spills == 0, (name, facts.spills)

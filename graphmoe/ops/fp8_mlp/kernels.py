@@ -15,7 +15,7 @@ must lie along what is contracted (CUTLASS, sm90 GMMA), hence the transposed cop
 import triton
 import triton.language as tl
 
-from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
+from graphmoe.ops.grouped_mlp.rows_kernel import halves, in_turns, store
 
 
 @triton.jit
@@ -136,18 +136,20 @@ def rows_kernel(
             columns = column + tl.arange(0, COLUMNS)
             inside = columns < N
             of_expert = ws_ptr + expert * (2 * N) + columns
-            gate, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_M, 2, COLUMNS)), (0, 2, 1)))
+            gate, up = halves(product, BLOCK_M, BLOCK_N)
             gate *= tl.load(of_expert, inside, other=0.0)[None, :]
             up *= tl.load(of_expert + N, inside, other=0.0)[None, :]
-            mask = live[:, None] & inside[None, :]
+            weight = tl.load(weight_ptr + tl.load(slot_ptr + own))
+            of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 1), ABOVE, EXPONENT)
+            of_up, inverse_up = power_of_two(tl.max(tl.abs(up), 1), ABOVE, EXPONENT)
             base = row.to(tl.int64)
-            hq_from = hq_ptr + base * (2 * N) + m_range[:, None] * (2 * N) + columns[None, :]
             hs_from = hs_ptr + base * (2 * COLUMN_TILES) + m_range * (2 * COLUMN_TILES) + column_tile
-            _store_block(gate, hq_from, hs_from, mask, live, ABOVE, EXPONENT)
-            _store_block(up, hq_from + N, hs_from + COLUMN_TILES, mask, live, ABOVE, EXPONENT)
-            a = gate * tl.sigmoid(gate) * up * tl.load(weight_ptr + tl.load(slot_ptr + own))[:, None]
-            to = out_ptr + base * N + m_range[:, None] * N + columns[None, :]
-            tl.store(to, a.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(hs_from, of_gate, mask=live)
+            tl.store(hs_from + COLUMN_TILES, of_up, mask=live)
+            _store_pair(
+                gate, up, inverse_gate, inverse_up, weight, live, column, hq_ptr + base * (2 * N),
+                out_ptr + base * N, N, BLOCK_M, COLUMNS, SUBTILES,
+            )  # fmt: skip
         else:
             columns = column + tl.arange(0, BLOCK_N)
             product *= tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)[None, :]
@@ -155,10 +157,32 @@ def rows_kernel(
 
 
 @triton.jit
-def _store_block(x, q_from, scale_from, mask, live, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
-    scale, inverse = power_of_two(tl.max(tl.abs(x), 1), ABOVE, EXPONENT)
-    tl.store(scale_from, scale, mask=live)
-    tl.store(q_from, (x * inverse[:, None]).to(q_from.dtype.element_ty), mask=mask)
+def _store_pair(
+    gate, up, inverse_gate, inverse_up, weight, live, column, hq_ptr, out_ptr,
+    N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Store h in 8 bits, and silu(gate) * up * weight, in SUBTILES parts of the columns."""
+    if SUBTILES == 1:
+        columns = column + tl.arange(0, COLUMNS)
+        mask = live[:, None] & (columns < N)[None, :]
+        rows = tl.arange(0, M)[:, None]
+        to = hq_ptr + rows * (2 * N) + columns[None, :]
+        tl.store(to, (gate * inverse_gate[:, None]).to(hq_ptr.dtype.element_ty), mask=mask)
+        tl.store(to + N, (up * inverse_up[:, None]).to(hq_ptr.dtype.element_ty), mask=mask)
+        a = gate * tl.sigmoid(gate) * up * weight[:, None]
+        tl.store(out_ptr + rows * N + columns[None, :], a.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        gate_left, gate_right = halves(gate, M, COLUMNS)
+        up_left, up_right = halves(up, M, COLUMNS)
+        _store_pair(
+            gate_left, up_left, inverse_gate, inverse_up, weight, live, column, hq_ptr, out_ptr,
+            N, M, HALF, SUBTILES // 2,
+        )  # fmt: skip
+        _store_pair(
+            gate_right, up_right, inverse_gate, inverse_up, weight, live, column + HALF, hq_ptr, out_ptr,
+            N, M, HALF, SUBTILES // 2,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -36,7 +36,9 @@ class Tile:
 
 
 ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(64, 256, 64, 256, 2, flatten=False)}
-WEIGHTS = {"hopper": Tile(128, 256, BLOCK_R, 256, 3), "instinct": Tile(128, 256, BLOCK_R, 512, 1)}
+PAIRS = ROWS | {"hopper": Tile(64, 256, 128, 256, 3, subtiles=8, flatten=False)}
+"""Gate and up with their scales fill the registers beside a product of 64 rows."""
+WEIGHTS = {"hopper": Tile(128, 256, BLOCK_R, 256, 3), "instinct": Tile(128, 128, BLOCK_R, 256, 1)}
 SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
 INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
 
@@ -158,7 +160,7 @@ def _product(
     (q, scale), (w_q, w_s), gathers = x, w, gathers or pair is not None
     E, width, C = w_q.shape
     N = width // 2 if pair else width
-    tile = _with_height(ROWS, q.device, len(plan.slot_R) // E)
+    tile = _with_height(PAIRS if pair else ROWS, q.device, len(plan.slot_R) // E)
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
     columns = tile.block_n // 2 if pair else tile.block_n

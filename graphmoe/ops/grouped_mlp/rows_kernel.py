@@ -192,7 +192,7 @@ def _load_w(
 
 
 @triton.jit
-def _halves(x, M: tl.constexpr, N: tl.constexpr):
+def halves(x, M: tl.constexpr, N: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))
 
 
@@ -202,7 +202,7 @@ def _parts(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
     if COUNT == 1:
         return (x,)
     else:
-        left, right = _halves(x, M, N)
+        left, right = halves(x, M, N)
         return _parts(left, M, N // 2, COUNT // 2) + _parts(right, M, N // 2, COUNT // 2)
 
 
@@ -217,7 +217,7 @@ def store(
         offsets = tl.arange(0, M)[:, None] * N + columns[None, :]
         tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        left, right = _halves(y, M, COLUMNS)
+        left, right = halves(y, M, COLUMNS)
         store(left, live, column, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
         store(right, live, column + COLUMNS // 2, out_ptr, N, M, COLUMNS // 2, SUBTILES // 2)
 
@@ -232,7 +232,7 @@ def _sigmoid(x):
 @triton.jit
 def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
     """Store gate and up, and return them as they are rounded."""
-    gate, up = _halves(product, M, 2 * COLUMNS)
+    gate, up = halves(product, M, 2 * COLUMNS)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]

@@ -19,6 +19,14 @@ pytestmark = pytest.mark.slow
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 ALONE = ("--no-build-isolation", "--no-deps")
+START = """import site, sys
+def is_finder(name): return name.startswith("__editable___graphmoe")
+sys.meta_path[:] = [each for each in sys.meta_path if not is_finder(getattr(each, "__module__", ""))]
+for name in [*filter(is_finder, sys.modules)]: del sys.modules[name]
+sys.path.insert(0, {site!r})
+site.addsitedir({site!r})
+"""
+"""Startup file that finds an editable install in a folder before the one that this environment may have."""
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +51,12 @@ def wheel(checkout, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def editable(checkout, tmp_path) -> Path:
-    """Install into a prefix, whose finder a startup file of Python's loads."""
-    subprocess.run([*PIP, "install", *ALONE, "--prefix", tmp_path / "prefix", "-e", checkout], check=True)
+    """Install into a prefix, whose finder a startup file of Python's loads; what is installed here stays."""
+    apart = ("--ignore-installed", "--prefix", tmp_path / "prefix")
+    subprocess.run([*PIP, "install", *ALONE, *apart, "-e", checkout], check=True)
     site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "prefix")})
     (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "sitecustomize.py").write_text(f"import site; site.addsitedir({site!r})\n")
+    (tmp_path / "start" / "sitecustomize.py").write_text(START.format(site=site))
     return tmp_path / "start"
 
 

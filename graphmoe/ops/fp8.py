@@ -69,3 +69,28 @@ def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def block_values(q_RC: Tensor, scale_RB: Tensor) -> Tensor:
     """The fp32 values of `quantise_blocks`."""
     return q_RC.float() * scale_RB.repeat_interleave(BLOCK, -1)[:, : q_RC.shape[-1]]
+
+
+def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """A sum in another dtype, by the cast that whoever adds it to others in fp32 can leave out."""
+    return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
+
+
+def mlp(*layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, hq and hs of a layer of `ops.fp8_mlp`, by the operations that its forward consists of."""
+    x_TD, w_gate_up, w_down, *rest = layer
+    ops, x = torch.ops.graphmoe, quantise(x_TD, fp8_dtype())
+    found: tuple[Tensor, Tensor, Tensor] = ops.fp8_mlp_forward(
+        *x, *ops.fp8_rows(w_gate_up), *ops.fp8_rows(w_down), *rest, x_TD.dtype
+    )
+    return found
+
+
+def mlp_gradients(dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of."""
+    x_TD, w_gate_up, w_down, weight_TK, *plan = layer
+    ops, kind, dtype = torch.ops.graphmoe, fp8_dtype(), x_TD.dtype
+    dy, weights = quantise(dy_TD, kind), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
+    dx_TD, dweight_TK, *made = ops.fp8_mlp_dgrad(*dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *quantise(x_TD, kind), *made, *plan)
+    return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.fp8 import fp8_dtype, quantise
+from graphmoe.ops.fp8 import fp8_dtype, quantise, rounded
 
 ALIGNED = 16
 """Elements of which the sides of a product are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
@@ -32,7 +32,7 @@ def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("graphmoe::fp8_transposed", mutates_args=())
-def transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
+def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
     """q [C, R'] of the rows times their factors; R' is R up to the next multiple of 16, with zeros there."""
     rows, columns = q_RC.shape
     q_CR = q_RC.new_zeros(columns, rows + -rows % ALIGNED)
@@ -41,8 +41,7 @@ def transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
     return q_CR
 
 
-@torch.library.custom_op("graphmoe::fp8_linear", mutates_args=())
-def _forward(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
+def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
     """x @ w.T in 8 bits -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
 
     ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x.
@@ -52,26 +51,30 @@ def _forward(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
     return product(q_RK, q_NK, scale_R1, scale_N1, x_RK.dtype)
 
 
-@torch.library.custom_op("graphmoe::fp8_linear_dgrad", mutates_args=())
-def _dgrad(dy_RN: Tensor, w_NK: Tensor) -> Tensor:
+def linear_dgrad(dy_RN: Tensor, w_NK: Tensor) -> Tensor:
+    """The gradient of x of `linear`."""
     q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
     q_KN, scale_K1 = quantise(w_NK.t(), fp8_dtype())
     return product(q_RN, q_KN.contiguous(), scale_R1, scale_K1, dy_RN.dtype)
 
 
-@torch.library.custom_op("graphmoe::fp8_linear_wgrad", mutates_args=())
-def _wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str) -> Tensor:
+def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str) -> Tensor:
+    """The gradient of w of `linear`: a sum in fp32, rounded last."""
     q_RK, of_x_R1 = quantise(x_RK, fp8_dtype())
     if wgrad == "bf16":
         return dy_RN.t() @ (q_RK.float() * of_x_R1).to(dy_RN.dtype)
     q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
     factor_R1, scale = row_factors(scale_R1, of_x_R1)
-    sides = transposed(q_RN, factor_R1), transposed(q_RK, None)
+    turned = torch.ops.graphmoe.fp8_transposed
+    sides = turned(q_RN, factor_R1), turned(q_RK, None)
     sums_NK = torch._scaled_mm(sides[0], sides[1].t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
-    return sums_NK.to(dy_RN.dtype)
+    return rounded(sums_NK, dy_RN.dtype)
 
 
-transposed.register_fake(
+_forward = torch.library.custom_op("graphmoe::fp8_linear", linear, mutates_args=())
+_dgrad = torch.library.custom_op("graphmoe::fp8_linear_dgrad", linear_dgrad, mutates_args=())
+_wgrad = torch.library.custom_op("graphmoe::fp8_linear_wgrad", linear_wgrad, mutates_args=())
+_transposed.register_fake(
     lambda q_RC, factor_R1: q_RC.new_empty(q_RC.shape[1], q_RC.shape[0] + -q_RC.shape[0] % ALIGNED)
 )
 _forward.register_fake(lambda x_RK, w_NK, wgrad: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))

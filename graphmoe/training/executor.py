@@ -72,6 +72,7 @@ class Execution:
         names = [spec.name for spec in select_passes(config.passes, fp8_passes(config.precision))]
         self.fuses = config.compile.enabled and "fuse_experts" in names
         """True where the routed experts run as one operation."""
+        self._in_fp8 = config.compile.enabled and "fp8_experts" in names
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -87,7 +88,9 @@ class Execution:
             self._compile(device, optimizer)
             if not self.fuses:
                 _warn("the pass fuse_experts off", unused)
-            elif "moe_act" in self._recompute.parts:
+            elif self._in_fp8:
+                _warn(f"precision.fp8={config.precision.fp8.value} of experts", unused)
+            if self.fuses and "moe_act" in self._recompute.parts:
                 _warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         else:
             if self._recompute:
@@ -110,7 +113,7 @@ class Execution:
         facts = facts_of(config, select_passes(config.passes, in_fp8), device)
         traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
-        if self.fuses and has_experts(config.model) and "fp8_experts" not in in_fp8:
+        if self.fuses and has_experts(config.model) and not self._in_fp8:
             self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
         runner = functools.partial(pass_runner, config, self.experts or "torch", dump)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None

@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch.compile_utils import fx_graph_cse
 
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8 import fp8_dtype
@@ -60,6 +62,8 @@ def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alon
     plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
     for one, other in zip(results(spelt, found), results(plain, found), strict=True):
         assert one.dtype == other.dtype and one.equal(other)
+    assert torch._functorch.config.cse  # as the partition does, which joins forward and backward
+    spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
     calls = operations(spelt)
     assert not calls["fp8_linear"] + calls["fp8_linear_dgrad"] + calls["fp8_linear_wgrad"]
     # x, the activation, three weights along either axis, the gradients of three products: each once.

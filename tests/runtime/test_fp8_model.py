@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.training.executor import pass_runner
 from tests.ops.test_fp8_mlp import decibels
@@ -51,3 +52,16 @@ def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
         model.loss(*batch(), made).total.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(sums[id(parameter)].total, 2 * of_fp8[0][name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow  # compiles a model
+def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8):
+    words = "recompute.segments=[attn,mlp,moe_experts,shared_experts]"
+    again = config(*COMPILED, *SIZES, "precision.fp8=rowwise", words)
+    made = CompiledSegments(
+        lambda trains: pass_runner(again, "torch", None, trains), recompute=Recompute.of(again.recompute)
+    )
+    _, found = gradients(model_of(), made)
+    assert all(gradient.equal(of_fp8[0][name]) for name, gradient in found.items())
+    kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, of_fp8[1])]
+    assert kept[0]["attn..moe_combine"] < kept[1]["attn..moe_combine"] / 3

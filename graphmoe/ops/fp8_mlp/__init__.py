@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.fp8 import BLOCK, fp8_dtype, quantise
+from graphmoe.ops.fp8 import BLOCK, fp8_dtype, mlp, mlp_gradients
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.grouped_mlp.reference import Plan
 
@@ -91,34 +91,13 @@ def _wgrad_into(
     _kernels(xq_TD).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
 
 
-Layer = tuple[Tensor, ...]
-"""x, both weights, the weights of slots, and the plan of three."""
-
-
-def spelt_forward(*layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, hq and hs of a layer, by the operations that its forward consists of."""
-    x_TD, w_gate_up, w_down, *rest = layer
-    ops, x = torch.ops.graphmoe, quantise(x_TD, fp8_dtype())
-    return ops.fp8_mlp_forward(*x, *ops.fp8_rows(w_gate_up), *ops.fp8_rows(w_down), *rest, x_TD.dtype)
-
-
-def spelt_backward(dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of."""
-    x_TD, w_gate_up, w_down, weight_TK, *plan = layer
-    ops, kind, dtype = torch.ops.graphmoe, fp8_dtype(), x_TD.dtype
-    dy, weights = quantise(dy_TD, kind), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
-    dx_TD, dweight_TK, *made = ops.fp8_mlp_dgrad(*dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *quantise(x_TD, kind), *made, *plan)
-    return dx_TD, dw_gate_up.to(dtype), dw_down.to(dtype), dweight_TK
-
-
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
 def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
 ) -> Tensor:  # fmt: skip
     """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out."""
-    return spelt_forward(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)[0]
+    return mlp(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_grad", mutates_args=())
@@ -126,9 +105,9 @@ def _grad(
     dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
     row_TK: Tensor, ends_E: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`spelt_backward`, which computes the forward again."""
+    """`mlp_gradients` behind a forward that is computed again."""
     layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
-    return spelt_backward(dy_TD, *spelt_forward(*layer)[1:], *layer)  # type: ignore[return-value]
+    return mlp_gradients(dy_TD, *mlp(*layer)[1:], *layer)  # type: ignore[return-value]
 
 
 rows.register_fake(

@@ -175,6 +175,11 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         )
     if precision.fp8 is Fp8Recipe.none:
         return
+    inner = config.model.expert_ffn_size // max(config.parallel.etp, 1)
+    uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
+    for name, size in uneven.items() if "experts" in precision.fp8_products else ():
+        if size % 16:
+            yield f"{key} of experts needs multiples of 16, and {name} is {size}; use {-(-size // 16) * 16}"
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
     elif "experts" in precision.fp8_products and dispatcher_of(config.moe, config.parallel) == "alltoall":

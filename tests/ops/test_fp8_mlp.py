@@ -137,8 +137,9 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     made = quantise(dy, kind), stored[0], wanted[2:4], wanted[4:6], plan
     totals = tuple(torch.full_like(w, 2, dtype=torch.float32) for w in (w_gate_up, w_down))
     launches.wgrad(*made, totals, add=True)
+    least = 100 if backend == "interpreted" else 70  # Hopper keeps 14 bits of a sum of 8-bit products
     for one, total, other in zip(launches.wgrad(*made), totals, reference.wgrad(*made), strict=True):
-        assert decibels(one, other) > 100 and decibels(total - 2, other) > 90
+        assert decibels(one, other) > least and decibels(total - 2, other) > least - 10
         assert not one[1].any()
 
 
@@ -191,7 +192,8 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         )
         turned = launches.columns(gate_up), launches.columns(down)
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
-        launches.wgrad(rows, rows, tuple(made[:2]), tuple(made[2:]), plan)
+        sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
+        launches.wgrad(*sides, launches.wgrad(*sides), add=True)
 
 
 @pytest.mark.slow

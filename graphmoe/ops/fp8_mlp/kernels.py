@@ -90,33 +90,27 @@ def quantise_columns_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def rows_kernel(
-    x_ptr, xs_ptr, w_ptr, ws_ptr, out_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, table_ptr,
-    max_tiles,
-    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PAIR: tl.constexpr, GATHER: tl.constexpr,
-    ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    x_ptr, xs_ptr, w_ptr, ws_ptr, out_ptr, slot_ptr, ends_ptr, table_ptr, max_tiles,
+    C: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``w[e(r)] @ x[r]`` for every live row, with both scales -> ``out`` [R, N].
 
-    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]. w is a descriptor of [E, N, C], with
-    PAIR of [2E, N, C]: then a tile has BLOCK_N / 2 columns of gate and as many of up, each a block of h, kept
-    in ``hq`` [R, 2N] and ``hs`` [R, 2 * column tiles], and ``out`` is silu(gate) * up * weight.
+    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]. w is a descriptor of [E, N, C].
     """
-    COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
-    COLUMN_TILES: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.load(table_ptr)
     m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
         row_tile, column_tile = in_turns(tile, num_tiles, COLUMN_TILES, GROUP)
-        column = column_tile * COLUMNS
+        column = column_tile * BLOCK_N
         expert = tl.load(table_ptr + 1 + row_tile)
         row = tl.load(table_ptr + 1 + max_tiles + row_tile)
         live = row + m_range < tl.load(ends_ptr + expert)
-        own = row + tl.where(live, m_range, 0)
-        near = own
+        near = row + tl.where(live, m_range, 0)
         if GATHER:
-            near = tl.load(slot_ptr + own) // K
+            near = tl.load(slot_ptr + near) // K
         x_from = x_ptr + near.to(tl.int64)[:, None] * C + c_range[None, :]
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for c in range(0, C, BLOCK_C):
@@ -124,131 +118,105 @@ def rows_kernel(
                 x = tl.load(x_from + c)
             else:
                 x = tl.load(x_from + c, mask=(c + c_range < C)[None, :], other=0.0)
-            if PAIR:
-                w = w_ptr.load([2 * expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
-            else:
-                w = w_ptr.load([expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
+            w = w_ptr.load([expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
             if UPCAST:  # the interpreter multiplies 8 bits wrongly
                 x, w = x.to(tl.float32), w.to(tl.float32)
             product = tl.dot(x, w, product)
         product *= tl.load(xs_ptr + near)[:, None]
-        if PAIR:
-            columns = column + tl.arange(0, COLUMNS)
-            inside = columns < N
-            of_expert = ws_ptr + expert * (2 * N) + columns
-            gate, up = halves(product, BLOCK_M, BLOCK_N)
-            gate *= tl.load(of_expert, inside, other=0.0)[None, :]
-            up *= tl.load(of_expert + N, inside, other=0.0)[None, :]
-            weight = tl.load(weight_ptr + tl.load(slot_ptr + own))
-            of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 1), ABOVE, EXPONENT)
-            of_up, inverse_up = power_of_two(tl.max(tl.abs(up), 1), ABOVE, EXPONENT)
-            base = row.to(tl.int64)
-            hs_from = hs_ptr + base * (2 * COLUMN_TILES) + m_range * (2 * COLUMN_TILES) + column_tile
-            tl.store(hs_from, of_gate, mask=live)
-            tl.store(hs_from + COLUMN_TILES, of_up, mask=live)
-            _store_pair(
-                gate, up, inverse_gate, inverse_up, weight, live, column, hq_ptr + base * (2 * N),
-                out_ptr + base * N, N, BLOCK_M, COLUMNS, SUBTILES,
-            )  # fmt: skip
-        else:
-            columns = column + tl.arange(0, BLOCK_N)
-            product *= tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)[None, :]
-            store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
+        columns = column + tl.arange(0, BLOCK_N)
+        product *= tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)[None, :]
+        store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 
 @triton.jit
-def _store_pair(
-    gate, up, inverse_gate, inverse_up, weight, live, column, hq_ptr, out_ptr,
-    N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
+def _columns(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Columns of a row in blocks [1, BLOCKS, BLOCK]: a block has a scale of its own in h."""
+    return tl.arange(0, BLOCKS)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+
+
+@triton.jit
+def _largest(x):
+    """The largest absolute value of each row of [ROWS, BLOCKS, BLOCK]."""
+    return tl.max(tl.max(tl.abs(x), 2), 1)
+
+
+@triton.jit
+def swiglu_kernel(
+    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
+    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store h in 8 bits, and silu(gate) * up * weight, in SUBTILES parts of the columns."""
-    if SUBTILES == 1:
-        columns = column + tl.arange(0, COLUMNS)
-        mask = live[:, None] & (columns < N)[None, :]
-        rows = tl.arange(0, M)[:, None]
-        to = hq_ptr + rows * (2 * N) + columns[None, :]
-        tl.store(to, (gate * inverse_gate[:, None]).to(hq_ptr.dtype.element_ty), mask=mask)
-        tl.store(to + N, (up * inverse_up[:, None]).to(hq_ptr.dtype.element_ty), mask=mask)
-        a = gate * tl.sigmoid(gate) * up * weight[:, None]
-        tl.store(out_ptr + rows * N + columns[None, :], a.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        HALF: tl.constexpr = COLUMNS // 2
-        gate_left, gate_right = halves(gate, M, COLUMNS)
-        up_left, up_right = halves(up, M, COLUMNS)
-        _store_pair(
-            gate_left, up_left, inverse_gate, inverse_up, weight, live, column, hq_ptr, out_ptr,
-            N, M, HALF, SUBTILES // 2,
-        )  # fmt: skip
-        _store_pair(
-            gate_right, up_right, inverse_gate, inverse_up, weight, live, column + HALF, hq_ptr, out_ptr,
-            N, M, HALF, SUBTILES // 2,
-        )  # fmt: skip
+    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows. A program has ROWS."""
+    live = _live_rows(ends_ptr, experts, rows)
+    first = tl.program_id(0) * ROWS
+    if first < live:
+        IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
+        row = first + tl.arange(0, ROWS)
+        is_row = row < live
+        column, block = _columns(BLOCKS, BLOCK), tl.arange(0, BLOCKS)[None, :]
+        inside = is_row[:, None, None] & (column < F)
+        known = is_row[:, None] & (block < IN_ROW)
+        long = row.to(tl.int64)
+        at = long[:, None, None] * (2 * F) + column
+        gate = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
+        up = tl.load(h_ptr + at + F, inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
+        of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 2), ABOVE, EXPONENT)
+        of_up, inverse_up = power_of_two(tl.max(tl.abs(up), 2), ABOVE, EXPONENT)
+        s_at = hs_ptr + long[:, None] * (2 * IN_ROW) + block
+        tl.store(s_at, of_gate, known)
+        tl.store(s_at + IN_ROW, of_up, known)
+        kind = hq_ptr.dtype.element_ty
+        tl.store(hq_ptr + at, (gate * inverse_gate[:, :, None]).to(kind), inside)
+        tl.store(hq_ptr + at + F, (up * inverse_up[:, :, None]).to(kind), inside)
+        a = gate * tl.sigmoid(gate) * up * weight[:, None, None]
+        scale, inverse = power_of_two(_largest(a), ABOVE, EXPONENT)
+        tl.store(as_ptr + row, scale, is_row)
+        to = aq_ptr + long[:, None, None] * F + column
+        tl.store(to, (a * inverse[:, None, None]).to(kind), inside)
 
 
 @triton.jit
 def swiglu_grad_kernel(
     da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, dweight_ptr,
     experts, rows,
-    F: tl.constexpr, BLOCKS: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
-
-    A program has ROWS rows, and goes over their columns twice: for the scales, and to store.
-    """
+    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R]."""
     live = _live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
+        IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
         row = first + tl.arange(0, ROWS)
         is_row = row < live
+        column, block = _columns(BLOCKS, BLOCK), tl.arange(0, BLOCKS)[None, :]
+        inside = is_row[:, None, None] & (column < F)
+        known = is_row[:, None] & (block < IN_ROW)
+        long = row.to(tl.int64)
+        at, at_half = long[:, None, None] * (2 * F) + column, long[:, None, None] * F + column
+        da = tl.load(da_ptr + at_half, inside, other=0.0).to(tl.float32)
+        s_at = hs_ptr + long[:, None] * (2 * IN_ROW) + block
+        gate = tl.load(hq_ptr + at, inside, other=0.0).to(tl.float32)
+        gate *= tl.load(s_at, known, other=0.0)[:, :, None]
+        up = tl.load(hq_ptr + at + F, inside, other=0.0).to(tl.float32)
+        up *= tl.load(s_at + IN_ROW, known, other=0.0)[:, :, None]
         weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-        of_dh, of_a = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-        dweight = tl.zeros((ROWS,), tl.float32)
-        for block in range(0, BLOCKS):
-            dgate, dup, a, part = _swiglu_grad(
-                da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F, BLOCKS, BLOCK
-            )
-            of_dh = tl.maximum(of_dh, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 1))
-            of_a = tl.maximum(of_a, tl.max(tl.abs(a), 1))
-            dweight += part
-        dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
-        a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
-        tl.store(dhs_ptr + row, dh_scale, is_row)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        a = silu * up
+        tl.store(dweight_ptr + row, tl.sum(tl.sum(da * a, 2), 1), is_row)
+        a *= weight[:, None, None]
+        da *= weight[:, None, None]
+        dgate, dup = da * up * (sigmoid + silu * (1 - sigmoid)), da * silu
+        a_scale, a_inverse = power_of_two(_largest(a), ABOVE, EXPONENT)
+        dh_scale, dh_inverse = power_of_two(tl.maximum(_largest(dgate), _largest(dup)), ABOVE, EXPONENT)
         tl.store(as_ptr + row, a_scale, is_row)
-        tl.store(dweight_ptr + row, dweight, is_row)
-        for block in range(0, BLOCKS):
-            dgate, dup, a, part = _swiglu_grad(
-                da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F, BLOCKS, BLOCK
-            )
-            column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-            inside = is_row[:, None] & (column < F)
-            kind = dhq_ptr.dtype.element_ty
-            to = dhq_ptr + row.to(tl.int64)[:, None] * (2 * F) + column
-            tl.store(to, (dgate * dh_inverse[:, None]).to(kind), inside)
-            tl.store(to + F, (dup * dh_inverse[:, None]).to(kind), inside)
-            to = aq_ptr + row.to(tl.int64)[:, None] * F + column
-            tl.store(to, (a * a_inverse[:, None]).to(kind), inside)
-
-
-@triton.jit
-def _swiglu_grad(
-    da_ptr, hq_ptr, hs_ptr, row, is_row, weight, block, F: tl.constexpr, BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    column = (block * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = is_row[:, None] & (column < F)
-    long = row.to(tl.int64)
-    da = tl.load(da_ptr + long[:, None] * F + column, inside, other=0.0).to(tl.float32)
-    h_from, s_from = hq_ptr + long[:, None] * (2 * F) + column, hs_ptr + long * (2 * BLOCKS) + block
-    gate = tl.load(h_from, inside, other=0.0).to(tl.float32) * tl.load(s_from, is_row, other=0.0)[:, None]
-    up = tl.load(h_from + F, inside, other=0.0).to(tl.float32)
-    up *= tl.load(s_from + BLOCKS, is_row, other=0.0)[:, None]
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    a = silu * up
-    part = tl.sum(da * a, 1)
-    da *= weight[:, None]
-    return da * up * (sigmoid + silu * (1 - sigmoid)), da * silu, a * weight[:, None], part
+        tl.store(dhs_ptr + row, dh_scale, is_row)
+        kind = dhq_ptr.dtype.element_ty
+        tl.store(aq_ptr + at_half, (a * a_inverse[:, None, None]).to(kind), inside)
+        tl.store(dhq_ptr + at, (dgate * dh_inverse[:, None, None]).to(kind), inside)
+        tl.store(dhq_ptr + at + F, (dup * dh_inverse[:, None, None]).to(kind), inside)
 
 
 @triton.jit
@@ -312,13 +280,14 @@ def transposed_kernel(
 @triton.jit
 def weight_grad_kernel(
     left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr,
-    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BY_TMA: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
     FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
 
-    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows].
+    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]. BY_TMA says that
+    ``out`` is one too: then the L2 cache adds, and no program waits for what is there.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -332,10 +301,30 @@ def weight_grad_kernel(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             product = tl.dot(left, right.T, product)
         product *= tl.load(scale_ptr + expert)
-        inside = m + tl.arange(0, BLOCK_M) < M
-        to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
+        if BY_TMA:
+            _store_parts(product, out_ptr, expert, m, n, ADD, BLOCK_M, BLOCK_N, SUBTILES)
+        else:
+            inside = m + tl.arange(0, BLOCK_M) < M
+            to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
+            if ADD:
+                columns = n + tl.arange(0, BLOCK_N)
+                mask = inside[:, None] & (columns < N)[None, :]
+                from_ptr = to + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
+                product += tl.load(from_ptr, mask, other=0.0)
+            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def _store_parts(
+    product, out, expert, m, n,
+    ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    if SUBTILES == 1:
         if ADD:
-            columns = n + tl.arange(0, BLOCK_N)
-            mask = inside[:, None] & (columns < N)[None, :]
-            product += tl.load(to + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :], mask, other=0.0)
-        store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+            out.atomic_add([expert, m, n], product.reshape(1, M, N))
+        else:
+            out.store([expert, m, n], product.reshape(1, M, N))
+    else:
+        left, right = halves(product, M, N)
+        _store_parts(left, out, expert, m, n, ADD, M, N // 2, SUBTILES // 2)
+        _store_parts(right, out, expert, m, n + N // 2, ADD, M, N // 2, SUBTILES // 2)

@@ -3,6 +3,7 @@
 No call waits for the device or reads a count on the host, and every sum has a fixed order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,9 +37,10 @@ class Tile:
 
 
 ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(64, 256, 64, 256, 2, flatten=False)}
-PAIRS = ROWS | {"hopper": Tile(64, 256, 128, 256, 3, subtiles=8, flatten=False)}
-"""Gate and up with their scales fill the registers beside a product of 64 rows."""
-WEIGHTS = {"hopper": Tile(128, 256, BLOCK_R, 256, 3), "instinct": Tile(128, 128, BLOCK_R, 256, 1)}
+WEIGHTS = {
+    "hopper": Tile(128, 128, BLOCK_R, 128, 3, subtiles=4, per_unit=2),
+    "instinct": Tile(128, 128, BLOCK_R, 256, 1),
+}
 SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
 INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
 
@@ -80,11 +82,14 @@ def forward(
     """y_TD, and h by blocks."""
     (xq_TD, _), R, (D, F) = x, len(plan.slot_R), w_down[0].shape[1:]
     tiles = row_tiles(plan.ends_E, R)
-    a_RF, y_RD = (xq_TD.new_empty(R, width, dtype=dtype) for width in (F, D))
-    q_RH, scale_RB = xq_TD.new_empty(R, 2 * F), x[1].new_empty(R, 2 * -(-F // BLOCK))
-    _product(x, w_gate_up, a_RF, plan, tiles, pair=(q_RH, scale_RB, weight_TK))
-    _product(rows(a_RF, plan.ends_E), w_down, y_RD, plan, tiles)
-    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), q_RH, scale_RB
+    h_RH, y_RD = (xq_TD.new_empty(R, width, dtype=dtype) for width in (2 * F, D))
+    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
+    h = xq_TD.new_empty(R, 2 * F), x[1].new_empty(R, 2 * -(-F // BLOCK))
+    a = xq_TD.new_empty(R, F), x[1].new_empty(R, 1)
+    of_rows = (h_RH, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *h, *a)
+    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, F, 8192)
+    _product(a, w_down, y_RD, plan, tiles)
+    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
 
 def dgrad(
@@ -97,9 +102,7 @@ def dgrad(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
-    from graphmoe.ops.fp8_mlp.kernels import swiglu_grad_kernel
-
-    (hq_RH, hs_RB), (dyq_TD, dys_T1) = h, dy
+    (hq_RH, _), (dyq_TD, dys_T1) = h, dy
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
     tiles = row_tiles(plan.ends_E, R)
     da_RF, dx_RD = (hq_RH.new_empty(R, width, dtype=dtype) for width in (H // 2, D))
@@ -107,14 +110,8 @@ def dgrad(
     dh = torch.empty_like(hq_RH), dys_T1.new_empty(R, 1)
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
-    if R:
-        above, exponent = rounding_of(hq_RH.dtype)
-        swiglu_grad_kernel[(-(-R // 16),)](
-            da_RF, hq_RH, hs_RB, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R,
-            len(plan.ends_E), R,
-            F=H // 2, BLOCKS=hs_RB.shape[1] // 2, ABOVE=above, EXPONENT=exponent, ROWS=16, BLOCK=BLOCK,
-            num_warps=num_warps(128),
-        )  # fmt: skip
+    of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
+    _by_rows("swiglu_grad_kernel", of_rows, len(plan.ends_E), R, H // 2, 4096)
     _product(dh, w_gate_up, dx_RD, plan, tiles)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
@@ -151,34 +148,43 @@ def wgrad(
 
 
 def _product(
-    x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any,
-    pair: tuple[Tensor, Tensor, Tensor] | None = None, gathers: bool = False,
+    x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False
 ) -> None:  # fmt: skip
-    """Launch `rows_kernel`; ``pair`` is hq, hs and the weights of slots."""
+    """Launch `rows_kernel`; a side that ``gathers`` has tokens for rows."""
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
-    (q, scale), (w_q, w_s), gathers = x, w, gathers or pair is not None
-    E, width, C = w_q.shape
-    N = width // 2 if pair else width
-    tile = _with_height(PAIRS if pair else ROWS, q.device, len(plan.slot_R) // E)
+    (q, scale), (w_q, w_s) = x, w
+    E, N, C = w_q.shape
+    tile = _with_height(ROWS, q.device, len(plan.slot_R) // E)
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
-    columns = tile.block_n // 2 if pair else tile.block_n
-    count = min(max_tiles * -(-N // columns), units_of(q.device) * tile.per_unit)
-    if not count:
-        return
-    described = w_q.view(2 * E, N, C) if pair else w_q
-    block = [2, columns, tile.block_k] if pair else [1, columns, tile.block_k]
-    hq, hs, weight = pair or (None, None, None)
-    above, exponent = rounding_of(q.dtype)
-    rows_kernel[(count,)](
-        q, scale, _descriptor(described, block), w_s, out, hq, hs,
-        None if weight is None else weight.contiguous(), plan.slot_R, plan.ends_E, table, max_tiles,
-        C=C, N=N, K=plan.row_TK.shape[1], PAIR=pair is not None, GATHER=gathers,
-        ABOVE=above, EXPONENT=exponent,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
-        FLATTEN=tile.flatten, UPCAST=not q.is_cuda, num_warps=num_warps(tile.threads), num_stages=tile.stages,
-    )  # fmt: skip
+    count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
+    if count:
+        rows_kernel[(count,)](
+            q, scale, _descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
+            plan.slot_R, plan.ends_E, table, max_tiles,
+            C=C, N=N, K=plan.row_TK.shape[1], GATHER=gathers,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
+            FLATTEN=tile.flatten, UPCAST=not q.is_cuda, num_warps=num_warps(tile.threads),
+            num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def _by_rows(name: str, tensors: Sequence[Tensor], E: int, R: int, F: int, elements: int) -> None:
+    """Launch a kernel whose programs have whole rows, of ``elements`` columns in all."""
+    import triton
+
+    from graphmoe.ops.fp8_mlp import kernels
+
+    width = max(triton.next_power_of_2(F), BLOCK)
+    count, kind = max(elements // width, 1), fp8_dtype()
+    above, exponent = rounding_of(kind)
+    if R:
+        getattr(kernels, name)[(-(-R // count),)](
+            *tensors, E, R,
+            F=F, ABOVE=above, EXPONENT=exponent, ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
+            num_warps=num_warps(max(256, width // 32)),
+        )  # fmt: skip
 
 
 def _transposed(
@@ -191,9 +197,9 @@ def _transposed(
     padded = max_tiles * BLOCK_R
     result = q.new_empty(C, padded)
     if max_tiles:
-        transposed_kernel[(max_tiles, -(-C // 64))](
+        transposed_kernel[(max_tiles, -(-C // 128))](
             q, own, other, plan.slot_R, scale_E, plan.ends_E, table, result, max_tiles, padded,
-            C=C, K=plan.row_TK.shape[1], GATHER=own is None, BLOCK_R=BLOCK_R, COLUMNS=64,
+            C=C, K=plan.row_TK.shape[1], GATHER=own is None, BLOCK_R=BLOCK_R, COLUMNS=128,
             num_warps=num_warps(256),
         )  # fmt: skip
     return result
@@ -210,9 +216,11 @@ def _weight_grad(
             total.zero_()
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
+    by_tma = kind_of(left.device) == "hopper"
+    out = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if by_tma else total
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
         _descriptor(left, [tile.block_m, BLOCK_R]), _descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
-        tile_E1, total, E, M=M, N=N, ADD=add,
+        tile_E1, out, E, M=M, N=N, ADD=add, BY_TMA=by_tma,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
         FLATTEN=tile.flatten, UPCAST=not left.is_cuda,
         num_warps=num_warps(tile.threads), num_stages=tile.stages,

@@ -32,10 +32,10 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_TD, and h by blocks."""
     (xq_TD, x_scale_T1), token_R = x, _tokens(plan)
-    h_RH = _rows((xq_TD[token_R], x_scale_T1[token_R]), w_gate_up, plan)
+    h_RH = _rows((xq_TD[token_R], x_scale_T1[token_R]), w_gate_up, plan).to(dtype).float()
     gate_RF, up_RF = h_RH.chunk(2, -1)
     a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
-    y_RD = _rows(quantise(a_RF.to(dtype), xq_TD.dtype), w_down, plan).to(dtype)
+    y_RD = _rows(quantise(a_RF, xq_TD.dtype), w_down, plan).to(dtype)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *_by_halves(h_RH, xq_TD.dtype)
 
 

@@ -85,6 +85,8 @@ class PassSpec:
     """Passes whose operations it joins."""
     optional: bool = False
     """True where it runs only if parameters, or none, are given for it."""
+    skips: frozenset[int] = frozenset()
+    """Layers in which it does not run."""
 
     def expects(self, segments: tuple[str, ...]) -> bool:
         """Return whether a graph of these segments should match."""
@@ -136,6 +138,17 @@ class PassRunner:
     def __init__(self, specs: Sequence[PassSpec], dump_folder: Path | None = None) -> None:
         self.specs = tuple(specs)
         self._dump_folder = dump_folder
+
+    def of_layer(self, layer: int | None) -> PassRunner:
+        """Return the runner of the passes that run in a layer; None stands for what is in none."""
+        if not any(layer in spec.skips for spec in self.specs):
+            return self
+        return PassRunner([spec for spec in self.specs if layer not in spec.skips], self._dump_folder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the passes, in order."""
+        return tuple(spec.name for spec in self.specs)
 
     def uuid(self) -> str:
         """Hash of this folder's sources, those of passes from elsewhere, parameters and order."""

@@ -190,6 +190,8 @@ class PrecisionConfig:
     """Products of fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
     """Weight gradients of attn, mlp and shared_experts: in fp8, or bf16, from the stored rows."""
+    fp8_skip_layers: list[int] = field(default_factory=list)
+    """Layers without fp8, counted as in recompute.layer_ids, or from the end, such as [0,-1]."""
     deterministic: bool = False
     """Use deterministic kernels only, so that two runs on a GPU are bitwise equal; slower."""
 

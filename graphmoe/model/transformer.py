@@ -282,8 +282,8 @@ class Transformer(nn.Module):
     def segment_lists(self) -> list[list[Segment]]:
         """The segments that are here, as they are given to an executor, a list for each call."""
         found = [[Segment("embed", self.embed, ("tokens",), ("x",))]]
-        layers = [layer for layer in (*self.layers, *self.mtp) if not isinstance(layer, Elsewhere)]
-        found += [layer.segments() for layer in layers]
+        layers = enumerate((*self.layers, *self.mtp))
+        found += [layer.segments(i) for i, layer in layers if not isinstance(layer, Elsewhere)]
         norm = self.loss_head.norm
         if not isinstance(norm, Elsewhere):
             found.append(self.loss_head.segments(norm, loss=not isinstance(self.loss_head.head, Elsewhere)))

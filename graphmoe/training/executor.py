@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ class Execution:
         names = [spec.name for spec in select_passes(config.passes, fp8_passes(config.precision))]
         self.fuses = config.compile.enabled and "fuse_experts" in names
         """True where the routed experts run as one operation."""
-        self._in_fp8 = config.compile.enabled and "fp8_experts" in names
+        self._in_fp8 = config.compile.enabled and "fp8_experts" in names and not _skips_experts(config)
+        """True where all routed experts are in 8 bits."""
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -131,6 +132,8 @@ class Execution:
         experts = [f"experts run on {self.experts} (forward,dgrad,wgrad)"] if self.experts else []
         precision = self._config.precision
         products = f"{precision.fp8.value} fp8 in {', '.join(precision.fp8_products)}"
+        if skipped := sorted(skipped_layers(self._config)):
+            products += f", not in {'layers' if len(skipped) > 1 else 'layer'} {', '.join(map(str, skipped))}"
         in_fp8 = [products] if fp8_passes(precision) else []
         return [f"{passes} passes", self._cache.found, *experts, *in_fp8]
 
@@ -193,7 +196,9 @@ def pass_runner(config: RunConfig, experts: str, dump: Path | None, trains: bool
         "fuse_loss": {"needs_grad": trains},
         "fuse_experts": {"backend": experts},
     }
-    return PassRunner(select_passes(config.passes, knobs | fp8_passes(config.precision)), dump)
+    in_fp8, skips = fp8_passes(config.precision), skipped_layers(config)
+    specs = select_passes(config.passes, knobs | in_fp8)
+    return PassRunner([replace(s, skips=skips) if s.name in in_fp8 else s for s in specs], dump)
 
 
 def fp8_passes(precision: PrecisionConfig) -> dict[str, dict[str, Any]]:
@@ -207,6 +212,16 @@ def fp8_passes(precision: PrecisionConfig) -> dict[str, dict[str, Any]]:
     if "experts" in precision.fp8_products:
         passes["fp8_experts"] = {}
     return passes
+
+
+def skipped_layers(config: RunConfig) -> frozenset[int]:
+    """Return the layers without products in 8 bits, counted from 0."""
+    count = config.model.num_layers + config.model.mtp_depth
+    return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
+
+
+def _skips_experts(config: RunConfig) -> bool:
+    return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))
 
 
 def _warn(because: str, unused: dict[str, Any]) -> None:

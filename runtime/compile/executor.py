@@ -108,12 +108,12 @@ class CompiledSegments:
         captured = self._capture.names if self._capture else frozenset[str]()
         apart = OVERLAPPED if self._unit_turns else frozenset[str]()
         units = (unit for segments in lists for unit in units_of(segments, (), captured, apart))
-        kinds = {_kind_of(unit) for unit in units if not unit.dynamic}
+        kinds = {(_kind_of(unit), self._runner_of(unit, True).names) for unit in units if not unit.dynamic}
         self.num_expected = 1 + modes * len(kinds)
 
     def passes(self) -> list[str]:
         """Return the names of the passes for training."""
-        return [spec.name for spec in self._runner(True).specs]
+        return [*self._runner(True).names]
 
     def passes_uuid(self) -> str:
         """Hash of the passes for training, their sources and parameters."""
@@ -208,6 +208,10 @@ class CompiledSegments:
         bound = BoundUnit.of(unit)
         return _PlacedUnit(bound, self._gradients(bound.tensors[: bound.num_parameters]))
 
+    def _runner_of(self, unit: Unit, trains: bool) -> PassRunner:
+        """Return the passes of a unit, whose segments are of one layer."""
+        return self._runner(trains).of_layer(unit.segments[0].layer)
+
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
         """Return the gradients of parameters; none where autograd gets them."""
         return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
@@ -254,7 +258,9 @@ class CompiledSegments:
         tensors = [*bound.tensors, *read]
         recompute = self._recompute.of_unit(bound.unit.segments) if trains else NOTHING
         makers = tuple(made_by.get(name) for name in bound.unit.reads)
-        key = (bound.fingerprint(), trains, recompute, makers, *(_signature(tensor) for tensor in tensors))
+        passes = self._runner_of(bound.unit, trains).names
+        signatures = (_signature(tensor) for tensor in tensors)
+        key = (bound.fingerprint(), trains, recompute, makers, passes, *signatures)
         if key in self._codes:
             code, report = self._codes[key]
             report.shared_by += 1
@@ -279,7 +285,8 @@ class CompiledSegments:
         makers: tuple[MadeBy | None, ...],
         key: tuple[Any, ...],
     ) -> tuple[UnitCode, UnitReport]:
-        unit, report, runner = bound.unit, UnitReport(bound.unit.name, trains), self._runner(trains)
+        unit, report = bound.unit, UnitReport(bound.unit.name, trains)
+        runner = self._runner_of(unit, trains)
 
         def trace() -> UnitGraphs:
             return unit_graphs(

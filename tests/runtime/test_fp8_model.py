@@ -65,3 +65,36 @@ def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8
     assert all(gradient.equal(of_fp8[0][name]) for name, gradient in found.items())
     kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, of_fp8[1])]
     assert kept[0]["attn..moe_combine"] < kept[1]["attn..moe_combine"] / 3
+
+
+@pytest.mark.slow  # compiles a model
+def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp8():
+    words = (*COMPILED, *SIZES, "model.num_layers=4", "model.num_dense_layers=0", "precision.fp8=rowwise")
+    runs = {"skips": config(*words, "precision.fp8_skip_layers=[0,-1]"), "plain": config(*words[:-1])}
+    made = {
+        name: CompiledSegments(lambda trains, run=run: pass_runner(run, "torch", None, trains))
+        for name, run in runs.items()
+    }
+    cpu = torch.device("cpu")
+    model = build_model(
+        runs["skips"].model, device=cpu, dtype=torch.float32, seed=0, execution=runs["skips"].moe
+    )
+    made["skips"].expect(model.segment_lists(), 1)
+    gradients(model, made["skips"])
+    assert made["skips"].num_expected == 1 + 4  # the update, embed, loss, and layers in two forms
+    layers = [report for report in made["skips"].reports if report.unit == "attn..moe_combine"]
+    matches = [{row.name: row.matches for row in report.passes} for report in layers]
+    assert [report.shared_by for report in layers] == [2, 2]  # the first and the last, and those between
+    assert not {"fp8_linear", "fp8_experts", "fp8_quantise"} & {*matches[0]}
+    assert matches[0]["fuse_experts"] == 1 and matches[1]["fp8_experts"] == 1 and matches[1]["fp8_linear"] > 4
+
+    def of_layer(number: int, execute: CompiledSegments) -> list[Tensor]:
+        layer, x = model.layers[number], torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+        layer.zero_grad()
+        y = layer(x.requires_grad_(), *model.rope(16, cpu), execute, number).x_BSD
+        y.square().mean().backward()
+        return [y.detach(), x.grad, *(weight.grad for weight in layer.parameters())]
+
+    for number in range(4):
+        found, wanted = (of_layer(number, each) for each in made.values())
+        assert all(map(torch.equal, found, wanted)) == (number in (0, 3)), number

@@ -173,8 +173,14 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
             f"precision.fp8_products={precision.fp8_products} must be some of {names}; precision.fp8=none "
             f"takes none"
         )
+    count, skipped = config.model.num_layers + config.model.mtp_depth, precision.fp8_skip_layers
+    bad = [str(layer) for layer in skipped if not -count <= layer < count]
+    if bad and count > 0:
+        yield f"precision.fp8_skip_layers={skipped} has {', '.join(bad)}; use {-count} to {count - 1}"
     if precision.fp8 is Fp8Recipe.none:
         return
+    if not bad and 0 < count == len({layer % count for layer in skipped}):
+        yield f"precision.fp8_skip_layers={skipped} are all layers; leave some, or use precision.fp8=none"
     inner = config.model.expert_ffn_size // max(config.parallel.etp, 1)
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
     for name, size in uneven.items() if "experts" in precision.fp8_products else ():

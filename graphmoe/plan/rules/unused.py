@@ -103,7 +103,9 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
     if data.source == "hf" and data.hf_val_split:
         yield _Unused("data", ("val_fraction",), "with data.hf_val_split")
     if config.precision.fp8 is Fp8Recipe.none:
-        yield _Unused("precision", ("fp8_products", "fp8_wgrad"), "with precision.fp8=none")
+        yield _Unused(
+            "precision", ("fp8_products", "fp8_wgrad", "fp8_skip_layers"), "with precision.fp8=none"
+        )
     if schedule in ("cosine", "constant"):
         yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
     if schedule == "constant":

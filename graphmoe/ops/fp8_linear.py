@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import fp8_dtype, quantise, rounded
 
 ALIGNED = 16
@@ -35,9 +36,27 @@ def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
 def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
     """q [C, R'] of the rows times their factors; R' is R up to the next multiple of 16, with zeros there."""
     rows, columns = q_RC.shape
-    q_CR = q_RC.new_zeros(columns, rows + -rows % ALIGNED)
+    padded = rows + -rows % ALIGNED
+    if q_RC.is_cuda:
+        return turned(q_RC, factor_R1, padded)
+    q_CR = q_RC.new_zeros(columns, padded)
     values_RC = q_RC if factor_R1 is None else (q_RC.float() * factor_R1).to(q_RC.dtype)
     q_CR[:, :rows] = values_RC.t()
+    return q_CR
+
+
+def turned(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
+    """`_transposed` by a kernel, into ``padded`` columns."""
+    from graphmoe.ops.fp8_mlp.kernels import transpose_kernel
+
+    q_RC = q_RC.contiguous()
+    R, C = q_RC.shape
+    q_CR = q_RC.new_empty(C, padded)
+    if q_CR.numel():
+        factor = None if factor_R1 is None else factor_R1.contiguous()
+        transpose_kernel[(-(-padded // 128), -(-C // 128))](
+            q_RC, factor, q_CR, R, padded, C=C, BLOCK_R=128, COLUMNS=128, num_warps=num_warps(128)
+        )
     return q_CR
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.ops import fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
+from graphmoe.ops import fp8_linear, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.grouped_mlp.reference import Plan
@@ -144,6 +144,15 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
 
 
 @pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
+    q, scale = quantise(torch.randn(150, 144, generator=torch.Generator().manual_seed(0)), fp8_dtype())
+    factor = scale / scale.amax() if scaled else None
+    found = fp8_linear.turned(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
+    assert found.cpu().float().equal(torch.ops.graphmoe.fp8_transposed(q, factor).float())
+
+
+@pytest.mark.parametrize("backend", KERNELS)
 def test_dead_rows_full_of_nan_are_not_read(backend):
     device, kind = device_of(backend), fp8_dtype()
     (x, *weights, weight_TK), plan, dy = layer("small", torch.float32, device)
@@ -194,6 +203,7 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
         launches.wgrad(*sides, launches.wgrad(*sides), add=True)
+        fp8_linear.turned(*rows, R // K)
 
 
 @pytest.mark.slow

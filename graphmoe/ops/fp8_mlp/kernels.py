@@ -15,7 +15,7 @@ must lie along what is contracted (CUTLASS, sm90 GMMA), hence the transposed cop
 import triton
 import triton.language as tl
 
-from graphmoe.ops.grouped_mlp.rows_kernel import halves, in_turns, store
+from graphmoe.ops.grouped_mlp.rows_kernel import halves, in_turns, sigmoid_of, store
 
 
 @triton.jit
@@ -135,9 +135,8 @@ def _columns(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
-    """The largest absolute value of each row of [ROWS, BLOCKS, BLOCK]."""
-    return tl.max(tl.max(tl.abs(x), 2), 1)
+def _largest_and_sum(a, dh, dweight, other_a, other_dh, other_dweight):
+    return tl.maximum(a, other_a), tl.maximum(dh, other_dh), dweight + other_dweight
 
 
 @triton.jit
@@ -169,8 +168,8 @@ def swiglu_kernel(
         kind = hq_ptr.dtype.element_ty
         tl.store(hq_ptr + at, (gate * inverse_gate[:, :, None]).to(kind), inside)
         tl.store(hq_ptr + at + F, (up * inverse_up[:, :, None]).to(kind), inside)
-        a = gate * tl.sigmoid(gate) * up * weight[:, None, None]
-        scale, inverse = power_of_two(_largest(a), ABOVE, EXPONENT)
+        a = gate * sigmoid_of(gate) * up * weight[:, None, None]
+        scale, inverse = power_of_two(tl.max(tl.max(tl.abs(a), 2), 1), ABOVE, EXPONENT)
         tl.store(as_ptr + row, scale, is_row)
         to = aq_ptr + long[:, None, None] * F + column
         tl.store(to, (a * inverse[:, None, None]).to(kind), inside)
@@ -202,15 +201,18 @@ def swiglu_grad_kernel(
         up = tl.load(hq_ptr + at + F, inside, other=0.0).to(tl.float32)
         up *= tl.load(s_at + IN_ROW, known, other=0.0)[:, :, None]
         weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
-        sigmoid = tl.sigmoid(gate)
+        sigmoid = sigmoid_of(gate)
         silu = gate * sigmoid
         a = silu * up
-        tl.store(dweight_ptr + row, tl.sum(tl.sum(da * a, 2), 1), is_row)
+        in_blocks = tl.sum(da * a, 2)
         a *= weight[:, None, None]
         da *= weight[:, None, None]
         dgate, dup = da * up * (sigmoid + silu * (1 - sigmoid)), da * silu
-        a_scale, a_inverse = power_of_two(_largest(a), ABOVE, EXPONENT)
-        dh_scale, dh_inverse = power_of_two(tl.maximum(_largest(dgate), _largest(dup)), ABOVE, EXPONENT)
+        of_blocks = tl.max(tl.abs(a), 2), tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 2), in_blocks
+        of_a, of_dh, dweight = tl.reduce(of_blocks, 1, _largest_and_sum)
+        tl.store(dweight_ptr + row, dweight, is_row)
+        a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
+        dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
         tl.store(as_ptr + row, a_scale, is_row)
         tl.store(dhs_ptr + row, dh_scale, is_row)
         kind = dhq_ptr.dtype.element_ty
@@ -278,22 +280,42 @@ def transposed_kernel(
 
 
 @triton.jit
+def transpose_kernel(
+    q_ptr, factor_ptr, to_ptr, rows, stride,
+    C: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows [R, C], times a factor each where there are any, as columns [C, stride]; zeros from R on."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < C)[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64)[:, None] * C + column[None, :], inside, other=0.0)
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + row, row < rows, other=0.0)
+        q = (q.to(tl.float32) * factor[:, None]).to(to_ptr.dtype.element_ty)
+    to = to_ptr + column.to(tl.int64)[:, None] * stride + row[None, :]
+    tl.store(to, q.T, (column < C)[:, None] & (row < stride)[None, :])
+
+
+@triton.jit
 def weight_grad_kernel(
-    left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr,
-    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BY_TMA: tl.constexpr,
+    left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr, out_tiles,
+    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
-    FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+    HOPPER: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
 
-    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]. BY_TMA says that
-    ``out`` is one too: then the L2 cache adds, and no program waits for what is there.
+    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]; on HOPPER
+    ``out_tiles`` is one of ``out``.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0)):
         expert, within = tile // (TM * TN), tile % (TM * TN)
         m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
+        total_ptr = out_ptr + tl.cast(expert, tl.int64) * M * N
+        if ADD and HOPPER:
+            _prefetch(total_ptr, m, n, M, N, BLOCK_M, BLOCK_N)
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for rows in range(tl.load(tile_ptr + expert), tl.load(tile_ptr + expert + 1)):
             left, right = left_ptr.load([m, rows * BLOCK_R]), right_ptr.load([n, rows * BLOCK_R])
@@ -301,30 +323,43 @@ def weight_grad_kernel(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             product = tl.dot(left, right.T, product)
         product *= tl.load(scale_ptr + expert)
-        if BY_TMA:
-            _store_parts(product, out_ptr, expert, m, n, ADD, BLOCK_M, BLOCK_N, SUBTILES)
-        else:
-            inside = m + tl.arange(0, BLOCK_M) < M
-            to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
-            if ADD:
-                columns = n + tl.arange(0, BLOCK_N)
-                mask = inside[:, None] & (columns < N)[None, :]
-                from_ptr = to + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
-                product += tl.load(from_ptr, mask, other=0.0)
-            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+        _store_sum(product, total_ptr, out_tiles, expert, m, n, M, N, ADD, HOPPER, BLOCK_M, BLOCK_N, SUBTILES)
 
 
 @triton.jit
-def _store_parts(
-    product, out, expert, m, n,
-    ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SUBTILES: tl.constexpr,
+def _prefetch(
+    total_ptr, m, n, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Ask the L2 cache for a tile of fp32, in lines of 128 bytes, while its product is computed."""
+    row = tl.minimum(m + tl.arange(0, BLOCK_M), M - 1)
+    column = tl.minimum(n + tl.arange(0, BLOCK_N // 32) * 32, N - 1)
+    lines = (total_ptr + row[:, None] * N + column[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _store_sum(
+    product, total_ptr, out_tiles, expert, m, n,
+    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, HOPPER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
+    """Store a tile in SUBTILES parts of its columns."""
     if SUBTILES == 1:
+        row, column = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
+        inside = (row < M)[:, None] & (column < N)[None, :]
+        places = total_ptr + row[:, None] * N + column[None, :]
         if ADD:
-            out.atomic_add([expert, m, n], product.reshape(1, M, N))
+            product += tl.load(places, inside, other=0.0)
+        if HOPPER:
+            out_tiles.store([expert, m, n], product.reshape(1, BLOCK_M, BLOCK_N))
         else:
-            out.store([expert, m, n], product.reshape(1, M, N))
+            tl.store(places, product, inside)
     else:
-        left, right = halves(product, M, N)
-        _store_parts(left, out, expert, m, n, ADD, M, N // 2, SUBTILES // 2)
-        _store_parts(right, out, expert, m, n + N // 2, ADD, M, N // 2, SUBTILES // 2)
+        left, right = halves(product, BLOCK_M, BLOCK_N)
+        HALF: tl.constexpr = BLOCK_N // 2
+        _store_sum(left, total_ptr, out_tiles, expert, m, n, M, N, ADD, HOPPER, BLOCK_M, HALF, SUBTILES // 2)
+        _store_sum(
+            right, total_ptr, out_tiles, expert, m, n + HALF, M, N, ADD, HOPPER, BLOCK_M, HALF, SUBTILES // 2
+        )

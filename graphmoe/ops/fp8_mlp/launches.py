@@ -87,7 +87,7 @@ def forward(
     h = xq_TD.new_empty(R, 2 * F), x[1].new_empty(R, 2 * -(-F // BLOCK))
     a = xq_TD.new_empty(R, F), x[1].new_empty(R, 1)
     of_rows = (h_RH, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *h, *a)
-    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, F, 8192)
+    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, F, 32)
     _product(a, w_down, y_RD, plan, tiles)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
@@ -111,7 +111,7 @@ def dgrad(
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
-    _by_rows("swiglu_grad_kernel", of_rows, len(plan.ends_E), R, H // 2, 4096)
+    _by_rows("swiglu_grad_kernel", of_rows, len(plan.ends_E), R, H // 2, 16)
     _product(dh, w_gate_up, dx_RD, plan, tiles)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
@@ -170,20 +170,20 @@ def _product(
         )  # fmt: skip
 
 
-def _by_rows(name: str, tensors: Sequence[Tensor], E: int, R: int, F: int, elements: int) -> None:
-    """Launch a kernel whose programs have whole rows, of ``elements`` columns in all."""
+def _by_rows(name: str, tensors: Sequence[Tensor], E: int, R: int, F: int, of_thread: int) -> None:
+    """Launch a kernel whose programs have whole rows; ``of_thread`` is the number of columns of a thread."""
     import triton
 
     from graphmoe.ops.fp8_mlp import kernels
 
     width = max(triton.next_power_of_2(F), BLOCK)
-    count, kind = max(elements // width, 1), fp8_dtype()
+    count, kind = max(128 * of_thread // width, 1), fp8_dtype()
     above, exponent = rounding_of(kind)
     if R:
         getattr(kernels, name)[(-(-R // count),)](
             *tensors, E, R,
             F=F, ABOVE=above, EXPONENT=exponent, ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
-            num_warps=num_warps(max(256, width // 32)),
+            num_warps=num_warps(count * width // of_thread),
         )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _transposed(
         transposed_kernel[(max_tiles, -(-C // 128))](
             q, own, other, plan.slot_R, scale_E, plan.ends_E, table, result, max_tiles, padded,
             C=C, K=plan.row_TK.shape[1], GATHER=own is None, BLOCK_R=BLOCK_R, COLUMNS=128,
-            num_warps=num_warps(256),
+            num_warps=num_warps(128),
         )  # fmt: skip
     return result
 
@@ -216,13 +216,13 @@ def _weight_grad(
             total.zero_()
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
-    by_tma = kind_of(left.device) == "hopper"
-    out = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if by_tma else total
+    hopper = kind_of(left.device) == "hopper"
+    out_tiles = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if hopper else None
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
         _descriptor(left, [tile.block_m, BLOCK_R]), _descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
-        tile_E1, out, E, M=M, N=N, ADD=add, BY_TMA=by_tma,
+        tile_E1, total, out_tiles, E, M=M, N=N, ADD=add,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
-        FLATTEN=tile.flatten, UPCAST=not left.is_cuda,
+        HOPPER=hopper, UPCAST=not left.is_cuda,
         num_warps=num_warps(tile.threads), num_stages=tile.stages,
     )  # fmt: skip
 

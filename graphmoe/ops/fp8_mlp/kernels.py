@@ -298,24 +298,21 @@ def transpose_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr, out_tiles,
-    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr,
+    E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, DESCRIBED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
-    HOPPER: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
 
-    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]; on HOPPER
-    ``out_tiles`` is one of ``out``.
+    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]. DESCRIBED says
+    that ``out`` is one too, which nothing is added to.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0)):
         expert, within = tile // (TM * TN), tile % (TM * TN)
         m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
-        total_ptr = out_ptr + tl.cast(expert, tl.int64) * M * N
-        if ADD and HOPPER:
-            _prefetch(total_ptr, m, n, M, N, BLOCK_M, BLOCK_N)
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for rows in range(tl.load(tile_ptr + expert), tl.load(tile_ptr + expert + 1)):
             left, right = left_ptr.load([m, rows * BLOCK_R]), right_ptr.load([n, rows * BLOCK_R])
@@ -323,43 +320,40 @@ def weight_grad_kernel(
                 left, right = left.to(tl.float32), right.to(tl.float32)
             product = tl.dot(left, right.T, product)
         product *= tl.load(scale_ptr + expert)
-        _store_sum(product, total_ptr, out_tiles, expert, m, n, M, N, ADD, HOPPER, BLOCK_M, BLOCK_N, SUBTILES)
-
-
-@triton.jit
-def _prefetch(
-    total_ptr, m, n, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Ask the L2 cache for a tile of fp32, in lines of 128 bytes, while its product is computed."""
-    row = tl.minimum(m + tl.arange(0, BLOCK_M), M - 1)
-    column = tl.minimum(n + tl.arange(0, BLOCK_N // 32) * 32, N - 1)
-    lines = (total_ptr + row[:, None] * N + column[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _store_sum(
-    product, total_ptr, out_tiles, expert, m, n,
-    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, HOPPER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUBTILES: tl.constexpr,
-):  # fmt: skip
-    """Store a tile in SUBTILES parts of its columns."""
-    if SUBTILES == 1:
-        row, column = m + tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-        inside = (row < M)[:, None] & (column < N)[None, :]
-        places = total_ptr + row[:, None] * N + column[None, :]
-        if ADD:
-            product += tl.load(places, inside, other=0.0)
-        if HOPPER:
-            out_tiles.store([expert, m, n], product.reshape(1, BLOCK_M, BLOCK_N))
+        if DESCRIBED:
+            _store_tile(product, out_ptr, expert, m, n, BLOCK_M, BLOCK_N, SUBTILES)
         else:
-            tl.store(places, product, inside)
+            inside = m + tl.arange(0, BLOCK_M) < M
+            to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
+            if ADD:
+                _add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, (SUBTILES + 1) // 2)
+            else:
+                store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def _add_tile(
+    product, inside, column, to_ptr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Add to fp32 in SUBTILES parts of the columns, as `store`."""
+    if SUBTILES == 1:
+        columns = column + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (columns < N)[None, :]
+        places = to_ptr + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
+        tl.store(places, tl.load(places, mask, other=0.0) + product, mask)
     else:
-        left, right = halves(product, BLOCK_M, BLOCK_N)
-        HALF: tl.constexpr = BLOCK_N // 2
-        _store_sum(left, total_ptr, out_tiles, expert, m, n, M, N, ADD, HOPPER, BLOCK_M, HALF, SUBTILES // 2)
-        _store_sum(
-            right, total_ptr, out_tiles, expert, m, n + HALF, M, N, ADD, HOPPER, BLOCK_M, HALF, SUBTILES // 2
-        )
+        left, right = halves(product, BLOCK_M, COLUMNS)
+        HALF: tl.constexpr = COLUMNS // 2
+        _add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+        _add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+
+
+@triton.jit
+def _store_tile(product, out, expert, m, n, M: tl.constexpr, N: tl.constexpr, SUBTILES: tl.constexpr):
+    if SUBTILES == 1:
+        out.store([expert, m, n], product.reshape(1, M, N))
+    else:
+        left, right = halves(product, M, N)
+        _store_tile(left, out, expert, m, n, M, N // 2, SUBTILES // 2)
+        _store_tile(right, out, expert, m, n + N // 2, M, N // 2, SUBTILES // 2)

@@ -216,13 +216,13 @@ def _weight_grad(
             total.zero_()
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
-    hopper = kind_of(left.device) == "hopper"
-    out_tiles = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if hopper else None
+    described = kind_of(left.device) == "hopper" and not add
+    out = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if described else total
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
         _descriptor(left, [tile.block_m, BLOCK_R]), _descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
-        tile_E1, total, out_tiles, E, M=M, N=N, ADD=add,
+        tile_E1, out, E, M=M, N=N, ADD=add, DESCRIBED=described,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
-        HOPPER=hopper, UPCAST=not left.is_cuda,
+        UPCAST=not left.is_cuda,
         num_warps=num_warps(tile.threads), num_stages=tile.stages,
     )  # fmt: skip
 

@@ -8,17 +8,33 @@ gradient), and two products of one operand store it once.
 Suffixes: R rows, N outputs, K inputs of the weight.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops.fp8 import mlp, mlp_gradients
 from graphmoe.ops.fp8_linear import ALIGNED, linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
-from graphmoe.passes.matching import aten, calls, is_op, operand, operands, put, put_graph, shape
+from graphmoe.passes.matching import (
+    aten,
+    calls,
+    dtype,
+    is_op,
+    name_of,
+    operand,
+    operands,
+    origin,
+    put,
+    put_graph,
+    shape,
+    value,
+)
 
 ops = torch.ops.graphmoe
 """Operations; ``runtime.compile.code`` imports ``graphmoe.ops.fp8_mlp``, which registers some."""
@@ -27,6 +43,11 @@ SPELT: dict[Any, Any] = {
     ops.fp8_linear_dgrad: linear_dgrad,
     ops.fp8_linear_wgrad: linear_wgrad,
 }
+SENT: dict[Any, Any] = {
+    ops.symm_dispatch: dispatch_stored,
+    ops.symm_combine_grad: combine_grad_stored,
+}
+"""Ways of tokens, and of their gradients, to the experts; those that end in sums are not among them."""
 DENSE = ("attn", "mlp", "shared_experts")
 
 
@@ -69,37 +90,67 @@ def _replace_experts(call: Node) -> str | None:
     return None
 
 
-def fp8_quantise(graph: fx.Graph) -> Rewrites:
+def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
     """Spell out each `fp8_linear` and `fp8_mlp`, and their gradients.
 
     What several of them store is there as often, until the joint graph is cut: that joins equal operations.
-    (torch/_functorch/partitioners.py: config.cse.)
+    (torch/_functorch/partitioners.py: config.cse.) With ``travels`` dispatch and the gradient of combine
+    store rows before they are sent, in place of experts, which are in other units.
     """
     found, stored = (
         calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad),
         dict[tuple[Node, ...], tuple[Node, ...]](),
     )
+    sent = calls(graph, *SENT) if travels else []
+    if travels:
+        _check_readers(graph, found)
+    for call in sent:
+        _put_results(call, _spelt(call, SENT))
     for call in found:
         given: tuple[Node, ...] = operands(call)
         if is_op(call, ops.fp8_mlp):
-            y, *h = put_graph(call, mlp, *given)
+            y, *h = put_graph(call, functools.partial(mlp, carries=travels), *given)
             stored[given] = tuple(h)
             call.replace_all_uses_with(y)
         elif is_op(call, ops.fp8_mlp_grad):
             dy, *layer = given
-            gradients = put_graph(call, mlp_gradients, dy, *stored[tuple(layer)], *layer)
-            for piece in list(call.users):
-                piece.replace_all_uses_with(gradients[operand(piece, 1)])
+            gradients = functools.partial(mlp_gradients, carries=travels)
+            _put_results(call, put_graph(call, gradients, dy, *stored[tuple(layer)], *layer))
         else:
-            call.replace_all_uses_with(_spelt(call, given))
-    return Rewrites(len(found), absent="no product in 8 bits")
+            _put_results(call, _spelt(call, SPELT))
+    return Rewrites(len(found) + len(sent), absent="no product in 8 bits")
 
 
-def _spelt(call: Node, given: Sequence[Any]) -> Node:
-    run = SPELT[call.target.overloadpacket]  # type: ignore[union-attr]
-    words = [each for each in given if not isinstance(each, Node)]
+def _spelt(call: Node, table: Mapping[Any, Any]) -> tuple[Node, ...]:
+    run = table[call.target.overloadpacket]  # type: ignore[union-attr]
+    words = [each for each in operands(call) if not isinstance(each, Node)]
 
-    def result(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (run(*tensors, *words),)
+    def results(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = run(*tensors, *words)
+        return found if isinstance(found, tuple) else (found,)
 
-    return put_graph(call, result, *(each for each in given if isinstance(each, Node)))[0]
+    return put_graph(call, results, *(each for each in operands(call) if isinstance(each, Node)))
+
+
+def _put_results(call: Node, results: Sequence[Node]) -> None:
+    if isinstance(value(call), torch.Tensor):
+        call.replace_all_uses_with(results[0])
+        return
+    for piece in list(call.users):
+        piece.replace_all_uses_with(results[operand(piece, 1)])
+
+
+def _check_readers(graph: fx.Graph, found: Sequence[Node]) -> None:
+    """Raise ConfigError where experts would take a carrier for rows."""
+    experts = [call for call in found if is_op(call, ops.fp8_mlp, ops.fp8_mlp_grad)]
+    has_experts = any(n.meta.get("custom", {}).get("segment") == "moe_experts" for n in graph.nodes)
+    if has_experts and not experts:
+        raise ConfigError(
+            "moe.dispatch_dtype=fp8 sends rows in 8 bits, and the pass fp8_experts left the experts as they "
+            "are; use moe.dispatch_dtype=bf16"
+        )
+    for call in experts:
+        came = origin(operand(call))
+        assert came.op == "placeholder" and dtype(came) == dtype(operand(call)), (
+            f"{name_of(came)} is no carrier"
+        )

@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from graphmoe.config.choices import DISPATCHERS, EXPERTS_BACKENDS, ContextMethod, DpShard, Transport
+from graphmoe.config.choices import (
+    DISPATCHERS,
+    EXPERTS_BACKENDS,
+    ContextMethod,
+    DispatchDtype,
+    DpShard,
+    Transport,
+)
 from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, OneOf, RankCount
 
 
@@ -50,6 +57,10 @@ class MoEConfig:
     """Mover of the rows of symm: pull (kernels), copy_engine (copies of blocks of a fixed size beside the
     kernels, which pull what a block has no place for), or auto: copy_engine with pipeline.ep_overlap=true on
     GPUs of NVIDIA, else pull."""
+    dispatch_dtype: DispatchDtype = DispatchDtype.auto
+    """Rows on the way to the experts, and gradients of their sums: bf16 (not rounded, whatever
+    precision.compute is), fp8 (8 bits, which precision.fp8 would give them at arrival: no result changes), or
+    auto: fp8 with precision.fp8 of experts and moe.dispatcher=symm, else bf16."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""

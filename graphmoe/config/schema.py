@@ -26,6 +26,7 @@ from graphmoe.config.choices import (
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
+from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import Fp8Recipe as Fp8Recipe
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad

@@ -76,21 +76,36 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
 
 
-def mlp(*layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """y, hq and hs of a layer of `ops.fp8_mlp`, by the operations that its forward consists of."""
+def _stored(x_TD: Tensor, carries: bool) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = (
+        torch.ops.graphmoe.fp8_arrived(x_TD) if carries else quantise(x_TD, fp8_dtype())
+    )
+    return found
+
+
+def mlp(*layer: Tensor, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """y, hq and hs of a layer of `ops.fp8_mlp`, by the operations that its forward consists of.
+
+    With ``carries`` x is a carrier of `ops.symm.stored`.
+    """
     x_TD, w_gate_up, w_down, *rest = layer
-    ops, x = torch.ops.graphmoe, quantise(x_TD, fp8_dtype())
+    ops, x = torch.ops.graphmoe, _stored(x_TD, carries)
     found: tuple[Tensor, Tensor, Tensor] = ops.fp8_mlp_forward(
         *x, *ops.fp8_rows(w_gate_up), *ops.fp8_rows(w_down), *rest, x_TD.dtype
     )
     return found
 
 
-def mlp_gradients(dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of."""
+def mlp_gradients(
+    dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, carries: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of.
+
+    With ``carries`` x and dy are carriers.
+    """
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
-    ops, kind, dtype = torch.ops.graphmoe, fp8_dtype(), x_TD.dtype
-    dy, weights = quantise(dy_TD, kind), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
+    ops, dtype = torch.ops.graphmoe, x_TD.dtype
+    dy, weights = _stored(dy_TD, carries), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
     dx_TD, dweight_TK, *made = ops.fp8_mlp_dgrad(*dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *quantise(x_TD, kind), *made, *plan)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *_stored(x_TD, carries), *made, *plan)
     return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK

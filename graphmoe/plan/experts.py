@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import DeviceChoice, ModelConfig, MoEConfig, ParallelConfig, RunConfig, Transport
+from graphmoe.config.schema import (
+    DeviceChoice,
+    DispatchDtype,
+    Fp8Recipe,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PassesConfig,
+    RunConfig,
+    Transport,
+)
 from graphmoe.plan.layout import Layout
 
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
@@ -53,12 +63,14 @@ class DispatcherFacts:
     package: str | None = None
     """Name of the package behind it in `graphmoe.config.packages.VENDORS`."""
     buffer: BufferLimits | None = None
+    moves_fp8: bool = False
+    """Rows can go to their experts in 8 bits."""
 
 
 FACTS: dict[str, DispatcherFacts] = {
     "local": DispatcherFacts(reads_peers=False),
     "alltoall": DispatcherFacts(reads_peers=False, sync_free_stage=1),
-    "symm": DispatcherFacts(one_node=True),
+    "symm": DispatcherFacts(one_node=True, moves_fp8=True),
     "nvshmem": DispatcherFacts(platform="gpu"),
     # DeepEP 1.2.1: a warp sums 256 numbers in each round of `combine` and synchronises inside it, so each of
     # its threads must have a part of every round. `dispatch` moves half a row through a warp's 8 KiB of
@@ -94,6 +106,32 @@ def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> str:
 def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
     """Return True where ranks reach the memory of each other's GPUs, so that each must see all of them."""
     return dispatcher_facts(dispatcher_of(moe, parallel)).reads_peers
+
+
+def runs_pass(passes: PassesConfig, name: str) -> bool:
+    """Return True where a pass that is not optional, or has its parameters, runs."""
+    return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
+
+
+def travels_in_fp8(config: RunConfig) -> bool:
+    """Return True where rows go to their experts in 8 bits."""
+    choice = config.moe.dispatch_dtype
+    return choice is DispatchDtype.fp8 or (choice is DispatchDtype.auto and why_no_fp8_rows(config) is None)
+
+
+def why_no_fp8_rows(config: RunConfig) -> str | None:
+    """Return why rows cannot go to their experts in 8 bits; None where they can."""
+    dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
+    if precision.fp8 is Fp8Recipe.none:
+        return "precision.fp8=none computes with more"
+    if "experts" not in precision.fp8_products:
+        return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] compute with more"
+    if not dispatcher_facts(dispatcher).moves_fp8:
+        return f"moe.dispatcher={dispatcher} moves no such rows"
+    if config.model.layer != "standard":
+        return f"model.layer={config.model.layer} may compute with more"
+    left = [name for name in ("fp8_experts", "fp8_quantise") if not runs_pass(config.passes, name)]
+    return f"without the pass {left[0]} experts compute with more" if left else None
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:

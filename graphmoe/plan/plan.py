@@ -19,6 +19,7 @@ from graphmoe.plan.experts import (
     reads_peers,
     routed_tokens,
     transport_of_run,
+    travels_in_fp8,
     worst_load,
 )
 from graphmoe.plan.layout import Layout
@@ -63,6 +64,11 @@ class Plan:
     def reads_peers(self) -> bool:
         """True where ranks reach the memory of each other's GPUs, and room is made without a count."""
         return reads_peers(self.config.moe, self.config.parallel)
+
+    @property
+    def travels_in_fp8(self) -> bool:
+        """True where rows go to their experts in 8 bits."""
+        return travels_in_fp8(self.config)
 
     @property
     def global_micro_batches(self) -> int:

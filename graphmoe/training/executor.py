@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from graphmoe.config.ranges import own_code
-from graphmoe.config.schema import ConfigError, Fp8Recipe, PassesConfig, PrecisionConfig, RunConfig
+from graphmoe.config.schema import ConfigError, Fp8Recipe, PassesConfig, RunConfig
 from graphmoe.ops.fp8 import reason_against
 from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
@@ -22,7 +22,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import has_experts
+from graphmoe.plan.experts import has_experts, travels_in_fp8
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -69,7 +69,7 @@ class Execution:
         """Overlap of two micro-batches in turns; None where one follows the other."""
         self.experts = experts
         """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
-        names = [spec.name for spec in select_passes(config.passes, fp8_passes(config.precision))]
+        names = [spec.name for spec in select_passes(config.passes, fp8_passes(config))]
         self.fuses = config.compile.enabled and "fuse_experts" in names
         """True where the routed experts run as one operation."""
         self._in_fp8 = config.compile.enabled and "fp8_experts" in names and not _skips_experts(config)
@@ -103,7 +103,7 @@ class Execution:
         config, ranks, capture = self._config, self._ranks, self.capture
         if device.type == "cpu":
             _need_compiler()
-        in_fp8 = fp8_passes(config.precision)
+        in_fp8 = fp8_passes(config)
         if in_fp8 and (reason := reason_against(device)):
             raise ConfigError(f"precision.fp8={config.precision.fp8.value} {reason}; use precision.fp8=none")
         assert config.compile.cache_dir is not None
@@ -134,7 +134,7 @@ class Execution:
         products = f"{precision.fp8.value} fp8 in {', '.join(precision.fp8_products)}"
         if skipped := sorted(skipped_layers(self._config)):
             products += f", not in {'layers' if len(skipped) > 1 else 'layer'} {', '.join(map(str, skipped))}"
-        in_fp8 = [products] if fp8_passes(precision) else []
+        in_fp8 = [products] if fp8_passes(self._config) else []
         return [f"{passes} passes", self._cache.found, *experts, *in_fp8]
 
     def compile_update(
@@ -196,13 +196,14 @@ def pass_runner(config: RunConfig, experts: str, dump: Path | None, trains: bool
         "fuse_loss": {"needs_grad": trains},
         "fuse_experts": {"backend": experts},
     }
-    in_fp8, skips = fp8_passes(config.precision), skipped_layers(config)
+    in_fp8, skips = fp8_passes(config), skipped_layers(config)
     specs = select_passes(config.passes, knobs | in_fp8)
     return PassRunner([replace(s, skips=skips) if s.name in in_fp8 else s for s in specs], dump)
 
 
-def fp8_passes(precision: PrecisionConfig) -> dict[str, dict[str, Any]]:
+def fp8_passes(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return the passes of products in 8 bits with their parameters; none where there are none."""
+    precision = config.precision
     if precision.fp8 is Fp8Recipe.none:
         return {}
     dense = [name for name in precision.fp8_products if name != "experts"]
@@ -211,6 +212,7 @@ def fp8_passes(precision: PrecisionConfig) -> dict[str, dict[str, Any]]:
         passes["fp8_linear"] = {"products": dense, "wgrad": precision.fp8_wgrad.value}
     if "experts" in precision.fp8_products:
         passes["fp8_experts"] = {}
+        passes["fp8_quantise"]["travels"] = travels_in_fp8(config)
     return passes
 
 

@@ -113,7 +113,8 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
     model, tokens, etp = plan.config.model, plan.tokens, plan.layout.etp
     if isinstance(dispatcher, Symm):
         row_bytes, rows = model.hidden_size * plan.dtype.itemsize, dispatcher.capacity.rows
-        reserve(Sizes(tokens, row_bytes, model.top_k, model.top_k * etp, rows, dispatcher.block))
+        slots = model.top_k + plan.travels_in_fp8  # a row's scale travels as the weight of one slot more
+        reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block))
     elif isinstance(dispatcher, Nvshmem):
         open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
 
@@ -131,7 +132,8 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
-    return f"{words}, moe.transport={plan.transport.value}{blocks}"
+    dtype = ", rows to experts in 8 bits" if plan.travels_in_fp8 else ""
+    return f"{words}, moe.transport={plan.transport.value}{blocks}{dtype}"
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:

@@ -74,6 +74,18 @@ OF_SYMM = {
     "copies overlap full_iteration": (*SYMM, TURNS, FULL),
 }
 OF_SYMM = {n: words for n, words in OF_SYMM.items() if not (share_gpus(RANKS) and FULL in words)}
+FP8 = (*SYMM, "precision.fp8=rowwise")
+OF_FP8 = {
+    f"{name}: {kind}": (*FP8, f"moe.transport={name.split()[0]}", *words, f"moe.dispatch_dtype={kind}")
+    for name, words in {
+        "pull": (), "copy_engine": (), "pull dispatch": ("graph.scope=[moe_dispatch,moe_combine]",),
+        "pull full_iteration": (FULL,), "copy_engine overlap": (TURNS,),
+        "copy_engine overlap full_iteration": (TURNS, FULL),
+    }.items()
+    for kind in ("bf16", "fp8")
+    if not (share_gpus(RANKS) and FULL in words) and (kind == "fp8" or not words)
+}  # fmt: skip
+"""Trainings in 8 bits, whose rows travel in either way."""
 RINGS = {
     f"ring {heads} {sizes}": Ring(
         Layout(cp=2, ring=True), heads, sizes, torch.bfloat16, seq_len=512, device="cuda"
@@ -139,6 +151,12 @@ def of_symm(tmp_path_factory) -> dict[str, list[Outcome]]:
 
 
 @pytest.fixture(scope="module")
+def of_fp8(tmp_path_factory) -> dict[str, list[Outcome]]:
+    cases = {name: Training((*BASE, *words)) for name, words in OF_FP8.items()}
+    return Job(tmp_path_factory.mktemp("ranks"), cases, RANKS, device="cuda").results(seconds=580)
+
+
+@pytest.fixture(scope="module")
 def steps(tmp_path_factory) -> dict[str, list[Any]]:
     """Results of two ranks that attend in a ring, capture collectives, or train for one step."""
     cases = {**RINGS, "collectives": all_collectives}
@@ -193,6 +211,14 @@ def test_losses_with_symm_are_those_of_alltoall(of_symm, name):
 @pytest.mark.parametrize("name", [name for name in OF_SYMM if " " in name])
 def test_capture_and_overlap_change_no_bit(of_symm, name):
     assert_bitwise(of_symm, name)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_FP8 if name.endswith("fp8")])
+def test_rows_in_8_bits_change_no_bit_of_a_training_in_8_bits(of_fp8, name):
+    plain = f"{name.split(':')[0].split()[0]}: bf16"
+    for found, wanted in zip(of_fp8[name], of_fp8[plain], strict=True):
+        assert (found.rows != wanted.rows).nonzero().tolist() == []
+        assert_same_tensors(found.weights, wanted.weights)
 
 
 @two_gpus

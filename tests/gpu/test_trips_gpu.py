@@ -13,7 +13,11 @@ from tests.distributed.ranks import Job
 from tests.distributed.trips import Trip
 from tests.emulated_peers import Emulation
 from tests.gpu.trip_ranks import CapturedTrip, Growing, ManyReplays, NoWaiting, TripBesideProducts
-from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
+from tests.ops.symm_cases import (
+    Case,
+    assert_exchanges_are_those_of_alltoall,
+    assert_stored_rows_are_rounded_arrivals,
+)
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 BF16 = torch.bfloat16
@@ -122,6 +126,14 @@ def test_emulated_ranks_on_one_gpu_exchange_as_alltoall_does(group, row, block):
     (ranks, etp, slots), (dtype, columns) = group, row
     case = Case(ranks, slots, etp, block, dtype, columns, tokens=333, experts=4, device="cuda")
     assert_exchanges_are_those_of_alltoall(case)
+
+
+@pytest.mark.parametrize("block", [0, 40, 400])
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_emulated_ranks_on_one_gpu_send_rows_in_8_bits(group, block):
+    ranks, etp, slots = group
+    case = Case(ranks, slots, etp, block, BF16, 2048, tokens=333, experts=4, device="cuda")
+    assert_stored_rows_are_rounded_arrivals(case)
 
 
 @pytest.mark.parametrize("block", [0, 100])

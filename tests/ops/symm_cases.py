@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan, send_plan
-from graphmoe.ops.symm import exchange
+from graphmoe.ops.fp8 import fp8_dtype, quantise
+from graphmoe.ops.symm import exchange, use_peers
 from graphmoe.ops.symm.collective import positions
+from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory
 
 NAN = float("nan")
@@ -167,3 +169,48 @@ def assert_only_live_rows_for_others_were_put(case: Case, emulation: Emulation) 
         for offset, num_bytes in parts:
             rows = peers.view(rank, offset, (case.num_rows, num_bytes), torch.uint8)
             assert bool((rows[~put] == 255).all())
+
+
+def assert_stored_rows_are_rounded_arrivals(case: Case) -> None:
+    """Compare rows sent in 8 bits, both ways, with the rounding of what arrives; a dead row has no expert."""
+    emulation = Emulation(case.ranks, case.device)
+    ranks, rows, block, kind = range(case.ranks), case.num_rows, case.block, fp8_dtype()
+
+    def wide(rank: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * seed + rank)
+        exponents = torch.randint(-70, 70, (case.tokens, 1), generator=generator)
+        x = torch.randn(case.tokens, case.columns, generator=generator) * exponents.float().exp2()
+        x[0] = 0
+        return x.to(case.device, case.dtype)
+
+    def body(peers: EmulatedPeers) -> tuple[Tensor, ...]:
+        rank, plan = peers.rank, case.plan_of(peers.rank)
+        use_peers(peers)  # until the first barrier no other rank runs
+        *received, arrivals = dispatch_stored(
+            wide(rank, 0), *case.slots_of(rank), *plan, rows, case.experts, case.etp, block
+        )
+        use_peers(peers)
+        dsum = combine_grad_stored(wide(rank, 1), *plan, arrivals, rows, block)
+        return *received, arrivals, dsum
+
+    try:
+        results = emulation.run(body)
+    finally:
+        use_peers(None)
+    emulation.assert_guards_are_whole()
+    weights, experts = zip(*map(case.slots_of, ranks), strict=True)
+    for rank, (carrier, weight_NK, number_NK, arrivals, dsum) in enumerate(results):
+        at = case.live(rank)
+        fits = at < rows
+        number = case.arriving(rank, list(experts)) - rank // case.etp * case.experts
+        number = number.masked_fill((number < 0) | (number >= case.experts), -1)[fits]
+        dead = torch.ones(rows, dtype=torch.bool, device=case.device).index_fill(0, at[fits], False)
+        assert arrivals.equal(case.arrivals())
+        assert number_NK[at[fits]].equal(number) and (number_NK[dead] == -1).all()
+        assert weight_NK[at[fits]].equal(case.arriving(rank, list(weights))[fits])
+        for seed, arrived in enumerate((carrier, dsum)):
+            found = torch.ops.graphmoe.fp8_arrived(arrived)
+            q, scale = quantise(case.arriving(rank, [wide(each, seed) for each in ranks])[fits], kind)
+            assert arrived.dtype == case.dtype and arrived.shape == (rows, case.columns)
+            assert found[0][at[fits]].view(torch.uint8).equal(q.view(torch.uint8))
+            assert found[1][at[fits]].equal(scale)

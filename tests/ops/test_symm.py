@@ -13,7 +13,11 @@ from graphmoe.ops.symm.peers import Region, Sizes
 from tests.emulated_peers import Emulation
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
-from tests.ops.symm_cases import Case, assert_exchanges_are_those_of_alltoall
+from tests.ops.symm_cases import (
+    Case,
+    assert_exchanges_are_those_of_alltoall,
+    assert_stored_rows_are_rounded_arrivals,
+)
 
 SLOTS, HIDDEN = 6, 2048
 
@@ -56,6 +60,20 @@ def test_ranks_exchange_as_alltoall_does(backend, case, few_programs):
     assert not case.favourites or (arriving == 0).any()
     assert case.rows is None or (arriving > case.rows).any()
     assert_exchanges_are_those_of_alltoall(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(2, slots, block=block, dtype=BF16) for slots in (1, 3) for block in (0, 2, 9)),
+        *(Case(4, 2, 2, block, favourites=(0, 1), columns=48) for block in (0, 2)),
+        Case(2, 2, rows=9, dtype=BF16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_rows_in_8_bits_have_the_bits_of_rounding_at_arrival(backend, case, few_programs):
+    assert_stored_rows_are_rounded_arrivals(dataclasses.replace(case, device=device_of(backend)))
 
 
 @pytest.mark.parametrize("backend", KERNELS)

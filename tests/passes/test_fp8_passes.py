@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8 import fp8_dtype
 from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
@@ -107,6 +108,15 @@ def test_experts_are_spelt_out_with_the_same_bits():
     calls = operations(spelt)
     names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", "fp8_rows", "fp8_columns")
     assert [calls[name] for name in names] == [1, 1, 1, 2, 2]
+
+
+def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
+    found, _ = rewritten(traced(block(), *experts_in_16s()), *BEHIND)
+    joint = joint_of(found)
+    for node in joint.graph.graph.nodes:
+        node.meta["custom"] = {"segment": "moe_experts"}
+    with pytest.raises(ConfigError, match="fp8_experts left the experts as they are; use moe.dispatch_dtype"):
+        fp8_quantise(joint.graph.graph, travels=True)
 
 
 def test_experts_of_other_sizes_are_left():

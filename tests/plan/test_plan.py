@@ -45,6 +45,19 @@ def test_a_plan_is_of_ranks_that_share_experts_layers_and_matrices():
     assert plan.balanced.slots == 32 and plan.room().slots == 48 and plan.room(2.0).slots <= plan.worst.slots
 
 
+def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
+    words = "parallel.ep=2", "model.expert_ffn_size=16", "compile.enabled=true", "moe.dispatcher=symm"
+
+    def travels(*more: str) -> bool:
+        return plan_of(config(*words, *more), 2).travels_in_fp8
+
+    fp8 = "precision.fp8=rowwise"
+    assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
+    assert not travels() and not travels(fp8, "moe.dispatch_dtype=bf16")
+    assert not travels(fp8, "precision.fp8_products=[attn]")
+    assert not travels(fp8, "passes.disabled=[fp8_experts]")
+
+
 def called_in(file: Path) -> set[str]:
     calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     return {ast.unparse(function) for function in calls}

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from graphmoe.config.schema import DeviceChoice, RunConfig
 from graphmoe.ops import symm
 from graphmoe.ops.dispatch import send_plan
+from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm.exchange import _take
 from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
 from graphmoe.plan.costs.sizes import Sizes as ProjectedSizes
@@ -135,6 +136,26 @@ def test_a_rank_alone_sends_rows_to_itself(block):
     total = weight.detach().sum(1, keepdim=True)
     assert out.equal(h * total) and dh.equal(dy * total)
     assert torch.allclose(dweight, (h * dy).sum(1, keepdim=True).expand(3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(dtype):
+    h, weight = torch.randn(3, 32, dtype=dtype), torch.rand(3, 2)
+    expert = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
+    q, scale = quantise(h, fp8_dtype())
+    slots = torch.cat([weight, scale], 1), torch.nn.functional.pad(expert, (0, 1), value=-1)
+    sent = q, *slots, *send_plan(expert, 3, 1, 1), 6, 3, 1, 0, dtype
+    symm.use_peers(symm.CollectivePeers(None))
+    try:
+        carrier = torch.ops.graphmoe.symm_bring_fp8(*sent)[0]
+        torch.library.opcheck(torch.ops.graphmoe.symm_bring_fp8, sent, test_utils="test_faketensor")
+    finally:
+        symm.use_peers(None)
+    torch.library.opcheck(torch.ops.graphmoe.fp8_arrived, (carrier,), test_utils="test_faketensor")
+    numbers, scales = torch.ops.graphmoe.fp8_arrived(carrier)
+    assert carrier.shape == (6, 32) and carrier.dtype == dtype
+    assert numbers[:3].float().equal(q.float()) and scales[:3].equal(scale)
+    assert numbers[3:].float().isnan().all() and scales[3:].isnan().all()
 
 
 def test_operations_say_what_is_missing():

@@ -4,7 +4,8 @@ Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the s
 the received tensors (a fixed number, live and dead), D hidden.
 
 Four operations: `symm_dispatch` and its gradient, `symm_combine` and its gradient. Two of them ``bring``
-tokens, and two make ``sums`` of places. Each is a collective of all ranks, on the peers of ``use_peers``:
+tokens, and two make ``sums`` of places. A fifth, `symm_bring_fp8`, brings rows in 8 bits (`stored`). Each is
+a collective of all ranks, on the peers of ``use_peers``:
 Triton kernels that read their memory (`exchange`), or collectives of torch.distributed (`collective`: CPUs,
 fp64, the reference). With kernels nothing waits for the device and all can be captured.
 
@@ -27,6 +28,7 @@ import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, peers_of, reserve, use_peers
+from graphmoe.ops.symm.stored import parts, words
 
 __all__ = ["CollectivePeers", "Sizes", "reserve", "use_peers"]
 
@@ -81,6 +83,28 @@ def _combine_grad(
     return run.bring(peers, dy_TD, plan, None, arrivals_PP, rows, block)[0]
 
 
+@torch.library.custom_op("graphmoe::symm_bring_fp8", mutates_args=())
+def _bring_fp8(
+    q_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, send_ends_P: Tensor,
+    send_row_TW: Tensor, send_slot_R: Tensor,
+    rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """As ``symm_dispatch``, of stored numbers whose scales are the last column of ``weight_TK``.
+
+    A carrier of ``dtype`` is in the place of tokens.
+    """
+    run, peers = _peers(len(send_counts_P))
+    plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
+    carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)
+    q_ND, scale_N1 = parts(carrier_ND)
+    sizes = rows, block, experts, etp
+    _, weight_NK, *rest = run.bring(
+        peers, words(q_TD), plan, (weight_TK, expert_TK), None, *sizes, into_ND=words(q_ND)
+    )
+    scale_N1.copy_(weight_NK[:, -1:])
+    return carrier_ND, weight_NK, *rest
+
+
 def _peers(size: int) -> tuple[Any, Peers]:
     peers = peers_of(size)
     if isinstance(peers, CollectivePeers):
@@ -95,6 +119,17 @@ def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor,
     rows, slots, ranks = rest[3], weight_TK.shape[1], send_counts_P.shape[0]
     return (
         h_TD.new_empty(rows, h_TD.shape[1]),
+        weight_TK.new_empty(rows, slots),
+        expert_TK.new_empty(rows, slots, dtype=torch.int32),
+        send_counts_P.new_empty(ranks, ranks),
+    )
+
+
+@_bring_fp8.register_fake
+def _(q_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, *rest: Any) -> Any:
+    rows, dtype, slots, ranks = rest[3], rest[-1], weight_TK.shape[1], send_counts_P.shape[0]
+    return (
+        q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype),
         weight_TK.new_empty(rows, slots),
         expert_TK.new_empty(rows, slots, dtype=torch.int32),
         send_counts_P.new_empty(ranks, ranks),

@@ -23,8 +23,12 @@ def bring(
     block: int,
     experts: int = 1,
     etp: int = 1,
+    into_ND: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Tokens [N, D]; with weights and experts of slots all results of ``graphmoe::symm_dispatch``."""
+    """Tokens [N, D]; with weights and experts of slots all results of ``graphmoe::symm_dispatch``.
+
+    Tokens are put into ``into_ND`` if there is one.
+    """
     if arrivals_PP is None:
         arrivals_PP = plan.send_counts_P.new_empty(peers.size, peers.size)
         if peers.group is None:
@@ -36,12 +40,14 @@ def bring(
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < rows
 
-    def received(x: Tensor, dead: float) -> Tensor:
-        x_AD, x_ND = _transfer(peers, x[token_S], sent, arrived), x.new_full((rows, x.shape[1]), dead)
+    def received(x: Tensor, dead: float, into: Tensor | None = None) -> Tensor:
+        x_AD = _transfer(peers, x[token_S], sent, arrived)
+        x_ND = (x.new_empty(rows, x.shape[1]) if into is None else into).fill_(dead)
         x_ND[at_A[fits_A]] = x_AD[fits_A]
         return x_ND
 
-    x_ND = received(x_TD, float("nan"))
+    # In 8 bits too -1 is NaN: all bits are set.
+    x_ND = received(x_TD, float("nan") if x_TD.is_floating_point() else -1, into_ND)
     if of_slots is None:
         return (x_ND,)
     weight_TK, expert_TK = of_slots

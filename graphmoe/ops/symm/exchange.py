@@ -25,7 +25,8 @@ from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
+"""int32 are words of stored rows, which nobody sums."""
 
 
 def bring(
@@ -38,6 +39,7 @@ def bring(
     block: int,
     experts: int = 1,
     etp: int = 1,
+    into_ND: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """As `collective.bring`; the arrivals are read from the peers each time."""
     x_TD = _checked(x_TD)
@@ -47,7 +49,7 @@ def bring(
     slots = 0 if weight_TK is None else weight_TK.shape[1]
     row_bytes = columns * x_TD.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
-    received_ND = x_TD.new_empty(rows, columns)
+    received_ND = x_TD.new_empty(rows, columns) if into_ND is None else into_ND
     with _first(block):
         _take(peers, "out")
         if block:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.schema import ComputeDtype, DpShard, ModelConfig, PassesConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, DispatchDtype, DpShard, ModelConfig, PassesConfig, RunConfig
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -12,6 +12,8 @@ from graphmoe.plan.experts import (
     dispatcher_of,
     has_experts,
     reads_peers,
+    runs_pass,
+    why_no_fp8_rows,
 )
 from graphmoe.plan.layout import divisors
 from graphmoe.segments import (
@@ -49,6 +51,11 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
         yield (
             "moe.dispatcher=symm exchanges between ranks that share the experts, and parallel.ep * "
             "parallel.etp is 1; use moe.dispatcher=auto or local"
+        )
+    if moe.dispatch_dtype is DispatchDtype.fp8 and (why := why_no_fp8_rows(config)):
+        yield (
+            f"moe.dispatch_dtype=fp8 sends rows in 8 bits to experts that compute in 8 bits, and {why}; use "
+            f"moe.dispatch_dtype=auto or bf16"
         )
     budget = moe.receive_budget
     is_number = type(budget) in (int, float) and 0 < budget < math.inf
@@ -127,8 +134,7 @@ def _instead(ranks: int) -> str:
 
 def splits_backward(passes: PassesConfig) -> bool:
     """Return True where the pass runs that computes weight gradients apart from those of inputs."""
-    enabled = passes.enabled is None or "split_backward" in passes.enabled
-    return enabled and "split_backward" not in passes.disabled
+    return runs_pass(passes, "split_backward")
 
 
 def overlap_rules(config: RunConfig) -> Iterator[str]:

@@ -12,6 +12,8 @@ SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
 SHORT = {
     "PIPELINE": "launch.nproc=2 launch.nodes=1 parallel.pp=2",
     "OVERLAP": "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true",
+    "FP8_ROWS": "parallel.ep=2 moe.dispatcher=symm precision.fp8=rowwise compile.enabled=true "
+    "moe.dispatch_dtype=fp8",
     "VENDOR": "model.hidden_size=2048 model.num_experts=64 launch.nproc=8 train.global_batch_size=96 "
     "train.micro_batch_size=1",
 }
@@ -76,6 +78,11 @@ model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip
 precision.fp8=rowwise model.expert_ffn_size=24 | of 16, and model.expert_ffn_size of a rank is 24; use 32
 precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile.enabled=true
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or
+moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
+FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
+FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use
+FP8_ROWS passes.disabled=[fp8_experts] | and without the pass fp8_experts experts compute with more; use
+FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may compute with more; use
 train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
 train.tokens=-5 | train.tokens=-5 must be
 train.tokens=0 | train.tokens=0 must be

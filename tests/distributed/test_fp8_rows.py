@@ -1,0 +1,78 @@
+"""Rows that go to the ranks of their experts in 8 bits: a training has the bits of rounding at arrival."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.layouts import all_on_two_experts
+from tests.distributed.ranks import Job, selected
+from tests.distributed.training import Change, Graphs, Training
+from tests.runs import assert_same_state, slow_but
+
+WORDS = (
+    "model.hidden_size=32", "model.expert_ffn_size=32", "model.shared_ffn_size=16", "model.dense_ffn_size=16",
+    "model.num_experts=8", "model.top_k=2", "model.num_layers=3", "moe.dispatcher=symm",
+    "moe.receive_budget=worst_case", "compile.enabled=true", "precision.fp8=rowwise", "parallel.ep=2",
+    "train.global_batch_size=8", "train.steps=3", "checkpoint.enabled=false", "checkpoint.interval=0",
+)  # fmt: skip
+TURNS, FULL = "pipeline.ep_overlap=true", ("graph.scope=full_iteration", "graph.warmup_steps=1")
+BLOCKS, BF16 = "moe.transport=copy_engine", "precision.compute=bf16"
+SKIPS = "precision.fp8_skip_layers=[1]"
+TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
+
+
+def case(*words: str, change: Change | None = None, traced: bool = True) -> Training:
+    return Training((*WORDS, *words), change, traced)
+
+
+CASES = {
+    "blocks, the whole step captured": case(BLOCKS, BF16, *FULL),
+    "a rank without rows": case("model.mtp_depth=1", SKIPS, change=all_on_two_experts),
+    "too little room": case("moe.receive_budget=1.0", change=all_on_two_experts),
+    "parts of an expert": case("parallel.ep=1", "parallel.etp=2", BF16),
+    "in turns, captured": case(TURNS, BLOCKS, *FULL),
+    "dispatch and combine captured": case("graph.scope=[moe_dispatch,moe_combine]", "graph.warmup_steps=1"),
+    "computed twice": case(TWICE, BF16),
+}
+INDUCTOR = "by Inductor, in turns"
+NAMES = [*slow_but({name: name for name in CASES}, "blocks, the whole step captured")]
+NAMES += [pytest.param(INDUCTOR, marks=pytest.mark.exhaustive)]
+CASES[INDUCTOR] = case(TURNS, BF16, "model.num_layers=1", "model.num_dense_layers=0", traced=False)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """Outcomes of each case by the way of rows, and rank."""
+    cases = {}
+    for name in selected(request, "name"):
+        for kind in ("auto", "bf16"):
+            words = *CASES[name].words, f"moe.dispatch_dtype={kind}"
+            cases[f"{name}: {kind}"] = replace(CASES[name], words=words)
+    return Job(tmp_path_factory.mktemp("ranks"), cases).results(seconds=900)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_bit_differs_from_rounding_at_arrival(outcomes, name):
+    for found, plain in zip(outcomes[f"{name}: auto"], outcomes[f"{name}: bf16"], strict=True):
+        assert found.rows.equal(plain.rows) and len(found.rows) >= 3
+        assert_same_state(found.state, plain.state)
+        assert_same_state(found.gradients, plain.gradients)
+        if found.graphs is not None:
+            assert_rows_are_sent_in_8_bits(found.graphs, plain.graphs, CASES[name].words)
+
+
+def assert_rows_are_sent_in_8_bits(found: Graphs, plain: Graphs, words: tuple[str, ...]) -> None:
+    """Tokens and gradients of sums are; sums, gradients of tokens, and rows of skipped layers are not."""
+
+    def calling(graphs: Graphs, op: str) -> list[str]:
+        return [text for text in graphs.code if f"graphmoe.{op}.default]" in text]
+
+    stored = calling(found, "symm_bring_fp8")
+    assert {text.partition(":")[0] for text in stored} == {"moe_dispatch", "moe_combine"}
+    assert not calling(plain, "symm_bring_fp8")
+    assert bool(calling(found, "symm_combine_grad")) == (SKIPS in words)
+    for op in ("symm_combine", "symm_dispatch_grad"):
+        assert len(calling(found, op)) == len(calling(plain, op)) > 0
+    # x in F, which is kept in 8 bits, and dy in I; of a forward that is computed again x in I too.
+    counts = [text.count("graphmoe.fp8_arrived.default]") for text in calling(found, "fp8_arrived")]
+    assert set(counts) == ({1, 2} if TWICE in words else {1})

@@ -36,7 +36,8 @@ VIEWS = {
     aten.detach.default,
 }
 """Operations that show the memory of their input."""
-RECOMPUTED = VIEWS | {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+RECOMPUTED = VIEWS | CASTS
 """Views and casts: W computes these again from what I keeps anyway."""
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
@@ -125,7 +126,20 @@ def _is_cheap(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.target in RECOMPUTED
+    if _narrows(node):
+        source = node.all_input_nodes[0]
+        return _is_materialised(source) or _is_cheap_pointwise(source)
     return node.target in RECOMPUTED or _is_cheap_pointwise(node)
+
+
+def _narrows(node: fx.Node) -> bool:
+    """Return whether a node casts to a smaller dtype: what it reads would be kept in the larger one."""
+    if node.target not in CASTS:
+        return False
+    source, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(source, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    return value.dtype.itemsize < source.dtype.itemsize
 
 
 def _is_cheap_pointwise(node: fx.Node) -> bool:

@@ -149,3 +149,16 @@ def test_a_backward_without_weights_is_left_whole():
         name="sin",
     )
     assert made.backward is not None and not made.weight_gradients and made.input_gradients == (0,)
+
+
+def test_a_value_is_handed_on_in_the_dtype_that_both_read():
+    def backward(dy: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest = dy.float().abs().amax(-1, keepdim=True)
+        stored = (dy.float() / largest).to(torch.bfloat16)
+        return stored @ w, stored.t() @ x
+
+    given = [torch.randn(8, 4), torch.randn(4, 6, dtype=torch.bfloat16), torch.randn(8, 6).bfloat16()]
+    cut = split_backward(make_fx(backward, tracing_mode="fake")(*given), [1])
+    handed = outputs_of(cut.inputs)[1:]
+    assert [node.meta["val"].dtype for node in handed] == [torch.bfloat16]
+    assert run_both(cut, 1, given)[1].equal(backward(*given)[1])

@@ -38,7 +38,7 @@ class Tile:
 
 ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(64, 256, 64, 256, 2, flatten=False)}
 WEIGHTS = {
-    "hopper": Tile(128, 128, BLOCK_R, 128, 3, subtiles=4, per_unit=2),
+    "hopper": Tile(128, 128, BLOCK_R, 128, 3, subtiles=8, per_unit=2),
     "instinct": Tile(128, 128, BLOCK_R, 256, 1),
 }
 SMALL = Tile(128, 256, 64, 256, 2, flatten=False)

@@ -51,13 +51,19 @@ SENT: dict[Any, Any] = {
 DENSE = ("attn", "mlp", "shared_experts")
 
 
-def fp8_linear(graph: fx.Graph, *, products: Sequence[str] = DENSE, wgrad: str = "fp8") -> Rewrites:
-    """Put `fp8_linear` in place of the products of some segments or parts."""
-    found = [(call, products, wgrad) for call in calls(graph, aten.mm)]
+def fp8_linear(
+    graph: fx.Graph,
+    *,
+    products: Sequence[str] = DENSE,
+    wgrad: str = "fp8",
+    plain: Sequence[Sequence[int]] = (),
+) -> Rewrites:
+    """Put `fp8_linear` in place of the products of some segments or parts, but for ``plain`` weights."""
+    found = [(call, products, wgrad, plain) for call in calls(graph, aten.mm)]
     return rewrite(_replace, found, f"{len(found)} products of two matrices, none in {', '.join(products)}")
 
 
-def _replace(call: Node, products: Sequence[str], wgrad: str) -> str | None:
+def _replace(call: Node, products: Sequence[str], wgrad: str, plain: Sequence[Sequence[int]]) -> str | None:
     where = call.meta.get("custom", {})
     if not {where.get("part"), where.get("segment")} & {*products}:
         return ""
@@ -68,6 +74,8 @@ def _replace(call: Node, products: Sequence[str], wgrad: str) -> str | None:
     uneven = [size for size in shape(weight) if size % ALIGNED]
     if uneven:
         return f"{uneven[0]} of its weight {list(shape(weight))} is no multiple of {ALIGNED}"
+    if [*shape(weight)] in [[*each] for each in plain]:
+        return f"its weight {list(shape(weight))} is no faster in 8 bits (precision.fp8_measure)"
     call.replace_all_uses_with(put(call, ops.fp8_linear.default, x, weight, wgrad))
     return None
 

@@ -28,6 +28,7 @@ from graphmoe.config.choices import AuxLoss as AuxLoss
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard
+from graphmoe.config.choices import Fp8Measure as Fp8Measure
 from graphmoe.config.choices import Fp8Recipe as Fp8Recipe
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
@@ -193,6 +194,8 @@ class PrecisionConfig:
     """Weight gradients of attn, mlp and shared_experts: in fp8, or bf16, from the stored rows."""
     fp8_skip_layers: list[int] = field(default_factory=list)
     """Layers without fp8, counted as in recompute.layer_ids, or from the end, such as [0,-1]."""
+    fp8_measure: Fp8Measure = Fp8Measure.auto
+    """auto times each product on a GPU and keeps bf16 where fp8 is not 2% faster; none takes fp8 for all."""
     deterministic: bool = False
     """Use deterministic kernels only, so that two runs on a GPU are bitwise equal; slower."""
 

@@ -76,6 +76,12 @@ def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePiece
     return [weight for _, weight in _named_weights(model, layout, stages)]
 
 
+def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
+    """Return a rank's parameters of one layer, those of multi-token prediction last, by name."""
+    kind = "dense" if layer < model.num_dense_layers else "moe" if layer < model.num_layers else "mtp"
+    return _parts(model, layout)[kind]
+
+
 def _named_weights(
     model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]
 ) -> list[tuple[str, Tensor]]:

@@ -6,23 +6,24 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from graphmoe.config.ranges import own_code
-from graphmoe.config.schema import ConfigError, Fp8Recipe, PassesConfig, RunConfig
+from graphmoe.config.schema import ConfigError, PassesConfig, RunConfig
 from graphmoe.ops.fp8 import reason_against
+from graphmoe.ops.fp8_choice import ALL_IN_FP8, Experts, InBf16
 from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import has_experts, travels_in_fp8
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -38,8 +39,26 @@ from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, lowest_stage, run_segments
+from graphmoe.training.products import (
+    dense_products,
+    describe_products,
+    fp8_passes,
+    measured,
+    plain_products,
+    skipped_layers,
+    skips_experts,
+)
 
 log = logging.getLogger(__name__)
+
+
+class Chosen(NamedTuple):
+    """Choices by measured times, which a checkpoint keeps: by others a resumed run would have other sums."""
+
+    experts: str = ""
+    """Backends of the experts' forward, dgrad and wgrad; empty where none run."""
+    fp8: Mapping[str, float] = {}  # noqa: RUF012  # nobody changes it
+    """Speeds in 8 bits of the products that were timed."""
 
 
 class Execution:
@@ -52,12 +71,12 @@ class Execution:
         optimizer: StepOptimizer,
         ranks: Ranks,
         folder: Path,
-        experts: str,
+        chosen: Chosen,
     ) -> None:
-        """Make the executor; ``experts`` is a checkpoint's, or empty.
+        """Make the executor; ``chosen`` is a checkpoint's, or empty.
 
-        On a GPU ``moe.experts=auto`` may measure kernels here. *Raises* ConfigError for a backend that
-        cannot run.
+        On a GPU ``moe.experts=auto`` and ``precision.fp8_measure=auto`` may measure kernels here. *Raises*
+        ConfigError for a backend that cannot run.
         """
         config, scope = plan.config, plan.config.graph.scope
         self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
@@ -67,13 +86,16 @@ class Execution:
         """Capture of graphs; None where nothing is captured."""
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """Overlap of two micro-batches in turns; None where one follows the other."""
-        self.experts = experts
-        """Backends of the experts' forward, dgrad and wgrad; a resumed run must take the same."""
-        names = [spec.name for spec in select_passes(config.passes, fp8_passes(config))]
-        self.fuses = config.compile.enabled and "fuse_experts" in names
+        self.chosen = chosen
+        """The choices of this run, once it is made."""
+        passes = select_passes(config.passes, fp8_passes(config))
+        names = [spec.name for spec in passes] if config.compile.enabled else []
+        self.fuses = "fuse_experts" in names
         """True where the routed experts run as one operation."""
-        self._in_fp8 = config.compile.enabled and "fp8_experts" in names and not _skips_experts(config)
-        """True where all routed experts are in 8 bits."""
+        self._dense = dense_products(plan) if "fp8_linear" in names else {}
+        """Weights of products that may be in 8 bits, by name."""
+        self._in_fp8 = "fp8_experts" in names and has_experts(config.model)
+        """True where experts are in 8 bits, but for those of layers without."""
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -89,7 +111,7 @@ class Execution:
             self._compile(device, optimizer)
             if not self.fuses:
                 _warn("the pass fuse_experts off", unused)
-            elif self._in_fp8:
+            elif self._in_fp8 and not skips_experts(config):
                 _warn(f"precision.fp8={config.precision.fp8.value} of experts", unused)
             if self.fuses and "moe_act" in self._recompute.parts:
                 _warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
@@ -110,13 +132,13 @@ class Execution:
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
         store = CompileCache(folder, shared=config.compile.cache_shared)
         dump = self._folder / "graphs" if config.passes.dump and ranks.is_first else None
-        # Before the choice of experts' kernels, which compiles those that it measures.
+        # Before the choice of kernels, which compiles those that it measures.
         facts = facts_of(config, select_passes(config.passes, in_fp8), device)
         traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
-        if self.fuses and has_experts(config.model) and not self._in_fp8:
-            self.experts = ranks.on_first(lambda: chosen_experts(self._plan, device, store, self.experts))
-        runner = functools.partial(pass_runner, config, self.experts or "torch", dump)
+        self.chosen, plain = ranks.on_first(lambda: self._choose(store))
+        self._in_fp8 &= not plain.experts
+        runner = functools.partial(pass_runner, config, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
@@ -124,17 +146,32 @@ class Execution:
         """Graphs that were compiled when the cache was last added to."""
         self.execute = self.compiled
 
+    def _choose(self, store: CompileCache) -> tuple[Chosen, InBf16]:
+        """Choose the products that stay in bf16, and the kernels of experts that do."""
+        plan, (experts, known) = self._plan, self.chosen
+
+        @functools.cache
+        def backends() -> str:
+            return chosen_experts(plan, self.device, store, experts)
+
+        def timed() -> Experts:
+            return Experts(mlp_shape(plan), backends())
+
+        found = measured(plan, self._dense, timed if self._in_fp8 else None, known, self.device, store)
+        plain = plain_products(self._dense, found)
+        in_fp8 = self._in_fp8 and not plain.experts and not skips_experts(plan.config)
+        if self.fuses and has_experts(plan.config.model) and not in_fp8:
+            experts = backends()
+        return Chosen(experts, found), plain
+
     def describe(self) -> list[str]:
         """Say how the code of the run is made, in a few words each."""
         if self.compiled is None:
             return ["none, compile.enabled=false"]
         passes = len(self.compiled.passes())
-        experts = [f"experts run on {self.experts} (forward,dgrad,wgrad)"] if self.experts else []
-        precision = self._config.precision
-        products = f"{precision.fp8.value} fp8 in {', '.join(precision.fp8_products)}"
-        if skipped := sorted(skipped_layers(self._config)):
-            products += f", not in {'layers' if len(skipped) > 1 else 'layer'} {', '.join(map(str, skipped))}"
-        in_fp8 = [products] if fp8_passes(self._config) else []
+        kernels = self.chosen.experts
+        experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
+        in_fp8 = describe_products(self._config, self.chosen.fp8)
         return [f"{passes} passes", self._cache.found, *experts, *in_fp8]
 
     def compile_update(
@@ -190,40 +227,17 @@ class Execution:
         return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
 
 
-def pass_runner(config: RunConfig, experts: str, dump: Path | None, trains: bool) -> PassRunner:
+def pass_runner(
+    config: RunConfig, experts: str, dump: Path | None, trains: bool, *, plain: InBf16 = ALL_IN_FP8
+) -> PassRunner:
     """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
     knobs: dict[str, dict[str, Any]] = {
         "fuse_loss": {"needs_grad": trains},
         "fuse_experts": {"backend": experts},
     }
-    in_fp8, skips = fp8_passes(config), skipped_layers(config)
+    in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)
     specs = select_passes(config.passes, knobs | in_fp8)
     return PassRunner([replace(s, skips=skips) if s.name in in_fp8 else s for s in specs], dump)
-
-
-def fp8_passes(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return the passes of products in 8 bits with their parameters; none where there are none."""
-    precision = config.precision
-    if precision.fp8 is Fp8Recipe.none:
-        return {}
-    dense = [name for name in precision.fp8_products if name != "experts"]
-    passes: dict[str, dict[str, Any]] = {"fp8_quantise": {}}
-    if dense:
-        passes["fp8_linear"] = {"products": dense, "wgrad": precision.fp8_wgrad.value}
-    if "experts" in precision.fp8_products:
-        passes["fp8_experts"] = {}
-        passes["fp8_quantise"]["travels"] = travels_in_fp8(config)
-    return passes
-
-
-def skipped_layers(config: RunConfig) -> frozenset[int]:
-    """Return the layers without products in 8 bits, counted from 0."""
-    count = config.model.num_layers + config.model.mtp_depth
-    return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
-
-
-def _skips_experts(config: RunConfig) -> bool:
-    return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))
 
 
 def _warn(because: str, unused: dict[str, Any]) -> None:

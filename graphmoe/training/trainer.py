@@ -35,7 +35,7 @@ from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build
-from graphmoe.training.executor import Execution
+from graphmoe.training.executor import Chosen, Execution
 from graphmoe.training.log_lines import StepLog, start_block
 from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
 from graphmoe.training.micro_batches import Pipelined, micro_batches_of
@@ -80,7 +80,7 @@ class Trainer:
         )
         self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
         self.saves = Saves(self.store, config, ranks)
-        self.step, self.experts = 0, ""
+        self.step, self.chosen = 0, Chosen()
         self.stopped_by: str | None = None
         """Name of the signal that ended the run early, if one did."""
         self.first_step_s: float | None = None
@@ -92,8 +92,8 @@ class Trainer:
         """Last step whose metrics are due to be written, and the epoch after it."""
         self._restore()
         self._first = self.step + 1
-        self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.experts)
-        self.capture, self.experts = self.execution.capture, self.execution.experts
+        self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.chosen)
+        self.capture, self.chosen = self.execution.capture, self.execution.chosen
         log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
         validates = train.val_batches > 0 and self.corpus.val is not None
         self.execution.compile_update(self.optimizer, self.model.segment_lists(), validates=validates)
@@ -296,7 +296,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "loader": self.loader.state_dict(),
             "random": random_state(),
-            "experts": self.experts,
+            **self.chosen._asdict(),
             "step": self.step,
         }
 
@@ -312,7 +312,7 @@ class Trainer:
         if not store.latest():
             refuse_other_tokenizer(self.config, self.corpus.tokenizer)
         # absent before a checkpoint kept them; what only the checkpoint has is added
-        del state["experts"], state["loader"]["contents"]
+        del state["experts"], state["fp8"], state["loader"]["contents"]
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):
@@ -322,7 +322,7 @@ class Trainer:
             self._import_weights()
             return
         self.saves.taken(store, found, state)
-        self.step, self.experts = state["step"], state.get("experts", "")
+        self.step, self.chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
         if self.step > self.config.train.steps:
             raise ConfigError(
                 f"train.steps={self.config.train.steps}, but {store.folder} is at step {self.step} already; "

@@ -90,6 +90,13 @@ def test_sides_that_are_no_multiple_of_16_are_left():
     assert_left(traced(lambda x, w: F.linear(x, w), x, odd), "24 of its weight [32, 24] is no multiple", HERE)
 
 
+def test_weights_that_are_to_stay_in_their_dtype_are_left():
+    plain = functools.partial(HERE, plain=[[48, 32]])
+    found, (result,) = rewritten(traced(two_products, *weights()), plain)
+    assert result.matches == 1 and operations(found)["mm"] == 2
+    assert all("its weight [48, 32] is no faster" in reason for reason in result.left)
+
+
 BEHIND = (fuse_permutation, fuse_activation, fuse_experts)
 
 

@@ -125,7 +125,7 @@ def test_keys_that_do_nothing_are_named(tmp_path, caplog):
 
 def test_the_experts_of_a_prediction_layer_are_experts(tmp_path, as_traced):
     words = ("model.num_dense_layers=2", "model.mtp_depth=1", "train.steps=1", "compile.cache=false")
-    assert train_in(tmp_path / "run", *COMPILED, *words).execution.experts == "torch,torch,torch"
+    assert train_in(tmp_path / "run", *COMPILED, *words).execution.chosen.experts == "torch,torch,torch"
 
 
 def test_a_checkpoint_from_before_it_kept_the_experts_backend_is_read(tmp_path):

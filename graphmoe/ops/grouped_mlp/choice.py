@@ -143,12 +143,10 @@ def milliseconds(
     place of a time.
     """
     generator = torch.Generator(device).manual_seed(0)
-    logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=device)
-    weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
-    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
+    weight_TK, plan = random_routing(shape, generator)
     op, last = direction, []
     try:
-        inputs = random_inputs(direction, shape, weight_TK.contiguous(), (slot_R, row_TK, ends_E), generator)
+        inputs = random_inputs(direction, shape, weight_TK, plan, generator)
         if direction == "wgrad":
             sizes = (shape.E, 2 * shape.F, shape.D), (shape.E, shape.D, shape.F)
             inputs += [torch.empty(size, device=device) for size in sizes]
@@ -178,6 +176,16 @@ def call_op(direction: str, *arguments: Any) -> Any:
     return getattr(torch.ops.graphmoe, name)(*arguments)
 
 
+def random_routing(
+    shape: MlpShape, generator: torch.Generator
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Weights of slots and the plan of tokens that choose experts by a softmax of random logits."""
+    logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=generator.device)
+    weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
+    _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
+    return weight_TK.contiguous(), (slot_R, row_TK, ends_E)
+
+
 def random_inputs(
     direction: str,
     shape: MlpShape,
@@ -203,11 +211,18 @@ def random_inputs(
 def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str, Any]:
     return {
         "shape": str(shape),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "backends": names,
+        "packages": {name: packages.version_of(VENDORS[name].module) for name in names if name in VENDORS},
+        **machine_facts(device),
+    }
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """Return what times depend on beside sizes: the device, versions, and the sources of operations."""
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "triton": _triton_version(),
-        "packages": {name: packages.version_of(VENDORS[name].module) for name in names if name in VENDORS},
         "source": _source_hash(),
     }
 
@@ -222,12 +237,10 @@ def _triton_version() -> str | None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Hash of the kernels and their configs, and of the row operations around them."""
-    folder = Path(__file__).parent
-    files = [*folder.glob("*.py"), *folder.parent.glob("*.py")]
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    """Hash of the sources of all operations."""
+    folder, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -104,7 +104,9 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("data", ("val_fraction",), "with data.hf_val_split")
     if config.precision.fp8 is Fp8Recipe.none:
         yield _Unused(
-            "precision", ("fp8_products", "fp8_wgrad", "fp8_skip_layers"), "with precision.fp8=none"
+            "precision",
+            ("fp8_products", "fp8_wgrad", "fp8_skip_layers", "fp8_measure"),
+            "with precision.fp8=none",
         )
     if schedule in ("cosine", "constant"):
         yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")

@@ -1,0 +1,185 @@
+"""Choice of the products that run in 8 bits: those that are faster so, forward and gradients together.
+
+Each product is timed once for its sizes and the device, beside the same in the dtype of the weights, and the
+answer is remembered: another choice would change numbers, and a resumed run must be bitwise equal.
+
+Suffixes: R rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
+"""
+
+import logging
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmoe.config.schema import ConfigError
+from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8_linear import product, row_factors
+from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
+from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
+
+log = logging.getLogger(__name__)
+ops = torch.ops.graphmoe
+KEY = "precision.fp8_measure"
+NAME = "fp8"
+"""Name under which answers are remembered."""
+EXPERTS = "experts"
+PAYS = 1.02
+"""Least speed of a product in 8 bits, of the same in bf16, with which it runs so."""
+REPEATS = 20
+"""Timed calls of each form."""
+FORMS = ("plain", "fp8", "weights")
+"""Calls of a product: in its own dtype, in 8 bits, and the storing of its weights, once a step."""
+
+
+class InBf16(NamedTuple):
+    """Products that stay in bf16 although `precision.fp8_products` names them."""
+
+    shapes: tuple[tuple[int, int], ...] = ()
+    """Weights [N, K] of dense products."""
+    experts: bool = False
+
+
+ALL_IN_FP8 = InBf16()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A product of R rows with a weight [N, K], and its gradients."""
+
+    R: int
+    N: int
+    K: int
+    wgrad: str
+    """Form of the weight's gradient, as in `ops.fp8_linear`."""
+    dtype: torch.dtype = torch.bfloat16
+
+    def calls(self, device: torch.device) -> dict[str, Call]:
+        """Return `FORMS` on random numbers.
+
+        The operations are those of a compiled graph but for the storing of rows in 8 bits, which Inductor
+        joins with what makes the rows: here a kernel of its own does it, which moves as many bytes or more.
+        Each product stores its input, though in a graph two products of one input store it once.
+        """
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator, device=device).to(self.dtype)
+
+        x, dy, w = normal(self.R, self.K), normal(self.R, self.N), normal(self.N, self.K)
+        along, (turned_1, scale_1) = ops.fp8_rows(w), ops.fp8_columns(w[None])
+        turned = turned_1[0], scale_1[0]
+        factor, scale = row_factors(ops.fp8_rows(dy)[1], ops.fp8_rows(x)[1])
+        one = torch.ones_like(scale)
+
+        def plain() -> Any:
+            return x @ w.t(), dy @ w, dy.t() @ x
+
+        def in_fp8() -> Any:
+            stored, gradient = ops.fp8_rows(x), ops.fp8_rows(dy)
+            for (q, of_rows), (q_w, of_w) in ((stored, along), (gradient, turned)):
+                product(q, q_w, of_rows, of_w, self.dtype)
+            if self.wgrad == "bf16":
+                return dy.t() @ stored[0].to(self.dtype)
+            left, right = ops.fp8_transposed(gradient[0], factor), ops.fp8_transposed(stored[0], None)
+            return torch._scaled_mm(left, right.t(), scale, one, out_dtype=torch.float32)
+
+        def weights() -> Any:
+            return ops.fp8_rows(w), ops.fp8_columns(w[None])
+
+        return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of a layer, and their gradients."""
+
+    shape: MlpShape
+    backends: str
+    """Kernels that they have in bf16."""
+
+    def calls(self, device: torch.device) -> dict[str, Call]:
+        """Return `FORMS` on a natural routing; weight gradients are stored in fp32, as a step has them."""
+        shape, generator = self.shape, torch.Generator(device).manual_seed(0)
+        weight_TK, plan = random_routing(shape, generator)
+        x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
+        dy, layer = torch.randn_like(x), (gate_up, down, weight_TK, *plan)
+        totals = [torch.empty(each.shape, device=device) for each in (gate_up, down)]
+        along, turned = ([*f(gate_up), *f(down)] for f in (ops.fp8_rows, ops.fp8_columns))
+
+        def plain() -> None:
+            _, h = ops.grouped_mlp(x, *layer, self.backends)
+            _, _, *made = ops.grouped_mlp_dgrad(dy, h, *layer, self.backends)
+            ops.grouped_mlp_wgrad_into(dy, x, *made, *plan, *totals, self.backends, False)
+
+        def in_fp8() -> None:
+            stored = ops.fp8_rows(x)
+            _, *h = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype)
+            gradient = ops.fp8_rows(dy)
+            _, _, *made = ops.fp8_mlp_dgrad(*gradient, *h, *turned, weight_TK, *plan, shape.dtype)
+            ops.fp8_mlp_wgrad_into(*gradient, *stored, *made, *plan, *totals, False)
+
+        def weights() -> Any:
+            return [(ops.fp8_rows(each), ops.fp8_columns(each)) for each in (gate_up, down)]
+
+        return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
+
+
+def speeds(
+    products: Mapping[str, Dense | Experts],
+    num_micro_batches: int,
+    device: torch.device,
+    memory: Memory | None,
+) -> dict[str, float]:
+    """Return how many times as fast each product is in 8 bits, the storing of activations included.
+
+    That of weights counts in parts, one for each micro-batch of a step. ``memory`` has the answers of
+    earlier runs; None measures and keeps nothing. Launches kernels and waits for them where it measures, so
+    never call it inside a capture. *Raises* ConfigError where there is no memory to measure.
+    """
+    found = {}
+    for name, each in products.items():
+        ms = _milliseconds(name, each, device, memory)
+        found[name] = ms["plain"] / (ms["fp8"] + ms["weights"] / num_micro_batches)
+    return found
+
+
+def slower(found: Mapping[str, float]) -> list[str]:
+    """Return the products that stay in bf16."""
+    return [name for name, speed in found.items() if speed < PAYS]
+
+
+def to_text(found: Mapping[str, float]) -> str:
+    """Say which products run in 8 bits, and how fast the others would."""
+    left = slower(found)
+    those = f"; bf16 for: {', '.join(f'{name} ({found[name]:.2f}x)' for name in left)}" if left else ""
+    return f"fp8 in {len(found) - len(left)} of {len(found)} products{those}"
+
+
+def _milliseconds(
+    name: str, of: Dense | Experts, device: torch.device, memory: Memory | None
+) -> dict[str, float]:
+    facts = {"product": str(of), **machine_facts(device)}
+    known = None if memory is None else memory.recall(NAME, facts)
+    if known is not None and _is_answer(known):
+        return dict(known)
+    try:
+        calls = of.calls(device)
+        for call in calls.values():
+            for _ in range(WARM_UP_CALLS):
+                call()
+        times = time_in_turns(calls, REPEATS, device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{KEY}=auto has no memory to time {name} ({error}); use {KEY}=none") from None
+    found = {form: statistics.median(every) for form, every in times.items()}
+    log.info("%s=auto: %s: %s", KEY, name, ", ".join(f"{form} {ms:.3f} ms" for form, ms in found.items()))
+    holds = found if memory is None else memory.remember(NAME, facts, found)
+    return holds if _is_answer(holds) else found
+
+
+def _is_answer(entry: Any) -> bool:
+    numbers = entry.values() if isinstance(entry, dict) and entry.keys() == {*FORMS} else [0.0]
+    return all(isinstance(ms, float) and ms > 0 for ms in numbers)

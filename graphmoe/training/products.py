@@ -1,0 +1,108 @@
+"""Products of a run in 8 bits: their passes and layers, and the choice of those that stay in bf16."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe, RunConfig
+from graphmoe.model.sizes import layer_weights
+from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
+from graphmoe.ops.fp8_linear import ALIGNED
+from graphmoe.ops.grouped_mlp.choice import Memory
+from graphmoe.plan.experts import travels_in_fp8
+from graphmoe.plan.plan import Plan
+
+
+def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, Any]]:
+    """Return the passes of products in 8 bits with their parameters; none where there are none."""
+    precision = config.precision
+    if precision.fp8 is Fp8Recipe.none:
+        return {}
+    dense = [name for name in precision.fp8_products if name != EXPERTS]
+    passes: dict[str, dict[str, Any]] = {"fp8_quantise": {}}
+    if dense:
+        shapes = [[*shape] for shape in plain.shapes]
+        passes["fp8_linear"] = {"products": dense, "wgrad": precision.fp8_wgrad.value, "plain": shapes}
+    if EXPERTS in precision.fp8_products and not plain.experts:
+        passes["fp8_experts"] = {}
+        passes["fp8_quantise"]["travels"] = travels_in_fp8(config)
+    return passes
+
+
+def skipped_layers(config: RunConfig) -> frozenset[int]:
+    """Return the layers without products in 8 bits, counted from 0."""
+    count = config.model.num_layers + config.model.mtp_depth
+    return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
+
+
+def skips_experts(config: RunConfig) -> bool:
+    """Return whether the experts of some layer stay in bf16."""
+    return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))
+
+
+def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return the weights [N, K] of a rank's products that may be in 8 bits, each shape once, by a name."""
+    config, shapes = plan.config, dict[tuple[int, int], dict[str, None]]()
+    count = config.model.num_layers + config.model.mtp_depth
+    for layer in sorted({*range(count)} - skipped_layers(config)):
+        for path, weight in layer_weights(config.model, plan.layout, layer).items():
+            product = next((name for name in config.precision.fp8_products if f".{name}." in path), None)
+            if product and weight.dim() == 2 and not any(size % ALIGNED for size in weight.shape):
+                shapes.setdefault((weight.shape[0], weight.shape[1]), {})[product] = None
+    return {f"{'+'.join(names)} {N}x{K}": (N, K) for (N, K), names in shapes.items()}
+
+
+def measures(device: torch.device) -> bool:
+    """Return whether products are timed on a device: a CPU has 8 bits only so that one can try them."""
+    return device.type == "cuda"
+
+
+def measured(
+    plan: Plan,
+    dense: Mapping[str, tuple[int, int]],
+    experts: Callable[[], Experts] | None,
+    known: Mapping[str, float],
+    device: torch.device,
+    memory: Memory,
+) -> dict[str, float]:
+    """Return the speeds in 8 bits of products by name: those that are ``known``, and on a GPU all others.
+
+    ``dense`` are weights; ``experts`` finds what to time of these, and is None where they are no product.
+    Rows that are told to travel in 8 bits tell their experts to take them so.
+    """
+    precision, travels = plan.config.precision, plan.config.moe.dispatch_dtype is DispatchDtype.fp8
+    wanted = [*[EXPERTS] * (experts is not None and not travels), *dense]
+    found = {name: known[name] for name in wanted if name in known}
+    if precision.fp8_measure is Fp8Measure.none:
+        return {}
+    if not measures(device):
+        return found
+    # A weight meets the rows of all ranks of tp.
+    rows, wgrad = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value
+    products: dict[str, Dense | Experts] = {
+        name: Dense(rows, *shape, wgrad, plan.dtype) for name, shape in dense.items() if name not in found
+    }
+    if experts is not None and EXPERTS in wanted and EXPERTS not in found:
+        products[EXPERTS] = experts()
+    return found | speeds(products, plan.num_micro_batches, device, memory)
+
+
+def plain_products(dense: Mapping[str, tuple[int, int]], found: Mapping[str, float]) -> InBf16:
+    """Return what the speeds of products leave in bf16."""
+    left = slower(found)
+    return InBf16(tuple(dense[name] for name in left if name in dense), EXPERTS in left)
+
+
+def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str]:
+    """Say which products are in 8 bits, by their speeds where these are known."""
+    precision, skipped = config.precision, sorted(skipped_layers(config))
+    if precision.fp8 is Fp8Recipe.none:
+        return []
+    products = to_text(found) if found else f"fp8 in {', '.join(precision.fp8_products)}"
+    if not found and precision.fp8_measure is Fp8Measure.auto:
+        products += ", whether they gain or not: only those of a GPU are timed"
+    if EXPERTS in slower(found) and travels_in_fp8(config):
+        products += "; so rows travel to experts in bf16"
+    layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
+    return [f"{precision.fp8.value} {products}", *[layers] * bool(skipped)]

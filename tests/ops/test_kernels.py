@@ -26,12 +26,15 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
         "_spread_kernel 64 weighted": (1, 16),
         "_sum_kernel 64 weighted": (16, 1),
     },
-    # 64 bytes of each thread that pulls or puts; packing one vector, beside four of counts and ends, which is
-    # stored in up to six blocks, where it is received, and as a token; summing one of each place.
+    # 64 bytes of each thread that pulls or puts; packing one vector, beside four of counts and ends (two
+    # where rows are words), which is stored in up to six blocks, where it is received, and as a token;
+    # summing one of each place.
     "test_symm": {
         "pull_kernel": (4, 4),
         "put_kernel": (4, 4),
         "pack_kernel": (5, 8),
+        "pull_kernel of words": (4, 4),
+        "pack_kernel of words": (3, 8),
         "sum_kernel 6": (6, 1),
         "sum_kernel 16": (16, 1),
     },

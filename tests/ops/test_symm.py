@@ -130,6 +130,7 @@ def ahead_of_time_cases():
     tokens, rows, block = 4099, 40_001, 601
     region = Region.with_room_for(Sizes(tokens, 2 * HIDDEN, SLOTS, SLOTS, rows, block), 8)
     x, y = meta(tokens, HIDDEN, dtype=torch.bfloat16), meta(rows, HIDDEN, dtype=torch.bfloat16)
+    words, received = (meta(n, HIDDEN // 4, dtype=torch.int32) for n in (tokens, rows))  # of rows in 8 bits
     sizes = (8,), (8,), (tokens, SLOTS), (tokens * SLOTS,), (8, 8)
     *plan, arrivals = (meta(size, dtype=torch.int32) for size in sizes)
     plan, dweight = SendPlan(*plan), meta(rows, SLOTS)
@@ -142,6 +143,8 @@ def ahead_of_time_cases():
         ("with slots", launches.receive, peers, region, rows, SLOTS, 2 * HIDDEN, block),
         ("of tokens", launches.receive, peers, region, rows, 0, 2 * HIDDEN, block),
         ("", launches.pull, peers, meta(rows, dtype=torch.int64), y, arrivals, block),
+        ("of words", launches.pack, peers, region, words, plan, received, block),
+        ("of words", launches.pull, peers, meta(rows, dtype=torch.int64), received, arrivals, block),
         ("", launches.put_live, peers, region.sums, y, arrivals, block),
         ("of weights", launches.put_live, peers, region.dweights, dweight, arrivals, block),
         ("", launches.way_back, peers, region, way, None, y, dweight),

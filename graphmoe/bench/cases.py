@@ -26,8 +26,11 @@ from graphmoe.ops.timing import WARM_UP_CALLS, spread, time_in_turns
 log = logging.getLogger(__name__)
 FLOPS_PER_S = 790e12
 """An 8192 x 8192 x 8192 bf16 matrix product on random data on an H200."""
+FP8_FLOPS_PER_S = 1450e12
+"""The same product of numbers of 8 bits, a scale for each row of either side."""
 BYTES_PER_S = 4.3e12
 """A copy on an H200, bytes read and written."""
+RATES = {"FLOPs": FLOPS_PER_S, "fp8 FLOPs": FP8_FLOPS_PER_S, "bytes": BYTES_PER_S}
 TOLERANCE = 0.03
 """Largest relative difference (Frobenius) of right results; bf16 sums in another order differ by 0.005."""
 SKEW = 4
@@ -71,7 +74,7 @@ class Operation:
     name: str
     shape: dict[str, int]
     amount: int
-    kind: Literal["FLOPs", "bytes"]
+    kind: Literal["FLOPs", "fp8 FLOPs", "bytes"]
     results: tuple[str, ...]
     make: Callable[[], Mapping[str, Callable[[], Run]]]
     """Allocate inputs; return the alternatives, reference first, each with what puts its inputs in place."""
@@ -82,7 +85,7 @@ class Operation:
     @property
     def floor_ms(self) -> float:
         """Milliseconds at the rate that was measured on an H200."""
-        return self.amount / (FLOPS_PER_S if self.kind == "FLOPs" else BYTES_PER_S) * 1e3
+        return self.amount / RATES[self.kind] * 1e3
 
     def case(self, device: torch.device, repeats: int) -> Case:
         """Its case, whose alternatives are timed ``repeats`` times each."""

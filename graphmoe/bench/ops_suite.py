@@ -15,6 +15,7 @@ from graphmoe.bench.arguments import BenchArgs
 from graphmoe.bench.cases import (
     BYTES_PER_S,
     FLOPS_PER_S,
+    FP8_FLOPS_PER_S,
     Cell,
     Measured,
     Operation,
@@ -26,6 +27,7 @@ from graphmoe.bench.cases import (
     run_cases,
 )
 from graphmoe.config.packages import VENDORS, is_installed
+from graphmoe.ops import fp8_choice
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 from graphmoe.ops.timing import FLUSH_BYTES, MAX_CASE_S, WARM_UP_CALLS
 
@@ -53,6 +55,8 @@ class Shapes(NamedTuple):
     swiglu: Sizes
     router: dict[str, Sizes]
     loss: Sizes
+    dense: dict[str, tuple[int, int, int]]
+    """Rows, outputs and inputs of products with a weight."""
 
 
 FULL = Shapes(
@@ -68,6 +72,14 @@ FULL = Shapes(
         "v3": {"T": 16384, "B": 4, "E": 256, "K": 8, "num_groups": 8, "topk_groups": 4},
     },
     {"T": 16384, "S": 4096, "D": 2048, "V": 102400},
+    {
+        "q": (16384, 3072, 2048),
+        "kv_a": (16384, 576, 2048),
+        "kv_b": (16384, 4096, 512),
+        "o": (16384, 2048, 2048),
+        "shared_gate_up": (16384, 5632, 2048),
+        "shared_down": (16384, 2048, 2816),
+    },
 )
 """Layers of DeepSeek-V2-Lite, Qwen3-30B-A3B, and an eighth of the experts of DeepSeek-V3."""
 TINY = Shapes(
@@ -83,6 +95,7 @@ TINY = Shapes(
         "v3": {"T": 64, "B": 4, "E": 32, "K": 4, "num_groups": 8, "topk_groups": 4},
     },
     {"T": 128, "S": 32, "D": 32, "V": 384},
+    {"q": (64, 48, 32), "o": (64, 32, 32)},
 )
 """Large enough to run every line, small enough for a CPU."""
 
@@ -116,6 +129,7 @@ def ops_suite(shapes: Shapes, device: torch.device) -> tuple[list[Operation], li
         *_swiglu_cases(shapes.swiglu, device),
         *(case for label, shape in shapes.router.items() for case in _router_cases(label, shape, device)),
         _loss_case(shapes.loss, device),
+        *_fp8_cases(shapes, device),
     ]
     return cases, left_out
 
@@ -278,6 +292,40 @@ def _loss_case(shape: Sizes, device: torch.device) -> Operation:
     return Operation(name, shape, 3 * 2 * T * D * V, "FLOPs", results, make, "peak")
 
 
+def _fp8_cases(shapes: Shapes, device: torch.device) -> Iterator[Operation]:
+    """Forward and backward of products in 8 bits, the storing of activations included, that of weights apart.
+
+    Their numbers are those of 8 bits, so alternatives are not compared: tests/ops does that.
+    """
+
+    def make(of: Callable[[], fp8_choice.Dense | fp8_choice.Experts]) -> Alternatives:
+        calls = of().calls(device)
+
+        def bind(form: str) -> Run:
+            def call() -> Results:
+                calls[form]()
+                return ()
+
+            return Run(call)
+
+        return {"bf16" if form == "plain" else form: functools.partial(bind, form) for form in calls}
+
+    for label, shape in shapes.mlp.items():
+        sizes = {name: size for name, size in vars(shape).items() if name != "dtype"}
+        experts = functools.partial(_experts_in_fp8, shape, device)
+        flops = 3 * 3 * 2 * shape.T * shape.K * shape.F * shape.D
+        bound = functools.partial(make, experts)
+        yield Operation(f"fp8_mlp/{label}", sizes, flops, "fp8 FLOPs", (), bound)
+    for label, (R, N, K) in shapes.dense.items():
+        bound = functools.partial(make, functools.partial(fp8_choice.Dense, R, N, K, "fp8"))
+        sizes = {"R": R, "N": N, "K": K}
+        yield Operation(f"fp8_linear/{label}", sizes, 3 * 2 * R * N * K, "fp8 FLOPs", (), bound)
+
+
+def _experts_in_fp8(shape: MlpShape, device: torch.device) -> fp8_choice.Experts:
+    return fp8_choice.Experts(shape, choose_backends("auto", shape, device, None))
+
+
 def _own(call: Callable[[], Results]) -> Alternatives:
     return {"graphmoe": lambda: Run(call)}
 
@@ -310,7 +358,8 @@ def _ops_legend(document: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Times: medians of up to {document['method']['repeats']} calls with cold caches, alternatives in "
         f"turns. Floors: FLOPs at {FLOPS_PER_S / 1e12:.0f} TFLOP/s (grouped_mlp, linear_cross_entropy), "
-        f"bytes at {BYTES_PER_S / 1e12:.1f} TB/s (the others), both as measured on an H200."
+        f"those of fp8 at {FP8_FLOPS_PER_S / 1e12:,.0f} (fp8_mlp, fp8_linear, their bf16 too), "
+        f"bytes at {BYTES_PER_S / 1e12:.1f} TB/s (the others), all as measured on an H200."
     )
     yield (
         "Memory: kept for the backward beside x and y (kept); most in use above the inputs and the "

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from graphmoe.bench.cases import route
 from graphmoe.config.schema import AttentionBackend
+from graphmoe.ops import fp8_linear, fp8_mlp
 from graphmoe.ops.attention import causal_attention, choose_backend
+from graphmoe.ops.fp8 import fp8_dtype, quantise, reason_against
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
 
 Calls = dict[str, Callable[[], object]]
@@ -52,6 +54,11 @@ def full_cases() -> Iterator[CalibrateCase]:
     yield from (attention(32, 4, 128, 128, tokens, 8192) for tokens in (1024, 4096, 8192))
     yield from (loss(tokens, 2048, 102400) for tokens in (512, 4096, 16384))
     yield copy(2**31)
+    yield from (fp8_dense(rows, *sides) for sides in WEIGHTS for rows in (512, 2048, 4096, 16384))
+    yield from (fp8_experts(replace(LITE, T=tokens)) for tokens in (512, 4096, 16384))
+    yield from (fp8_experts(replace(QWEN, T=tokens)) for tokens in (4096, 16384))
+    yield fp8_experts(MlpShape(4096, 7168, 2048, 32, 8))
+    yield fp8_quantise(64, 2816, 2048)
 
 
 def tiny_cases() -> Iterator[CalibrateCase]:
@@ -62,6 +69,9 @@ def tiny_cases() -> Iterator[CalibrateCase]:
     yield attention(2, 2, 24, 16, 32, 64)
     yield loss(64, 32, 128)
     yield copy(2**16)
+    yield from (fp8_dense(rows, 16, 32) for rows in (32, 64))
+    yield fp8_experts(MlpShape(64, 32, 16, 8, 2))
+    yield fp8_quantise(2, 32, 64)
 
 
 def dense(rows: int, inner: int, outer: int) -> CalibrateCase:
@@ -102,6 +112,77 @@ def experts(shape: MlpShape) -> CalibrateCase:
         }
 
     return CalibrateCase(f"grouped/{D}x{F}x{E}/{T}", F, T * K / E, 3 * 2 * T * K * D * F, make)
+
+
+def fp8_dense(rows: int, inner: int, outer: int) -> CalibrateCase:
+    """Products of sides that have their 8 bits and lie along what is contracted."""
+
+    def make(device: torch.device) -> Calls:
+        refuse_fp8(device)
+        product, normal = fp8_linear.product, _normal(device)
+        x, dy, w, w_turned, x_turned, dy_turned = (
+            quantise(normal(*sides), fp8_dtype())
+            for sides in (
+                (rows, inner), (rows, outer), (outer, inner), (inner, outer), (inner, rows), (outer, rows)
+            )
+        )  # fmt: skip
+        total_OI, one = torch.zeros(outer, inner, device=device), torch.ones((), device=device)
+
+        def gradient() -> Tensor:
+            return torch._scaled_mm(dy_turned[0], x_turned[0].t(), one, one, out_dtype=torch.float32)
+
+        return {
+            "fp8_dense/forward": lambda: product(x[0], w[0], x[1], w[1], torch.bfloat16),
+            "fp8_dense/inputs": lambda: product(dy[0], w_turned[0], dy[1], w_turned[1], torch.bfloat16),
+            "fp8_dense_weights": lambda: total_OI.copy_(gradient()),
+            "fp8_dense_weights_added": lambda: total_OI.add_(gradient()),
+        }
+
+    name, flops = f"fp8_dense/{inner}x{outer}/{rows}", 2 * rows * inner * outer
+    return CalibrateCase(name, (inner * outer) ** 0.5, rows, flops, make)
+
+
+def fp8_experts(shape: MlpShape) -> CalibrateCase:
+    """Grouped products in 8 bits, of tokens and weights that have theirs, on a natural routing."""
+    T, D, F, E, K = shape.T, shape.D, shape.F, shape.E, shape.K
+
+    def make(device: torch.device) -> Calls:
+        refuse_fp8(device)
+        normal, ops = _normal(device), torch.ops.graphmoe
+        _, plan, weight_TK = route(T, E, K, torch.Generator(device).manual_seed(0), device)
+        x, dy = (quantise(normal(T, D), fp8_dtype()) for _ in range(2))
+        weights = normal(E, 2 * F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
+        rows, columns = ([part for w in weights for part in of(w)] for of in (fp8_mlp.rows, fp8_mlp.columns))
+        last = torch.bfloat16
+        _, *h = ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last)
+        _, _, *made = ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last)
+        totals = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
+        sides = (*dy, *x, *made, *plan, *totals)
+        return {
+            "fp8_grouped/forward": lambda: ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last),
+            "fp8_grouped/inputs": lambda: ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last),
+            "fp8_grouped_weights": lambda: ops.fp8_mlp_wgrad_into(*sides, False),
+            "fp8_grouped_weights_added": lambda: ops.fp8_mlp_wgrad_into(*sides, True),
+        }
+
+    return CalibrateCase(f"fp8_grouped/{D}x{F}x{E}/{T}", F, T * K / E, 3 * 2 * T * K * D * F, make)
+
+
+def fp8_quantise(E: int, N: int, C: int) -> CalibrateCase:
+    """Rounding of bf16 rows to 8 bits."""
+
+    def make(device: torch.device) -> Calls:
+        refuse_fp8(device)
+        w_ENC = _normal(device)(E, N, C)
+        return {"fp8_quantise": lambda: fp8_mlp.rows(w_ENC)}
+
+    return CalibrateCase(f"fp8_quantise/{E}x{N}x{C}", 0, 0, 3 * E * N * C, make)
+
+
+def refuse_fp8(device: torch.device) -> None:
+    """Raise RuntimeError on a GPU without products in 8 bits."""
+    if reason := reason_against(device):
+        raise RuntimeError(f"fp8 {reason}")
 
 
 def router(tokens: int, hidden: int, num_experts: int) -> CalibrateCase:

@@ -18,6 +18,7 @@ from graphmoe.config.schema import ModelConfig
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.hardware import Card
+from graphmoe.plan.costs.rates import FP8
 
 SMALL_KERNELS = 200
 """Launched one after the other, in one graph on a GPU, for the least time of a kernel."""
@@ -75,7 +76,8 @@ def _case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -
         for name, samples in time_in_turns(calls, repeats, device).items():
             rate, ms = name.partition("/")[0], statistics.median(samples)
             work = case.work * WORK.get(rate, 1)
-            peak = card.hbm_tb_per_s * 1e12 if rate == "hbm" else card.tflops * 1e12
+            products = card.fp8_tflops if rate.startswith(FP8) else card.tflops
+            peak = (card.hbm_tb_per_s if rate in ("hbm", "fp8_quantise") else products) * 1e12
             rows.append({"rate": rate, "call": name, "work": work, "median_ms": ms})
             rows[-1]["share"] = work / ms * 1e3 / peak
         return rows

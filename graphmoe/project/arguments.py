@@ -34,6 +34,8 @@ class ProjectArgs:
     """Look for the layouts that fit the model on so many GPUs, by projected throughput."""
     top: int = 10
     """Layouts that search=true lists, > 0."""
+    try_fp8: bool = False
+    """search=true tries each layout with precision.fp8=rowwise too."""
     page: Path | None = None
     """Page with pictures to write, a file that ends in .html."""
 
@@ -50,6 +52,7 @@ NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
 """Keys of a run for the number of ranks, which this tool takes from ``nodes``."""
 GLOBAL_BATCH = "train.global_batch_size"
 MICRO_BATCH = "train.micro_batch_size"
+FP8 = "precision.fp8"
 NAMES_DATA = {"data", "data.source", "data.paths", "data.hf_name", "experiment"}
 DATA = "data=synthetic"
 ENDPOINT = "launch.endpoint=node0:29500"
@@ -89,6 +92,10 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
     if args.search and args.assumptions is Assumptions.published:
         problems.append("search=true has no assumptions=published; leave it out")
+    if args.try_fp8 and not args.search:
+        problems.append("try_fp8=true is of search=true; give it too, or precision.fp8=rowwise")
+    if args.try_fp8 and FP8 in fixed_keys(words):
+        problems.append(f"try_fp8=true tries both values of {FP8}; leave one of the two out")
     problems += file_problems("page", args.page, "page.html")
     if problems:
         raise ConfigError("; ".join(problems))

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import (
     ConfigError,
     ContextMethod,
+    Fp8Recipe,
     ModelConfig,
+    MoEConfig,
     ParallelConfig,
+    PrecisionConfig,
     RecomputeConfig,
     RunConfig,
 )
@@ -19,7 +22,7 @@ from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules.check import violations
 from graphmoe.plan.rules.experts import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
-from graphmoe.project.arguments import GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
+from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
 
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -49,7 +52,9 @@ class Candidates:
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._violated: dict[Layout, list[str]] = {}
+        self._violated: dict[tuple[Layout, Fp8Recipe], list[str]] = {}
+        recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
+        self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
     def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
         """Yield each layout whose dimensions multiply out to the ranks, and the rules that it violates.
@@ -64,18 +69,29 @@ class Candidates:
                 problem = problem or str(error)
                 continue
             count += 1
-            moe = self.config.moe
-            is_auto = moe.dispatcher in ("local", "alltoall")
-            if is_auto and "moe.dispatcher" not in self.fixed:
-                moe = replace(moe, dispatcher="auto")
-            moe = replace(moe, dispatcher=dispatcher_of(moe, parallel))
             train = replace(self.config.train, micro_batch_size=self.micro_batch_sizes[0])
-            config = replace(self.config, parallel=parallel, moe=moe, train=train)
-            yield Candidate(self._words(parallel), config, layout), self._problems(config, layout)
+            for precision in self.precisions:
+                moe, words = self._moe(parallel, precision)
+                config = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
+                if precision.fp8 is not self.config.precision.fp8:
+                    words += f" {FP8}={precision.fp8.value}"
+                words = _joined(self._words(parallel), words.strip())
+                yield Candidate(words, config, layout), self._problems(config, layout)
         if not count:
             raise ConfigError(
                 f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
             )
+
+    def _moe(self, parallel: ParallelConfig, precision: PrecisionConfig) -> tuple[MoEConfig, str]:
+        """Return the dispatcher, and the word for one that only experts in 8 bits need."""
+        moe = self.config.moe
+        if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
+            return replace(moe, dispatcher=dispatcher_of(moe, parallel)), ""
+        moe = replace(moe, dispatcher=dispatcher_of(replace(moe, dispatcher="auto"), parallel))
+        in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+        if in_fp8 and moe.dispatcher == "alltoall":
+            return replace(moe, dispatcher="symm"), "moe.dispatcher=symm"
+        return moe, ""
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield a layout with each schedule, as it is where there is no pipeline."""
@@ -188,11 +204,12 @@ class Candidates:
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        if like not in self._violated:
-            self._violated[like] = violations(replace(config, recompute=RecomputeConfig()))
+        key = like, config.precision.fp8
+        if key not in self._violated:
+            self._violated[key] = violations(replace(config, recompute=RecomputeConfig()))
         return [
             *rank_batch_rules(config.train, layout, self.num_ranks),
-            *self._violated[like],
+            *self._violated[key],
             *one_node_rules(replace(config, launch=self._launch)),
         ]
 

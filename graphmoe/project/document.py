@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.ranges import fields_of
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError, Fp8Recipe, PrecisionConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
@@ -89,6 +89,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "global_batch_size": config.train.global_batch_size,
         "micro_batches": micro_batches,
         "compute": config.precision.compute.value,
+        **precision_of(config.precision),
         "pipeline": pipeline
         and {
             "schedule": pipeline.table.schedule,
@@ -109,8 +110,30 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
         **time,
         "rates": dataclasses.asdict(rates_of(card, args.rates)),
-        "rates_from": source_of_rates(card, args.rates),
+        "rates_from": source_of_rates(card, args.rates, in_fp8=is_fp8(config.precision)),
     }
+
+
+def is_fp8(precision: PrecisionConfig) -> bool:
+    """Return True where products are in 8 bits."""
+    return precision.fp8 is not Fp8Recipe.none
+
+
+def precision_of(precision: PrecisionConfig) -> dict[str, Any]:
+    """Return the recipe of products in 8 bits, and the products."""
+    keys = precision.fp8, precision.fp8_measure
+    found = dict(zip(("fp8", "fp8_measure"), (key.value for key in keys), strict=True))
+    return {**found, "fp8_products": list(precision.fp8_products)}
+
+
+def precision_words(document: Mapping[str, Any]) -> str:
+    """Say which products are in 8 bits, and with ``try_fp8`` that they are so in some of what is listed."""
+    if document["fp8"] == "none":
+        return "no products in 8 bits (precision.fp8=none)"
+    words = f"{', '.join(document['fp8_products'])} in 8 bits (precision.fp8={document['fp8']})"
+    if document["fp8_measure"] != "off":
+        words += f", of which precision.fp8_measure={document['fp8_measure']} may leave some in bf16"
+    return f"with and without products of {words}" if document.get("try_fp8") else f"products of {words}"
 
 
 def _details(worst: PlaceMemory) -> dict[str, Any]:
@@ -137,6 +160,7 @@ CHART = {
     "recompute.ops": [],
     "recompute.layer_ids": [],
     "pipeline.layout": None,
+    "precision.fp8": "none",
 }
 """Values of all that the published chart describes."""
 

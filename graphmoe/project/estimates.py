@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from graphmoe.config.schema import ModelConfig, RecomputeConfig, RunConfig
+from graphmoe.config.schema import Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
@@ -46,10 +46,11 @@ class PlaceKind(NamedTuple):
 
 
 class Like(NamedTuple):
-    """A layout that stands for all whose ranks compute and keep the same of a layer, and sequences."""
+    """A layout that stands for all whose ranks compute and keep the same of a layer, and what else counts."""
 
     layout: Layout
     micro_batch_size: int
+    fp8: Fp8Recipe
 
 
 class ShortPipeline(NamedTuple):
@@ -85,7 +86,8 @@ class Estimates:
         self.speeds, self.on_nvidia = speeds, speeds.card.is_nvidia
         self._plain = Sizes.from_config(config, Layout(), on_nvidia=self.on_nvidia)
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
-        self._are_alike = not any(kind.layer_ids for kind in kinds.values())
+        by_number = config.precision.fp8_skip_layers or any(kind.layer_ids for kind in kinds.values())
+        self._are_alike = not by_number
         self._sizes: dict[Like, tuple[RunConfig, Sizes]] = {}
         self._pipelines: dict[tuple[object, ...], ShortPipeline] = {}
         self._stage = functools.cache(self._estimate_stage)
@@ -176,10 +178,11 @@ class Estimates:
 
     def _like(self, candidate: Candidate) -> Like:
         layout = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
-        like = Like(layout, candidate.config.train.micro_batch_size)
+        config = candidate.config
+        like = Like(layout, config.train.micro_batch_size, config.precision.fp8)
         if like not in self._sizes:
-            sizes = Sizes.from_config(candidate.config, candidate.layout, on_nvidia=self.on_nvidia)
-            self._sizes[like] = candidate.config, sizes
+            sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
+            self._sizes[like] = config, sizes
         return like
 
     def _with_recompute(self, like: Like, kind: str) -> tuple[RunConfig, Sizes]:

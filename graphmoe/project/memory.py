@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.choices import ATTENTIONS, LAYERS
-from graphmoe.config.schema import ConfigError, DpShard, RunConfig
+from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
 from graphmoe.model.sizes import rank_weights
+from graphmoe.ops.fp8_mlp.launches import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.buckets import BufferLayout
-from graphmoe.plan.costs.activations import Bytes, made_again, stage_activations
+from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
+from graphmoe.plan.costs.layer_parts import fp8_weights
+from graphmoe.plan.costs.rates import FP8_SCALE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import dispatcher_facts
 from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
@@ -40,6 +43,8 @@ COMMUNICATOR_BYTES = 128 * 2**20
 depends on topology and version. Not measured here."""
 CHANNEL_BYTES = 32 * 2**20
 """Assumed for each channel between two ranks of a pipeline, for the same reason."""
+KNOWN_RECIPES = (Fp8Recipe.none, Fp8Recipe.rowwise)
+"""Recipes of products in 8 bits whose bytes and rates are known here."""
 MESSAGES_UNDER_WAY = 2
 """Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
 
@@ -109,7 +114,10 @@ def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 
 def refuse_unknown(config: RunConfig) -> None:
     """Raise ConfigError for settings that change memory in ways that are not counted here."""
-    problems = []
+    problems, recipe = [], config.precision.fp8
+    if recipe not in KNOWN_RECIPES:
+        known = " or ".join(KNOWN_RECIPES)
+        problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
     if not config.compile.enabled:
@@ -170,12 +178,26 @@ def own_buffer_bytes(
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
     return {
         "tables": of_rotation + of_router * moe,
+        "fp8_weights": fp8_weight_bytes(sizes, layers),
         "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if moe else 0,
         "working": working,
         "graph_pool": _graph_pool(
             config.graph.scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), working
         ),
     }
+
+
+def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
+    """Bytes of the weights of some layers in 8 bits, beside those in bf16.
+
+    Each is there twice, with scales of its rows and of its columns.
+    """
+    return sum(
+        count * (2 * rows * columns + FP8_SCALE * (rows + columns))
+        for index in layers
+        for name in (DENSE_SEGMENTS if index < sizes.model.num_dense_layers else MOE_SEGMENTS)
+        for count, rows, columns in fp8_weights(sizes.of_layer(index), name)
+    )
 
 
 def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePieces]) -> float:
@@ -187,10 +209,10 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
     layers = _layers(sizes, stages)
-    if not recompute.layers:  # one of each kind stands for all
+    if not (recompute.layers or sizes.fp8_skips):  # one of each kind stands for all
         layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
     for index in layers:
-        mlp = _experts_work(sizes)
+        mlp = _experts_work(sizes.of_layer(index))
         if index < model.num_dense_layers:
             mlp = e * sizes.gathered * 3 * model.dense_ffn_size // sizes.layout.tp + 3 * sizes.state
         found.append(max(_attention_work(sizes), mlp) + made_again(sizes, recompute, index))
@@ -209,7 +231,8 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
 
         model, row_bytes = sizes.model, sizes.element_bytes * sizes.model.hidden_size
         places = model.top_k * sizes.layout.etp
-        room = Exchange(sizes.tokens, row_bytes, model.top_k, places, sizes.room.rows, sizes.block)
+        slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
+        room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block)
         return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes
     raise ConfigError(
         f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
@@ -229,7 +252,11 @@ def _experts_work(sizes: Sizes) -> float:
     model, e, (rows, slots) = sizes.model, sizes.element_bytes, sizes.room
     inner = model.expert_ffn_size // sizes.layout.etp
     travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
-    return e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
+    work = e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
+    if "experts" in sizes.fp8:  # as much, but that rows of each expert fill whole tiles of a weight gradient
+        unused = model.num_experts // sizes.layout.ep * (BLOCK_R - 1)
+        work += unused * (3 * inner + 2 * model.hidden_size)
+    return work
 
 
 def _loss_work(sizes: Sizes) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.project.arguments import to_change
-from graphmoe.project.document import NEAR, margin_words
+from graphmoe.project.document import NEAR, margin_words, precision_words
 from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import COLUMNS, cells, listed, recommendation
 from graphmoe.web_page import COLOURS, Chart, folds, grid, paragraph, table, tiles, write_page
@@ -81,7 +81,8 @@ def _caveats(document: Mapping[str, Any]) -> list[str]:
     near = any(line.get("fits", True) and not line["fits_with_margin"] for line in lines)
     not_counted = f"Not counted in memory: {', '.join(document['not_counted'])}."
     return [
-        f"Nothing of this was run. Times are projected from {document['rates_from']}.",
+        f"Nothing of this was run. Times are projected from {document['rates_from']}; "
+        f"{precision_words(document)}.",
         f"{margin_words(document)}." if near else not_counted,
     ]
 

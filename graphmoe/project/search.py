@@ -14,7 +14,7 @@ from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
 from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
-from graphmoe.project.document import NOT_COUNTED, has_margin, project
+from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision_of, project
 from graphmoe.project.estimates import Estimates
 from graphmoe.project.memory import refuse_unknown
 
@@ -24,7 +24,7 @@ WITH_MARGIN = 5
 """Candidates with a margin that are projected whole at least."""
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
-    "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu",
+    "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu", "fp8",
 )  # fmt: skip
 """Keys of a projection that the document has for each of the best."""
 
@@ -53,7 +53,7 @@ def search(
     """
     refuse_unknown(config)
     tried, card = Candidates(config, args, fixed_keys(words)), args.card
-    rates = rates_of(card, args.rates)
+    rates, precision = rates_of(card, args.rates), tried.precisions[-1]
     estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
@@ -80,6 +80,8 @@ def search(
         "seq_len": config.data.seq_len,
         "micro_batch_sizes": tried.micro_batch_sizes,
         "global_batch_size": config.train.global_batch_size,
+        **precision_of(precision),
+        "try_fp8": args.try_fp8,
         "card_gb": card.memory_gb,
         "num_fitting": len(fitting),
         "num_simulated": len(chosen),
@@ -98,7 +100,7 @@ def search(
         ],
         "rejected": rejected,
         "rates": asdict(rates),
-        "rates_from": source_of_rates(card, args.rates),
+        "rates_from": source_of_rates(card, args.rates, in_fp8=is_fp8(precision)),
     }
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from graphmoe.config.arguments import text_table
 from graphmoe.project.arguments import to_change
-from graphmoe.project.document import NEAR, margin_words
+from graphmoe.project.document import NEAR, margin_words, precision_words
 from graphmoe.project.memory import MEMORY_KINDS
 
 WORDS = {
@@ -47,6 +47,7 @@ def render(document: dict[str, Any]) -> Group:
         f"ranks of all that is dense: {dense}; of experts: {experts}",
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {document['micro_batches']} micro-batches of {document['micro_batch_size']}",
+        f"{document['compute']}, {precision_words(document)}",
     ]
     if pipeline := document["pipeline"]:
         layout = str(pipeline["layout"]).replace("[", r"\[")
@@ -62,7 +63,8 @@ def render(document: dict[str, Any]) -> Group:
         f"step {document['step_time_s']:,.3f} s, of which exchange {time['exposed_exchange']:,.3f} s, "
         f"gradients and weights {time['exposed_gradients']:,.3f} s, update {time['update']:,.3f} s",
         f"bubble {document['bubble']:.1%}, {document['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU, "
-        f"MFU {document['mfu']:.1%}, {document['flops_per_token'] / 1e9:,.3f} GFLOP per token",
+        f"MFU {document['mfu']:.1%} of the peak in bf16, "
+        f"{document['flops_per_token'] / 1e9:,.3f} GFLOP per token",
         "",
         verdict(document),
     ]
@@ -148,7 +150,7 @@ def render_search(document: dict[str, Any]) -> Group:
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}: "
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, micro-batches "
-        f"of {joined_or(document['micro_batch_sizes'])}",
+        f"of {joined_or(document['micro_batch_sizes'])}; {precision_words(document)}",
         f"{document['num_fitting']} candidates fit {document['card_gb']:,.0f} GB, "
         f"{len(document['rejected'])} do not run; the {document['num_simulated']} that may be among the best "
         f"were projected, from {document['rates_from']}",
@@ -199,6 +201,7 @@ def cells(line: dict[str, Any]) -> list[str]:
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])
+    cuts += ["fp8"] * (line["fp8"] != "none")
     pipeline = line["pipeline"]
     return [
         " ".join(cuts) or "dp",

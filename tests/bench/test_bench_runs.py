@@ -213,7 +213,7 @@ NVIDIA = default_rates(is_nvidia=True)
 def test_every_rate_of_one_device_is_measured_and_a_projection_reads_the_document(tmp_path):
     calibrated = documented("suite=calibrate", "device=cpu", "repeats=2")
     assert [row for row in calibrated["rows"] if row["error"]] == []
-    assert set(calibrated["rates"]) == {*CLASSES, "hbm", "segment_us", "host_us"}
+    assert set(calibrated["rates"]) == {*CLASSES, "fp8_quantise", "hbm", "segment_us", "host_us"}
     path = tmp_path / "rates.json"
     path.write_text(json.dumps(calibrated))
     found = rates_of(H200, path)

@@ -20,11 +20,16 @@ from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
+FP8 = "precision.fp8=rowwise"
 PEAKS = {
     "one rank": (),
     "all again": ("recompute.all=true",),
     "ep": ("launch.fake_world=2", "parallel.ep=2"),
     "tp": ("launch.fake_world=2", "parallel.tp=2"),
+    "8 bits": (FP8,),
+    "8 bits, all again": (FP8, "recompute.all=true"),
+    "8 bits, ep": (FP8, "launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm"),
+    "8 bits, tp": (FP8, "launch.fake_world=2", "parallel.tp=2"),
 }
 
 
@@ -33,12 +38,31 @@ def memory_of(*words: str, ranks: int = 1):
     return exact_memory(plan_of(run, ranks), on_nvidia=False)
 
 
-@pytest.mark.parametrize("words", slow_but(PEAKS, "ep"))
+@pytest.mark.parametrize("words", slow_but(PEAKS, "ep", "8 bits, ep"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
-    # libraries' buffers are in no dry run
-    assert memory.total - memory.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.05)
+    # libraries' buffers are in no dry run, nor what ranks have in common
+    apart = sum(memory.buffers[name] for name in ("communication", "dispatch", "fp8_weights"))
+    peak = found["peak_bytes"] - found["at_peak_bytes"].get("forms", 0)
+    assert memory.total - apart == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("precision.fp8_products=[experts]", "precision.fp8_skip_layers=[-1]")]
+)
+def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_it(words):
+    run = config(*MODEL, *LARGER, FP8, *words)
+    weights = rank_weights(run.model, Layout(), [all_pieces(run.model.num_layers, 0)])
+    expert = [w for w in weights if w.dim() == 3]
+    others = {(1024, 512), (8, 512)}  # vocabulary and router
+    dense = [w for w in weights if w.dim() == 2 and tuple(w.shape) not in others]
+    assert len(expert) == 4 and len(dense) == 3 * 4 + 2 + 2 * 2
+    chosen = expert[:2] if words else [*expert, *dense]
+    scales = sum(4 * (w.shape[0] if w.dim() == 3 else 1) * sum(w.shape[-2:]) for w in chosen)
+    (memory,) = memory_of(*LARGER, FP8, *words)
+    assert memory.buffers["fp8_weights"] == sum(2 * w.numel() for w in chosen) + scales
+    assert memory_of(*LARGER)[0].buffers["fp8_weights"] == 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p", "interleaved", "zbv", "v_half", "v_min"])

@@ -17,6 +17,7 @@ from graphmoe.plan.resolve import resolve
 from graphmoe.plan.rules.check import check
 from graphmoe.project import step_time
 from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys, to_change, train_command
+from graphmoe.project.arguments import check as check_args
 from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
 from graphmoe.project.page import write_search
@@ -70,6 +71,28 @@ def test_the_best_are_those_of_brute_force(small_card):
         same = next(other for other in everything["best"] if other["words"] == line["words"])
         assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=0.15)
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
+
+
+def test_precision_varies_where_it_is_asked_for(small_card):
+    words = (*NARROW, "parallel.pp=1", "compile.enabled=true")
+    plain, both = (searched(replace(small_card, try_fp8=asked, top=1000), *words) for asked in (False, True))
+    assert {line["fp8"] for line in plain["best"]} == {"none"}
+    found = {recipe: [x for x in both["best"] if x["fp8"] == recipe] for recipe in ("none", "rowwise")}
+    of_words = [[{k: v for k, v in x.items() if k != "command"} for x in lines] for lines in found.values()]
+    assert of_words[0] == plain["best"] and of_words[1]
+    for line in found["rowwise"]:
+        assert "precision.fp8=rowwise" in line["words"]
+        assert ("moe.dispatcher=symm" in line["words"]) == (line["layout"]["ep"] > 1)
+        assert has_its_own_numbers(line, projected(f"{line['words']} train.micro_batch_size=1", small_card))
+    shown = text_of(render_search(both))
+    assert "with and without products of experts" in shown and " fp8" in shown
+    assert "no products in 8 bits" in text_of(render_search(plain))
+    given = searched(small_card, *words, "precision.fp8=rowwise")
+    assert {line["fp8"] for line in given["best"]} == {"rowwise"}
+    assert "precision.fp8" not in given["best"][0]["words"]
+    for args, typed in ((replace(small_card, search=False), []), (small_card, ["precision.fp8=none"])):
+        with pytest.raises(ConfigError, match="try_fp8=true"):
+            check_args(replace(args, try_fp8=True), typed)
 
 
 NARROW = ("parallel.tp=1", "parallel.cp_method=alltoall", "train.micro_batch_size=1")

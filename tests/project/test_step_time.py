@@ -10,7 +10,7 @@ from graphmoe.bench.runs import projected_run
 from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
-from graphmoe.plan.costs.rates import CLASSES, Speeds, default_rates, rates_of
+from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Speeds, default_rates, rates_of
 from graphmoe.plan.resolve import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
@@ -76,7 +76,7 @@ def test_what_is_computed_again_takes_time():
 
 def test_rates_of_nvidia_are_those_of_the_raw_data():
     one, two = (json.loads((RAW / name).read_text())["rates"] for name in ("rates.json", "links.json"))
-    for name in CLASSES:
+    for name in (name for name in CLASSES if not name.startswith(FP8)):
         expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in one[name]]
         assert list(getattr(NVIDIA, name)) == expected, name
     for name in ("hbm", "segment_us"):
@@ -109,6 +109,30 @@ def test_a_report_says_where_its_rates_are_from():
         found = document(args)
         assert found["rates_from"].startswith(words)
         assert f"projected from {words}" in text_of(render(found))
+
+
+def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_path):
+    words = "compile.enabled=true", "precision.fp8=rowwise", "precision.fp8_products=[experts,attn]"
+    found = document(ProjectArgs("h100"), *words)
+    shown = " ".join(text_of(render(found)).split())
+    assert "bf16, products of experts, attn in 8 bits (precision.fp8=rowwise), of which" in shown
+    assert "MFU" in shown and "of the peak in bf16" in shown
+    assert found["rates_from"].endswith("those of products in 8 bits are of single kernels of an H200")
+    assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))
+    assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("8 bits are assumed")
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"fp8_dense": 0.4}))
+    some = document(ProjectArgs("h200", rates=path), *words)
+    assert "those that it lacks of products in 8 bits" in some["rates_from"]
+    path.write_text(json.dumps({name: getattr(NVIDIA, name) for name in FP8_RATES}))
+    assert document(ProjectArgs("h200", rates=path), *words)["rates_from"] == f"the rates of {path}"
+
+
+def test_a_recipe_of_8_bits_that_is_not_known_is_refused():
+    run = config(*MODEL, *EIGHT, "compile.enabled=true")
+    run.precision.fp8 = "blockwise"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="rates of precision.fp8=blockwise are not known here; use none or"):
+        project(completed(run, ProjectArgs("h200")), ProjectArgs("h200"))
 
 
 def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_one_is_refused(tmp_path):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.plan.attention import Latents
+from graphmoe.plan.costs.rates import ALIGNED, FP8_SCALE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
@@ -22,6 +23,8 @@ MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "ml
 """The segments of layers in their order, as `graphmoe.model.layer` has them."""
 Bytes = Counter[str]
 """Bytes by segment."""
+FP8_BLOCK = 128
+"""Columns of gate and up of experts in 8 bits that share a scale."""
 RECEIVED = "received"
 """Name of the input that another stage has sent, beside the names of segments."""
 
@@ -47,9 +50,9 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
         found["embed"] = _sum(_embed(sizes))
     elif len(pieces.layers) or pieces.loss or len(pieces.mtp):
         found[RECEIVED] = Counter({RECEIVED: _carried(sizes, pieces)})
-    like: dict[tuple[bool, bool], Bytes] = {}
+    like: dict[tuple[bool, ...], Bytes] = {}
     for i in pieces.layers:
-        key = i < dense, i in recompute.layers
+        key = i < dense, i in recompute.layers, i in sizes.fp8_skips
         if key not in like:
             like[key] = layer_activations(sizes, recompute, i)
         found[f"layer {i}"] = like[key].copy()
@@ -67,7 +70,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
     """Count what a layer keeps beside its input, its result included; MTP layers have the last indices."""
-    is_dense = index < sizes.model.num_dense_layers
+    is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
     return _layer(sizes, is_dense, again, recompute.parts_of(index)).copy()
@@ -85,7 +88,8 @@ def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset
     if is_dense:
         return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
     travels = sizes.layout.size("ep_etp") > 1
-    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels), *_shared(sizes)]
+    shared_again = "shared_experts" in again | parts
+    tensors = [*_attn(sizes, "moe_router"), *_router(sizes, travels, shared_again), *_shared(sizes, travels)]
     tensors += _travelling(sizes, "moe_experts" in again) if travels else _experts(sizes)
     tensors.append(Kept("moe_combine", sizes.state, ("next",)))
     once = {"moe_dispatch", "moe_combine"} if travels else set[str]()
@@ -108,16 +112,38 @@ def _kept(
     return _sum(tensor for tensor in tensors if is_kept(tensor))
 
 
+def _read(
+    sizes: Sizes,
+    name: str,
+    rows: int,
+    width: int,
+    made: Iterable[float],
+    part: str = "",
+    fp8_part: str = "",
+) -> Iterator[Kept]:
+    """Yield what products of a segment read of each row, to make so many elements each.
+
+    Products in 8 bits keep it so, with a scale of the row; it is kept as it is too where some are not.
+    """
+    in_fp8 = [name in sizes.fp8 and not (width % ALIGNED or columns % ALIGNED) for columns in made]
+    if any(in_fp8):
+        yield Kept(name, rows * (width + FP8_SCALE), part=fp8_part)
+    if not (in_fp8 and all(in_fp8)):
+        yield Kept(name, sizes.element_bytes * rows * width, part=part)
+
+
 def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
     """Yield the tensors of attn, and its result, which the next segment reads."""
-    tokens, e, d = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size
+    tokens, e, d, tp = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size, sizes.layout.tp
     latents, own = sizes.attention.latents, sizes.attention.kept or 0
     yield Kept("attn", 4 * tokens, part="layernorm")
-    yield Kept("attn", e * sizes.gathered * own // sizes.layout.tp)
-    if latents or sizes.layout.tp == 1:
-        yield Kept("attn", e * tokens * d, part="layernorm")
+    yield Kept("attn", e * sizes.gathered * own // tp)
+    of_input = [each for each in sizes.attention.weights[:-1] if each.rows == d]
+    if latents or tp == 1:  # ranks of tp gather what the others make of it
+        made = [each.columns for each in of_input if tp == 1 or each.name not in sizes.attention.up]
+        yield from _read(sizes, "attn", tokens, d, made, "layernorm")
     else:
-        yield Kept("attn", e * sizes.gathered * d)
+        yield from _read(sizes, "attn", sizes.gathered, d, [each.columns / tp for each in of_input])
     yield from _latent_heads(sizes, latents) if latents else _heads(sizes)
     yield Kept("attn", sizes.state, (next_segment,))
 
@@ -144,18 +170,22 @@ def _latent_heads(sizes: Sizes, latents: Latents) -> Iterator[Kept]:
         yield Kept("attn", 4 * tokens, part="layernorm")
     yield Kept("attn", e * tokens * (latent + rope))
     yield Kept("attn", 4 * tokens, part="layernorm")
-    of_queries = rank or model.hidden_size
-    if sizes.exchanging > 1:
+    of_queries, up = rank or model.hidden_size, "mla_up_proj"
+    made = {each.rows: [each.columns / layout.tp] for each in facts.weights if each.name in facts.up}
+    if sizes.exchanging > 1:  # keys and values are made by a part of their weight, in no 8 bits
         yield Kept("attn", e * sizes.attended * (latent + rope))
-        up = sizes.heads(model.num_heads) * (facts.head - rope + facts.value)
-        yield Kept("attn", e * latent * up)
+        of_heads = sizes.heads(model.num_heads) * (facts.head - rope + facts.value)
+        yield Kept("attn", e * latent * of_heads)
     elif layout.tp == 1:
-        yield Kept("attn", e * tokens * latent, part="layernorm")
+        yield from _read(sizes, "attn", tokens, latent, made.get(latent, ()), "layernorm", up)
+    else:
+        yield from _read(sizes, "attn", sizes.gathered, latent, made.get(latent, ()))
+        if "attn" not in sizes.fp8:  # one tensor with the latents
+            yield Kept("attn", e * sizes.gathered * rope)
     if layout.tp > 1:
-        with_keys = latent + rope if sizes.exchanging == 1 else 0
-        yield Kept("attn", e * sizes.gathered * (of_queries + with_keys))
+        yield from _read(sizes, "attn", sizes.gathered, of_queries, made.get(of_queries, ()))
     elif rank:
-        yield Kept("attn", e * tokens * rank, part="layernorm")
+        yield from _read(sizes, "attn", tokens, rank, made.get(rank, ()), "layernorm", up)
     # values that are not padded are a part of what keys come from
     of_values = facts.head if sizes.pads_values else facts.head - rope + facts.value
     of_heads = sizes.heads(model.num_heads) * (2 * facts.head + of_values)
@@ -169,32 +199,38 @@ def _attention_result(sizes: Sizes) -> Iterator[Kept]:
     size, value = sizes.value_head, sizes.attention.value
     yield Kept("attn", e * sizes.attended * sizes.heads(heads) * size, part="core_attn")
     yield Kept("attn", 4 * sizes.attended * sizes.heads(heads), part="core_attn")
-    if size != value or sizes.exchanging > 1:
+    if size != value or sizes.exchanging > 1 or "attn" in sizes.fp8:
         part = "core_attn" if sizes.exchanging == 1 else ""
-        yield Kept("attn", e * sizes.gathered * (heads // sizes.layout.tp) * value, part=part)
+        width = heads // sizes.layout.tp * value
+        yield from _read(sizes, "attn", sizes.gathered, width, [sizes.model.hidden_size], part)
 
 
 def _mlp(sizes: Sizes) -> Iterator[Kept]:
     yield Kept("mlp", 4 * sizes.tokens, part="layernorm")
+    inner, d = sizes.model.dense_ffn_size, sizes.model.hidden_size
     if sizes.layout.tp == 1:
-        yield Kept("mlp", sizes.state, part="layernorm")
-    yield from _swiglu(sizes, "mlp", sizes.model.dense_ffn_size)
+        yield from _read(sizes, "mlp", sizes.tokens, d, [2 * inner], "layernorm", "mlp")
+    yield from _swiglu(sizes, "mlp", inner)
     yield Kept("mlp", sizes.state, ("next",))
 
 
 def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
     """Yield gate, up and the activation; ranks of tp also keep the tokens that they gathered."""
-    e, tp = sizes.element_bytes, sizes.layout.tp
-    if tp > 1:
-        yield Kept(name, e * sizes.gathered * sizes.model.hidden_size, part=name)
-    yield Kept(name, e * sizes.gathered * 3 * inner // tp, part=name)
+    own, d, rows = inner // sizes.layout.tp, sizes.model.hidden_size, sizes.gathered
+    if sizes.layout.tp > 1:
+        yield from _read(sizes, name, rows, d, [2 * own], name, name)
+    yield Kept(name, sizes.element_bytes * rows * 2 * own, part=name)
+    yield from _read(sizes, name, rows, own, [d], name, name)
 
 
-def _router(sizes: Sizes, travels: bool) -> Iterator[Kept]:
+def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
     model, tokens = sizes.model, sizes.tokens
     readers = ("shared_experts", "moe_dispatch") if travels else ("shared_experts", "moe_experts")
     yield Kept("moe_router", 4 * tokens, part="layernorm")
-    if not travels or model.shared_ffn_size:
+    reads = (not travels and "experts" not in sizes.fp8) or (
+        model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (travels and shared_again))
+    )
+    if (not travels or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
         # what travels is a result of its unit, so it is there whatever is made again
         yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
     if sizes.element_bytes != 4:
@@ -207,15 +243,37 @@ def _router(sizes: Sizes, travels: bool) -> Iterator[Kept]:
     yield Kept("moe_preprocess", plan, ("moe_combine",) if travels else ("moe_experts",))
 
 
-def _shared(sizes: Sizes) -> Iterator[Kept]:
-    if sizes.model.shared_ffn_size:
-        yield from _swiglu(sizes, "shared_experts", sizes.model.shared_ffn_size)
+def _shares_in_fp8(sizes: Sizes) -> bool:
+    """Return True where the shared experts read their input in 8 bits."""
+    model, tp = sizes.model, sizes.layout.tp
+    even = not (model.hidden_size % ALIGNED or 2 * model.shared_ffn_size // tp % ALIGNED)
+    return "shared_experts" in sizes.fp8 and model.shared_ffn_size > 0 and even
+
+
+def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
+    """Yield the tensors of the shared experts, and tokens in 8 bits that the routed ones here read too."""
+    model, name = sizes.model, "shared_experts"
+    if model.shared_ffn_size:
+        yield from _swiglu(sizes, name, model.shared_ffn_size)
+    in_8_bits = sizes.tokens * (model.hidden_size + FP8_SCALE)
+    here = not travels and "experts" in sizes.fp8
+    if _shares_in_fp8(sizes) and sizes.layout.tp == 1:
+        yield Kept(name, in_8_bits, part=name)
+    elif here:
+        yield Kept("moe_experts", in_8_bits)
 
 
 def _experts(sizes: Sizes) -> Iterator[Kept]:
     """Yield gate and up of every slot; the activation is always made again."""
-    model = sizes.model
-    yield Kept("moe_experts", sizes.element_bytes * sizes.tokens * model.top_k * 2 * model.expert_ffn_size)
+    slots = sizes.tokens * sizes.model.top_k
+    yield Kept("moe_experts", slots * _gate_up_bytes(sizes, sizes.model.expert_ffn_size))
+
+
+def _gate_up_bytes(sizes: Sizes, inner: int) -> int:
+    """Bytes of gate and up of a slot; in 8 bits each block of columns has a scale."""
+    if "experts" in sizes.fp8:
+        return 2 * (inner + FP8_SCALE * -(-inner // FP8_BLOCK))
+    return 2 * inner * sizes.element_bytes
 
 
 def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
@@ -225,12 +283,16 @@ def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
     """
     model, (rows, slots) = sizes.model, sizes.room
     e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
-    yield Kept("moe_dispatch", e * rows * model.hidden_size + 4 * rows * k)
+    in_fp8 = "experts" in sizes.fp8
+    arrived = 0 if in_fp8 and not again else e * rows * model.hidden_size
+    yield Kept("moe_dispatch", arrived + 4 * rows * k)
+    if in_fp8:
+        yield Kept("moe_experts", rows * (model.hidden_size + FP8_SCALE))
     if sizes.is_planned:
         yield Kept("moe_dispatch", 8 * rows * k)
     else:
         yield Kept("moe_dispatch" if again else "moe_experts", 4 * rows * k)
-    yield Kept("moe_experts", e * slots * 2 * inner)
+    yield Kept("moe_experts", slots * _gate_up_bytes(sizes, inner))
 
 
 def _embed(sizes: Sizes) -> Iterator[Kept]:

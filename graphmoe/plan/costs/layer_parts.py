@@ -1,12 +1,14 @@
 """Seconds of the products, scores and exchange in a layer's segments, for one micro-batch."""
 
 import functools
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.costs.rates import FP32, Product, Speeds
+from graphmoe.plan.costs.rates import ALIGNED, FP8, FP8_SCALE, FP32, Fp8Dense, Product, Sides, Speeds
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
 
@@ -49,20 +51,26 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
     A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
     of that weight, which is the same work.
     """
-    facts, rates, tp = sizes.attention, speeds.rates, sizes.layout.tp
+    facts, tp, fp8 = sizes.attention, sizes.layout.tp, fp8_dense(sizes, "attn")
     *weights, last = facts.weights
     before = {name: (rows, columns / tp) for name, rows, columns in weights}
-    up = [sides for name, sides in before.items() if name in facts.up]
+    in_fp8 = attention_sides(sizes)
+
+    def timed(names: Collection[str]) -> Product:
+        own, cut = ([before[name] for name in names if (name in in_fp8) is whole] for whole in (True, False))
+        both = speeds.dense(sizes.gathered, own, fp8), speeds.dense(sizes.gathered, cut)
+        return Product(*map(sum, zip(*both, strict=True)))
+
     flops = sizes.tokens * attention_scores(sizes.model, sizes.seq_len)
     scores = Product(
-        speeds.seconds(flops, rates.attention_forward, facts.head, sizes.seq_len),
-        speeds.seconds(2 * flops, rates.attention_backward, facts.head, sizes.seq_len),
+        speeds.seconds(flops, "attention_forward", facts.head, sizes.seq_len),
+        speeds.seconds(2 * flops, "attention_backward", facts.head, sizes.seq_len),
     )
     return AttentionParts(
-        speeds.dense(sizes.gathered, before.values()),
-        speeds.dense(sizes.gathered, up),
+        timed(before),
+        timed([name for name in before if name in facts.up]),
         scores,
-        speeds.dense(sizes.gathered, [(last.rows / tp, last.columns)]),
+        speeds.dense(sizes.gathered, [(last.rows / tp, last.columns)], fp8),
         _latents_gathered(sizes, speeds) if facts.latents else along_tp(sizes, speeds),
         along_tp(sizes, speeds),
         _heads_exchanged(sizes, speeds),
@@ -76,11 +84,12 @@ def along_tp(sizes: Sizes, speeds: Speeds) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def swiglu(sizes: Sizes, speeds: Speeds, inner: int) -> tuple[Product, Product]:
-    """Time gate and up, and down, of a dense MLP or the shared experts."""
+def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
+    """Time gate and up, and down, of the segment ``mlp`` or ``shared_experts``."""
+    inner, fp8 = dense_ffn_size(sizes.model, name), fp8_dense(sizes, name)
     width, own = sizes.model.hidden_size, inner / sizes.layout.tp
     gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
-    return speeds.dense(sizes.gathered, [gate_up]), speeds.dense(sizes.gathered, [down])
+    return speeds.dense(sizes.gathered, [gate_up], fp8), speeds.dense(sizes.gathered, [down], fp8)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,30 +97,44 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
     """Time the router's product, in fp32."""
     model = sizes.model
     flops = 2 * sizes.tokens * model.hidden_size * model.num_experts
-    seconds = speeds.seconds(flops, speeds.rates.router, model.num_experts, sizes.tokens)
+    seconds = speeds.seconds(flops, "router", model.num_experts, sizes.tokens)
     return Product(seconds, seconds, seconds)
 
 
 @functools.lru_cache(maxsize=1024)
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
-    """Time the products of a rank's experts under balanced routing; gate and up take two thirds."""
-    model, rates = sizes.model, speeds.rates
+    """Time the products of a rank's experts under balanced routing; gate and up take two thirds.
+
+    In 8 bits the rows are rounded as they arrive, and so are the gradients of what goes back.
+    """
+    model, eight = sizes.model, FP8 if "experts" in sizes.fp8 else ""
     flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     inner = model.expert_ffn_size / sizes.layout.etp
     of_expert = sizes.tokens * model.top_k * sizes.layout.size("ep_etp") / model.num_experts
-    forward = speeds.seconds(flops, rates.grouped, inner, of_expert)
-    weights = speeds.weights_seconds(flops, "grouped_weights", inner, of_expert)
+    forward = speeds.seconds(flops, f"{eight}grouped", inner, of_expert)
+    weights = speeds.weights_seconds(flops, f"{eight}grouped_weights", inner, of_expert)
+    if eight:
+        rows = balanced_load(model, sizes.layout, sizes.tokens).rows
+        forward += speeds.quantised(rows * model.hidden_size, sizes.element_bytes)
     return Product(forward, forward, weights)
 
 
-def travelling_bytes(sizes: Sizes) -> float:
+@functools.lru_cache(maxsize=1024)
+def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
+    """Seconds of a micro-batch in which a segment's weights get their 8 bits."""
+    elements = sum(math.prod(matrices) for matrices in fp8_weights(sizes, name))
+    return speeds.weight_forms(elements, sizes.element_bytes)
+
+
+def travelling_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
     """Bytes of the tokens that arrive at a rank under balanced routing, its own among them.
 
-    The sums that go back are as large. Blocks of copy engines travel whole.
+    The sums that go back are as large; in 8 bits a token has a scale. Blocks of copy engines travel whole.
     """
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
-    return sizes.element_bytes * sizes.model.hidden_size * (ranks * sizes.block if sizes.block else rows)
+    row = sizes.model.hidden_size + FP8_SCALE if fp8 else sizes.element_bytes * sizes.model.hidden_size
+    return row * (ranks * sizes.block if sizes.block else rows)
 
 
 def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
@@ -148,6 +171,50 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
     backward = steps * max(passing + gradients - scores.inputs / layout.cp, 0.0) + gradients
     return forward, backward
+
+
+def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[int, int, int]]:
+    """Yield number, rows and columns of a rank's matrices in 8 bits of a segment of layers."""
+    model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
+    found: list[tuple[int, float, float]] = []
+    if name == "moe_experts" and "experts" in sizes.fp8:
+        count, inner = model.num_experts // sizes.layout.ep, model.expert_ffn_size / sizes.layout.etp
+        found = [(count, 2 * inner, d), (count, d, inner)]
+    elif name == "attn" and name in sizes.fp8:
+        found = [(1, columns, rows) for rows, columns in attention_sides(sizes).values()]
+    elif name in sizes.fp8:
+        inner = dense_ffn_size(model, name) / tp
+        found = [(1, 2 * inner, d), (1, d, inner)]
+    for count, rows, columns in found:
+        if not (rows % ALIGNED or columns % ALIGNED):
+            yield count, int(rows), int(columns)
+
+
+def attention_sides(sizes: Sizes) -> dict[str, Sides]:
+    """Return the sides of attention's weights on a rank, but for those that it has none of its own of.
+
+    Ranks of tp share what their heads need; those of latents each has whole. Ranks of cp that exchange
+    positions for heads make keys and values of latents by a part of the weight, which is in no 8 bits.
+    """
+    facts, tp = sizes.attention, sizes.layout.tp
+    *before, last = facts.weights
+    found = {last.name: (last.rows / tp, float(last.columns))}
+    for name, rows, columns in before:
+        whole = facts.latents is not None and name not in facts.up
+        is_cut = facts.latents is not None and sizes.exchanging > 1 and rows == facts.latents.keys
+        if not is_cut:
+            found[name] = rows, columns if whole else columns / tp
+    return found
+
+
+def fp8_dense(sizes: Sizes, name: str) -> Fp8Dense | None:
+    """Return how the dense products of a segment are in 8 bits; None where they are not."""
+    return Fp8Dense(sizes.element_bytes, sizes.bf16_weight_grads) if name in sizes.fp8 else None
+
+
+def dense_ffn_size(model: ModelConfig, name: str) -> int:
+    """Return the width of the segment ``mlp`` or ``shared_experts``."""
+    return model.dense_ffn_size if name == "mlp" else model.shared_ffn_size
 
 
 def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:

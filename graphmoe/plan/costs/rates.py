@@ -17,6 +17,12 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, H200, Card
 
+FP8 = "fp8_"
+"""Beginning of the names of rates of products in 8 bits, as shares of that peak."""
+ALIGNED = 16
+"""Elements of which both sides of a weight are multiples where its products are in 8 bits."""
+FP8_SCALE = 4
+"""Bytes of the scale of numbers of 8 bits."""
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
@@ -51,6 +57,17 @@ class Rates:
     """Attention's own products, causal ones counted by half."""
     attention_backward: Share
     """Four products are counted, though kernels compute five."""
+    fp8_dense: Share
+    """As `dense`, in 8 bits: the product alone, as a share of the card's peak in 8 bits."""
+    fp8_dense_weights: Share
+    fp8_dense_weights_added: Share
+    fp8_grouped: Share
+    """As `grouped`, in 8 bits, with what is rounded between its products; its input is rounded already."""
+    fp8_grouped_weights: Share
+    """As `grouped_weights`, with the transposed copies of what it reads."""
+    fp8_grouped_weights_added: Share
+    fp8_quantise: Part
+    """Rounding to 8 bits: bytes that are read and written, of the bandwidth of the card's memory."""
     hbm: Part
     """Work that moves data in the card's memory: norms, activations, routing, the optimizer."""
     node: Part
@@ -73,13 +90,20 @@ _DENSE, _GROUPED, _SCORES = (
     ("size of a query head", "tokens of a sequence"),
 )
 CLASSES = {
-    **dict.fromkeys(("dense", "dense_weights", "dense_weights_added"), _DENSE),
-    **dict.fromkeys(("grouped", "grouped_weights", "grouped_weights_added"), _GROUPED),
+    **{
+        fp8 + kind + direction: sizes
+        for kind, sizes in (("dense", _DENSE), ("grouped", _GROUPED))
+        for fp8 in ("", FP8)
+        for direction in ("", "_weights", "_weights_added")
+    },
     "router": ("experts", "tokens"),
     "head": ("hidden size", "tokens"),
     **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
 }
 """Rates that may be points, and their two sizes: the first picks a class, the second is interpolated."""
+
+
+FP8_RATES = tuple(field.name for field in dataclasses.fields(Rates) if field.name.startswith(FP8))
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
@@ -100,17 +124,27 @@ def default_rates(*, is_nvidia: bool) -> Rates:
 
     NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
     cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). The network and the shares that
-    other work hides are assumed, and so is that other cards reach the same shares. All of AMD's are assumed,
-    lower than NVIDIA's.
+    other work hides are assumed, and so is that other cards reach the same shares. Those of products in 8
+    bits are of kernels of an H200 alone, at large sizes: 1,300 TFLOP/s of dense products, 1,200 and 800 of
+    the experts' rows and weight gradients, 3.5 TB/s for what is moved beside them. It is assumed that small
+    products lose as many seconds as those in bf16. All of AMD's are assumed, lower than NVIDIA's.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
-def source_of_rates(card: Card, path: Path | None) -> str:
-    """Name the source of the rates that `rates_of` returns."""
-    if path is not None:
-        return f"the rates of {path}"
+def source_of_rates(card: Card, path: Path | None, *, in_fp8: bool = False) -> str:
+    """Name the source of the rates that `rates_of` returns, and of those that ``in_fp8`` needs."""
+    if path is None:
+        known, which = _source_of_defaults(card), "those of products in 8 bits"
+    else:
+        known, which = f"the rates of {path}", "those that it lacks of products in 8 bits"
+    if not in_fp8 or (path is not None and {*FP8_RATES} <= _given(path).keys()):
+        return known
+    return f"{known}; {which} are {'of single kernels of an H200' if card.is_nvidia else 'assumed'}"
+
+
+def _source_of_defaults(card: Card) -> str:
     if not card.is_nvidia:
         return "assumed rates"
     of_others = "" if card is H200 else f", and assumed to hold for {card.name}"
@@ -126,6 +160,11 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
     rates = default_rates(is_nvidia=card.is_nvidia)
     if path is None:
         return rates
+    return typed({**dataclasses.asdict(rates), **_given(path)}, Rates, f"rates={path}")
+
+
+def _given(path: Path) -> dict[str, Any]:
+    """Return the rates of a file, by names that there are. *Raises* ConfigError."""
     names = [field.name for field in dataclasses.fields(Rates)]
     try:
         given = read_json(path, dict[str, Any])
@@ -135,7 +174,7 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
         given = given["rates"]
     if unknown := [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]:
         raise ConfigError(f"rates={path}: {'; '.join(unknown)}")
-    return typed({**dataclasses.asdict(rates), **given}, Rates, f"rates={path}")
+    return given
 
 
 Sides = tuple[float, float]
@@ -152,6 +191,15 @@ class Product(NamedTuple):
     weights: float = 0.0
 
 
+class Fp8Dense(NamedTuple):
+    """Dense products in 8 bits."""
+
+    element_bytes: int
+    """Bytes of an element before it is rounded."""
+    bf16_weights: bool = False
+    """True where their weight gradients are in bf16."""
+
+
 @dataclass(frozen=True, eq=False)
 class Speeds:
     """Speeds that a card reaches, in FLOP/s and bytes/s. An object equals only itself, as a key of caches."""
@@ -163,26 +211,50 @@ class Speeds:
 
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
         """Seconds of a product that makes weight gradients, by the rate ``name``, on average of a step."""
-        stored, added = (getattr(self.rates, rate) for rate in (name, f"{name}_added"))
-        first, later = (self.seconds(flops, share, kind, size) for share in (stored, added))
+        first, later = (self.seconds(flops, rate, kind, size) for rate in (name, f"{name}_added"))
         return (1 - self.adding) * first + self.adding * later
 
     def stored(self, elements: float) -> float:
         """Seconds to read and write a weight's gradient in fp32, and to read the sum that it is added to."""
         return (2 + self.adding) * FP32 * elements / self.hbm
 
-    def seconds(self, flops: float, share: Share, kind: float, size: float) -> float:
-        """Seconds of a product with the two sizes that `graphmoe.plan.costs.rates.CLASSES` names."""
-        return flops / (self.card.tflops * 1e12 * share_at(share, kind, size))
+    def seconds(self, flops: float, rate: str, kind: float, size: float) -> float:
+        """Seconds of a product by a rate, with the two sizes that `CLASSES` names for it."""
+        peak = self.card.fp8_tflops if rate.startswith(FP8) else self.card.tflops
+        return flops / (peak * 1e12 * share_at(getattr(self.rates, rate), kind, size))
 
-    def dense(self, rows: float, products: Iterable[Sides]) -> Product:
-        """Time products of so many rows with weights of these sides."""
-        forward = weights = 0.0
+    def dense(self, rows: float, products: Iterable[Sides], fp8: Fp8Dense | None = None) -> Product:
+        """Time products of so many rows with weights of these sides.
+
+        With ``fp8`` they are in 8 bits where their sides allow it, with the rounding of what they read.
+        Products that read as many elements are taken to read the same, which is rounded once.
+        """
+        forward = inputs = weights = 0.0
+        rounded = set[float]()
         for first, second in products:
             flops, width = 2 * rows * first * second, (first * second) ** 0.5
-            forward += self.seconds(flops, self.rates.dense, width, rows)
-            weights += self.weights_seconds(flops, "dense_weights", width, rows)
-        return Product(forward, forward, weights)
+            eight = FP8 if fp8 and not (first % ALIGNED or second % ALIGNED) else ""
+            once = self.seconds(flops, f"{eight}dense", width, rows)
+            forward, inputs = forward + once, inputs + once
+            of_weights = "" if fp8 and fp8.bf16_weights else eight
+            weights += self.weights_seconds(flops, f"{of_weights}dense_weights", width, rows)
+            if fp8 and eight:
+                forward += 0 if first in rounded else self.quantised(rows * first, fp8.element_bytes)
+                inputs += self.quantised(rows * second, fp8.element_bytes)
+                if fp8.bf16_weights:  # rows are read back
+                    weights += self.quantised(rows * first, fp8.element_bytes)
+                else:  # transposed copies of both sides
+                    weights += self.quantised(rows * (first + second), 1)
+                rounded.add(first)
+        return Product(forward, inputs, weights)
+
+    def quantised(self, elements: float, element_bytes: int) -> float:
+        """Seconds to read so many elements and to write them in 8 bits, or back."""
+        return elements * (element_bytes + 1) / (self.card.hbm_tb_per_s * 1e12 * self.rates.fp8_quantise)
+
+    def weight_forms(self, elements: float, element_bytes: int) -> float:
+        """Seconds of a micro-batch for both forms of weights in 8 bits, which are made once a step."""
+        return (1 - self.adding) * 2 * self.quantised(elements, element_bytes)
 
     @property
     def hbm(self) -> float:

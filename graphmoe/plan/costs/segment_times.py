@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from graphmoe.config.schema import ComputeDtype, ModelConfig, RunConfig
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, layer_activations
 from graphmoe.plan.costs.hardware import H200
-from graphmoe.plan.costs.layer_parts import along_tp, attention_parts, experts, gate, swiglu, travelling_bytes
+from graphmoe.plan.costs.layer_parts import (
+    along_tp,
+    attention_parts,
+    dense_ffn_size,
+    experts,
+    gate,
+    swiglu,
+    travelling_bytes,
+    weight_forms,
+)
 from graphmoe.plan.costs.rates import Product, Speeds, default_rates
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
@@ -53,7 +62,7 @@ def times_of_layers(
     sizes: Sizes,
     speeds: Speeds,
     recompute: Recompute,
-    indices: Iterable[int],
+    indices: Sequence[int],
     *,
     host_counts: bool,
     hidden: float,
@@ -64,8 +73,9 @@ def times_of_layers(
     waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
     made together with the gradients of their inputs.
     """
-    dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, bool], int]()
-    alike = [firsts.setdefault((index < dense, index in recompute.layers), index) for index in indices]
+    dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
+    kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
+    alike = [firsts.setdefault(kind, index) for kind, index in zip(kinds, indices, strict=True)]
     return [_times_of_layer(sizes, speeds, recompute, index, host_counts, hidden) for index in alike]
 
 
@@ -73,14 +83,23 @@ def times_of_layers(
 def _times_of_layer(
     sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int, host_counts: bool, hidden: float
 ) -> list[SegmentTime]:
-    kept, model = layer_activations(sizes, Recompute(), index), sizes.model
+    # each tensor is written in bf16 too, before it is rounded
+    kept, model = layer_activations(sizes.plain, Recompute(), index), sizes.model
+    sizes = sizes.of_layer(index)
     again = second_forward(sizes, speeds, recompute, index) if recompute else {}
     if index < model.num_dense_layers:
-        mlp = _mlp("mlp", sizes, speeds, kept, model.dense_ffn_size)
+        mlp = _mlp("mlp", sizes, speeds, kept)
         times = [_attention(sizes, speeds, kept), mlp]
     else:
         times = [*_moe(sizes, speeds, kept, host_counts=host_counts, hidden=hidden)]
-    return [replace(time, inputs=time.inputs + again.get(time.name, 0.0)) for time in times]
+    return [
+        replace(
+            time,
+            forward=time.forward + weight_forms(sizes, speeds, time.name),
+            inputs=time.inputs + again.get(time.name, 0.0),
+        )
+        for time in times
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,11 +109,11 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
     Where a rank has the whole vocabulary the forward makes both gradients, and the backward scales them.
     Where ranks of tp share it, logits are written and read a few times.
     """
-    model, tp, rates = sizes.model, sizes.layout.tp, speeds.rates
+    model, tp = sizes.model, sizes.layout.tp
     d, vocabulary = model.hidden_size, model.vocab_size
     if tp == 1:
         flops = 3 * 2 * sizes.tokens * d * vocabulary
-        forward = speeds.seconds(flops, rates.head, d, sizes.tokens) + 2 * sizes.state / speeds.hbm
+        forward = speeds.seconds(flops, "head", d, sizes.tokens) + 2 * sizes.state / speeds.hbm
         scaled = speeds.stored(d * vocabulary) + 3 * sizes.state / speeds.hbm
         return SegmentTime("loss", forward, scaled).scaled(depths)
     product = speeds.dense(sizes.gathered, [(d, vocabulary / tp)])
@@ -132,9 +151,9 @@ def _attention(sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
     return _segment("attn", products, kept["attn"], parts.exchange, speeds)
 
 
-def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes, inner: int) -> SegmentTime:
+def _mlp(name: str, sizes: Sizes, speeds: Speeds, kept: Bytes) -> SegmentTime:
     exchange = 2 * along_tp(sizes, speeds)
-    return _segment(name, swiglu(sizes, speeds, inner), kept[name], (exchange, exchange), speeds)
+    return _segment(name, swiglu(sizes, speeds, name), kept[name], (exchange, exchange), speeds)
 
 
 def _moe(
@@ -146,17 +165,18 @@ def _moe(
     yield _segment("moe_preprocess", [], kept["moe_preprocess"], none, speeds)
     ranks = sizes.layout.size("ep_etp")
     arriving = travelling_bytes(sizes) if ranks > 1 else 0.0
-    travel = speeds.exchange(arriving, ranks) * (1 - hidden)
-    dispatch = _segment("moe_dispatch", [], arriving, (travel, travel), speeds)
+    sums = speeds.exchange(arriving, ranks) * (1 - hidden)
+    travel = speeds.exchange(travelling_bytes(sizes, fp8=sizes.fp8_rows), ranks) * (1 - hidden)
+    dispatch = _segment("moe_dispatch", [], arriving, (travel, sums), speeds)
     waiting = 2 * speeds.rates.host_us * 1e-6 if host_counts else 0.0
     yield replace(dispatch, forward=dispatch.forward + waiting)
     if model.shared_ffn_size:
-        yield _mlp("shared_experts", sizes, speeds, kept, model.shared_ffn_size)
+        yield _mlp("shared_experts", sizes, speeds, kept)
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
     yield _segment("moe_experts", [products], 0, none, speeds)
-    yield _segment("moe_combine", [], arriving + 2 * sizes.state, (travel, travel), speeds)
+    yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, travel), speeds)
 
 
 def _segment(
@@ -187,8 +207,8 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     whole = {name for name in segments if recompute.covers(name, index)}
     parts = recompute.parts_of(index)
-    kept = layer_activations(sizes, Recompute(), index)
-    kept_now = layer_activations(sizes, recompute, index)
+    kept, kept_now = (layer_activations(sizes.plain, way, index) for way in (Recompute(), recompute))
+    sizes = sizes.of_layer(index)
     found = {
         name: MOVED * max(kept[name] - kept_now[name], 0) / speeds.hbm
         + (speeds.rates.segment_us * 1e-6 if name in whole else 0.0)
@@ -210,9 +230,9 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
             add("attn", attention.up.forward)
         if "core_attn" in parts:
             add("attn", attention.scores.forward + attention.ring[0])
-    for name, inner in (("mlp", model.dense_ffn_size), ("shared_experts", model.shared_ffn_size)):
-        if name in segments and inner and name in whole | parts:
-            first, _ = swiglu(sizes, speeds, inner)
+    for name in ("mlp", "shared_experts"):
+        if name in segments and dense_ffn_size(model, name) and name in whole | parts:
+            first, _ = swiglu(sizes, speeds, name)
             add(name, first.forward + (along_tp(sizes, speeds) if name in whole else 0.0))
     if "moe_router" in whole:
         add("moe_router", gate(sizes, speeds).forward)

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from graphmoe.config.schema import AttentionBackend, ComputeDtype, ModelConfig, RunConfig, Transport
+from graphmoe.config.schema import (
+    AttentionBackend,
+    ComputeDtype,
+    Fp8Recipe,
+    Fp8WeightGrad,
+    ModelConfig,
+    RunConfig,
+    Transport,
+)
 from graphmoe.plan.attention import AttentionFacts, attention_facts
-from graphmoe.plan.experts import Load, balanced_load, blocks_of, capacity, routed_tokens, transport_of
+from graphmoe.plan.experts import (
+    Load,
+    balanced_load,
+    blocks_of,
+    capacity,
+    routed_tokens,
+    transport_of,
+    travels_in_fp8,
+)
 from graphmoe.plan.layout import Layout
 
 
@@ -33,6 +50,14 @@ class Sizes:
     """True where attention pads value heads to the size of query heads."""
     block: int = 0
     """Rows that copy engines move for each pair of ranks."""
+    fp8: frozenset[str] = frozenset()
+    """Products in 8 bits, of `graphmoe.config.choices.FP8_PRODUCTS`."""
+    fp8_skips: frozenset[int] = frozenset()
+    """Layers that have none."""
+    bf16_weight_grads: bool = False
+    """True where weight gradients of dense products in 8 bits are not in 8 bits."""
+    fp8_rows: bool = False
+    """True where rows travel to their experts in 8 bits."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -56,8 +81,10 @@ class Sizes:
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
             room = room._replace(rows=rows)
+        precision, num_layers = config.precision, model.num_layers + model.mtp_depth
+        in_fp8 = precision.fp8 is not Fp8Recipe.none
         return cls(
-            config.model,
+            model,
             layout,
             2 if config.precision.compute is ComputeDtype.bf16 else 4,
             config.train.micro_batch_size,
@@ -66,7 +93,21 @@ class Sizes:
             travels,
             facts.head != facts.value and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
             block,
+            frozenset(precision.fp8_products if in_fp8 else ()),
+            frozenset(layer % num_layers for layer in precision.fp8_skip_layers if in_fp8),
+            precision.fp8_wgrad is Fp8WeightGrad.bf16,
+            travels_in_fp8(config),
         )
+
+    @functools.cached_property
+    def plain(self) -> Sizes:
+        """The same without products in 8 bits."""
+        none: frozenset[Any] = frozenset()
+        return replace(self, fp8=none, fp8_skips=none, fp8_rows=False) if self.fp8 else self
+
+    def of_layer(self, index: int) -> Sizes:
+        """Return the sizes of a layer, which may have no products in 8 bits."""
+        return self.plain if index in self.fp8_skips else self
 
     @functools.cached_property
     def attention(self) -> AttentionFacts:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphmoe.ops.fp8_mlp.launches import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
 from graphmoe.plan.pipeline.simulate import Track
@@ -199,6 +200,24 @@ def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
     return h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
 
 
+def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
+    """Gate, up and results of the rows, and the activation in 8 bits (graphmoe/ops/fp8_mlp/launches.py)."""
+    (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[-1].itemsize
+    return int(R * (size * (H + D) + H // 2))
+
+
+def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
+    """Gradients of activations and of rows."""
+    (R, H), D = hq_RH.shape, dyq_TD.shape[1]
+    return int(R * (H // 2 + D) * rest[-1].itemsize)
+
+
+def _fp8_sides(dyq_TD: Tensor, _: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:
+    """Transposed copies of both sides of both products, whose rows of each expert fill whole tiles."""
+    (R, H), D, E = dhq_RH.shape, xq_TD.shape[1], rest[5].shape[0]
+    return int((R + E * (BLOCK_R - 1)) * (H + H // 2 + 2 * D))
+
+
 def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
     """The parts of a sum one behind the other, where they do not lie so in the tensor."""
     return x.nbytes if math.prod(x.shape[:dim]) > 1 else 0
@@ -208,6 +227,10 @@ _OF_OURS: dict[str, Callable[..., int]] = {
     "linear_cross_entropy": _logits,
     "grouped_mlp": _expert_rows,
     "grouped_mlp_dgrad": _expert_row_gradients,
+    "fp8_mlp_forward": _fp8_rows,
+    "fp8_mlp_dgrad": _fp8_row_gradients,
+    "fp8_mlp_wgrad": _fp8_sides,
+    "fp8_mlp_wgrad_into": _fp8_sides,
     "all_gather": lambda x, axis, size, dim: size * _scattered(x, axis, size, dim),
     "reduce_scatter": _scattered,
 }

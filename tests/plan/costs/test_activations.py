@@ -28,7 +28,7 @@ GQA = (
     "model.num_layers=1",
 )  # fmt: skip
 LATENT = ("model.q_lora_rank=40", "model.score_function=sigmoid", "model.renormalise=true")
-TWO = "launch.fake_world=2"
+TWO, FP8 = "launch.fake_world=2", "precision.fp8=rowwise"
 CASES: dict[str, Sequence[str]] = {
     "a dense and a MoE layer": (),
     "latent queries": LATENT,
@@ -51,7 +51,25 @@ CASES: dict[str, Sequence[str]] = {
     "norms, attention and its heads again": ("recompute.ops=[layernorm,core_attn,mla_up_proj]",),
     "MLP and shared experts in parts": ("recompute.ops=[mlp,shared_experts]",),
     "ep, every layer again": (TWO, "parallel.ep=2", "recompute.all=true"),
-}
+    "8 bits": (FP8,),
+    "8 bits, bf16 weight gradients": (FP8, "model.q_lora_rank=48", "precision.fp8_wgrad=bf16"),
+    "8 bits, uneven latent queries": (FP8, *LATENT),
+    "8 bits, without shared experts": (FP8, *GQA, "model.shared_ffn_size=0"),
+    "8 bits, fp32": (FP8, "precision.compute=fp32"),
+    "8 bits of experts alone": (FP8, "precision.fp8_products=[experts]"),
+    "8 bits of all but experts": (FP8, "precision.fp8_products=[attn,mlp,shared_experts]"),
+    "8 bits but for a layer": (FP8, "precision.fp8_skip_layers=[-1]"),
+    "8 bits, tp": (FP8, TWO, "parallel.tp=2"),
+    "8 bits, cp": (FP8, TWO, "parallel.cp=2"),
+    "8 bits, a ring": (FP8, *GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring"),
+    "8 bits, ep": (FP8, TWO, "parallel.ep=2", "moe.dispatcher=symm"),
+    "8 bits, ep, every layer again": (
+        FP8, TWO, "parallel.ep=2", "moe.dispatcher=symm", "recompute.all=true",
+    ),
+    "8 bits, MLPs again": (FP8, "recompute.segments=[mlp,shared_experts,moe_experts]"),
+    "8 bits, norms again": (FP8, "recompute.ops=[layernorm]"),
+    "8 bits, MLP and shared experts in parts": (FP8, "recompute.ops=[mlp,shared_experts]"),
+}  # fmt: skip
 TOLERANCE = 0.05
 """Relative tolerance of a segment's bytes: projections leave out scalars and sums over sequences."""
 TRAVELS = ("", "moe_dispatch", "moe_experts", "moe_combine")
@@ -77,7 +95,7 @@ def rotary_bytes(run: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "words", slow_but(CASES, "latent queries", "grouped queries", "ep, every layer again")
+    "words", slow_but(CASES, "latent queries", "grouped queries", "ep, every layer again", "8 bits, ep")
 )
 def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     run = config(*MODEL, *words)

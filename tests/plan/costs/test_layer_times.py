@@ -1,15 +1,23 @@
 """Times of segments and of a model's parts: FLOPs, bytes that travel, what runs again, default layouts."""
 
+from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
 
-from graphmoe.config.schema import ContextMethod, ModelConfig, RecomputeConfig, RunConfig
+from graphmoe.config.schema import ContextMethod, Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import H200
-from graphmoe.plan.costs.layer_parts import attention_parts, attention_scores, experts, gate, swiglu
-from graphmoe.plan.costs.rates import Speeds, default_rates
+from graphmoe.plan.costs.layer_parts import (
+    attention_parts,
+    attention_scores,
+    experts,
+    gate,
+    swiglu,
+    weight_forms,
+)
+from graphmoe.plan.costs.rates import Rates, Speeds, default_rates
 from graphmoe.plan.costs.segment_times import MOVED, modelled_parts, second_forward, stage_costs, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
@@ -71,6 +79,57 @@ def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
     assert counted - forward() == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
 
 
+def busy(run: RunConfig, rates: Rates = NVIDIA) -> dict[str, float]:
+    """Seconds of a micro-batch by segment, from a step's second on."""
+    pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
+    found = Counter[str]()
+    for time in stage_times(run, sizes_of(run, 8), Speeds(H200, rates, adding=1.0), pieces):
+        found[time.name] += time.total
+    return found
+
+
+def in_8_bits(run: RunConfig, **precision: object) -> RunConfig:
+    fp8 = replace(run.precision, fp8=Fp8Recipe.rowwise, **precision)
+    return replace(run, precision=fp8, moe=replace(run.moe, dispatcher="symm"))
+
+
+def test_time_falls_where_products_in_8_bits_dominate():
+    wide = run_of("deepseek_v3", ep=8)
+    wide.moe.dispatcher = "symm"
+    plain, eight = busy(wide), busy(in_8_bits(wide))
+    for name in ("attn", "mlp", "shared_experts", "moe_experts"):
+        assert eight[name] < plain[name], name
+    assert eight["moe_experts"] < 0.8 * plain["moe_experts"]
+    assert eight["moe_dispatch"] < plain["moe_dispatch"] and eight["moe_combine"] < plain["moe_combine"]
+    same = {name: plain[name] for name in plain if name.startswith("moe_") or name in ("embed", "loss")}
+    for name in ("moe_experts", "moe_dispatch", "moe_combine"):
+        same.pop(name)
+    assert {name: eight[name] for name in same} == same
+    of_experts = busy(in_8_bits(wide, fp8_products=["experts"]))
+    assert of_experts["attn"] == plain["attn"] and of_experts["moe_experts"] == eight["moe_experts"]
+    skipping = busy(in_8_bits(wide, fp8_skip_layers=[0, 1, 2]))
+    assert skipping["mlp"] == plain["mlp"] and eight["attn"] < skipping["attn"] < plain["attn"]
+    slow = busy(in_8_bits(wide), replace(NVIDIA, fp8_quantise=0.01))
+    assert slow["moe_experts"] > eight["moe_experts"] and slow["attn"] > plain["attn"]
+
+
+def test_at_the_peak_products_in_8_bits_take_half_the_time_and_weights_are_rounded_once_a_step():
+    run = run_of("deepseek_v2_lite")
+    sizes = [sizes_of(each, 1) for each in (run, in_8_bits(run))]
+    plain, eight = (experts(each, Speeds(FREE, PEAK)) for each in sizes)
+    assert eight == pytest.approx([seconds / 2 for seconds in plain])
+    gate_up, down = swiglu(sizes[1], Speeds(FREE, PEAK), "mlp")
+    assert [*gate_up, *down] == pytest.approx(
+        [s / 2 for p in swiglu(sizes[0], Speeds(FREE, PEAK), "mlp") for s in p]
+    )
+    model, card = run.model, Speeds(H200, PEAK)
+    weights = 3 * model.num_experts * model.expert_ffn_size * model.hidden_size
+    moved = 2 * 3 * weights / (H200.hbm_tb_per_s * 1e12)  # both forms, each of 2 bytes read and 1 written
+    assert weight_forms(sizes[1], card, "moe_experts") == pytest.approx(moved)
+    assert weight_forms(sizes[1], replace(card, adding=0.75), "moe_experts") == pytest.approx(moved / 4)
+    assert weight_forms(sizes[0], card, "moe_experts") == 0
+
+
 def test_ranks_gather_latents_instead_of_hidden_states():
     run = run_of("deepseek_v3", tp=4)
     sizes, speeds = sizes_of(run, 8), Speeds(H200, PEAK)
@@ -124,7 +183,7 @@ def test_the_last_product_of_a_piece_runs_again_only_for_a_reader():
 def test_experts_and_mlps_run_gate_and_up_again_and_never_down():
     run = run_of("deepseek_v2_lite")
     found, sizes, speeds = again(run, all=True)
-    shared, _ = swiglu(sizes, speeds, run.model.shared_ffn_size)
+    shared, _ = swiglu(sizes, speeds, "shared_experts")
     assert found["moe_experts"] == pytest.approx(experts(sizes, speeds).forward * 2 / 3)
     assert found["shared_experts"] == pytest.approx(shared.forward)
     assert {*found} == {"attn", "moe_router", "shared_experts", "moe_experts"}

@@ -20,7 +20,7 @@ from graphmoe.passes.split_backward import SplitBackward
 log = logging.getLogger(__name__)
 Stage = Literal["forward", "joint", "backward"]
 """The graph that a pass sees: a unit's forward before it is differentiated, forward and backward in one
-graph, or the backward alone."""
+graph (the forward where there is no backward), or the backward alone."""
 
 
 class MadeBy(NamedTuple):

@@ -66,15 +66,15 @@ def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
     ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x.
     """
     q_RK, scale_R1 = quantise(x_RK, fp8_dtype())
-    q_NK, scale_N1 = quantise(w_NK, fp8_dtype())
+    q_NK, scale_N1 = torch.ops.graphmoe.fp8_rows(w_NK)
     return product(q_RK, q_NK, scale_R1, scale_N1, x_RK.dtype)
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor) -> Tensor:
     """The gradient of x of `linear`."""
     q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
-    q_KN, scale_K1 = quantise(w_NK.t(), fp8_dtype())
-    return product(q_RN, q_KN.contiguous(), scale_R1, scale_K1, dy_RN.dtype)
+    q_KN, scale_K1 = torch.ops.graphmoe.fp8_columns(w_NK)
+    return product(q_RN, q_KN, scale_R1, scale_K1, dy_RN.dtype)
 
 
 def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str) -> Tensor:

@@ -20,6 +20,7 @@ from graphmoe.optim import rule_of
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
 from graphmoe.optim.rule import StepScalars
 from graphmoe.runtime.capture.capture import TensorSlot
+from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
@@ -43,6 +44,8 @@ class StepOptimizer(ABC):
     All ranks of the mesh call its methods alike.
     """
 
+    weight_forms: WeightForms | None
+    """Weights in 8 bits, for compiled units; None where weights have no addresses of their own."""
     gradient_of: Callable[[Tensor], Gradient] | None
     """Return the sum of a parameter's gradients, in its shape; None where autograd gets them."""
     model_is_whole: bool

@@ -35,6 +35,7 @@ class ShardedOptimizer(StepOptimizer):
     """
 
     gradient_of = None
+    weight_forms = None  # as many bytes as all weights, of which a rank has a part
     model_is_whole = False
 
     def __init__(

@@ -26,6 +26,7 @@ from graphmoe.optim.flat_buffers import Region, families_of
 from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
 from graphmoe.runtime.capture.capture import TensorSlot
+from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 
@@ -62,6 +63,7 @@ class Optimizer(StepOptimizer):
         self._regions = [region for family in self.families for region in family.regions()]
         self._reduction = GradientReduction(self.families, gradients)
         self._weight_gather = WeightGather(self.families)
+        self.weight_forms: WeightForms = WeightForms()
         self._alone = self.mesh.group("world") is None
         self._norm: Function = self._norm_of_shards
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
@@ -81,10 +83,11 @@ class Optimizer(StepOptimizer):
         return execute if self._alone else functools.partial(self._weight_gather.execute, execute)
 
     def start_gather(self) -> None:
+        self.weight_forms.changed()
         self._weight_gather.start()
 
     def gather(self) -> None:
-        self._weight_gather.start()
+        self.start_gather()
         self._weight_gather.wait()
 
     @torch.no_grad()

@@ -140,7 +140,9 @@ class Execution:
         self._in_fp8 &= not plain.experts
         runner = functools.partial(pass_runner, config, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
-        self.compiled = CompiledSegments(runner, optimizer.gradient_of, units, self._recompute, self.overlap)
+        self.compiled = CompiledSegments(
+            runner, optimizer.gradient_of, units, self._recompute, self.overlap, optimizer.weight_forms
+        )
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
         self._published = 0
         """Graphs that were compiled when the cache was last added to."""

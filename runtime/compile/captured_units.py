@@ -25,6 +25,7 @@ from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import static_copy
 from graphmoe.runtime.capture.replays import Pool, Replay
 from graphmoe.runtime.compile.code import Gradients, UnitCode, UnitFunction
+from graphmoe.runtime.compile.weight_forms import NUM_TENSORS
 
 
 class UnitCapture:
@@ -151,12 +152,14 @@ class _UnitOnLane:
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As ``UnitCode.forward``."""
-        own, read = tensors[: -len(self._reads)], tensors[-len(self._reads) :]
+        last = len(tensors) - NUM_TENSORS * len(self.graphs.forms)  # which stay where they are
+        first = last - len(self._reads)
+        own, read, forms = tensors[:first], tensors[first:last], tensors[last:]
         if not self._shared.capture.ready:
             self._held = [tensor for tensor in read if not tensor.requires_grad]
             return self._code.forward(tensors)
         if self._forward is None:
-            self._forward = self._captured_forward(own, read)
+            self._forward = self._captured_forward(own, read, forms)
         moved = self._forward.moved(read)
         if moved is not None:
             raise RuntimeError(
@@ -169,9 +172,11 @@ class _UnitOnLane:
         results = [result.detach() for result in self._forward(read)]
         # A replay leaves no trace in version counters; so autograd sees that what a forward kept is gone.
         torch.autograd.graph.increment_version(results)
-        return self._code.outputs_and_kept([*own, *self._forward.static], results)
+        return self._code.outputs_and_kept([*own, *self._forward.static, *forms], results)
 
-    def _captured_forward(self, own: Sequence[Tensor], read: Sequence[Tensor]) -> Replay:
+    def _captured_forward(
+        self, own: Sequence[Tensor], read: Sequence[Tensor], forms: Sequence[Tensor]
+    ) -> Replay:
         lasting = self._pool.addresses | {tensor.data_ptr() for tensor in self._held}
         stays = [tensor.data_ptr() in lasting for tensor in read]
         pairs = zip(read, stays, strict=True)
@@ -179,7 +184,7 @@ class _UnitOnLane:
         self._held = ()
 
         def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return tuple(self._code.run_forward([*own, *static]))
+            return tuple(self._code.run_forward([*own, *static, *forms]))
 
         return Replay(self._span, self._pool, run, static, stays, part="F")
 

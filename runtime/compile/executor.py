@@ -24,6 +24,7 @@ from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
 from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
+from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.segments import Segment
 
@@ -74,6 +75,7 @@ class CompiledSegments:
         capture: UnitCapture | None = None,
         recompute: Recompute | None = None,
         unit_turns: UnitTurns | None = None,
+        weight_forms: WeightForms | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
         """Turns of the ranks that share a folder of compiled code."""
@@ -88,6 +90,8 @@ class CompiledSegments:
         self._recompute = recompute or Recompute()
         self._unit_turns = unit_turns
         """Runs the units of two micro-batches in turns; None where each runs for itself."""
+        self._weight_forms = weight_forms
+        """Holds weights in 8 bits for all micro-batches; None where each forward and backward makes them."""
         self._pending: PendingWeightGrads | None = None
         """The list in which backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
@@ -170,14 +174,23 @@ class CompiledSegments:
         return nullcontext() if self._capture is None else self._capture.lane(name)
 
     def _run(self, place: _PlacedUnit, code: UnitCode | CapturedUnit, read: list[Tensor]) -> Sequence[Tensor]:
+        forms = self._forms_of(place, code)
         if self._unit_turns is None or not self._unit_turns.runs:
-            return code([*place.bound.tensors, *read], place.gradients, self._pending)
+            return code([*place.bound.tensors, *read, *forms], place.gradients, self._pending)
         assert isinstance(code, UnitCode), f"{place.bound.unit.name} is captured alone, and others run inside"
 
         def call(own: Sequence[Tensor], pending: PendingWeightGrads) -> Sequence[Tensor]:
-            return code([*place.bound.tensors, *own], place.gradients, pending)
+            return code([*place.bound.tensors, *own, *forms], place.gradients, pending)
 
         return self._unit_turns.run_unit(place.bound.unit, read, call)
+
+    def _forms_of(self, place: _PlacedUnit, code: UnitCode | CapturedUnit) -> Sequence[Tensor]:
+        """Return weights in 8 bits for a unit's last inputs; makes those that are old."""
+        forms = code.graphs.forms
+        if not forms:
+            return ()
+        assert self._weight_forms is not None
+        return self._weight_forms.of(forms, place.bound.tensors)
 
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
@@ -287,6 +300,7 @@ class CompiledSegments:
     ) -> tuple[UnitCode, UnitReport]:
         unit, report = bound.unit, UnitReport(bound.unit.name, trains)
         runner = self._runner_of(unit, trains)
+        lifts = self._weight_forms is not None
 
         def trace() -> UnitGraphs:
             return unit_graphs(
@@ -299,11 +313,12 @@ class CompiledSegments:
                 segments=tuple(segment.name for segment in unit.segments),
                 recompute=recompute,
                 makers=makers,
+                lifts=lifts,
             )
 
         with self._compiling(report):
             with report.measured():
-                graphs = kept_graphs(self.kept, (unit.name, runner.uuid(), key), trace)
+                graphs = kept_graphs(self.kept, (unit.name, runner.uuid(), lifts, key), trace)
             report.passes = graphs.reports
             report.kept_bytes, report.recomputed = graphs.kept_bytes, graphs.recomputed
             compiler = functools.partial(self._compile_graph, report)

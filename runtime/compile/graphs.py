@@ -25,6 +25,7 @@ from graphmoe.runtime.compile.cut import (
     take_off_views,
 )
 from graphmoe.runtime.compile.tracing import trace_forward
+from graphmoe.runtime.compile.weight_forms import NUM_TENSORS, WeightForm, take_out_forms
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 
 WIDER_INTEGERS = (torch.int32, torch.int64)
@@ -50,6 +51,8 @@ class UnitGraphs:
     """Inputs whose gradients I returns, in its order."""
     weight_gradients: tuple[int, ...] = ()
     """Inputs whose gradients W returns."""
+    forms: tuple[WeightForm, ...] = ()
+    """Weights in 8 bits whose numbers and scales are the last inputs."""
     views: OutputViews | None = None
     """Makes the unit's outputs of the results, where some are inputs or share memory."""
     made_by: tuple[MadeBy | None, ...] = ()
@@ -75,10 +78,12 @@ def unit_graphs(
     segments: tuple[str, ...] = (),
     recompute: UnitRecompute = NOTHING,
     makers: Sequence[MadeBy | None] = (),
+    lifts: bool = False,
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
     ``makers`` says of the last inputs what made them in other units, so that passes know what they mean.
+    With ``lifts`` what is stored of parameters in 8 bits becomes further inputs, `UnitGraphs.forms`.
     Raises ConfigError where ``recompute`` covers an operation that draws random numbers.
     """
     forward = trace_forward(run, fakes)
@@ -89,13 +94,16 @@ def unit_graphs(
     differentiable = _differentiable(forward, fakes) if trains else ()
     if not any(differentiable):
         reports = runner.run("forward", forward, name, segments)
-        count = len(_outputs(forward))
-        made_by = _made_by(forward, views, name)
-        fixed = (False,) * count
-        return UnitGraphs(forward, count, fixed, views=views, name=name, reports=reports, made_by=made_by)
+        made_by, count = _made_by(forward, views, name), len(_outputs(forward))
+        reports += runner.run("joint", forward, name, segments)  # which is all there is
+        graphs = UnitGraphs(forward, count, (False,) * count, views=views, name=name, reports=reports)
+        graphs.made_by = made_by
+        graphs.forms = take_out_forms(forward, len(fakes), num_weights) if lifts else ()
+        return graphs
 
-    def cut_of(joint: fx.GraphModule) -> Halves:
-        return cut_joint(joint, len(differentiable), range(num_weights), recompute)
+    def cut_of(joint: fx.GraphModule, forms: Sequence[WeightForm] = ()) -> Halves:
+        inputs_of_forms = range(len(fakes), len(fakes) + NUM_TENSORS * len(forms))
+        return cut_joint(joint, len(differentiable), [*range(num_weights), *inputs_of_forms], recompute)
 
     last: dict[str, Halves] = {}  # the graph measured last, cut
 
@@ -106,16 +114,17 @@ def unit_graphs(
 
     reports = runner.run("forward", forward, name, segments, saved_bytes)
     made_by = _made_by(forward, views, name)
-    cut = last.get(str(forward.graph))
+    cut, forms = last.get(str(forward.graph)), tuple[WeightForm, ...]()
     if cut is None or any(spec.stage == "joint" for spec in runner.specs):
         joint = joint_graph(forward, fakes)
         reports += runner.run("joint", joint, name, segments)
-        cut = cut_of(joint)
+        forms = take_out_forms(joint, len(fakes), num_weights) if lifts else ()
+        cut = cut_of(joint, forms)
     kept_bytes = bytes_kept(cut.forward, len(differentiable))
     graphs = _joined(cut.forward, cut.backward, differentiable, fakes, num_weights, runner)
     assert graphs.backward is not None
     graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
-    graphs.made_by, graphs.name = made_by, name
+    graphs.made_by, graphs.name, graphs.forms = made_by, name, forms
     graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
     return graphs
 

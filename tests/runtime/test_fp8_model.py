@@ -1,16 +1,25 @@
 """A model whose products are in 8 bits, compiled: close to the plain one, and its sums of gradients."""
 
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from graphmoe.model.build import build_model
+from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.gradients import Gradient
 from graphmoe.plan.recompute import Recompute
+from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile import kept
 from graphmoe.runtime.compile.executor import CompiledSegments
+from graphmoe.runtime.compile.weight_forms import WeightForms
+from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.training.executor import pass_runner
+from tests.distributed.training import as_traced as units_as_traced
 from tests.ops.test_fp8_mlp import decibels
-from tests.runs import COMPILED, config
+from tests.runs import COMPILED, QUIET, config, numbers, train_in, trainer_in
 from tests.runtime.test_compiled import batch, gradients
 
 SIZES = (
@@ -47,7 +56,11 @@ def test_gradients_are_close_to_those_of_the_plain_model(of_fp8):
 def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
     model = model_of()
     sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
-    made = CompiledSegments(lambda trains: pass_runner(RUN, "torch", None, trains), lambda p: sums[id(p)])
+    made = CompiledSegments(
+        lambda trains: pass_runner(RUN, "torch", None, trains),
+        lambda p: sums[id(p)],
+        weight_forms=WeightForms(),
+    )
     for _ in range(2):
         model.loss(*batch(), made).total.backward()
     for name, parameter in model.named_parameters():
@@ -98,3 +111,99 @@ def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp
     for number in range(4):
         found, wanted = (of_layer(number, each) for each in made.values())
         assert all(map(torch.equal, found, wanted)) == (number in (0, 3)), number
+
+
+TRAINED = (*COMPILED, *SIZES, "precision.fp8=rowwise", "compile.cache=false", "train.micro_batch_size=1")
+NUM_WEIGHTS = 7 + 9
+"""Weights of the dense and of the MoE layer that are in products of 8 bits."""
+
+
+@pytest.fixture
+def stored(as_traced, monkeypatch) -> list[torch.Size]:
+    """Shapes of what was stored as a weight is, along either axis."""
+    shapes, rows = list[torch.Size](), reference.rows
+
+    def noted(w: Tensor) -> reference.Scaled:
+        shapes.append(w.shape)
+        return rows(w)
+
+    monkeypatch.setattr(reference, "rows", noted)
+    return shapes
+
+
+def test_each_weight_is_stored_once_a_step_along_either_axis_and_once_for_a_validation(tmp_path, stored):
+    trainer = trainer_in(tmp_path, *TRAINED, *QUIET, "train.val_batches=2")
+    for _ in range(2):
+        trainer._train_step()
+        assert len(stored) == 2 * NUM_WEIGHTS and trainer.plan.num_micro_batches == 4
+        stored.clear()
+    trainer._validate()
+    assert len(stored) == NUM_WEIGHTS
+
+
+@pytest.fixture(scope="module")
+def of_each_micro_batch(tmp_path_factory) -> Path:
+    """A run that stores its weights in each micro-batch."""
+    folder = tmp_path_factory.mktemp("each") / "run"
+    with units_as_traced(), mock.patch.object(unit_graphs, "take_out_forms", lambda *_: ()):
+        train_in(folder, *TRAINED)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("graph.scope=full_iteration", "graph.warmup_steps=1"),
+        ("graph.scope=layer", "graph.warmup_steps=1"),
+        ("recompute.segments=[attn,mlp,moe_experts]",),
+    ],
+    ids=["step", "layers", "again"],
+)
+def test_a_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
+    tmp_path, stored, of_each_micro_batch, words
+):
+    train_in(tmp_path / "run", *TRAINED, *words)
+    assert len(stored) < 2 * NUM_WEIGHTS * (6 + 3)  # steps and validations
+    assert numbers(tmp_path / "run") == numbers(of_each_micro_batch)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
+    tmp_path, as_traced, of_each_micro_batch
+):
+    first = trainer_in(tmp_path / "run", *TRAINED)
+    for _ in range(3):
+        first._train_step()
+    first.store.wait()
+    train_in(tmp_path / "run", *TRAINED)
+    rows = [
+        [row for row in numbers(folder) if row["step"] > 3]
+        for folder in (tmp_path / "run", of_each_micro_batch)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):
+    monkeypatch.setattr(kept, "own_sources", list)
+    found, cpu = [], torch.device("cpu")
+    for forms in (None, WeightForms(), WeightForms()):
+        model, overlap = model_of(), Overlap(cpu)
+        sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
+        made = CompiledSegments(
+            lambda trains: pass_runner(RUN, "torch", None, trains),
+            lambda p, sums=sums: sums[id(p)],
+            unit_turns=overlap,
+            weight_forms=forms,
+        )
+        made.kept = tmp_path
+        tape = None
+        for _ in range(2):
+            beside, like = (Backward(tape), tape.units) if tape else (None, ())
+            output, tape = overlap.record(lambda m=model, e=made: m.loss(*batch(), e), beside, like)
+            tape.start([output.total])
+        overlap.run_backward(Backward(tape))
+        found.append([sums[id(p)].total for p in model.parameters()])
+        if forms:
+            assert len(forms._held) == 2 * NUM_WEIGHTS
+            monkeypatch.setattr(unit_graphs, "joint_graph", None)  # those of the first are loaded
+    for one, *others in zip(*found, strict=True):
+        assert all(map(one.equal, others))

@@ -29,6 +29,8 @@ from graphmoe.training.micro_batches import micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
 from tests.runs import command, config, text_of
+from tests.runtime.test_fp8_model import NUM_WEIGHTS, TRAINED
+from tests.runtime.test_fp8_model import model_of as model_in_8_bits
 
 # Round robin over an expert on each rank sends each token to two ranks, as the dry run assumes.
 WORDS = (
@@ -294,3 +296,15 @@ def test_the_report_names_the_stages_of_the_rank():
     text = text_of(render(found))
     assert "rank 1 of the pipeline: stage 1 (mL) of Ett|mL, pipeline.schedule=1f1b" in text
     assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)
+
+
+def test_weights_in_8_bits_are_counted_apart_from_activations():
+    memory = dry_run(config(*TRAINED, "launch.fake_world=1"))["memory"]
+    named = model_in_8_bits().named_parameters()
+    sizes = [
+        w.shape for name, w in named if name.startswith("layers") and w.dim() > 1 and "gate.w" not in name
+    ]
+    assert len(sizes) == NUM_WEIGHTS
+    # Along either axis: a byte for each number, four for the scale of each row and of each column.
+    found = sum(2 * size.numel() + 4 * size[:-2].numel() * sum(size[-2:]) for size in sizes)
+    assert memory["at_peak_bytes"]["forms"] == found and memory["peak_in"] != "forms"

@@ -31,14 +31,20 @@ def _kernels(x: Tensor) -> Any:
 
 @torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
 def rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """q like w [E, N, C], contiguous, and the scales [E, N, 1] of its rows. No device sync."""
+    """q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
     return _kernels(w).rows(w)
 
 
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
 def columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """q [E, C, N] of the transposed w, contiguous, and the scales [E, C, 1] of its rows. No device sync."""
-    return _kernels(w).columns(w)
+    """q [..., C, N] of the transposed w, contiguous, and the scales [..., C, 1] of its rows. No device sync.
+
+    Of one matrix, or of those of all experts.
+    """
+    if w.dim() == 3:
+        return _kernels(w).columns(w)
+    q, scale = _kernels(w).columns(w[None])
+    return q[0], scale[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_forward", mutates_args=())
@@ -117,8 +123,8 @@ rows.register_fake(
 
 @columns.register_fake
 def _(w: Tensor) -> tuple[Tensor, Tensor]:
-    E, N, C = w.shape
-    return w.new_empty(E, C, N, dtype=fp8_dtype()), w.new_empty(E, C, 1, dtype=DTYPE)
+    *E, N, C = w.shape
+    return w.new_empty(*E, C, N, dtype=fp8_dtype()), w.new_empty(*E, C, 1, dtype=DTYPE)
 
 
 @_forward.register_fake

@@ -153,7 +153,7 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
         model, optimizer = fake_build(plan, mesh)
-        segments = fake_executor(plan, watch, optimizer.gradient_of)
+        segments = fake_executor(plan, watch, optimizer.gradient_of, optimizer.weight_forms)
         micro_batches = micro_batches_of(
             plan,
             model,

@@ -21,6 +21,7 @@ from graphmoe.runtime.compile.cut import said_of
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.compile.report import UnitReport
+from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.ranks import Mesh
@@ -65,7 +66,10 @@ def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
 
 
 def fake_executor(
-    plan: Plan, watch: StepWatch, gradient_of: Callable[[Tensor], Gradient] | None = None
+    plan: Plan,
+    watch: StepWatch,
+    gradient_of: Callable[[Tensor], Gradient] | None = None,
+    weight_forms: WeightForms | None = None,
 ) -> Executor:
     """Return an executor that keeps for the backward the tensors that the run's own keeps.
 
@@ -74,7 +78,7 @@ def fake_executor(
     config, recompute = plan.config, plan.recompute
     if config.compile.enabled:
         runner = functools.partial(pass_runner, config, "triton", None)
-        return GraphSegments(watch, runner, gradient_of, recompute=recompute)
+        return GraphSegments(watch, runner, gradient_of, recompute=recompute, weight_forms=weight_forms)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
 
     def run(segment: Segment, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -118,6 +122,12 @@ class GraphSegments(CompiledSegments):
 
         # A new interpreter each time: an old one would hold what it has computed.
         return lambda *tensors: Noting(graph).run(*tensors)
+
+    def _forms_of(self, *arguments: Any) -> Sequence[Tensor]:
+        before, self._watch.phase = self._watch.phase, "forms"
+        forms = super()._forms_of(*arguments)
+        self._watch.phase = before
+        return forms
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)

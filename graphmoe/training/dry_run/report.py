@@ -13,6 +13,7 @@ KINDS = {
     "gradients": "fp32 gradients, whole and own shard",
     "moments": "moments",
     "buffers": "buffers",
+    "forms": "weights in 8 bits",
     "forward": "made by the forward: activations",
     "backward": "made by the backward",
     "update": "made by the update",

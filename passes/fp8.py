@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.fp8 import mlp, mlp_gradients
-from graphmoe.ops.fp8_linear import ALIGNED, linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.fp8_linear import ALIGNED, RECIPES, linear, linear_dgrad, linear_wgrad
 from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
@@ -55,15 +55,18 @@ def fp8_linear(
     graph: fx.Graph,
     *,
     products: Sequence[str] = DENSE,
+    recipe: str = "rowwise",
     wgrad: str = "fp8",
     plain: Sequence[Sequence[int]] = (),
 ) -> Rewrites:
     """Put `fp8_linear` in place of the products of some segments or parts, but for ``plain`` weights."""
-    found = [(call, products, wgrad, plain) for call in calls(graph, aten.mm)]
+    found = [(call, products, recipe, wgrad, plain) for call in calls(graph, aten.mm)]
     return rewrite(_replace, found, f"{len(found)} products of two matrices, none in {', '.join(products)}")
 
 
-def _replace(call: Node, products: Sequence[str], wgrad: str, plain: Sequence[Sequence[int]]) -> str | None:
+def _replace(
+    call: Node, products: Sequence[str], recipe: str, wgrad: str, plain: Sequence[Sequence[int]]
+) -> str | None:
     where = call.meta.get("custom", {})
     if not {where.get("part"), where.get("segment")} & {*products}:
         return ""
@@ -71,12 +74,13 @@ def _replace(call: Node, products: Sequence[str], wgrad: str, plain: Sequence[Se
     if not is_op(turned, aten.t) or operand(turned).op != "placeholder":
         return "its second factor is no weight"
     weight = operand(turned)
-    uneven = [size for size in shape(weight) if size % ALIGNED]
+    aligned = RECIPES[recipe].aligned
+    uneven = [size for size in shape(weight) if size % aligned]
     if uneven:
-        return f"{uneven[0]} of its weight {list(shape(weight))} is no multiple of {ALIGNED}"
+        return f"{uneven[0]} of its weight {list(shape(weight))} is no multiple of {aligned}"
     if [*shape(weight)] in [[*each] for each in plain]:
         return f"its weight {list(shape(weight))} is no faster in 8 bits (precision.fp8_measure)"
-    call.replace_all_uses_with(put(call, ops.fp8_linear.default, x, weight, wgrad))
+    call.replace_all_uses_with(put(call, ops.fp8_linear.default, x, weight, wgrad, recipe))
     return None
 
 

@@ -181,7 +181,7 @@ def fp8_quantise(E: int, N: int, C: int) -> CalibrateCase:
 
 def refuse_fp8(device: torch.device) -> None:
     """Raise RuntimeError on a GPU without products in 8 bits."""
-    if reason := reason_against(device):
+    if reason := reason_against(device, "rowwise"):
         raise RuntimeError(f"fp8 {reason}")
 
 

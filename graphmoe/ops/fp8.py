@@ -11,6 +11,12 @@ from torch import Tensor
 BLOCK = 128
 SMALLEST, LARGEST = 127 - 60, 127 + 60
 """Exponents, as stored in fp32, of the smallest and the largest scale, so that products of two are finite."""
+NEEDS = {
+    "rowwise": "a GPU of compute capability 9.0 or more, or an MI300 or newer",
+    "blockwise": "a GPU of compute capability 9.0, for which alone torch has its products",
+    "mxfp8": "instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)",
+}
+"""Devices of each recipe of scales, beside a CPU."""
 
 
 def fp8_dtype() -> torch.dtype:
@@ -21,17 +27,32 @@ def fp8_dtype() -> torch.dtype:
     return torch.float8_e4m3fn
 
 
-def reason_against(device: torch.device) -> str | None:
-    """Return why a device has no products in 8 bits, or None; a CPU computes them slowly, to try them."""
+def recipes_of(device: torch.device) -> tuple[str, ...]:
+    """Return the recipes of scales whose products a device has; a CPU computes all slowly, to try them.
+
+    blockwise are products of torch for Hopper. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+    """
     if device.type != "cuda":
-        return None
+        return ("rowwise", "blockwise", "mxfp8")
     if torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        return None if name >= "gfx942" else f"needs an MI300 or newer, and this is a {name}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return (
-        None if major >= 9 else f"needs a GPU of compute capability 9.0 or more, and this has {major}.{minor}"
+        return ("rowwise", "mxfp8") if name == "gfx950" else ("rowwise",) if name >= "gfx942" else ()
+    major, _ = torch.cuda.get_device_capability(device)
+    return {9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8")}.get(
+        major, ("rowwise",) if major > 9 else ()
     )
+
+
+def reason_against(device: torch.device, recipe: str) -> str | None:
+    """Return why a device has no products in 8 bits by a recipe, and what to use instead; or None."""
+    has = recipes_of(device)
+    if recipe in has:
+        return None
+    if torch.version.hip:
+        this = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    else:
+        this = f"one of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+    return f"needs {NEEDS[recipe]}, and this is {this}; use precision.fp8={' or '.join([*has, 'none'])}"
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:

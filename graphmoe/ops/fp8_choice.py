@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8_linear import product, row_factors
+from graphmoe.ops.fp8_linear import RECIPES, product, row_factors
 from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
 from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
 
@@ -56,6 +56,8 @@ class Dense:
     wgrad: str
     """Form of the weight's gradient, as in `ops.fp8_linear`."""
     dtype: torch.dtype = torch.bfloat16
+    recipe: str = "rowwise"
+    """Name among `fp8_linear.RECIPES`."""
 
     def calls(self, device: torch.device) -> dict[str, Call]:
         """Return `FORMS` on random numbers.
@@ -70,13 +72,18 @@ class Dense:
             return torch.randn(size, generator=generator, device=device).to(self.dtype)
 
         x, dy, w = normal(self.R, self.K), normal(self.R, self.N), normal(self.N, self.K)
+
+        def plain() -> Any:
+            return x @ w.t(), dy @ w, dy.t() @ x
+
+        in_fp8 = (self._rowwise if self.recipe == "rowwise" else self._by_blocks)(x, dy, w)
+        return dict(zip(FORMS, (plain, *in_fp8), strict=True))
+
+    def _rowwise(self, x: Tensor, dy: Tensor, w: Tensor) -> tuple[Call, Call]:
         along, (turned_1, scale_1) = ops.fp8_rows(w), ops.fp8_columns(w[None])
         turned = turned_1[0], scale_1[0]
         factor, scale = row_factors(ops.fp8_rows(dy)[1], ops.fp8_rows(x)[1])
         one = torch.ones_like(scale)
-
-        def plain() -> Any:
-            return x @ w.t(), dy @ w, dy.t() @ x
 
         def in_fp8() -> Any:
             stored, gradient = ops.fp8_rows(x), ops.fp8_rows(dy)
@@ -90,7 +97,23 @@ class Dense:
         def weights() -> Any:
             return ops.fp8_rows(w), ops.fp8_columns(w[None])
 
-        return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
+        return in_fp8, weights
+
+    def _by_blocks(self, x: Tensor, dy: Tensor, w: Tensor) -> tuple[Call, Call]:
+        """Rows are stored by the kernel of rowwise, which moves as much; products have what is made here."""
+        by = RECIPES[self.recipe]
+        stored, gradient, along, turned = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+
+        def in_fp8() -> Any:
+            q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
+            by.product(stored, along, self.dtype)
+            by.product(gradient, turned, self.dtype)
+            return dy.t() @ q[0].to(self.dtype) if self.wgrad == "bf16" else by.wgrad(gradient, stored)
+
+        def weights() -> Any:
+            return by.weight(w), by.turned(w)
+
+        return in_fp8, weights
 
 
 @dataclass(frozen=True)

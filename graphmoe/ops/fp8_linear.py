@@ -1,23 +1,46 @@
-"""Products with a weight in 8 bits, forward and gradients.
+"""Products with a weight in 8 bits, forward and gradients, by a recipe of scales.
 
 Suffixes: R rows, N outputs, K inputs of the weight; q are stored numbers and scales those of `ops.fp8`.
 
-The products contract the last axis of both sides, along which a scale must be the same (one for each row of
-either side). Weight gradients contract the rows, whose scales differ: the numbers of dy are divided by what
-the two scales of their row lack to the largest of all, which for a row of much smaller gradients may be less
-than 8 bits can hold, and then is zero.
+The products contract the last axis of both sides, along which a row has one scale (rowwise), or one for each
+block (`ops.fp8_blocks`). Weight gradients contract the rows, whose scales differ: rowwise divides the numbers
+of dy by what the two scales of their row lack to the largest of all, which for a row of much smaller
+gradients may be less than 8 bits can hold, and then is zero.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphmoe.ops import num_warps
-from graphmoe.ops.fp8 import fp8_dtype, quantise, rounded
+from graphmoe.ops import fp8_blocks, num_warps  # noqa: F401  # registers operations
+from graphmoe.ops.fp8 import BLOCK, fp8_dtype, quantise, rounded
+from graphmoe.ops.fp8_blocks import reference as blocks
 
 ALIGNED = 16
 """Elements of which the sides of a product are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
+Stored = tuple[Tensor, Tensor]
+"""Numbers of 8 bits and their scales."""
+
+
+class Recipe(NamedTuple):
+    """Kind of scales, and what is computed with them."""
+
+    aligned: int
+    """Elements of which both sides of a weight are multiples."""
+    rows: Callable[[Tensor], Stored]
+    """Storing of rows [R, C] for what contracts C."""
+    weight: Callable[[Tensor], Stored]
+    """Storing of a weight [N, K] for the forward."""
+    turned: Callable[[Tensor], Stored]
+    """Storing of the transposed weight, for the gradient of rows."""
+    product: Callable[[Stored, Stored, torch.dtype], Tensor]
+    """Product [R, N] of stored rows and a stored weight."""
+    wgrad: Callable[[Stored, Stored], Tensor]
+    """Sum [N, K] in fp32 over the rows of stored dy and x."""
+    values: Callable[[Stored], Tensor]
+    """Values of stored rows in fp32."""
 
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,34 +83,83 @@ def turned(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
     return q_CR
 
 
-def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str) -> Tensor:
+def _rows(x_RC: Tensor) -> Stored:
+    return quantise(x_RC, fp8_dtype())
+
+
+def _rowwise_wgrad(dy: Stored, x: Stored) -> Tensor:
+    factor_R1, scale = row_factors(dy[1], x[1])
+    transposed = torch.ops.graphmoe.fp8_transposed
+    sides = transposed(dy[0], factor_R1), transposed(x[0], None)
+    return torch._scaled_mm(sides[0], sides[1].t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
+
+
+def _with_blocks(rows: Stored, weight: Stored, dtype: torch.dtype) -> Tensor:
+    found: Tensor = torch.ops.graphmoe.fp8_blocks_mm(*rows, *weight, not blocks.is_mx(rows[1]), dtype)
+    return found
+
+
+def _blocks_wgrad(dy: Stored, x: Stored) -> Tensor:
+    ops = torch.ops.graphmoe
+    sides = ops.fp8_blocks_turned(*dy), ops.fp8_blocks_turned(*x)
+    found: Tensor = ops.fp8_blocks_mm(*sides[0], *sides[1], False, torch.float32)
+    return found
+
+
+RECIPES = {
+    "rowwise": Recipe(
+        ALIGNED,
+        _rows,
+        lambda w: torch.ops.graphmoe.fp8_rows(w),
+        lambda w: torch.ops.graphmoe.fp8_columns(w),
+        lambda x, w, dtype: product(x[0], w[0], x[1], w[1], dtype),
+        _rowwise_wgrad,
+        lambda x: x[0].float() * x[1],
+    ),
+    "blockwise": Recipe(
+        BLOCK,
+        blocks.quantise_blockwise,
+        fp8_blocks.squares,
+        fp8_blocks.squares_turned,
+        _with_blocks,
+        _blocks_wgrad,
+        lambda x: blocks.values(*x),
+    ),
+    "mxfp8": Recipe(
+        blocks.MX_BLOCK,
+        blocks.quantise_mx,
+        fp8_blocks.mx_rows,
+        fp8_blocks.mx_columns,
+        _with_blocks,
+        _blocks_wgrad,
+        lambda x: blocks.values(*x),
+    ),
+}
+
+
+def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     """x @ w.T in 8 bits -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
 
-    ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x.
+    ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x; ``recipe`` names
+    one of `RECIPES`.
     """
-    q_RK, scale_R1 = quantise(x_RK, fp8_dtype())
-    q_NK, scale_N1 = torch.ops.graphmoe.fp8_rows(w_NK)
-    return product(q_RK, q_NK, scale_R1, scale_N1, x_RK.dtype)
+    by = RECIPES[recipe]
+    return by.product(by.rows(x_RK), by.weight(w_NK), x_RK.dtype)
 
 
-def linear_dgrad(dy_RN: Tensor, w_NK: Tensor) -> Tensor:
+def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
     """The gradient of x of `linear`."""
-    q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
-    q_KN, scale_K1 = torch.ops.graphmoe.fp8_columns(w_NK)
-    return product(q_RN, q_KN, scale_R1, scale_K1, dy_RN.dtype)
+    by = RECIPES[recipe]
+    return by.product(by.rows(dy_RN), by.turned(w_NK), dy_RN.dtype)
 
 
-def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str) -> Tensor:
+def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str, recipe: str) -> Tensor:
     """The gradient of w of `linear`: a sum in fp32, rounded last."""
-    q_RK, of_x_R1 = quantise(x_RK, fp8_dtype())
+    by = RECIPES[recipe]
+    x = by.rows(x_RK)
     if wgrad == "bf16":
-        return dy_RN.t() @ (q_RK.float() * of_x_R1).to(dy_RN.dtype)
-    q_RN, scale_R1 = quantise(dy_RN, fp8_dtype())
-    factor_R1, scale = row_factors(scale_R1, of_x_R1)
-    turned = torch.ops.graphmoe.fp8_transposed
-    sides = turned(q_RN, factor_R1), turned(q_RK, None)
-    sums_NK = torch._scaled_mm(sides[0], sides[1].t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
-    return rounded(sums_NK, dy_RN.dtype)
+        return dy_RN.t() @ by.values(x).to(dy_RN.dtype)
+    return rounded(by.wgrad(by.rows(dy_RN), x), dy_RN.dtype)
 
 
 _forward = torch.library.custom_op("graphmoe::fp8_linear", linear, mutates_args=())
@@ -96,23 +168,23 @@ _wgrad = torch.library.custom_op("graphmoe::fp8_linear_wgrad", linear_wgrad, mut
 _transposed.register_fake(
     lambda q_RC, factor_R1: q_RC.new_empty(q_RC.shape[1], q_RC.shape[0] + -q_RC.shape[0] % ALIGNED)
 )
-_forward.register_fake(lambda x_RK, w_NK, wgrad: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
-_dgrad.register_fake(lambda dy_RN, w_NK: dy_RN.new_empty(dy_RN.shape[0], w_NK.shape[1]))
-_wgrad.register_fake(lambda dy_RN, x_RK, wgrad: dy_RN.new_empty(dy_RN.shape[1], x_RK.shape[1]))
+_forward.register_fake(lambda x_RK, w_NK, wgrad, recipe: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
+_dgrad.register_fake(lambda dy_RN, w_NK, recipe: dy_RN.new_empty(dy_RN.shape[0], w_NK.shape[1]))
+_wgrad.register_fake(lambda dy_RN, x_RK, wgrad, recipe: dy_RN.new_empty(dy_RN.shape[1], x_RK.shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_RK, w_NK, ctx.wgrad = inputs
+    x_RK, w_NK, ctx.wgrad, ctx.recipe = inputs
     ctx.save_for_backward(x_RK, w_NK)
 
 
 def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
     (x_RK, w_NK), dx_RK, dw_NK = ctx.saved_tensors, None, None
     if ctx.needs_input_grad[0]:
-        dx_RK = torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK)
+        dx_RK = torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK, ctx.recipe)
     if ctx.needs_input_grad[1]:
-        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, ctx.wgrad)
-    return dx_RK, dw_NK, None
+        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, ctx.wgrad, ctx.recipe)
+    return dx_RK, dw_NK, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)

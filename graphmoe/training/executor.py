@@ -126,8 +126,9 @@ class Execution:
         if device.type == "cpu":
             _need_compiler()
         in_fp8 = fp8_passes(config)
-        if in_fp8 and (reason := reason_against(device)):
-            raise ConfigError(f"precision.fp8={config.precision.fp8.value} {reason}; use precision.fp8=none")
+        recipe = config.precision.fp8.value
+        if in_fp8 and (reason := reason_against(device, recipe)):
+            raise ConfigError(f"precision.fp8={recipe} {reason}")
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
         store = CompileCache(folder, shared=config.compile.cache_shared)

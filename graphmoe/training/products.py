@@ -8,7 +8,7 @@ import torch
 from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe, RunConfig
 from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
-from graphmoe.ops.fp8_linear import ALIGNED
+from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory
 from graphmoe.plan.experts import travels_in_fp8
 from graphmoe.plan.plan import Plan
@@ -23,7 +23,8 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
     passes: dict[str, dict[str, Any]] = {"fp8_quantise": {}}
     if dense:
         shapes = [[*shape] for shape in plain.shapes]
-        passes["fp8_linear"] = {"products": dense, "wgrad": precision.fp8_wgrad.value, "plain": shapes}
+        words = {"recipe": precision.fp8.value, "wgrad": precision.fp8_wgrad.value}
+        passes["fp8_linear"] = {"products": dense, **words, "plain": shapes}
     if EXPERTS in precision.fp8_products and not plain.experts:
         passes["fp8_experts"] = {}
         passes["fp8_quantise"]["travels"] = travels_in_fp8(config)
@@ -44,11 +45,14 @@ def skips_experts(config: RunConfig) -> bool:
 def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
     """Return the weights [N, K] of a rank's products that may be in 8 bits, each shape once, by a name."""
     config, shapes = plan.config, dict[tuple[int, int], dict[str, None]]()
+    if config.precision.fp8 is Fp8Recipe.none:
+        return {}
+    aligned = RECIPES[config.precision.fp8.value].aligned
     count = config.model.num_layers + config.model.mtp_depth
     for layer in sorted({*range(count)} - skipped_layers(config)):
         for path, weight in layer_weights(config.model, plan.layout, layer).items():
             product = next((name for name in config.precision.fp8_products if f".{name}." in path), None)
-            if product and weight.dim() == 2 and not any(size % ALIGNED for size in weight.shape):
+            if product and weight.dim() == 2 and not any(size % aligned for size in weight.shape):
                 shapes.setdefault((weight.shape[0], weight.shape[1]), {})[product] = None
     return {f"{'+'.join(names)} {N}x{K}": (N, K) for (N, K), names in shapes.items()}
 
@@ -79,9 +83,11 @@ def measured(
     if not measures(device):
         return found
     # A weight meets the rows of all ranks of tp.
-    rows, wgrad = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value
+    rows, wgrad, recipe = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value, precision.fp8.value
     products: dict[str, Dense | Experts] = {
-        name: Dense(rows, *shape, wgrad, plan.dtype) for name, shape in dense.items() if name not in found
+        name: Dense(rows, *shape, wgrad, plan.dtype, recipe)
+        for name, shape in dense.items()
+        if name not in found
     }
     if experts is not None and EXPERTS in wanted and EXPERTS not in found:
         products[EXPERTS] = experts()
@@ -105,4 +111,5 @@ def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str
     if EXPERTS in slower(found) and travels_in_fp8(config):
         products += "; so rows travel to experts in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
-    return [f"{precision.fp8.value} {products}", *[layers] * bool(skipped)]
+    recipe = "" if precision.fp8 is Fp8Recipe.mxfp8 else f"{precision.fp8.value} "
+    return [recipe + products, *[layers] * bool(skipped)]

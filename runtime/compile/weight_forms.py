@@ -11,17 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.passes.matching import calls, is_op, operand
 from graphmoe.segments import profiler_range
 
-OPERATIONS = {"fp8_rows": torch.ops.graphmoe.fp8_rows, "fp8_columns": torch.ops.graphmoe.fp8_columns}
+OPERATIONS = {
+    name: getattr(torch.ops.graphmoe, name)
+    for name in ("fp8_rows", "fp8_columns", "fp8_squares", "fp8_squares_turned", "mx_rows", "mx_columns")
+}
 NUM_TENSORS = 2
 """Tensors of a form: stored numbers, and their scales."""
 
 
 class WeightForm(NamedTuple):
-    """A parameter in 8 bits, with scales of its rows or of its columns."""
+    """A parameter in 8 bits, with scales along its rows or along its columns."""
 
     operation: str
     """Name among ``OPERATIONS``."""

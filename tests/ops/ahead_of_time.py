@@ -42,6 +42,8 @@ class Facts:
     """VGPRs on AMD, bytes of stack on NVIDIA."""
     matrix_ops: int = 0
     """Matrix instructions: v_mfma*, mma.sync, wgmma or tcgen05.mma."""
+    scaled_ops: int = 0
+    """Matrix instructions that take scales of blocks of 32: v_mfma_scale* or tcgen05.mma block_scale."""
     wide_loads: int = 0
     """Loads of 16 bytes from global memory to registers."""
     wide_stores: int = 0
@@ -57,6 +59,7 @@ KINDS = {
     "float16": "fp16",
     "int32": "i32",
     "int64": "i64",
+    "uint8": "u8",
 }
 
 
@@ -158,9 +161,11 @@ def _facts(name: str, target: str, built: Any) -> Facts:
         spills = _largest(text, r"\.vgpr_spill_count:\s+(\d+)")
         matrix_ops, atomics = count(r"\bv_mfma"), count(r"\b(global|buffer)_atomic")
         loads, stores = count(r"\b(global|buffer)_load_dwordx4"), count(r"\b(global|buffer)_store_dwordx4")
+        scaled_ops = count(r"\bv_mfma_scale")
     else:
         spills = _stack_bytes(built.asm["cubin"])
         matrix_ops = count(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma)")
+        scaled_ops = count(r"\btcgen05\.mma[\w.:]*block_scale")
         atomics = count(r"\b(atom|red)\.[\w.]*global")
         wide = r"\.global[\w.:]*\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]32|v4\.[bfsu]64)"
         loads, stores = count(r"\bld" + wide), count(r"\bst" + wide)
@@ -170,6 +175,7 @@ def _facts(name: str, target: str, built: Any) -> Facts:
         shared_bytes=built.metadata.shared,
         spills=spills,
         matrix_ops=matrix_ops,
+        scaled_ops=scaled_ops,
         wide_loads=loads,
         wide_stores=stores,
         atomics=atomics,

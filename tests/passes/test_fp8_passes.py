@@ -12,6 +12,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8 import fp8_dtype
+from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
@@ -30,8 +31,19 @@ def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tens
     return F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down)
 
 
-def weights(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    sizes = ((40, 32), (48, 32), (48, 32), (32, 48))
+WIDTHS = {"rowwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
+"""Inputs and outputs of the first two products."""
+WEIGHTS = {
+    "rowwise": ("fp8_rows", "fp8_columns"),
+    "blockwise": ("fp8_squares", "fp8_squares_turned"),
+    "mxfp8": ("mx_rows", "mx_columns"),
+}
+"""Operations that store weights."""
+
+
+def weights(dtype: torch.dtype = torch.float32, widths: tuple[int, int] = (32, 48)) -> list[Tensor]:
+    K, N = widths
+    sizes = ((40, K), (N, K), (N, K), (K, N))
     return [random(*size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
 
 
@@ -57,8 +69,10 @@ def results(joint: Traced, plain: Traced) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
-def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alone(wgrad, dtype):
-    found, (result,) = rewritten(traced(two_products, *weights(dtype)), functools.partial(HERE, wgrad=wgrad))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alone(recipe, wgrad, dtype):
+    here = functools.partial(HERE, recipe=recipe, wgrad=wgrad)
+    found, (result,) = rewritten(traced(two_products, *weights(dtype, WIDTHS[recipe])), here)
     assert result.matches == 3 and operations(found)["fp8_linear"] == 3 and not operations(found)["mm"]
     plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
     for one, other in zip(results(spelt, found), results(plain, found), strict=True):
@@ -70,8 +84,8 @@ def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alon
     # x, the activation, the gradients of three products, three weights along either axis: each once.
     casts = [n for n in spelt.graph.graph.nodes if n.target is torch.ops.aten._to_copy.default]
     assert sum(node.meta["val"].dtype == fp8_dtype() for node in casts) == 2 + 3
-    assert calls["fp8_rows"] == calls["fp8_columns"] == 3
-    assert calls["fp8_transposed"] == (5 if wgrad == "fp8" else 0)
+    assert [calls[name] for name in WEIGHTS[recipe]] == [3, 3]
+    assert calls["fp8_transposed"] + calls["fp8_blocks_turned"] == (5 if wgrad == "fp8" else 0)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +100,11 @@ def test_other_products_are_left(run, reason):
     assert_left(traced(run, *weights()), reason, HERE)
 
 
-def test_sides_that_are_no_multiple_of_16_are_left():
-    x, odd = random(8, 24), random(32, 24)
-    assert_left(traced(lambda x, w: F.linear(x, w), x, odd), "24 of its weight [32, 24] is no multiple", HERE)
+@pytest.mark.parametrize(("recipe", "size"), [("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)])
+def test_sides_that_are_no_multiple_of_a_block_are_left(recipe, size):
+    plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
+    reason = f"{size} of its weight [128, {size}] is no multiple of {RECIPES[recipe].aligned}"
+    assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
 
 
 def test_weights_that_are_to_stay_in_their_dtype_are_left():

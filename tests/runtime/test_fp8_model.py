@@ -53,6 +53,32 @@ def test_gradients_are_close_to_those_of_the_plain_model(of_fp8):
 
 
 @pytest.mark.slow  # compiles a model
+@pytest.mark.parametrize(("recipe", "aligned", "least"), [("blockwise", 128, 14), ("mxfp8", 32, 12)])
+def test_gradients_by_blocks_are_close_to_those_of_the_plain_model(recipe, aligned, least):
+    words = (*(f"{word.partition('=')[0]}=128" for word in SIZES[1:]), "precision.fp8_products=[attn,mlp]")
+    run = config(*COMPILED, "model.mtp_depth=0", *words, f"precision.fp8={recipe}")
+    cpu = torch.device("cpu")
+    made = CompiledSegments(
+        lambda trains: pass_runner(run, "torch", None, trains), weight_forms=(forms := WeightForms())
+    )
+    models = [
+        build_model(run.model, device=cpu, dtype=torch.float32, seed=0, execution=run.moe) for _ in range(2)
+    ]
+    found, wanted = gradients(models[0], made)[1], gradients(models[1])[1]
+    for name, gradient in found.items():
+        assert decibels(gradient, wanted[name]) > least, name
+    reports = [
+        row for r in made.reports if r.unit == "attn..mlp" for row in r.passes if row.name == "fp8_linear"
+    ]
+    even = [
+        w for w in models[0].layers[0].parameters() if w.dim() == 2 and not any(n % aligned for n in w.shape)
+    ]
+    assert reports[0].matches == len(even) > 4
+    stored = {"blockwise": {"fp8_squares", "fp8_squares_turned"}, "mxfp8": {"mx_rows", "mx_columns"}}
+    assert {operation for _, operation in forms._held} == stored[recipe]
+
+
+@pytest.mark.slow  # compiles a model
 def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
     model = model_of()
     sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}

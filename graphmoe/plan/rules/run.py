@@ -19,7 +19,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of
+from graphmoe.plan.experts import dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -162,6 +162,13 @@ def compile_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
+NO_EXPERTS = {
+    Fp8Recipe.blockwise: "has no kernels of experts that are faster than bf16",
+    Fp8Recipe.mxfp8: "has no kernels of experts yet",
+}
+"""Reasons why a recipe has no routed experts."""
+
+
 def precision_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of products in 8 bits."""
     precision = config.precision
@@ -181,18 +188,23 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         return
     if not bad and 0 < count == len({layer % count for layer in skipped}):
         yield f"precision.fp8_skip_layers={skipped} are all layers; leave some, or use precision.fp8=none"
+    in_fp8 = "experts" in precision.fp8_products and has_experts(config.model)
+    others = ",".join(name for name in precision.fp8_products if name != "experts")
+    without = f", or precision.fp8_products=[{others}]" if others else ""
     inner = config.model.expert_ffn_size // max(config.parallel.etp, 1)
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
-    for name, size in uneven.items() if "experts" in precision.fp8_products else ():
+    if in_fp8 and precision.fp8 is not Fp8Recipe.rowwise:
+        yield f"{key} {NO_EXPERTS[precision.fp8]}; use precision.fp8=rowwise{without}"
+        in_fp8 = False
+    for name, size in uneven.items() if in_fp8 else ():
         if size % 16:
             yield f"{key} of experts needs multiples of 16, and {name} is {size}; use {-(-size // 16) * 16}"
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
-    elif "experts" in precision.fp8_products and dispatcher_of(config.moe, config.parallel) == "alltoall":
-        others = ",".join(name for name in precision.fp8_products if name != "experts")
+    elif in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
         yield (
             f"{key} needs experts that are compiled, and those behind moe.dispatcher=alltoall are not; use "
-            f"moe.dispatcher=symm, or precision.fp8_products=[{others}]"
+            f"moe.dispatcher=symm{without}"
         )
 
 

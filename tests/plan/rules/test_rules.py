@@ -78,6 +78,10 @@ model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip
 precision.fp8=rowwise model.expert_ffn_size=24 | of 16, and model.expert_ffn_size of a rank is 24; use 32
 precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile.enabled=true
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or
+precision.fp8=blockwise compile.enabled=true
+    | than bf16; use precision.fp8=rowwise, or precision.fp8_products=[attn,mlp,shared_experts]
+precision.fp8=mxfp8 compile.enabled=true precision.fp8_products=[experts]
+    | precision.fp8=mxfp8 has no kernels of experts yet; use precision.fp8=rowwise
 moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
 FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use
@@ -251,6 +255,8 @@ RULES += [
     (f"launch.endpoint={text}", f"={ascii(text)[1:-1]} must be host:port with a port") for text in ENDPOINTS
 ]
 FINE = """
+precision.fp8=blockwise compile.enabled=true precision.fp8_products=[attn,mlp,shared_experts]
+precision.fp8=mxfp8 compile.enabled=true model.num_layers=2 model.num_dense_layers=2 model.mtp_depth=0
 launch.nproc=4 parallel.tp=4 train.global_batch_size=4
 launch.nproc=8 parallel.tp=2 train.global_batch_size=16
 launch.nproc=2 parallel.tp=4

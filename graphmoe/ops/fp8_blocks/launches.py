@@ -1,0 +1,110 @@
+"""Launches of the kernels of operands with a scale for each block; no call waits for the device."""
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops import num_warps
+from graphmoe.ops.fp8 import BLOCK
+from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx
+from graphmoe.ops.grouped_mlp.tuning import kind_of
+
+TILE, INTERPRETED = (128, 256, 128, 256), (32, 32, 128, 128)
+"""Rows, columns and contracted numbers of a tile of a product in mxfp8, and its threads."""
+ALIGNED_ROWS = 4
+"""Rows of which those of a blockwise product are a multiple: cuBLASLt reads 16 bytes of scales."""
+
+
+def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
+    """q and scales of `reference.squares`, or of the transposed weight."""
+    from graphmoe.ops.fp8_blocks.kernels import squares_kernel
+
+    w_NK = w_NK.contiguous()
+    N, K = w_NK.shape
+    rows, blocks = (K, N // BLOCK) if turned else (N, K // BLOCK)
+    padded = blocks + -blocks % 4
+    q = w_NK.new_empty((K, N) if turned else (N, K), dtype=KIND)
+    scale = w_NK.new_empty(rows // BLOCK, padded, dtype=torch.float32)
+    squares_kernel[(rows // BLOCK, padded)](
+        w_NK, q, scale, N=N, K=K, PADDED=padded, TURNED=turned, BLOCK=BLOCK, num_warps=num_warps(256)
+    )
+    return q, scale
+
+
+def mx_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.quantise_mx`."""
+    from graphmoe.ops.fp8_blocks.kernels import mx_rows_kernel
+
+    x_RC = x_RC.contiguous()
+    R, C = x_RC.shape
+    q = x_RC.new_empty(R, C, dtype=KIND)
+    scale = x_RC.new_empty(R, C // MX_BLOCK, dtype=torch.uint8)
+    mx_rows_kernel[(-(-R // 8), -(-C // 512))](
+        x_RC, q, scale, R, C=C, ROWS=8, COLUMNS=512, BLOCK=MX_BLOCK, num_warps=num_warps(128)
+    )
+    return q, scale
+
+
+def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`reference.turned` of numbers with scales, or mxfp8 of plain ones."""
+    from graphmoe.ops.fp8_blocks.kernels import turned_kernel
+
+    x_RC = x_RC.contiguous()
+    (R, C), mx = x_RC.shape, of_x is None or is_mx(of_x)
+    block = MX_BLOCK if of_x is None else block_of(of_x)
+    padded = R + -R % block
+    q = x_RC.new_empty(C, padded, dtype=KIND)
+    if mx:
+        scale = x_RC.new_empty(C, padded // block, dtype=torch.uint8)
+    else:
+        scale = x_RC.new_empty(padded // block, C, dtype=torch.float32)
+    if padded:
+        turned_kernel[(-(-padded // 128), -(-C // 64))](
+            x_RC, None if of_x is None else of_x.contiguous(), q, scale, R, padded,
+            C=C, MX=mx, ROWS=128, COLUMNS=64, BLOCK=block, num_warps=num_warps(256),
+        )  # fmt: skip
+    return q, scale
+
+
+def product(
+    q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
+) -> Tensor:
+    """`reference.product`."""
+    if is_mx(scale):
+        return mx_product(q_RK, scale, q_NK, of_w, dtype)
+    R = len(q_RK)
+    if extra := -R % ALIGNED_ROWS:
+        bytes_RK = torch.nn.functional.pad(q_RK.view(torch.uint8), (0, 0, 0, extra))
+        q_RK, scale = bytes_RK.view(KIND), torch.nn.functional.pad(scale, (0, extra), value=1.0)
+    return blockwise_product(q_RK, scale, q_NK, of_w, squares, dtype)[:R]
+
+
+def blockwise_product(
+    q_RK: Tensor, scale_BR: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
+) -> Tensor:
+    """The product of torch, which wants scales with the rows, or the contracted blocks, side by side."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    kind = ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128
+    of_x, of_w = (
+        each.contiguous().as_strided(each.shape[::-1], (1, each.shape[1])) for each in (scale_BR, of_w)
+    )
+    x, w = q_RK.contiguous(), q_NK.contiguous().t()
+    return scaled_mm(x, w, of_x, ScalingType.BlockWise1x128, of_w, kind, output_dtype=dtype)
+
+
+def mx_product(q_RC: Tensor, xs: Tensor, q_NC: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
+    """The product of two sides in mxfp8."""
+    from graphmoe.ops.fp8_blocks.kernels import mx_product_kernel
+
+    (R, C), N = q_RC.shape, len(q_NC)
+    out = q_RC.new_empty(R, N, dtype=dtype)
+    kind = kind_of(q_RC.device)
+    block_m, block_n, block_c, threads = INTERPRETED if kind == "cpu" else TILE
+    if R:
+        mx_product_kernel[(-(-R // block_m) * -(-N // block_n),)](
+            *(each.contiguous() for each in (q_RC, xs, q_NC, ws)), out, R, C, N=N, EVEN=C % block_c == 0,
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK=MX_BLOCK, GROUP=8, SUBTILES=2,
+            UPCAST=not q_RC.is_cuda, num_warps=num_warps(threads),
+            num_stages=4 if kind == "hopper" else 2,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,297 @@
+"""Recipes with a scale for each block: scales and products of the plain form, kernels against it."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.ops import fp8_linear  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8 import BLOCK, reason_against, recipes_of
+from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
+from graphmoe.ops.fp8_blocks.reference import (
+    KIND,
+    LARGEST,
+    MX_BLOCK,
+    mx_powers,
+    quantise_blockwise,
+    quantise_mx,
+    square_values,
+    values,
+)
+from graphmoe.ops.fp8_linear import RECIPES
+from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.interpreted import KERNELS, device_of
+from tests.ops.test_fp8_mlp import decibels
+
+QUANTISE = {"blockwise": quantise_blockwise, "mxfp8": quantise_mx}
+R, N, K = 150, 256, 384
+"""150 rows are no whole blocks of either recipe."""
+
+
+def random(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers in rows of different sizes; row 3 is zero."""
+    x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    x *= torch.logspace(-2, 2, size[0])[:, None]
+    x[3] = 0
+    return x.to(dtype)
+
+
+def fp64_of(q: Tensor, scale: Tensor) -> Tensor:
+    """Values of rows by another way than `values`."""
+    if scale.dtype == torch.uint8:
+        return q.double() * torch.exp2(scale.double() - 127).repeat_interleave(MX_BLOCK, 1)
+    return q.double() * scale.double().t().repeat_interleave(BLOCK, 1)
+
+
+def test_scales_of_mxfp8_are_bitwise_those_of_the_written_rule():
+    amax = torch.tensor([448.0, 449.0, 512.0, 1.0, 1.99, 2.0**-119, 2.0**-120, 2.0**-130, 0.0, 3e38])
+    blocks = torch.zeros(len(amax), MX_BLOCK)
+    blocks[:, 5] = -amax
+    q, scale = quantise_mx(blocks)
+    # floor(log2(amax)) - 8 with a bias of 127, at least 0 (2^-127).
+    rule = (torch.log2(amax.double()).floor() - 8 + 127).clamp(min=0)
+    assert scale.dtype == torch.uint8 and scale[:, 0].double().equal(rule)
+    assert mx_powers(scale)[:, 0].double().equal(torch.exp2(rule - 127))
+    expected = (amax.double() / torch.exp2(rule - 127)).clamp(max=LARGEST)
+    assert q[:, 5].double().equal(-expected.float().to(KIND).double())
+    assert q[1, 5] == -LARGEST  # 449 of a scale of 1, which holds 448
+
+
+def test_blocks_of_both_recipes_have_scales_of_their_own():
+    x = random(6, 256)
+    x[:, :BLOCK] *= 1e4
+    for name, quantise in QUANTISE.items():
+        q, scale = quantise(x)
+        assert q.dtype == KIND and values(q, scale).double().equal(fp64_of(q, scale))
+        assert decibels(values(q, scale)[:, BLOCK:], x[:, BLOCK:]) > 28, name
+    assert scale.shape == (6, 8) and quantise_blockwise(x)[1].shape == (2, 6)
+
+
+def test_a_weight_has_the_same_numbers_in_either_direction():
+    w = random(N, K)
+    (q, scale), (q_t, scale_t) = squares(w), squares_turned(w)
+    assert q.float().equal(q_t.float().t()) and scale.shape == (2, 4) and scale_t.shape == (3, 4)
+    assert scale[:, :3].equal(scale_t[:, :2].t()) and square_values(q, scale).equal(
+        square_values(q_t, scale_t).t()
+    )
+    whole = scale.log2()
+    assert whole.equal(whole.round())
+    for n, k in ((0, 0), (1, 2)):
+        tile = w[n * BLOCK : (n + 1) * BLOCK, k * BLOCK : (k + 1) * BLOCK].abs().amax()
+        assert LARGEST / 2 < tile / scale[n, k] <= LARGEST
+
+
+@pytest.mark.parametrize("recipe", QUANTISE)
+def test_rows_are_stored_anew_with_the_values_that_they_have(recipe):
+    x = random(R, K)
+    q, scale = QUANTISE[recipe](x)
+    q_t, scale_t = turned(q, scale)
+    block = {"blockwise": BLOCK, "mxfp8": MX_BLOCK}[recipe]
+    assert q_t.shape == (K, R + -R % block) and not q_t[:, R:].float().any()
+    found, before = fp64_of(q_t, scale_t)[:, :R], values(q, scale).double().t()
+    largest = torch.nn.functional.pad(before, (0, -R % block)).view(K, -1, block).abs().amax(-1)
+    largest = largest.repeat_interleave(block, 1)[:, :R]
+    # mxfp8 has no numbers between 1.75 times a power of two and the next.
+    small, top = before.abs() < largest * 2.0**-13, LARGEST / 512 * 2 ** (largest.log2().floor() + 1)
+    held = ~small & (before.abs() <= top)
+    assert held.double().mean() > 0.8 and found[held].equal(before[held])
+    assert (recipe == "mxfp8") == bool((found != before)[~small].any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_plain_ones(recipe, dtype):
+    by = RECIPES[recipe]
+    x, dy = random(R, K, dtype=dtype), random(R, N, seed=1, dtype=dtype).flip(0)
+    w = (torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16).to(dtype)
+    stored, gradient, along, turned = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+    plain = {
+        "y": x.double() @ w.double().t(),
+        "dx": dy.double() @ w.double(),
+        "dw": dy.double().t() @ x.double(),
+    }
+    found = {
+        "y": torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe),
+        "dx": torch.ops.graphmoe.fp8_linear_dgrad(dy, w, recipe),
+        "dw": torch.ops.graphmoe.fp8_linear_wgrad(dy, x, "fp8", recipe),
+    }
+    for name, least in {"y": 25, "dx": 25, "dw": 22}.items():
+        assert found[name].dtype == dtype and decibels(found[name], plain[name]) > least, name
+    if recipe == "rowwise":
+        return
+    of_weight = (lambda q, s: square_values(q, s).double()) if recipe == "blockwise" else fp64_of
+    ops = torch.ops.graphmoe
+    sides = [fp64_of(*ops.fp8_blocks_turned(*each)) for each in (gradient, stored)]
+    exact = {
+        "y": (by.product(stored, along, torch.float32), fp64_of(*stored) @ of_weight(*along).t()),
+        "dx": (by.product(gradient, turned, torch.float32), fp64_of(*gradient) @ of_weight(*turned).t()),
+        "dw": (by.wgrad(gradient, stored), sides[0] @ sides[1].t()),
+    }
+    for name, (of_stored, wanted) in exact.items():
+        torch.testing.assert_close(
+            of_stored.double(), wanted, rtol=1e-5, atol=float(wanted.abs().amax()) * 1e-6
+        )
+        assert found[name].equal(of_stored.to(dtype)), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
+    by, x, dy = RECIPES[recipe], random(R, K), random(R, N, seed=1)
+    found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, "bf16", recipe)
+    torch.testing.assert_close(found, dy.t() @ by.values(by.rows(x)))
+
+
+@pytest.mark.parametrize("recipe", QUANTISE)
+def test_what_is_not_finite_is_not_lost(recipe):
+    """A cast makes infinity the largest number, whose scale is then the largest too."""
+    for bad in (float("inf"), float("nan")):
+        x, w = random(64, 128), random(128, 128, seed=1)
+        x[7, 9] = bad
+        y = torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe)
+        dw = torch.ops.graphmoe.fp8_linear_wgrad(x, x, "fp8", recipe)
+        assert not (y[7].abs() < 1e15).all() and not (dw[9].abs() < 1e15).all() and (y[8:].abs() < 1e6).all()
+
+
+def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
+    gpu = torch.device("cuda")
+    assert recipes_of(torch.device("cpu")) == tuple(RECIPES)
+    found = {}
+    for major in (8, 9, 10, 12):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
+        found[major] = recipes_of(gpu)
+        assert all(reason_against(gpu, name) is None for name in found[major])
+    assert found == {8: (), 9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8"), 12: ("rowwise",)}
+    assert reason_against(gpu, "mxfp8") == (
+        "needs instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)"
+        ", and this is one of 12.0; use precision.fp8=rowwise or none"
+    )
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    for name, recipes in {"gfx90a": (), "gfx942": ("rowwise",), "gfx950": ("rowwise", "mxfp8")}.items():
+        facts = mock.Mock(gcnArchName=f"{name}:sramecc+")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
+        assert recipes_of(gpu) == recipes
+    assert "and this is gfx950; use precision.fp8=rowwise or mxfp8 or none" in reason_against(
+        gpu, "blockwise"
+    )
+
+
+def test_torch_is_given_scales_as_it_wants_them():
+    """Its own checks, of strides too, on the meta device; on a GPU they precede the call of cuBLASLt."""
+    by = RECIPES["blockwise"]
+    for rows, n, k in ((150, 256, 640), (256, 128, 128)):
+        x, w = by.rows(random(rows, k)), by.weight(random(n, k))
+        gradient, back = turned(*by.rows(random(rows, n))), turned(*x)
+        for one, other, of_squares in ((x, w, True), (gradient, back, False)):
+            (q, scale), (q_w, of_w) = ([t.to("meta") for t in each] for each in (one, other))
+            y = launches.product(q, scale, q_w, of_w, of_squares, torch.bfloat16)
+            assert y.shape == (len(q), len(q_w)) and y.dtype == torch.bfloat16
+            with pytest.raises(RuntimeError, match="scale b must have shape"):
+                launches.product(q, scale, q_w, of_w[:, 1:], of_squares, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend, dtype):
+    device, w, x = device_of(backend), random(N, K, dtype=dtype), random(R, K, dtype=dtype)
+    w[:40, :40] *= 1e-3
+    stored = {name: QUANTISE[name](x) for name in QUANTISE}
+    wanted = {
+        "squares": squares(w),
+        "squares turned": squares_turned(w),
+        "rows": quantise_mx(w),
+        "columns": quantise_mx(w.t()),
+        **{name: turned(*each) for name, each in stored.items()},
+    }
+    on = w.to(device)
+    found = {
+        "squares": launches.squares(on, turned=False),
+        "squares turned": launches.squares(on, turned=True),
+        "rows": launches.mx_rows(on),
+        "columns": launches.turned(on, None),
+        **{name: launches.turned(*(each.to(device) for each in both)) for name, both in stored.items()},
+    }
+    for name, (q, scale) in wanted.items():
+        blocks = slice(None, {"squares": 3, "squares turned": 2}.get(name))  # those behind are padding
+        assert found[name][0].cpu().float().equal(q.float()), name
+        assert found[name][1].cpu()[:, blocks].equal(scale[:, blocks]), name
+
+
+@pytest.mark.parametrize("backend", ["interpreted"] if KERNELS == ["interpreted"] else [])
+@pytest.mark.parametrize("columns", [K, 96])
+def test_the_kernel_of_products_in_mxfp8_is_that_of_the_stored_numbers(backend, columns):
+    x, w = quantise_mx(random(70, columns)), quantise_mx(random(80, columns, seed=1))
+    found = launches.mx_product(*x, *w, torch.float32)
+    wanted = fp64_of(*x) @ fp64_of(*w).t()
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=float(wanted.abs().amax()) * 1e-6)
+    assert found.equal(product(*x, *w, False, torch.float32)) or decibels(found, wanted) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", QUANTISE)
+@pytest.mark.parametrize("rows", [R, 512])
+def test_products_of_a_gpu_are_those_of_the_stored_numbers(recipe, rows):
+    """Sums of Hopper have fewer bits than fp32 within a block."""
+    if recipe not in recipes_of(torch.device("cuda")):
+        pytest.skip(f"this GPU has no {recipe}")
+    by, x, dy = RECIPES[recipe], random(rows, K), random(rows, N, seed=1)
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16
+    stored, gradient, along, back = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+
+    def on(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return pair[0].cuda(), pair[1].cuda()
+
+    for one, other in ((stored, along), (gradient, back)):
+        wanted = by.product(one, other, torch.float32)
+        for dtype, least in ((torch.float32, 50), (torch.bfloat16, 45)):
+            assert decibels(by.product(on(one), on(other), dtype).cpu(), wanted) > least
+    assert decibels(by.wgrad(on(gradient), on(stored)).cpu(), by.wgrad(gradient, stored)) > 50
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """The kernels of a layer of DeepSeek-V2-Lite, and products in mxfp8 for the GPUs that have them."""
+    meta = functools.partial(torch.empty, device="meta")
+    x, w = meta(16384, 2048, dtype=torch.bfloat16), meta(2816, 2048, dtype=torch.bfloat16)
+    q, bytes_RB = meta(16384, 2048, dtype=KIND), meta(16384, 64, dtype=torch.uint8)
+    calls = {
+        "": lambda: launches.squares(w, turned=False),
+        "turned": lambda: launches.squares(w, turned=True),
+        "weight": lambda: launches.mx_rows(w),
+        "weight turned": lambda: launches.turned(w, None),
+        "blockwise": lambda: launches.turned(q, meta(16, 16384)),
+        "mxfp8": lambda: launches.turned(q, bytes_RB),
+    }
+    cases = [case for name, call in calls.items() for case in launches_of(name, call)]
+    sides = q, bytes_RB, meta(2816, 2048, dtype=KIND), meta(2816, 64, dtype=torch.uint8)
+    odd = (
+        x[:, :576].to(KIND),
+        bytes_RB[:, :18],
+        meta(2816, 576, dtype=KIND),
+        meta(2816, 18, dtype=torch.uint8),
+    )
+    for name, given in {"even": sides, "uneven": odd}.items():
+        for kind, target in {"hopper": "sm_100", "instinct": "gfx950"}.items():
+            with mock.patch.object(launches, "kind_of", lambda device, kind=kind: kind):
+                for dtype in (torch.bfloat16, torch.float32):
+                    call = functools.partial(launches.mx_product, *given, dtype)
+                    (case,) = launches_of(f"{name} {dtype} {kind}", call)
+                    cases.append(
+                        case | {"constexprs": case["constexprs"] | {"UPCAST": False}, "only": (target,)}
+                    )
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_100", "gfx950"])
+def test_products_in_mxfp8_are_compiled_to_matrix_instructions_with_scales(target):
+    products = {
+        name: facts
+        for name, facts in compiled("tests.ops.test_fp8_blocks", target).items()
+        if name.startswith("mx_product_kernel")
+    }
+    assert len(products) == 4
+    for name, facts in products.items():
+        assert not facts.error and facts.scaled_ops == facts.matrix_ops > 0, (name, facts)

@@ -13,7 +13,7 @@ SMALLEST, LARGEST = 127 - 60, 127 + 60
 """Exponents, as stored in fp32, of the smallest and the largest scale, so that products of two are finite."""
 NEEDS = {
     "rowwise": "a GPU of compute capability 9.0 or more, or an MI300 or newer",
-    "blockwise": "a GPU of compute capability 9.0, for which alone torch has its products",
+    "blockwise": "a GPU of compute capability 9.0 and CUDA 12.9 or newer, the only ones with its products",
     "mxfp8": "instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)",
 }
 """Devices of each recipe of scales, beside a CPU."""
@@ -30,7 +30,7 @@ def fp8_dtype() -> torch.dtype:
 def recipes_of(device: torch.device) -> tuple[str, ...]:
     """Return the recipes of scales whose products a device has; a CPU computes all slowly, to try them.
 
-    blockwise are products of torch for Hopper. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+    blockwise are products of torch for Hopper, by cuBLASLt 12.9. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
     """
     if device.type != "cuda":
         return ("rowwise", "blockwise", "mxfp8")
@@ -38,9 +38,9 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
         name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
         return ("rowwise", "mxfp8") if name == "gfx950" else ("rowwise",) if name >= "gfx942" else ()
     major, _ = torch.cuda.get_device_capability(device)
-    return {9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8")}.get(
-        major, ("rowwise",) if major > 9 else ()
-    )
+    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+    more = {9: ("blockwise",) if cuda >= (12, 9) else (), 10: ("mxfp8",)}
+    return ("rowwise", *more.get(major, ())) if major >= 9 else ()
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
@@ -51,7 +51,8 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
     if torch.version.hip:
         this = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     else:
-        this = f"one of {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        this = f"one of {capability} with CUDA {torch.version.cuda}"
     return f"needs {NEEDS[recipe]}, and this is {this}; use precision.fp8={' or '.join([*has, 'none'])}"
 
 

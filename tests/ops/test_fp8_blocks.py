@@ -158,6 +158,7 @@ def test_what_is_not_finite_is_not_lost(recipe):
 def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
     gpu = torch.device("cuda")
     assert recipes_of(torch.device("cpu")) == tuple(RECIPES)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = {}
     for major in (8, 9, 10, 12):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
@@ -166,7 +167,12 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
     assert found == {8: (), 9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8"), 12: ("rowwise",)}
     assert reason_against(gpu, "mxfp8") == (
         "needs instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)"
-        ", and this is one of 12.0; use precision.fp8=rowwise or none"
+        ", and this is one of 12.0 with CUDA 13.0; use precision.fp8=rowwise or none"
+    )
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert reason_against(gpu, "blockwise").endswith(
+        "one of 9.0 with CUDA 12.8; use precision.fp8=rowwise or none"
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for name, recipes in {"gfx90a": (), "gfx942": ("rowwise",), "gfx950": ("rowwise", "mxfp8")}.items():

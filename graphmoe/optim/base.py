@@ -81,6 +81,9 @@ class StepOptimizer(ABC):
     def gather(self) -> None:  # noqa: B027
         """Make the model's weights those of the last step. A collective."""
 
+    def restore_weights(self) -> None:  # noqa: B027
+        """Give the model its weights back where a forward without an update has used their memory."""
+
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
         """Apply the gradients since the last step; where loss or norm is not finite, count a skip only.

@@ -63,7 +63,7 @@ class Optimizer(StepOptimizer):
         self._regions = [region for family in self.families for region in family.regions()]
         self._reduction = GradientReduction(self.families, gradients)
         self._weight_gather = WeightGather(self.families)
-        self.weight_forms: WeightForms = WeightForms()
+        self.weight_forms: WeightForms = WeightForms(self._restorable())
         self._alone = self.mesh.group("world") is None
         self._norm: Function = self._norm_of_shards
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
@@ -86,6 +86,9 @@ class Optimizer(StepOptimizer):
         self.weight_forms.changed()
         self._weight_gather.start()
 
+    def restore_weights(self) -> None:
+        self.weight_forms.restore()
+
     def gather(self) -> None:
         self.start_gather()
         self._weight_gather.wait()
@@ -97,6 +100,7 @@ class Optimizer(StepOptimizer):
         for gradient in self._gradients.values():
             gradient.finish()
         arguments = self._arguments(loss.detach().float())
+        self.weight_forms.written()
         if self._alone:
             return StepResult(*self._update(*arguments))
         (own,) = self._norm(*self._gradient_shards())
@@ -158,6 +162,13 @@ class Optimizer(StepOptimizer):
         for family in self.families:
             if self.rounds:
                 family.weight_shard.copy_(family.main)
+        self.weight_forms.written()
+
+    def _restorable(self) -> dict[int, Tensor]:
+        """Return main weights by the id of the rounded ones, where this rank owns both whole."""
+        whole = [family for family in self.families if family.group is None and self.rounds]
+        mains = [(family, family.views(family.main)) for family in whole]
+        return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}
 
     def _by_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[name] for name in self.names}

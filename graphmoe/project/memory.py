@@ -188,12 +188,17 @@ def own_buffer_bytes(
 
 
 def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
-    """Bytes of the weights of some layers in 8 bits, beside those in bf16.
+    """Bytes of the weights of some layers in 8 bits, beside those in bf16: numbers and scales, both twice.
 
-    Each is there twice, with scales of its rows and of its columns.
+    The numbers take the place of a weight of two bytes that no other rank has a part of.
     """
+
+    def beside(name: str) -> bool:
+        axis: Axis = "edp" if name == "moe_experts" else "stage"
+        return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
+
     return sum(
-        count * (2 * rows * columns + FP8_SCALE * (rows + columns))
+        count * (2 * rows * columns * beside(name) + FP8_SCALE * (rows + columns))
         for index in layers
         for name in (DENSE_SEGMENTS if index < sizes.model.num_dense_layers else MOE_SEGMENTS)
         for count, rows, columns in fp8_weights(sizes.of_layer(index), name)

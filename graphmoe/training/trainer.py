@@ -284,6 +284,7 @@ class Trainer:
         with self.host_times.of("validation_s"):
             self.optimizer.gather()
             mean, count = self.validation()
+            self.optimizer.restore_weights()  # a captured step begins with them
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
         steps = self.config.train.steps
@@ -311,8 +312,7 @@ class Trainer:
         source = None if store.latest() else self.config.checkpoint.resume_from
         if not store.latest():
             refuse_other_tokenizer(self.config, self.corpus.tokenizer)
-        # absent before a checkpoint kept them; what only the checkpoint has is added
-        del state["experts"], state["fp8"], state["loader"]["contents"]
+        del state["experts"], state["fp8"], state["loader"]["contents"]  # absent from old checkpoints
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):

@@ -4,7 +4,7 @@ They are functions of parameters alone, and computing them takes a fifth of the 
 Row forms are read by forwards and column forms by backwards, which find them among a unit's inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,8 @@ OPERATIONS = {
     name: getattr(torch.ops.graphmoe, name)
     for name in ("fp8_rows", "fp8_columns", "fp8_squares", "fp8_squares_turned", "mx_rows", "mx_columns")
 }
+ALIGNED = 16
+"""Bytes of which the addresses of numbers are multiples, as descriptors of tensors want them."""
 NUM_TENSORS = 2
 """Tensors of a form: stored numbers, and their scales."""
 
@@ -30,6 +32,8 @@ class WeightForm(NamedTuple):
     """Name among ``OPERATIONS``."""
     parameter: int
     """Position among the unit's inputs."""
+    alone: bool = False
+    """True where the unit reads the parameter as forms only."""
 
 
 def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) -> tuple[WeightForm, ...]:
@@ -61,7 +65,7 @@ def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) ->
         graph.eliminate_dead_code()
         graph.lint()
         module.recompile()
-    return tuple(inputs)
+    return tuple(form._replace(alone=not placeholders[form.parameter].users) for form in inputs)
 
 
 @dataclass
@@ -70,6 +74,8 @@ class _Held:
     """Held too: its identity is the key."""
     tensors: tuple[Tensor, ...]
     made_at: int
+    within: bool
+    """True where the numbers lie in the weight's own memory."""
 
 
 class WeightForms:
@@ -82,31 +88,78 @@ class WeightForms:
     No later reader needs to wait, a second micro-batch in turns with the first neither: forwards and
     backwards of a step are queued on one stream, with the forward that makes a form before all others that
     read it. Transfers, which have a stream of their own, read no weights. No device sync.
+
+    Two forms have as many bytes as the weight in bf16. Where a unit reads nothing else of it, and its values
+    can be had again, they take its place, until the update writes it anew, or ``restore``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
+        """``mains`` has the fp32 values, by id, of weights of two bytes whose memory forms may take."""
+        self._mains = mains or {}
         self._held: dict[tuple[int, str], _Held] = {}
         self._number = 0
         """Times that weights have changed."""
+        self._within: dict[int, Tensor] = {}
+        """Weights in whose memory forms are now, by id."""
 
     def changed(self) -> None:
         """Let each form be made anew before it is read next."""
+        self.restore()
         self._number += 1
+
+    def written(self) -> None:
+        """Report that all weights were written, whatever was in their memory."""
+        self._within.clear()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give weights back the memory that forms have taken."""
+        for key, weight in self._within.items():
+            weight.data.copy_(self._mains[key])
+        if self._within:
+            self._number += 1
+        self._within.clear()
 
     def of(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers and scales of each form, as the parameters among a unit's ``tensors`` are now."""
-        return [each for form in forms for each in self._made(form.operation, tensors[form.parameter])]
+        held = [self._held.get((id(tensors[form.parameter]), form.operation)) for form in forms]
+        if any(each is None or each.made_at != self._number for each in held):
+            held = self._make(forms, tensors)
+        return [tensor for each in held if each is not None for tensor in each.tensors]
 
-    def _made(self, operation: str, weight: Tensor) -> tuple[Tensor, ...]:
-        held = self._held.get((id(weight), operation))
-        if held is not None and held.made_at == self._number:
-            return held.tensors
-        with torch.no_grad(), profiler_range("weights", "8 bits"):
-            made = OPERATIONS[operation](weight)
+    @torch.no_grad()
+    def _make(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[_Held | None]:
+        """Make the forms of a unit that are old: all of them before the first is put into a weight."""
+        made: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        for form in forms:
+            weight = tensors[form.parameter]
+            key, held = (id(weight), form.operation), self._held.get((id(weight), form.operation))
+            if held is not None and held.made_at == self._number:
+                continue
+            assert id(weight) not in self._within, f"{form} is read behind other forms of its weight"
+            with profiler_range("weights", "8 bits"):
+                made[key] = tuple(OPERATIONS[form.operation](weight))
             if held is None:
-                held = self._held[id(weight), operation] = _Held(weight, tuple(made), self._number)
-            else:
-                for tensor, new in zip(held.tensors, made, strict=True):
-                    tensor.copy_(new)
-        held.made_at = self._number
-        return held.tensors
+                self._held[key] = self._place(form, weight, made[key])
+        for key, new in made.items():
+            held = self._held[key]
+            for tensor, value in zip(held.tensors, new, strict=True):
+                if tensor is not value:
+                    tensor.copy_(value)
+            held.made_at = self._number
+            if held.within:
+                self._within[key[0]] = held.weight
+        return [self._held[id(tensors[form.parameter]), form.operation] for form in forms]
+
+    def _place(self, form: WeightForm, weight: Tensor, made: tuple[Tensor, ...]) -> _Held:
+        numbers, scale = made
+        main = self._mains.get(id(weight)) if form.alone else None
+        start = weight.storage_offset() * weight.itemsize
+        fits = weight.itemsize == 2 and not (numbers.numel() % ALIGNED or start % ALIGNED)
+        if main is None or not fits or not weight.is_contiguous():
+            return _Held(weight, made, self._number, within=False)
+        half = [*OPERATIONS].index(form.operation) % 2  # along its rows, or turned
+        memory = weight.data.view(-1).view(torch.uint8).chunk(NUM_TENSORS)[half]
+        return _Held(
+            weight, (memory.view(numbers.dtype).view(numbers.shape), scale), self._number, within=True
+        )

@@ -51,7 +51,7 @@ def test_the_total_is_near_the_peak_of_a_dry_run(words):
 @pytest.mark.parametrize(
     "words", [(), ("precision.fp8_products=[experts]", "precision.fp8_skip_layers=[-1]")]
 )
-def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_it(words):
+def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_or_in_it(words):
     run = config(*MODEL, *LARGER, FP8, *words)
     weights = rank_weights(run.model, Layout(), [all_pieces(run.model.num_layers, 0)])
     expert = [w for w in weights if w.dim() == 3]
@@ -60,8 +60,13 @@ def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_it(words):
     assert len(expert) == 4 and len(dense) == 3 * 4 + 2 + 2 * 2
     chosen = expert[:2] if words else [*expert, *dense]
     scales = sum(4 * (w.shape[0] if w.dim() == 3 else 1) * sum(w.shape[-2:]) for w in chosen)
-    (memory,) = memory_of(*LARGER, FP8, *words)
-    assert memory.buffers["fp8_weights"] == sum(2 * w.numel() for w in chosen) + scales
+    beside = sum(2 * w.numel() for w in chosen) + scales
+    (memory,) = memory_of(*LARGER, FP8, *words, "precision.compute=fp32")
+    assert memory.buffers["fp8_weights"] == beside
+    (memory,) = memory_of(*LARGER, FP8, *words)  # in the place of those in bf16
+    assert memory.buffers["fp8_weights"] == scales
+    *_, memory = memory_of(*LARGER, FP8, *words, "launch.fake_world=2", ranks=2)
+    assert memory.buffers["fp8_weights"] == beside
     assert memory_of(*LARGER)[0].buffers["fp8_weights"] == 0
 
 

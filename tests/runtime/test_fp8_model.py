@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from graphmoe.model.build import build_model
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.gradients import Gradient
+from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
@@ -206,6 +207,21 @@ def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_bat
         for folder in (tmp_path / "run", of_each_micro_batch)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, scope):
+    words = (*TRAINED, "precision.compute=bf16", f"graph.scope={scope}", "graph.warmup_steps=1")
+    with mock.patch.object(Optimizer, "_restorable", lambda self: {}):
+        apart = train_in(tmp_path / "apart", *words)
+    within = train_in(tmp_path / "within", *words)
+    assert numbers(tmp_path / "within") == numbers(tmp_path / "apart")
+    held = [each for each in within.optimizer.weight_forms._held.values() if each.within]
+    assert len(held) == 2 * NUM_WEIGHTS
+    taken = {weight.data_ptr() + i * weight.numel() for weight in within.optimizer.weights for i in (0, 1)}
+    assert {each.tensors[0].data_ptr() for each in held} <= taken
+    for one, other in zip(within.optimizer.weights, apart.optimizer.weights, strict=True):
+        assert one.equal(other)  # has its values back
 
 
 def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):

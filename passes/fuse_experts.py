@@ -55,18 +55,23 @@ def _replace(unpermute: Node, backend: str) -> str | None:
 
 
 def hidden_only(graph: fx.Graph) -> None:
-    """Put `grouped_mlp_hidden` in place of each `grouped_mlp` whose sum nobody reads.
+    """Put `grouped_mlp_hidden` in place of each `grouped_mlp` whose sum nobody reads, in 8 bits likewise.
 
     For a backward that computes the forward again, where the first product is all that it needs.
     """
-    for call in calls(graph, ops.grouped_mlp):
+    for call in calls(graph, ops.grouped_mlp, ops.fp8_mlp_forward):
         if any(piece.args[1] == 0 and piece.users for piece in call.users):
             continue
-        x, w_gate_up, _, _, *rest = operands(call)
-        hidden = put(call, ops.grouped_mlp_hidden.default, x, w_gate_up, *rest)
+        given, in_fp8 = operands(call), is_op(call, ops.fp8_mlp_forward)
+        target = ops.fp8_mlp_hidden.default if in_fp8 else ops.grouped_mlp_hidden.default
+        read = (*given[:4], *given[7:]) if in_fp8 else (*given[:2], *given[4:])
+        hidden = put(call, target, *read)
         hidden.meta = {**call.meta, **hidden.meta}
-        for h in list(call.users):
-            h.replace_all_uses_with(hidden)
+        for piece in [piece for piece in call.users if piece.args[1]]:
+            if in_fp8:
+                piece.args = hidden, operand(piece, 1) - 1
+            else:
+                piece.replace_all_uses_with(hidden)
 
 
 def _experts(unpermute: Node) -> tuple[Node, ...] | str:

@@ -1,5 +1,6 @@
 """A model whose products are in 8 bits, compiled: close to the plain one, and its sums of gradients."""
 
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -105,6 +106,10 @@ def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8
     assert all(gradient.equal(of_fp8[0][name]) for name, gradient in found.items())
     kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, of_fp8[1])]
     assert kept[0]["attn..moe_combine"] < kept[1]["attn..moe_combine"] / 3
+    halves = [code.graphs.backward.inputs for code, _ in made._codes.values() if code.graphs.backward]
+    both = Counter(node.target for half in halves for node in half.graph.nodes)
+    ops = torch.ops.graphmoe
+    assert both[ops.fp8_mlp_hidden.default] == 1 and both[ops.fp8_mlp_forward.default] == 0
 
 
 @pytest.mark.slow  # compiles a model

@@ -59,6 +59,17 @@ def _forward(
     return _kernels(xq_TD).forward(x, gate_up, down, weight_TK, plan, dtype)
 
 
+@torch.library.custom_op("graphmoe::fp8_mlp_hidden", mutates_args=())
+def _hidden(
+    xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor,
+    slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """hq and hs of `_forward`, for a backward that computes them again."""
+    plan = Plan(slot_R, row_TK, ends_E)
+    return _kernels(xq_TD).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype)
+
+
 @torch.library.custom_op("graphmoe::fp8_mlp_dgrad", mutates_args=())
 def _dgrad(
     dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, hs_RB: Tensor,
@@ -127,11 +138,16 @@ def _(w: Tensor) -> tuple[Tensor, Tensor]:
     return w.new_empty(*E, C, N, dtype=fp8_dtype()), w.new_empty(*E, C, 1, dtype=DTYPE)
 
 
+@_hidden.register_fake
+def _of_h(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, _: Tensor, slot_R: Tensor, *rest: Any) -> Any:
+    R, H = slot_R.shape[0], gate_up_q.shape[1]
+    return xq_TD.new_empty(R, H), xs_T1.new_empty(R, 2 * -(-(H // 2) // BLOCK))
+
+
 @_forward.register_fake
-def _(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    R, H, dtype = rest[4].shape[0], gate_up_q.shape[1], rest[-1]
-    blocks = 2 * -(-(H // 2) // BLOCK)
-    return xq_TD.new_empty(xq_TD.shape, dtype=dtype), xq_TD.new_empty(R, H), xs_T1.new_empty(R, blocks)
+def _(*layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    xq_TD, *rest, dtype = layer
+    return xq_TD.new_empty(xq_TD.shape, dtype=dtype), *_of_h(xq_TD, *rest[:3], rest[6])
 
 
 @_dgrad.register_fake

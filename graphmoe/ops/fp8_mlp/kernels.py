@@ -145,7 +145,7 @@ def swiglu_kernel(
     F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows. A program has ROWS."""
+    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None."""
     live = _live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
@@ -159,7 +159,6 @@ def swiglu_kernel(
         at = long[:, None, None] * (2 * F) + column
         gate = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
         up = tl.load(h_ptr + at + F, inside, other=0.0).to(tl.float32)
-        weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
         of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 2), ABOVE, EXPONENT)
         of_up, inverse_up = power_of_two(tl.max(tl.abs(up), 2), ABOVE, EXPONENT)
         s_at = hs_ptr + long[:, None] * (2 * IN_ROW) + block
@@ -168,11 +167,13 @@ def swiglu_kernel(
         kind = hq_ptr.dtype.element_ty
         tl.store(hq_ptr + at, (gate * inverse_gate[:, :, None]).to(kind), inside)
         tl.store(hq_ptr + at + F, (up * inverse_up[:, :, None]).to(kind), inside)
-        a = gate * sigmoid_of(gate) * up * weight[:, None, None]
-        scale, inverse = power_of_two(tl.max(tl.max(tl.abs(a), 2), 1), ABOVE, EXPONENT)
-        tl.store(as_ptr + row, scale, is_row)
-        to = aq_ptr + long[:, None, None] * F + column
-        tl.store(to, (a * inverse[:, None, None]).to(kind), inside)
+        if aq_ptr is not None:
+            weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
+            a = gate * sigmoid_of(gate) * up * weight[:, None, None]
+            scale, inverse = power_of_two(tl.max(tl.max(tl.abs(a), 2), 1), ABOVE, EXPONENT)
+            tl.store(as_ptr + row, scale, is_row)
+            to = aq_ptr + long[:, None, None] * F + column
+            tl.store(to, (a * inverse[:, None, None]).to(kind), inside)
 
 
 @triton.jit

@@ -80,16 +80,30 @@ def forward(
     x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_TD, and h by blocks."""
-    (xq_TD, _), R, (D, F) = x, len(plan.slot_R), w_down[0].shape[1:]
-    tiles = row_tiles(plan.ends_E, R)
-    h_RH, y_RD = (xq_TD.new_empty(R, width, dtype=dtype) for width in (2 * F, D))
-    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
-    h = xq_TD.new_empty(R, 2 * F), x[1].new_empty(R, 2 * -(-F // BLOCK))
-    a = xq_TD.new_empty(R, F), x[1].new_empty(R, 1)
-    of_rows = (h_RH, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *h, *a)
-    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, F, 32)
+    R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
+    a, y_RD = (x[0].new_empty(R, F), x[1].new_empty(R, 1)), x[0].new_empty(R, D, dtype=dtype)
+    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a))
     _product(a, w_down, y_RD, plan, tiles)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
+
+
+def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+    """h by blocks, as `forward` makes it."""
+    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
+
+
+def _hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, tiles: Any, activation: Sequence[Any]
+) -> Scaled:
+    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or three None."""
+    R, H = len(plan.slot_R), w_gate_up[0].shape[1]
+    h_RH = x[0].new_empty(R, H, dtype=dtype)
+    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
+    h = x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))
+    weight, *a = activation
+    of_rows = (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a)
+    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, H // 2, 32)
+    return h
 
 
 def dgrad(
@@ -170,7 +184,7 @@ def _product(
         )  # fmt: skip
 
 
-def _by_rows(name: str, tensors: Sequence[Tensor], E: int, R: int, F: int, of_thread: int) -> None:
+def _by_rows(name: str, tensors: Sequence[Tensor | None], E: int, R: int, F: int, of_thread: int) -> None:
     """Launch a kernel whose programs have whole rows; ``of_thread`` is the number of columns of a thread."""
     import triton
 

@@ -31,12 +31,21 @@ def forward(
     x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y_TD, and h by blocks."""
-    (xq_TD, x_scale_T1), token_R = x, _tokens(plan)
-    h_RH = _rows((xq_TD[token_R], x_scale_T1[token_R]), w_gate_up, plan).to(dtype).float()
+    h_RH, kind = _hidden(x, w_gate_up, plan, dtype), x[0].dtype
     gate_RF, up_RF = h_RH.chunk(2, -1)
     a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
-    y_RD = _rows(quantise(a_RF, xq_TD.dtype), w_down, plan).to(dtype)
-    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *_by_halves(h_RH, xq_TD.dtype)
+    y_RD = _rows(quantise(a_RF, kind), w_down, plan).to(dtype)
+    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *_by_halves(h_RH, kind)
+
+
+def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+    """h by blocks, as `forward` makes it."""
+    return _by_halves(_hidden(x, w_gate_up, plan, dtype), x[0].dtype)
+
+
+def _hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Tensor:
+    (xq_TD, x_scale_T1), token_R = x, _tokens(plan)
+    return _rows((xq_TD[token_R], x_scale_T1[token_R]), w_gate_up, plan).to(dtype).float()
 
 
 def dgrad(

@@ -206,6 +206,11 @@ def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
     return int(R * (size * (H + D) + H // 2))
 
 
+def _fp8_hidden(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, __: Tensor, slot_R: Tensor, *rest: Any) -> int:
+    """Gate and up of the rows."""
+    return int(slot_R.shape[0] * gate_up_q.shape[1] * rest[-1].itemsize)
+
+
 def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
     """Gradients of activations and of rows."""
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
@@ -228,6 +233,7 @@ _OF_OURS: dict[str, Callable[..., int]] = {
     "grouped_mlp": _expert_rows,
     "grouped_mlp_dgrad": _expert_row_gradients,
     "fp8_mlp_forward": _fp8_rows,
+    "fp8_mlp_hidden": _fp8_hidden,
     "fp8_mlp_dgrad": _fp8_row_gradients,
     "fp8_mlp_wgrad": _fp8_sides,
     "fp8_mlp_wgrad_into": _fp8_sides,

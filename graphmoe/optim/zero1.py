@@ -87,7 +87,7 @@ class Optimizer(StepOptimizer):
         self._weight_gather.start()
 
     def restore_weights(self) -> None:
-        self.weight_forms.restore()
+        self.weight_forms.changed()
 
     def gather(self) -> None:
         self.start_gather()

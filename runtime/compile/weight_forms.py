@@ -90,7 +90,8 @@ class WeightForms:
     read it. Transfers, which have a stream of their own, read no weights. No device sync.
 
     Two forms have as many bytes as the weight in bf16. Where a unit reads nothing else of it, and its values
-    can be had again, they take its place, until the update writes it anew, or ``restore``.
+    can be had again, they take its place, until the update writes it anew, or ``changed``: who reads weights
+    calls that before.
     """
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
@@ -102,23 +103,17 @@ class WeightForms:
         self._within: dict[int, Tensor] = {}
         """Weights in whose memory forms are now, by id."""
 
-    def changed(self) -> None:
-        """Let each form be made anew before it is read next."""
-        self.restore()
-        self._number += 1
-
-    def written(self) -> None:
-        """Report that all weights were written, whatever was in their memory."""
-        self._within.clear()
-
     @torch.no_grad()
-    def restore(self) -> None:
-        """Give weights back the memory that forms have taken."""
+    def changed(self) -> None:
+        """Give weights their values back; let each form be made anew before it is read next."""
         for key, weight in self._within.items():
             weight.data.copy_(self._mains[key])
-        if self._within:
-            self._number += 1
+        self.written()
+
+    def written(self) -> None:
+        """As ``changed``, where all weights are written in any case, whatever is in their memory."""
         self._within.clear()
+        self._number += 1
 
     def of(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers and scales of each form, as the parameters among a unit's ``tensors`` are now."""
@@ -140,7 +135,8 @@ class WeightForms:
             with profiler_range("weights", "8 bits"):
                 made[key] = tuple(OPERATIONS[form.operation](weight))
             if held is None:
-                self._held[key] = self._place(form, weight, made[key])
+                held = self._held[key] = self._place(form, weight, made[key])
+            assert form.alone or not held.within, f"the weight of {form} is read as it is, too"
         for key, new in made.items():
             held = self._held[key]
             for tensor, value in zip(held.tensors, new, strict=True):

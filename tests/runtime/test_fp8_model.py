@@ -16,7 +16,7 @@ from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.weight_forms import WeightForms
+from graphmoe.runtime.compile.weight_forms import WeightForm, WeightForms
 from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.training.executor import pass_runner
 from tests.distributed.training import as_traced as units_as_traced
@@ -227,6 +227,22 @@ def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced,
     assert {each.tensors[0].data_ptr() for each in held} <= taken
     for one, other in zip(within.optimizer.weights, apart.optimizer.weights, strict=True):
         assert one.equal(other)  # has its values back
+
+
+def test_forms_are_made_anew_of_weights_that_were_written():
+    main = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
+    weight = main.bfloat16()
+    forms = WeightForms({id(weight): main})
+    both = [WeightForm(name, 0, alone=True) for name in ("fp8_rows", "fp8_columns")]
+    before = [tensor.clone() for tensor in forms.of(both, [weight])]
+    forms.written()
+    weight.copy_(main.mul_(2))
+    for found, wanted, factor in zip(forms.of(both, [weight]), before, (1, 2, 1, 2), strict=True):
+        assert found.float().equal(factor * wanted.float())
+    forms.changed()
+    assert weight.equal(main.bfloat16())
+    with pytest.raises(AssertionError, match="is read as it is, too"):
+        forms.of([WeightForm("fp8_rows", 0)], [weight])
 
 
 def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):

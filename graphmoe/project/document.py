@@ -131,8 +131,8 @@ def precision_words(document: Mapping[str, Any]) -> str:
     if document["fp8"] == "none":
         return "no products in 8 bits (precision.fp8=none)"
     words = f"{', '.join(document['fp8_products'])} in 8 bits (precision.fp8={document['fp8']})"
-    if document["fp8_measure"] != "off":
-        words += f", of which precision.fp8_measure={document['fp8_measure']} may leave some in bf16"
+    if document["fp8_measure"] == "auto":
+        words += ", of which precision.fp8_measure=auto may leave some in bf16"
     return f"with and without products of {words}" if document.get("try_fp8") else f"products of {words}"
 
 

@@ -116,6 +116,9 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
     found = document(ProjectArgs("h100"), *words)
     shown = " ".join(text_of(render(found)).split())
     assert "bf16, products of experts, attn in 8 bits (precision.fp8=rowwise), of which" in shown
+    plain = render(document(ProjectArgs("h100"), *words, "precision.fp8_measure=none"))
+    assert "(precision.fp8=rowwise)" in text_of(plain) and "may leave some" in shown
+    assert "may leave some" not in " ".join(text_of(plain).split())
     assert "MFU" in shown and "of the peak in bf16" in shown
     assert found["rates_from"].endswith("those of products in 8 bits are of single kernels of an H200")
     assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))

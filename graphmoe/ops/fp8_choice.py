@@ -80,8 +80,7 @@ class Dense:
         return dict(zip(FORMS, (plain, *in_fp8), strict=True))
 
     def _rowwise(self, x: Tensor, dy: Tensor, w: Tensor) -> tuple[Call, Call]:
-        along, (turned_1, scale_1) = ops.fp8_rows(w), ops.fp8_columns(w[None])
-        turned = turned_1[0], scale_1[0]
+        along, turned = ops.fp8_rows(w), ops.fp8_columns(w)
         factor, scale = row_factors(ops.fp8_rows(dy)[1], ops.fp8_rows(x)[1])
         one = torch.ones_like(scale)
 
@@ -95,7 +94,7 @@ class Dense:
             return torch._scaled_mm(left, right.t(), scale, one, out_dtype=torch.float32)
 
         def weights() -> Any:
-            return ops.fp8_rows(w), ops.fp8_columns(w[None])
+            return ops.fp8_rows(w), ops.fp8_columns(w)
 
         return in_fp8, weights
 

@@ -29,36 +29,30 @@ def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
 
 @triton.jit
 def _live_rows(ends_ptr, experts, rows):
-    if ends_ptr is not None:
-        return tl.minimum(tl.load(ends_ptr + experts - 1), rows)
-    else:
-        return rows
+    return tl.minimum(tl.load(ends_ptr + experts - 1), rows)
 
 
 @triton.jit
 def quantise_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, ends_ptr, experts, rows,
+    x_ptr, q_ptr, scale_ptr, rows,
     C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [R, C] and scales [R] of the rows of x [R, C]; the live ones where ``ends`` are given."""
-    live = _live_rows(ends_ptr, experts, rows)
-    first = tl.program_id(0) * ROWS
-    if first < live:
-        row = first + tl.arange(0, ROWS)
-        is_row = row < live
-        at = row.to(tl.int64)[:, None] * C
-        amax = tl.zeros((ROWS,), tl.float32)
-        for start in range(0, C, COLUMNS):
-            column = (start + tl.arange(0, COLUMNS))[None, :]
-            x = tl.load(x_ptr + at + column, is_row[:, None] & (column < C), other=0.0)
-            amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 1))
-        scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
-        tl.store(scale_ptr + row, scale, is_row)
-        for start in range(0, C, COLUMNS):
-            column = (start + tl.arange(0, COLUMNS))[None, :]
-            inside = is_row[:, None] & (column < C)
-            x = tl.load(x_ptr + at + column, inside, other=0.0).to(tl.float32)
-            tl.store(q_ptr + at + column, (x * inverse[:, None]).to(q_ptr.dtype.element_ty), inside)
+    """q [R, C] and scales [R] of the rows of x [R, C]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < rows
+    at = row.to(tl.int64)[:, None] * C
+    amax = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, C, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        x = tl.load(x_ptr + at + column, is_row[:, None] & (column < C), other=0.0)
+        amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 1))
+    scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
+    tl.store(scale_ptr + row, scale, is_row)
+    for start in range(0, C, COLUMNS):
+        column = (start + tl.arange(0, COLUMNS))[None, :]
+        inside = is_row[:, None] & (column < C)
+        x = tl.load(x_ptr + at + column, inside, other=0.0).to(tl.float32)
+        tl.store(q_ptr + at + column, (x * inverse[:, None]).to(q_ptr.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -45,8 +45,8 @@ SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
 INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
 
 
-def rows(w: Tensor, ends_E: Tensor | None = None) -> Scaled:
-    """q like w [..., C], and the scales [..., 1] of its rows: of the live ones where there are ends."""
+def rows(w: Tensor) -> Scaled:
+    """q like w [..., C], and the scales [..., 1] of its rows."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_rows_kernel
 
     w = w.contiguous()
@@ -55,7 +55,7 @@ def rows(w: Tensor, ends_E: Tensor | None = None) -> Scaled:
     if count:
         above, exponent = rounding_of(q.dtype)
         quantise_rows_kernel[(-(-count // 8),)](
-            w, q, scale, ends_E, 0 if ends_E is None else len(ends_E), count,
+            w, q, scale, count,
             C=w.shape[-1], ABOVE=above, EXPONENT=exponent, ROWS=8, COLUMNS=512, num_warps=num_warps(256),
         )  # fmt: skip
     return q, scale

@@ -55,6 +55,7 @@ def outcomes(request, tmp_path_factory):
 def test_no_bit_differs_from_rounding_at_arrival(outcomes, name):
     for found, plain in zip(outcomes[f"{name}: auto"], outcomes[f"{name}: bf16"], strict=True):
         assert found.rows.equal(plain.rows) and len(found.rows) >= 3
+        assert found.val_losses.equal(plain.val_losses) and len(found.val_losses) > 0
         assert_same_state(found.state, plain.state)
         assert_same_state(found.gradients, plain.gradients)
         if found.graphs is not None:
@@ -70,7 +71,8 @@ def assert_rows_are_sent_in_8_bits(found: Graphs, plain: Graphs, words: tuple[st
     stored = calling(found, "symm_bring_fp8")
     assert {text.partition(":")[0] for text in stored} == {"moe_dispatch", "moe_combine"}
     assert not calling(plain, "symm_bring_fp8")
-    assert bool(calling(found, "symm_combine_grad")) == (SKIPS in words)
+    for op in ("symm_dispatch", "symm_combine_grad"):  # in a validation too
+        assert bool(calling(found, op)) == (SKIPS in words)
     for op in ("symm_combine", "symm_dispatch_grad"):
         assert len(calling(found, op)) == len(calling(plain, op)) > 0
     # x in F, which is kept in 8 bits, and dy in I; of a forward that is computed again x in I too.

@@ -214,7 +214,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_bat
     assert rows[0] == rows[1] and len(rows[0]) == 4
 
 
-@pytest.mark.parametrize("scope", ["none", "full_iteration"])
+@pytest.mark.parametrize("scope", ["none", "layer", "full_iteration"])
 def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, scope):
     words = (*TRAINED, "precision.compute=bf16", f"graph.scope={scope}", "graph.warmup_steps=1")
     with mock.patch.object(Optimizer, "_restorable", lambda self: {}):

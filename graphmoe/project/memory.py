@@ -193,15 +193,14 @@ def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
     The numbers take the place of a weight of two bytes that no other rank has a part of.
     """
 
-    def beside(name: str) -> bool:
-        axis: Axis = "edp" if name == "moe_experts" else "stage"
+    def beside(axis: Axis) -> bool:
         return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
 
     return sum(
-        count * (2 * rows * columns * beside(name) + FP8_SCALE * (rows + columns))
+        count * (2 * rows * columns * beside(axis) + FP8_SCALE * (rows + columns))
         for index in layers
         for name in (DENSE_SEGMENTS if index < sizes.model.num_dense_layers else MOE_SEGMENTS)
-        for count, rows, columns in fp8_weights(sizes.of_layer(index), name)
+        for axis, count, rows, columns in fp8_weights(sizes.of_layer(index), name)
     )
 
 

@@ -44,7 +44,9 @@ def test_the_total_is_near_the_peak_of_a_dry_run(words):
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
     # libraries' buffers are in no dry run, nor what ranks have in common
     apart = sum(memory.buffers[name] for name in ("communication", "dispatch", "fp8_weights"))
-    peak = found["peak_bytes"] - found["at_peak_bytes"].get("forms", 0)
+    forms = found["at_peak_bytes"].get("forms", 0)
+    assert memory.buffers["fp8_weights"] == forms
+    peak = found["peak_bytes"] - forms
     assert memory.total - apart == pytest.approx(peak, rel=0.05)
 
 

@@ -11,6 +11,7 @@ from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import ALIGNED, FP8, FP8_SCALE, FP32, Fp8Dense, Product, Sides, Speeds
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
+from graphmoe.plan.layout import Axis
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
 @functools.lru_cache(maxsize=1024)
 def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
     """Seconds of a micro-batch in which a segment's weights get their 8 bits."""
-    elements = sum(math.prod(matrices) for matrices in fp8_weights(sizes, name))
+    elements = sum(math.prod(matrices) for _, *matrices in fp8_weights(sizes, name))
     return speeds.weight_forms(elements, sizes.element_bytes)
 
 
@@ -173,21 +174,24 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     return forward, backward
 
 
-def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[int, int, int]]:
-    """Yield number, rows and columns of a rank's matrices in 8 bits of a segment of layers."""
+def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]:
+    """Yield, of a segment's matrices in 8 bits, the axis of ranks that share them, number, rows, columns."""
     model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
-    found: list[tuple[int, float, float]] = []
+    found: list[tuple[Axis, int, float, float]] = []
     if name == "moe_experts" and "experts" in sizes.fp8:
         count, inner = model.num_experts // sizes.layout.ep, model.expert_ffn_size / sizes.layout.etp
-        found = [(count, 2 * inner, d), (count, d, inner)]
+        found = [("edp", count, 2 * inner, d), ("edp", count, d, inner)]
     elif name == "attn" and name in sizes.fp8:
-        found = [(1, columns, rows) for rows, columns in attention_sides(sizes).values()]
+        facts = sizes.attention
+        for which, (rows, columns) in attention_sides(sizes).items():
+            whole = facts.latents is not None and which not in (*facts.up, facts.weights[-1].name)
+            found.append(("stage" if whole else "dp_cp", 1, columns, rows))
     elif name in sizes.fp8:
         inner = dense_ffn_size(model, name) / tp
-        found = [(1, 2 * inner, d), (1, d, inner)]
-    for count, rows, columns in found:
+        found = [("dp_cp", 1, 2 * inner, d), ("dp_cp", 1, d, inner)]
+    for axis, count, rows, columns in found:
         if not (rows % ALIGNED or columns % ALIGNED):
-            yield count, int(rows), int(columns)
+            yield axis, count, int(rows), int(columns)
 
 
 def attention_sides(sizes: Sizes) -> dict[str, Sides]:

@@ -126,12 +126,13 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
         return "precision.fp8=none computes with more"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] compute with more"
+    if dispatcher == "local":
+        return "no rows travel, since each rank has all experts"
     if not dispatcher_facts(dispatcher).moves_fp8:
         return f"moe.dispatcher={dispatcher} moves no such rows"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may compute with more"
-    left = [name for name in ("fp8_experts", "fp8_quantise") if not runs_pass(config.passes, name)]
-    return f"without the pass {left[0]} experts compute with more" if left else None
+    return None
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:

@@ -50,6 +50,8 @@ from graphmoe.training.products import (
 )
 
 log = logging.getLogger(__name__)
+PUT_FP8 = ("fp8_linear", "fp8_experts")
+"""Passes that put products in 8 bits."""
 
 
 class Chosen(NamedTuple):
@@ -225,6 +227,14 @@ class Execution:
             log.info(line)
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
             log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
+        of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in PUT_FP8]
+        if of_fp8 and not any(of_fp8):
+            recipe = self._config.precision.fp8.value
+            log.warning(
+                "precision.fp8=%s has no effect: no product can be in 8 bits, and %s says why",
+                recipe,
+                REPORT_FILE,
+            )
 
     def _content(self, compiled: CompiledSegments) -> dict[str, Any]:
         return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)

@@ -107,9 +107,9 @@ def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str
         return []
     products = to_text(found) if found else f"fp8 in {', '.join(precision.fp8_products)}"
     if not found and precision.fp8_measure is Fp8Measure.auto:
-        products += ", whether they gain or not: only those of a GPU are timed"
+        products += "; what gains by it is timed on a GPU only"
     if EXPERTS in slower(found) and travels_in_fp8(config):
         products += "; so rows travel to experts in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
-    recipe = "" if precision.fp8 is Fp8Recipe.mxfp8 else f"{precision.fp8.value} "
+    recipe = "mx" if precision.fp8 is Fp8Recipe.mxfp8 else f"{precision.fp8.value} "
     return [recipe + products, *[layers] * bool(skipped)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
+from graphmoe.config.arguments import nearest
 from graphmoe.config.choices import FP8_PRODUCTS, SOURCES
 from graphmoe.config.schema import (
     AttentionBackend,
@@ -19,7 +20,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of, has_experts
+from graphmoe.plan.experts import dispatcher_of, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -174,12 +175,12 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     key = f"precision.fp8={precision.fp8.value}"
     unknown = [name for name in precision.fp8_products if name not in FP8_PRODUCTS]
-    if unknown or not precision.fp8_products:
-        names = ", ".join(FP8_PRODUCTS)
-        yield (
-            f"precision.fp8_products={precision.fp8_products} must be some of {names}; precision.fp8=none "
-            f"takes none"
-        )
+    if unknown:
+        choices = nearest(unknown[0], FP8_PRODUCTS)
+        yield f"precision.fp8_products={precision.fp8_products} has {', '.join(unknown)}{choices}"
+    elif not precision.fp8_products:
+        some = ", ".join(FP8_PRODUCTS)
+        yield f"precision.fp8_products=[] names none; use some of {some}, or precision.fp8=none"
     count, skipped = config.model.num_layers + config.model.mtp_depth, precision.fp8_skip_layers
     bad = [str(layer) for layer in skipped if not -count <= layer < count]
     if bad and count > 0:
@@ -201,7 +202,15 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
             yield f"{key} of experts needs multiples of 16, and {name} is {size}; use {-(-size // 16) * 16}"
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
-    elif in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
+    else:
+        passes = ["fp8_quantise", *["fp8_linear"] * bool(others), *["fp8_experts"] * in_fp8]
+        off = [name for name in passes if not runs_pass(config.passes, name)]
+        if off:
+            yield (
+                f"{key} is the work of passes, and passes.enabled or passes.disabled leaves out "
+                f"{', '.join(off)}; let them run, or use precision.fp8=none"
+            )
+    if config.compile.enabled and in_fp8 and dispatcher_of(config.moe, config.parallel) == "alltoall":
         yield (
             f"{key} needs experts that are compiled, and those behind moe.dispatcher=alltoall are not; use "
             f"moe.dispatcher=symm{without}"

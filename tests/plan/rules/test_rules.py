@@ -69,8 +69,9 @@ data.source=files data.paths=[a] data.tokenizer=t data.bpe_vocab_size=500 | has 
 data.source=memmap data.paths=[a,b] data.weights=[1] | data.weights=[1.0] must be as many as data.paths, which
 data.source=memmap data.paths=[a] data.weights=[0] | data.weights=[0.0] must be greater than 0
 data.source=memmap data.paths=[a] data.weights=[.inf] | data.weights=[inf] must be greater than 0
-precision.fp8_products=[head] | precision.fp8_products=['head'] must be some of experts, attn, mlp, shared
-precision.fp8_products=[] | precision.fp8_products=[] must be some of
+precision.fp8_products=[expert] | precision.fp8_products=['expert'] has expert; did you mean 'experts'?
+precision.fp8_products=[] | precision.fp8_products=[] names none; use some of experts, attn
+precision.fp8=rowwise passes.enabled=[] | leaves out fp8_quantise, fp8_linear, fp8_experts; let them
 model.num_layers=3 model.mtp_depth=1 precision.fp8_skip_layers=[0,4,-5]
     | precision.fp8_skip_layers=[0, 4, -5] has 4, -5; use -4 to 3
 model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip_layers=[0,-1]
@@ -85,7 +86,7 @@ precision.fp8=mxfp8 compile.enabled=true precision.fp8_products=[experts]
 moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
 FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use
-FP8_ROWS passes.disabled=[fp8_experts] | and without the pass fp8_experts experts compute with more; use
+FP8_ROWS passes.disabled=[fp8_experts] | or passes.disabled leaves out fp8_experts; let them run, or use
 FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may compute with more; use
 train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
 train.tokens=-5 | train.tokens=-5 must be

@@ -55,7 +55,6 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
     assert not travels() and not travels(fp8, "moe.dispatch_dtype=bf16")
     assert not travels(fp8, "precision.fp8_products=[attn]")
-    assert not travels(fp8, "passes.disabled=[fp8_experts]")
 
 
 def called_in(file: Path) -> set[str]:

@@ -19,7 +19,7 @@ from graphmoe.runtime.cache.key import base_of, differences, facts_of, key_of, m
 from tests.runs import config
 
 CPU = torch.device("cpu")
-OTHERWISE = "passes.enabled passes.disabled passes.extra run.device host.threads"
+OTHERWISE = "passes.enabled passes.disabled passes.extra run.device host.threads moe.dispatch_dtype"
 """Keys that are facts by what they make of the passes, or by what the process sees."""
 NO_FACTS = """
     run.name model.name model.init_std model.bias_update_rate model.peak_lr

@@ -61,15 +61,15 @@ def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
     rows, columns = q_RC.shape
     padded = rows + -rows % ALIGNED
     if q_RC.is_cuda:
-        return turned(q_RC, factor_R1, padded)
+        return by_kernel(q_RC, factor_R1, padded)
     q_CR = q_RC.new_zeros(columns, padded)
     values_RC = q_RC if factor_R1 is None else (q_RC.float() * factor_R1).to(q_RC.dtype)
     q_CR[:, :rows] = values_RC.t()
     return q_CR
 
 
-def turned(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
-    """`_transposed` by a kernel, into ``padded`` columns."""
+def by_kernel(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
+    """The same by a kernel, into ``padded`` columns."""
     from graphmoe.ops.fp8_mlp.kernels import transpose_kernel
 
     q_RC = q_RC.contiguous()

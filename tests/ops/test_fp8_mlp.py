@@ -150,7 +150,7 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
 def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
     q, scale = quantise(torch.randn(150, 144, generator=torch.Generator().manual_seed(0)), fp8_dtype())
     factor = scale / scale.amax() if scaled else None
-    found = fp8_linear.turned(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
+    found = fp8_linear.by_kernel(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
     assert found.cpu().float().equal(torch.ops.graphmoe.fp8_transposed(q, factor).float())
 
 
@@ -206,7 +206,7 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
         launches.wgrad(*sides, launches.wgrad(*sides), add=True)
-        fp8_linear.turned(*rows, R // K)
+        fp8_linear.by_kernel(*rows, R // K)
 
 
 @pytest.mark.slow

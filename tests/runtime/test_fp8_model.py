@@ -245,6 +245,12 @@ def test_forms_are_made_anew_of_weights_that_were_written():
         forms.of([WeightForm("fp8_rows", 0)], [weight])
 
 
+def test_a_run_without_a_product_that_its_recipe_can_take_warns(tmp_path, as_traced, caplog):
+    dense = "precision.fp8_products=[attn,mlp,shared_experts]"
+    train_in(tmp_path, *COMPILED, *SIZES, *QUIET, "precision.fp8=blockwise", dense, "compile.cache=false")
+    assert "precision.fp8=blockwise has no effect: no product can be in 8 bits" in caplog.text
+
+
 def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):
     monkeypatch.setattr(kept, "own_sources", list)
     found, cpu = [], torch.device("cpu")

@@ -123,9 +123,21 @@ def rows_kernel(
 
 
 @triton.jit
-def _columns(BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of a row in blocks [1, BLOCKS, BLOCK]: a block has a scale of its own in h."""
-    return tl.arange(0, BLOCKS)[None, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+def _whole_rows(first, live, F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS] from ``first`` on, and which are live; what is inside of them [ROWS, BLOCKS, BLOCK].
+
+    Then places in gate of h, and in a row of F; places of the scales of gate [ROWS, BLOCKS], and which are
+    there: each block of BLOCK columns has one.
+    """
+    row = first + tl.arange(0, ROWS)
+    is_row, long = row < live, row.to(tl.int64)
+    block = tl.arange(0, BLOCKS)[None, :]
+    column = block[:, :, None] * BLOCK + tl.arange(0, BLOCK)[None, None, :]
+    inside = is_row[:, None, None] & (column < F)
+    IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    of_scales, known = long[:, None] * (2 * IN_ROW) + block, is_row[:, None] & (block < IN_ROW)
+    at, at_half = long[:, None, None] * (2 * F) + column, long[:, None, None] * F + column
+    return row, is_row, inside, at, at_half, of_scales, known
 
 
 @triton.jit
@@ -144,18 +156,12 @@ def swiglu_kernel(
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
-        row = first + tl.arange(0, ROWS)
-        is_row = row < live
-        column, block = _columns(BLOCKS, BLOCK), tl.arange(0, BLOCKS)[None, :]
-        inside = is_row[:, None, None] & (column < F)
-        known = is_row[:, None] & (block < IN_ROW)
-        long = row.to(tl.int64)
-        at = long[:, None, None] * (2 * F) + column
+        row, is_row, inside, at, at_half, of_scales, known = _whole_rows(first, live, F, ROWS, BLOCKS, BLOCK)
         gate = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
         up = tl.load(h_ptr + at + F, inside, other=0.0).to(tl.float32)
         of_gate, inverse_gate = power_of_two(tl.max(tl.abs(gate), 2), ABOVE, EXPONENT)
         of_up, inverse_up = power_of_two(tl.max(tl.abs(up), 2), ABOVE, EXPONENT)
-        s_at = hs_ptr + long[:, None] * (2 * IN_ROW) + block
+        s_at = hs_ptr + of_scales
         tl.store(s_at, of_gate, known)
         tl.store(s_at + IN_ROW, of_up, known)
         kind = hq_ptr.dtype.element_ty
@@ -166,8 +172,7 @@ def swiglu_kernel(
             a = gate * sigmoid_of(gate) * up * weight[:, None, None]
             scale, inverse = power_of_two(tl.max(tl.max(tl.abs(a), 2), 1), ABOVE, EXPONENT)
             tl.store(as_ptr + row, scale, is_row)
-            to = aq_ptr + long[:, None, None] * F + column
-            tl.store(to, (a * inverse[:, None, None]).to(kind), inside)
+            tl.store(aq_ptr + at_half, (a * inverse[:, None, None]).to(kind), inside)
 
 
 @triton.jit
@@ -182,15 +187,9 @@ def swiglu_grad_kernel(
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
-        row = first + tl.arange(0, ROWS)
-        is_row = row < live
-        column, block = _columns(BLOCKS, BLOCK), tl.arange(0, BLOCKS)[None, :]
-        inside = is_row[:, None, None] & (column < F)
-        known = is_row[:, None] & (block < IN_ROW)
-        long = row.to(tl.int64)
-        at, at_half = long[:, None, None] * (2 * F) + column, long[:, None, None] * F + column
+        row, is_row, inside, at, at_half, of_scales, known = _whole_rows(first, live, F, ROWS, BLOCKS, BLOCK)
         da = tl.load(da_ptr + at_half, inside, other=0.0).to(tl.float32)
-        s_at = hs_ptr + long[:, None] * (2 * IN_ROW) + block
+        s_at = hs_ptr + of_scales
         gate = tl.load(hq_ptr + at, inside, other=0.0).to(tl.float32)
         gate *= tl.load(s_at, known, other=0.0)[:, :, None]
         up = tl.load(hq_ptr + at + F, inside, other=0.0).to(tl.float32)

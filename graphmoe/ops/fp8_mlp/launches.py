@@ -32,6 +32,7 @@ class Tile:
     stages: int
     subtiles: int = 2
     flatten: bool = True
+    """Load the next tile during the epilogue; weight gradients do not."""
     per_unit: int = 1
     """Programs for each multiprocessor or compute unit."""
 
@@ -161,15 +162,13 @@ def wgrad(
     return up, down
 
 
-def _product(
-    x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False
-) -> None:  # fmt: skip
+def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False) -> None:
     """Launch `rows_kernel`; a side that ``gathers`` has tokens for rows."""
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
     (q, scale), (w_q, w_s) = x, w
     E, N, C = w_q.shape
-    tile = _with_height(ROWS, q.device, len(plan.slot_R) // E)
+    tile = _with_height(_tile(ROWS, q.device), len(plan.slot_R) // E)
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
     count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
@@ -246,9 +245,9 @@ def _tile(table: dict[str, Tile], device: torch.device) -> Tile:
     return INTERPRETED if kind == "cpu" else table.get(kind, SMALL)
 
 
-def _with_height(table: dict[str, Tile], device: torch.device, rows_per_expert: int) -> Tile:
-    """A tile with rows for few of an expert; its columns stay, which are blocks of h."""
-    tile, height = _tile(table, device), 16
+def _with_height(tile: Tile, rows_per_expert: int) -> Tile:
+    """A tile of fewer rows where an expert has few."""
+    height = 16
     while height < min(rows_per_expert, tile.block_m):
         height *= 2
     if height >= tile.block_m:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
+from graphmoe.config.choices import compute_words
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
@@ -90,6 +91,7 @@ def describe(plan: Plan) -> dict[str, Any]:
     assert plan.config.data.seq_len is not None  # filled when the configuration is resolved
     document = {
         **_figures(model, plan.config.data.seq_len),
+        "fp8": plan.config.precision.fp8.value,
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state_bytes(model, ALONE, num_moments=num_moments)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
@@ -135,13 +137,15 @@ def render(document: dict[str, Any]) -> Group:
     layers = f"{document['num_layers']} layers, {document['num_dense_layers']} of them dense"
     seq_len, num_ranks = document["seq_len"], document["num_ranks"]
     ranks = f", of a run of {num_ranks} ranks" if num_ranks > 1 else ""
+    formats = compute_words("bf16", document["fp8"])
+    unknown = "activations" if document["fp8"] == "none" else "activations and what weights in 8 bits add"
     return Group(
         f"[bold]{document['model']}[/bold], {layers}",
         "\n[bold]Parameters[/bold]",
         _parameter_table(document["parameters"]),
         f"\n[bold]FLOPs per token[/bold] at data.seq_len={seq_len}, causal attention halved",
         _flops_table(document["flops_per_token"]),
-        f"\n[bold]Memory of bf16 training[/bold], without activations{ranks}",
+        f"\n[bold]Memory of training[/bold] in {formats}, without {unknown}{ranks}",
         _memory_table(document),
     )
 

@@ -53,6 +53,11 @@ CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"
 """Variable of this process and those that it starts: folders of --config-dir, whose modules can be named."""
 
 
+def compute_words(compute: str, fp8: str, share: str = "products") -> str:
+    """Name the formats of a run's products, by the values of ``precision``."""
+    return compute if fp8 == "none" else f"{compute}, {share} in 8 bits ({fp8})"
+
+
 def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
     """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.choices import compute_words
 from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.causes import threads_of
@@ -94,7 +95,7 @@ def _header(run: RunData) -> str:
         (
             "model",
             run.of("model.name") or "?",
-            ", ".join(filter(None, [run.of("precision.compute"), run.state])),
+            ", ".join(filter(None, [_precision(run), run.state])),
         ),
         ("device", f"{ranks}{environment.get('device', '?')}", ", ".join(filter(None, where))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),
@@ -108,6 +109,13 @@ def _header(run: RunData) -> str:
     said = paragraph(f"`{shlex.join(command)}`") if isinstance(command, list) else ""
     damaged = f"Not readable: {', '.join(run.unreadable)}." if run.unreadable else ""
     return tiles(entries) + said + (paragraph(damaged) if damaged else "")
+
+
+def _precision(run: RunData) -> str:
+    """Number formats of the products: how many of them are in 8 bits, where the run had come to that."""
+    done, left = (run.summary.get(f"products_in_{kind}") for kind in ("fp8", "bf16"))
+    share = "products" if done is None or left is None else f"{done} of {done + left} products"
+    return compute_words(run.of("precision.compute") or "", run.of("precision.fp8") or "none", share)
 
 
 def _charts(charts: list[Chart], otherwise: str) -> str:

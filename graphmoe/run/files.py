@@ -70,6 +70,8 @@ Summary = _record(
     finished=bool | None,
     **_each(str | None, "stopped_by sample sample_prompt"),
     **_each(Count, "steps skipped_steps dead_experts overfull_experts unbalanced_steps"),
+    fp8=str | None,
+    **_each(Count | None, "products_in_fp8 products_in_bf16"),
     **_each(Number, "final_loss first_val_loss final_val_loss best_val_loss median_step_s"),
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
     **_each(Number, "time_to_first_step_s data_s validation_s checkpoint_s"),
@@ -85,7 +87,7 @@ Environment = _record(
 """Fields of env.json that are more than a line in a table."""
 _Section = _record(
     "",
-    **_each(str | None, "name device compute"),
+    **_each(str | None, "name device compute fp8"),
     scope=str | list[str] | None,
     enabled=bool | None,
     **_each(Count | None, "steps global_batch_size num_experts top_k"),

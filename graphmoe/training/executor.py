@@ -98,6 +98,8 @@ class Execution:
         """Weights of products that may be in 8 bits, by name."""
         self._in_fp8 = "fp8_experts" in names and has_experts(config.model)
         """True where experts are in 8 bits, but for those of layers without."""
+        self._counts: tuple[int, int] | None = None
+        """Products in 8 bits, and those that stay in bf16; None without `precision.fp8`."""
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -140,6 +142,9 @@ class Execution:
         traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
         self.chosen, plain = ranks.on_first(lambda: self._choose(store))
+        if in_fp8:
+            left = len(plain.shapes) + plain.experts
+            self._counts = len(self._dense) + self._in_fp8 - left, left
         self._in_fp8 &= not plain.experts
         runner = functools.partial(pass_runner, config, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
@@ -177,7 +182,14 @@ class Execution:
         kernels = self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._config, self.chosen.fp8)
-        return [f"{passes} passes", self._cache.found, *experts, *in_fp8]
+        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and self._plan.travels_in_fp8)
+        return [f"{passes} passes", self._cache.found, *experts, *in_fp8, *rows]
+
+    def precision(self) -> dict[str, Any]:
+        """Return the recipe of products in 8 bits, and how many are so, for summary.json."""
+        in_fp8, in_bf16 = self._counts or (None, None)
+        recipe = self._config.precision.fp8.value
+        return {"fp8": recipe, "products_in_fp8": in_fp8, "products_in_bf16": in_bf16}
 
     def compile_update(
         self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]], *, validates: bool

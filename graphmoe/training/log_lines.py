@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import DeviceChoice, Fp8Recipe
+from graphmoe.config.choices import compute_words
+from graphmoe.config.schema import DeviceChoice
 from graphmoe.data import Corpus
 from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.plan import Plan
@@ -64,12 +65,10 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
     scope, optim = config.graph.scope, config.optim
     rising = f"after {optim.warmup_steps:,} steps of warm-up" if optim.warmup_steps else "without warm-up"
-    fp8 = config.precision.fp8
-    in_fp8 = "" if fp8 is Fp8Recipe.none else f", products in 8 bits: precision.fp8={fp8.value}"
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
         "layout": f"{ranks} {many if ranks > 1 else one} ({device}{cpu}){f': {axes}' if axes else ''}",
-        "precision": config.precision.compute.value + in_fp8,
+        "precision": compute_words(config.precision.compute.value, config.precision.fp8.value),
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         "dispatcher": travel,
         "compile": "; ".join(compiled),

@@ -153,6 +153,7 @@ def _summarise(
         "steps": trainer.step,
         "folder": str(folder),
         **sums,
+        **trainer.execution.precision(),
         **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.config.model.top_k),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,

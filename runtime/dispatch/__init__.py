@@ -132,8 +132,7 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
-    dtype = ", rows to experts in 8 bits" if plan.travels_in_fp8 else ""
-    return f"{words}, moe.transport={plan.transport.value}{blocks}{dtype}"
+    return f"{words}, moe.transport={plan.transport.value}{blocks}"
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:

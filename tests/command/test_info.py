@@ -60,6 +60,13 @@ def test_the_text_shows_the_counts_in_billions_and_memory_is_eighteen_bytes_a_pa
     assert memory["total"] == 18 * document["parameters"]["total"]["full"] == 9 * memory["weights_bf16"]
 
 
+def test_the_text_names_a_recipe_of_products_in_8_bits():
+    words = ("compile.enabled=true", "precision.fp8=rowwise", "precision.fp8_products=[attn]")
+    found = describe(plan_of(config(*words), 1))
+    assert "Memory of training in bf16, products in 8 bits (rowwise), with" in text_of(render(found))
+    assert "Memory of training in bf16, without" in text_of(render({**found, "fp8": "none"}))
+
+
 def test_the_memory_of_each_of_several_ranks_is_shown_beside_that_of_one():
     document = described("deepseek_v3", num_ranks=16, ep=16)
     alone, each = document["memory_bytes"], document["memory_bytes_per_rank"]

@@ -137,6 +137,16 @@ def test_a_summary_of_the_end_counts_more_than_metrics_and_metrics_that_went_on_
     assert read_run(tmp_path).state == "stopped by SIGTERM, 3 of 9 steps"
 
 
+def test_the_model_has_its_number_formats_and_the_products_in_8_bits_that_the_summary_counts(tmp_path):
+    text = yaml.safe_load((run_in(tmp_path) / "resolved.yaml").read_text())
+    text["precision"] = {"compute": "bf16", "fp8": "rowwise"}
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(text))
+    assert "bf16, products in 8 bits (rowwise), not finished" in outside_scripts(write_report(tmp_path))
+    counts = {"fp8": "rowwise", "products_in_fp8": 7, "products_in_bf16": 2}
+    (tmp_path / "summary.json").write_text(json.dumps(counts))
+    assert "bf16, 7 of 9 products in 8 bits (rowwise), not" in outside_scripts(write_report(tmp_path))
+
+
 def test_a_long_curve_keeps_its_ends_and_every_peak_and_leaves_out_what_is_not_finite():
     values = [0.0] * 100_000
     values[54_321], values[77_777] = 9.0, -9.0

@@ -196,6 +196,8 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     assert document["global_batch_size"] == 64 and document["compute"] == "bf16"
     assert document["groups"]["ep"] == [0, 1, 2, 3] and document["groups"]["edp"] == [0, 4, 8, 12]
     assert "│ forward  │ all_to_all     │ ep    │ 0..3" in text_of(render(document), width=80)
+    in_fp8 = text_of(render({**document, "fp8": "rowwise"}), width=300)
+    assert document["fp8"] == "none" and "; bf16, products in 8 bits (rowwise), experts balanced" in in_fp8
 
 
 def test_the_default_batch_grows_with_the_layout_and_no_other_does():

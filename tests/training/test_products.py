@@ -9,7 +9,7 @@ from graphmoe.config.schema import DispatchDtype
 from graphmoe.ops import fp8_choice
 from graphmoe.ops.fp8_choice import Experts, InBf16
 from graphmoe.ops.grouped_mlp.choice import MlpShape
-from graphmoe.plan.plan import plan_of
+from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.training import products
 from graphmoe.training.products import dense_products, describe_products, fp8_passes, measured, plain_products
 from tests.runs import COMPILED, config, metrics, train_in, trainer_in
@@ -93,6 +93,8 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplo
         first = trainer_in(tmp_path / "first", *SHORT)
     chosen = first.execution.chosen
     assert "; rowwise fp8 in 6 of 7 products; bf16 for: attn 16x64 (0.80x)\n" in caplog.text
+    found = first.execution.precision()
+    assert found == {"fp8": "rowwise", "products_in_fp8": 6, "products_in_bf16": 1}
     assert timer.runs == 7 and chosen.experts == "" and [*chosen.fp8] == [*DENSE, "experts"]
     first.store.save(2, first._state() | {"step": 2}, wait=True)
     first.store.close()
@@ -102,6 +104,16 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplo
     again = trainer_in(tmp_path / "again", *resumed)
     assert again.step == 2 and timer.runs == 7 and again.execution.chosen == again.chosen == chosen
     assert trainer_in(tmp_path / "all", *resumed, "precision.fp8_measure=none").execution.chosen.fp8 == {}
+
+
+@pytest.mark.parametrize("speed", [FAST, SLOW])
+def test_rows_to_experts_are_named_once_it_is_known_whether_these_are_in_8_bits(
+    tmp_path, timer, monkeypatch, speed
+):
+    timer.ms = [speed]
+    execution = trainer_in(tmp_path, *SHORT).execution
+    monkeypatch.setattr(Plan, "travels_in_fp8", True)
+    assert (execution.describe()[-1] == "rows travel to experts in 8 bits") == (speed == FAST)
 
 
 @pytest.mark.slow  # traces a model twice
@@ -127,3 +139,5 @@ def test_a_cpu_keeps_all_in_8_bits_and_the_log_says_so(tmp_path, caplog):
         trainer = trainer_in(tmp_path, *SHORT)
     words = "fp8 in experts, attn, mlp, shared_experts; what gains by it is timed on a GPU only"
     assert words in caplog.text and trainer.execution.chosen.fp8 == {}
+    assert "  precision   fp32, products in 8 bits (rowwise)\n" in caplog.text
+    assert trainer.execution.precision()["products_in_fp8"] == len(DENSE) + 1

@@ -87,6 +87,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         "micro_batches_run": num_run,
         "recompute_all": config.recompute.all,
         "compute": config.precision.compute.value,
+        "fp8": config.precision.fp8.value,
         "groups": {axis: list(layout.group(axis, rank)) for axis in axes},
         "pipeline": pipeline
         and {

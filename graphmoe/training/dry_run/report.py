@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from graphmoe.config.choices import compute_words
+
 FILE = "dry_run.json"
 KINDS = {
     "weights": "weights, whole and own shard",
@@ -36,7 +38,7 @@ def render(document: dict[str, Any]) -> Group:
         f"ranks of all that is dense: {dense}; of experts: {experts}",
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {count} micro-batch{'' if count == 1 else 'es'} of {of_each}; "
-        f"{document['compute']}, experts balanced",
+        f"{compute_words(document['compute'], document['fp8'])}, experts balanced",
         *_shortened_lines(document),
         "\n[bold]Collectives of a step[/bold], on this rank",
         _collective_table(document["collectives"]),

@@ -34,10 +34,10 @@ def routed(T: int, K: int, E: int, device: str = "cpu") -> tuple[Tensor, Plan]:
 
 
 def layer(
-    shape: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    shape: str | tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[tuple[Tensor, ...], Plan, Tensor]:
     """x, both weights and the weights of slots; the plan; the gradient of y. A token is all zeros."""
-    T, K, E, D, F = SHAPES[shape]
+    T, K, E, D, F = SHAPES[shape] if isinstance(shape, str) else shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, D, generator=generator) * torch.logspace(-1, 1, T)[:, None]
     x[3] = 0

@@ -47,14 +47,14 @@ def squares_turned(w_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::mx_rows", mutates_args=())
 def mx_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise_mx` of a weight. No device sync."""
+    """`quantise_mx` of a weight, or of those of experts [E, N, K]. No device sync."""
     return _launches().mx_rows(w_NK) if w_NK.is_cuda else quantise_mx(w_NK)
 
 
 @torch.library.custom_op("graphmoe::mx_columns", mutates_args=())
 def mx_columns(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise_mx` of the transposed weight."""
-    return _launches().turned(w_NK, None) if w_NK.is_cuda else quantise_mx(w_NK.t().contiguous())
+    """`mx_rows` of the transposed weight."""
+    return _launches().turned(w_NK, None) if w_NK.is_cuda else quantise_mx(w_NK.mT.contiguous())
 
 
 @torch.library.custom_op("graphmoe::fp8_blocks_turned", mutates_args=())
@@ -78,14 +78,15 @@ def _squares_like(w: Tensor, N: int, K: int) -> tuple[Tensor, Tensor]:
     return w.new_empty(N, K, dtype=KIND), scale
 
 
-def _mx_like(w: Tensor, N: int, K: int) -> tuple[Tensor, Tensor]:
-    return w.new_empty(N, K, dtype=KIND), w.new_empty(N, K // MX_BLOCK, dtype=torch.uint8)
+def _mx_like(w: Tensor, *size: int) -> tuple[Tensor, Tensor]:
+    *rows, K = size
+    return w.new_empty(size, dtype=KIND), w.new_empty(*rows, K // MX_BLOCK, dtype=torch.uint8)
 
 
 squares.register_fake(lambda w_NK: _squares_like(w_NK, *w_NK.shape))
 squares_turned.register_fake(lambda w_NK: _squares_like(w_NK, w_NK.shape[1], w_NK.shape[0]))
 mx_rows.register_fake(lambda w_NK: _mx_like(w_NK, *w_NK.shape))
-mx_columns.register_fake(lambda w_NK: _mx_like(w_NK, w_NK.shape[1], w_NK.shape[0]))
+mx_columns.register_fake(lambda w_NK: _mx_like(w_NK, *w_NK.mT.shape))
 product.register_fake(
     lambda q_RK, scale, q_NK, of_w, squares, dtype: q_RK.new_empty(len(q_RK), len(q_NK), dtype=dtype)
 )

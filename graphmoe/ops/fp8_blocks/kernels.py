@@ -15,7 +15,7 @@ from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
 
 
 @triton.jit
-def _scales(amax, MX: tl.constexpr):
+def scales_of(amax, MX: tl.constexpr):
     """The scale of a block as it is stored, and the inverse of that scale."""
     if MX:
         power = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
@@ -27,14 +27,14 @@ def _scales(amax, MX: tl.constexpr):
 
 
 @triton.jit
-def _powers(scale):
+def powers_of(scale):
     """`mx_powers`."""
     power = scale.to(tl.int32)
     return tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _numbers(x, kind: tl.constexpr, MX: tl.constexpr):
+def numbers_of(x, kind: tl.constexpr, MX: tl.constexpr):
     if MX:
         x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(kind)
@@ -54,13 +54,79 @@ def squares_kernel(
     k = (row if TURNED else column) + tl.arange(0, BLOCK)
     inside = (n < N)[:, None] & (k < K)[None, :]
     w = tl.load(w_ptr + n.to(tl.int64)[:, None] * K + k[None, :], inside, other=0.0).to(tl.float32)
-    scale, inverse = _scales(tl.max(tl.max(tl.abs(w), 1), 0), False)
+    scale, inverse = scales_of(tl.max(tl.max(tl.abs(w), 1), 0), False)
     tl.store(scale_ptr + tl.program_id(0) * PADDED + tl.program_id(1), scale)
-    q = _numbers(w * inverse, q_ptr.dtype.element_ty, False)
+    q = numbers_of(w * inverse, q_ptr.dtype.element_ty, False)
     if TURNED:
         tl.store(q_ptr + k.to(tl.int64)[:, None] * N + n[None, :], q.T, (k < K)[:, None] & (n < N)[None, :])
     else:
         tl.store(q_ptr + n.to(tl.int64)[:, None] * K + k[None, :], q, inside)
+
+
+@triton.jit
+def _mx_places(
+    row, first, is_row,
+    LIMIT: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Places of numbers in rows of STRIDE columns, and which are there; of their scales, and which are."""
+    long, column = row.to(tl.int64)[:, None], first + tl.arange(0, COLUMNS)[None, :]
+    block = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
+    at, of_scales = long * STRIDE + column, long * (STRIDE // BLOCK) + block
+    return at, is_row[:, None] & (column < LIMIT), of_scales, is_row[:, None] & (block < LIMIT // BLOCK)
+
+
+@triton.jit
+def load_mx(
+    q_ptr, scale_ptr, row, first, is_row,
+    LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values [ROWS, COLUMNS] of stored rows of STRIDE columns, from the column ``first`` on.
+
+    Zero from column LIMIT on, and in rows that are none.
+    """
+    at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
+    q = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // BLOCK, BLOCK)
+    scale = powers_of(tl.load(scale_ptr + of_scales, known, other=0))
+    return (q * scale[:, :, None]).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def store_mx(
+    x, q_ptr, scale_ptr, row, first, is_row,
+    LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store `quantise_mx` of x [ROWS, COLUMNS] where `load_mx` reads it."""
+    at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
+    blocks = x.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
+    scale, inverse = scales_of(tl.max(tl.abs(blocks), 2), True)
+    q = numbers_of(blocks * inverse[:, :, None], q_ptr.dtype.element_ty, True)
+    tl.store(q_ptr + at, q.reshape(ROWS, COLUMNS), inside)
+    tl.store(scale_ptr + of_scales, scale, known)
+
+
+@triton.jit
+def store_turned(
+    x, q_ptr, scale_ptr, at, first, PADDED,
+    C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store x [ROWS, COLUMNS], rows from ``at`` and columns from ``first`` on, as q [C, PADDED].
+
+    Scales are along the rows; columns from C on, and rows from PADDED on, are not written.
+    """
+    row, column = at + tl.arange(0, ROWS), (first + tl.arange(0, COLUMNS)).to(tl.int64)
+    is_column = column < C
+    blocks = x.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
+    scale, inverse = scales_of(tl.max(tl.abs(blocks), 1), MX)
+    q = numbers_of(blocks * inverse[:, None, :], q_ptr.dtype.element_ty, MX).reshape(ROWS, COLUMNS)
+    tl.store(
+        q_ptr + column[:, None] * PADDED + row[None, :], q.T, is_column[:, None] & (row < PADDED)[None, :]
+    )
+    block, count = at // BLOCK + tl.arange(0, ROWS // BLOCK), PADDED // BLOCK
+    known = (block < count)[:, None] & is_column[None, :]
+    if MX:
+        tl.store(scale_ptr + column[None, :] * count + block[:, None], scale, known)
+    else:
+        tl.store(scale_ptr + block.to(tl.int64)[:, None] * C + column[None, :], scale, known)
 
 
 @triton.jit
@@ -69,17 +135,11 @@ def mx_rows_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`quantise_mx` of [R, C]."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    at, inside = row[:, None] * C + column[None, :], (row < R)[:, None] & (column < C)[None, :]
-    x = tl.load(x_ptr + at, inside, other=0.0).to(tl.float32)
-    blocks = x.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
-    scale, inverse = _scales(tl.max(tl.abs(blocks), 2), True)
-    q = _numbers(blocks * inverse[:, :, None], q_ptr.dtype.element_ty, True)
-    tl.store(q_ptr + at, q.reshape(ROWS, COLUMNS), inside)
-    block = tl.program_id(1) * (COLUMNS // BLOCK) + tl.arange(0, COLUMNS // BLOCK)
-    known = (row < R)[:, None] & (block < C // BLOCK)[None, :]
-    tl.store(scale_ptr + row[:, None] * (C // BLOCK) + block[None, :], scale, known)
+    row, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
+    inside = (row < R)[:, None] & (column < C)[None, :]
+    x = tl.load(x_ptr + row[:, None] * C + column[None, :], inside, other=0.0).to(tl.float32)
+    store_mx(x, q_ptr, scale_ptr, row, first, row < R, C, C, ROWS, COLUMNS, BLOCK)
 
 
 @triton.jit
@@ -87,7 +147,14 @@ def turned_kernel(
     x_ptr, of_x_ptr, q_ptr, scale_ptr, R, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q [C, PADDED] with scales along the rows of x [R, C], whose numbers have scales where there are any."""
+    """q [C, PADDED] with scales along the rows of x [R, C], whose numbers have scales where there are any.
+
+    The third axis of programs are matrices, without scales.
+    """
+    of_matrix = tl.program_id(2).to(tl.int64) * C
+    x_ptr += of_matrix * R
+    q_ptr += of_matrix * PADDED
+    scale_ptr += of_matrix * (PADDED // BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_row, is_column, long = row < R, column < C, row.to(tl.int64)
@@ -96,23 +163,26 @@ def turned_kernel(
     if of_x_ptr is not None:
         if MX:
             at = long[:, None] * (C // BLOCK) + (column // BLOCK)[None, :]
-            x *= _powers(tl.load(of_x_ptr + at, inside, other=0))
+            x *= powers_of(tl.load(of_x_ptr + at, inside, other=0))
         else:
             at = (column // BLOCK).to(tl.int64)[None, :] * R + row[:, None]
             x *= tl.load(of_x_ptr + at, inside, other=0.0)
-    blocks = x.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
-    scale, inverse = _scales(tl.max(tl.abs(blocks), 1), MX)
-    q = _numbers(blocks * inverse[:, None, :], q_ptr.dtype.element_ty, MX).reshape(ROWS, COLUMNS)
-    to_ptr = q_ptr + column.to(tl.int64)[:, None] * PADDED + row[None, :]
-    tl.store(to_ptr, q.T, is_column[:, None] & (row < PADDED)[None, :])
-    block = tl.program_id(0) * (ROWS // BLOCK) + tl.arange(0, ROWS // BLOCK)
-    count = PADDED // BLOCK
-    known = (block < count)[:, None] & is_column[None, :]
-    if MX:
-        at = column.to(tl.int64)[None, :] * count + block[:, None]
+    at, first = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    store_turned(x, q_ptr, scale_ptr, at, first, PADDED, C, MX, ROWS, COLUMNS, BLOCK)
+
+
+@triton.jit
+def add_product(
+    total, x, xs, w, ws,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``total`` [M, N] plus x [M, C] times w [C, N], whose scales are [M, C / BLOCK] and [N, C / BLOCK]."""
+    if UPCAST:  # the interpreter has no such product
+        x = x.to(tl.float32).reshape(M, C // BLOCK, BLOCK) * powers_of(xs)[:, :, None]
+        w = w.to(tl.float32).T.reshape(N, C // BLOCK, BLOCK) * powers_of(ws)[:, :, None]
+        return tl.dot(x.reshape(M, C), w.reshape(N, C).T, total)
     else:
-        at = block.to(tl.int64)[:, None] * C + column[None, :]
-    tl.store(scale_ptr + at, scale, known)
+        return tl.dot_scaled(x, xs, "e4m3", w, ws, "e4m3", total)
 
 
 @triton.jit
@@ -145,11 +215,6 @@ def mx_product_kernel(
             x = tl.load(x_from + c, mask=is_c[None, :], other=0.0)
             w = tl.load(w_from + c, mask=is_c[:, None], other=0.0)
             xs, ws = tl.load(xs_from + b, mask=is_b, other=0), tl.load(ws_from + b, mask=is_b, other=0)
-        if UPCAST:  # the interpreter has no such product
-            x = x.to(tl.float32).reshape(BLOCK_M, BLOCK_C // BLOCK, BLOCK) * _powers(xs)[:, :, None]
-            w = w.to(tl.float32).T.reshape(BLOCK_N, BLOCK_C // BLOCK, BLOCK) * _powers(ws)[:, :, None]
-            total = tl.dot(x.reshape(BLOCK_M, BLOCK_C), w.reshape(BLOCK_N, BLOCK_C).T, total)
-        else:
-            total = tl.dot_scaled(x, xs, "e4m3", w, ws, "e4m3", total)
+        total = add_product(total, x, xs, w, ws, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST)
     to_ptr = out_ptr + row_tile.to(tl.int64) * BLOCK_M * N
     store(total, live, column_tile * BLOCK_N, to_ptr, N, BLOCK_M, BLOCK_N, SUBTILES)

@@ -1,5 +1,7 @@
 """Launches of the kernels of operands with a scale for each block; no call waits for the device."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,35 +32,36 @@ def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def mx_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
+def mx_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """`reference.quantise_mx`."""
     from graphmoe.ops.fp8_blocks.kernels import mx_rows_kernel
 
-    x_RC = x_RC.contiguous()
-    R, C = x_RC.shape
-    q = x_RC.new_empty(R, C, dtype=KIND)
-    scale = x_RC.new_empty(R, C // MX_BLOCK, dtype=torch.uint8)
+    x = x.contiguous()
+    *rows, C = x.shape
+    R = math.prod(rows)
+    q = x.new_empty(x.shape, dtype=KIND)
+    scale = x.new_empty(*rows, C // MX_BLOCK, dtype=torch.uint8)
     mx_rows_kernel[(-(-R // 8), -(-C // 512))](
-        x_RC, q, scale, R, C=C, ROWS=8, COLUMNS=512, BLOCK=MX_BLOCK, num_warps=num_warps(128)
+        x, q, scale, R, C=C, ROWS=8, COLUMNS=512, BLOCK=MX_BLOCK, num_warps=num_warps(128)
     )
     return q, scale
 
 
 def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`reference.turned` of numbers with scales, or mxfp8 of plain ones."""
+    """`reference.turned` of numbers with scales, or mxfp8 of plain ones, which may be matrices."""
     from graphmoe.ops.fp8_blocks.kernels import turned_kernel
 
     x_RC = x_RC.contiguous()
-    (R, C), mx = x_RC.shape, of_x is None or is_mx(of_x)
+    (*E, R, C), mx = x_RC.shape, of_x is None or is_mx(of_x)
     block = MX_BLOCK if of_x is None else block_of(of_x)
     padded = R + -R % block
-    q = x_RC.new_empty(C, padded, dtype=KIND)
+    q = x_RC.new_empty(*E, C, padded, dtype=KIND)
     if mx:
-        scale = x_RC.new_empty(C, padded // block, dtype=torch.uint8)
+        scale = x_RC.new_empty(*E, C, padded // block, dtype=torch.uint8)
     else:
         scale = x_RC.new_empty(padded // block, C, dtype=torch.float32)
     if padded:
-        turned_kernel[(-(-padded // 128), -(-C // 64))](
+        turned_kernel[(-(-padded // 128), -(-C // 64), math.prod(E))](
             x_RC, None if of_x is None else of_x.contiguous(), q, scale, R, padded,
             C=C, MX=mx, ROWS=128, COLUMNS=64, BLOCK=block, num_warps=num_warps(256),
         )  # fmt: skip

@@ -40,8 +40,8 @@ def quantise_blockwise(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_mx(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """q [R, C], and the scales [R, B] of blocks of 32."""
-    x_RBC = x_RC.reshape(x_RC.shape[0], -1, MX_BLOCK)
+    """q [..., R, C], and the scales [..., R, B] of blocks of 32."""
+    x_RBC = x_RC.unflatten(-1, (-1, MX_BLOCK))
     scale_RB1, inverse_RB1 = mx_scales(x_RBC.abs().amax(-1, keepdim=True).float())
     q_RBC = (x_RBC.float() * inverse_RB1).clamp(-LARGEST, LARGEST).to(KIND)
     return q_RBC.view(x_RC.shape), scale_RB1.squeeze(-1)

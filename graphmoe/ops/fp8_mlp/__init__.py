@@ -5,7 +5,8 @@ blocks of the columns of H; q are stored numbers, s their scales, as in `ops.fp8
 
 A token is stored once, before its rows are gathered; h by blocks, which a tile of the product can do alone;
 the activation, and the gradients of rows, by rows. The products contract the last axis of both sides. Weight
-gradients contract rows: `ops.fp8_linear` says how their scales become one.
+gradients contract rows: `ops.fp8_linear` says how their scales become one. Scales that are bytes are those of
+mxfp8: `ops.mx_mlp` has what is computed with them.
 """
 
 from typing import Any
@@ -14,14 +15,22 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.fp8 import BLOCK, fp8_dtype, mlp, mlp_gradients
+from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.mx_mlp import reference as mx_reference
 
 DTYPE = torch.float32
 """Dtype of scales, of the weights of slots, and of sums."""
 
 
-def _kernels(x: Tensor) -> Any:
+def _kernels(x: Tensor, scale: Tensor | None = None) -> Any:
+    if scale is not None and is_mx(scale):
+        if not x.is_cuda:
+            return mx_reference
+        from graphmoe.ops.mx_mlp import launches as mx_launches
+
+        return mx_launches
     if not x.is_cuda:
         return reference
     from graphmoe.ops.fp8_mlp import launches
@@ -56,7 +65,7 @@ def _forward(
     """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`."""
     plan = Plan(slot_R, row_TK, ends_E)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
-    return _kernels(xq_TD).forward(x, gate_up, down, weight_TK, plan, dtype)
+    return _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_hidden", mutates_args=())
@@ -67,7 +76,7 @@ def _hidden(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hq and hs of `_forward`, for a backward that computes them again."""
     plan = Plan(slot_R, row_TK, ends_E)
-    return _kernels(xq_TD).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype)
+    return _kernels(xq_TD, xs_T1).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_dgrad", mutates_args=())
@@ -83,7 +92,7 @@ def _dgrad(
     """
     plan = Plan(slot_R, row_TK, ends_E)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
-    return _kernels(dyq_TD).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype)
+    return _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_wgrad", mutates_args=())
@@ -93,7 +102,7 @@ def _wgrad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
     dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    return _kernels(xq_TD).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E))
+    return _kernels(xq_TD, xs_T1).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E))
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
@@ -105,7 +114,7 @@ def _wgrad_into(
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
     dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    _kernels(xq_TD).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
+    _kernels(xq_TD, xs_T1).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
@@ -141,7 +150,8 @@ def _(w: Tensor) -> tuple[Tensor, Tensor]:
 @_hidden.register_fake
 def _of_h(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, _: Tensor, slot_R: Tensor, *rest: Any) -> Any:
     R, H = slot_R.shape[0], gate_up_q.shape[1]
-    return xq_TD.new_empty(R, H), xs_T1.new_empty(R, 2 * -(-(H // 2) // BLOCK))
+    blocks = H // MX_BLOCK if is_mx(xs_T1) else 2 * -(-(H // 2) // BLOCK)
+    return xq_TD.new_empty(R, H), xs_T1.new_empty(R, blocks)
 
 
 @_forward.register_fake
@@ -154,14 +164,15 @@ def _(*layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     (R, H), weight_TK, dtype = hq_RH.shape, rest[5], rest[-1]
     dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
-    dh = hq_RH.new_empty(R, H), dys_T1.new_empty(R, 1)
-    return dx_TD, dweight_TK, *dh, hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
+    of_dh, of_a = (H // MX_BLOCK, H // 2 // MX_BLOCK) if is_mx(dys_T1) else (1, 1)
+    dh = hq_RH.new_empty(R, H), dys_T1.new_empty(R, of_dh)
+    return dx_TD, dweight_TK, *dh, hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)
 
 
 @_wgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     D, H, F, E = xq_TD.shape[1], rest[1].shape[1], rest[3].shape[1], rest[-1].shape[0]
-    return dys_T1.new_empty(E, H, D), dys_T1.new_empty(E, D, F)
+    return dys_T1.new_empty(E, H, D, dtype=DTYPE), dys_T1.new_empty(E, D, F, dtype=DTYPE)
 
 
 _whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))

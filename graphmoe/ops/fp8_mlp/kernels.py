@@ -28,7 +28,7 @@ def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
 
 
 @triton.jit
-def _live_rows(ends_ptr, experts, rows):
+def live_rows(ends_ptr, experts, rows):
     return tl.minimum(tl.load(ends_ptr + experts - 1), rows)
 
 
@@ -152,7 +152,7 @@ def swiglu_kernel(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None."""
-    live = _live_rows(ends_ptr, experts, rows)
+    live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
@@ -183,7 +183,7 @@ def swiglu_grad_kernel(
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R]."""
-    live = _live_rows(ends_ptr, experts, rows)
+    live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
         IN_ROW: tl.constexpr = (F + BLOCK - 1) // BLOCK
@@ -320,13 +320,13 @@ def weight_grad_kernel(
             inside = m + tl.arange(0, BLOCK_M) < M
             to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
             if ADD:
-                _add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, (SUBTILES + 1) // 2)
+                add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, (SUBTILES + 1) // 2)
             else:
                 store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 
 @triton.jit
-def _add_tile(
+def add_tile(
     product, inside, column, to_ptr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
@@ -339,8 +339,8 @@ def _add_tile(
     else:
         left, right = halves(product, BLOCK_M, COLUMNS)
         HALF: tl.constexpr = COLUMNS // 2
-        _add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
-        _add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+        add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+        add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
 
 
 @triton.jit

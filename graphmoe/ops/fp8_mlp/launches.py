@@ -168,13 +168,13 @@ def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathe
 
     (q, scale), (w_q, w_s) = x, w
     E, N, C = w_q.shape
-    tile = _with_height(_tile(ROWS, q.device), len(plan.slot_R) // E)
+    tile = _with_height(tile_of(ROWS, q.device), len(plan.slot_R) // E)
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
     count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
     if count:
         rows_kernel[(count,)](
-            q, scale, _descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
+            q, scale, descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
             plan.slot_R, plan.ends_E, table, max_tiles,
             C=C, N=N, K=plan.row_TK.shape[1], GATHER=gathers,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
@@ -223,16 +223,16 @@ def _weight_grad(
 ) -> None:
     from graphmoe.ops.fp8_mlp.kernels import weight_grad_kernel
 
-    (E, M, N), tile = total.shape, _tile(WEIGHTS, left.device)
+    (E, M, N), tile = total.shape, tile_of(WEIGHTS, left.device)
     if not left.numel():
         if not add:
             total.zero_()
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
     described = kind_of(left.device) == "hopper" and not add
-    out = _descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if described else total
+    out = descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if described else total
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
-        _descriptor(left, [tile.block_m, BLOCK_R]), _descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
+        descriptor(left, [tile.block_m, BLOCK_R]), descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
         tile_E1, out, E, M=M, N=N, ADD=add, DESCRIBED=described,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
         UPCAST=not left.is_cuda,
@@ -240,7 +240,7 @@ def _weight_grad(
     )  # fmt: skip
 
 
-def _tile(table: dict[str, Tile], device: torch.device) -> Tile:
+def tile_of(table: dict[str, Tile], device: torch.device) -> Tile:
     kind = kind_of(device)
     return INTERPRETED if kind == "cpu" else table.get(kind, SMALL)
 
@@ -255,7 +255,7 @@ def _with_height(tile: Tile, rows_per_expert: int) -> Tile:
     return replace(tile, block_m=height, threads=tile.threads // 2, flatten=False)
 
 
-def _descriptor(x: Tensor, block: list[int]) -> Any:
+def descriptor(x: Tensor, block: list[int]) -> Any:
     """Made on the host at each launch, so that it needs no scratch memory."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -44,7 +44,7 @@ def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scal
 
 
 def _hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Tensor:
-    (xq_TD, x_scale_T1), token_R = x, _tokens(plan)
+    (xq_TD, x_scale_T1), token_R = x, token_of_rows(plan)
     return _rows((xq_TD[token_R], x_scale_T1[token_R]), w_gate_up, plan).to(dtype).float()
 
 
@@ -58,18 +58,12 @@ def dgrad(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
-    (dyq_TD, dy_scale_T1), token_R = dy, _tokens(plan)
+    (dyq_TD, dy_scale_T1), token_R = dy, token_of_rows(plan)
     kind, weight_R = dyq_TD.dtype, row_weights(weight_TK, plan.slot_R)
     da_RF = _rows((dyq_TD[token_R], dy_scale_T1[token_R]), w_down, plan).to(dtype).float()
-    a_RF, plain_RF = _activation(*h, weight_R)
-    gate_RF, up_RF = block_halves(*h)
-    dweight_R = (da_RF * plain_RF).sum(-1)
-    da_RF = da_RF * weight_R[:, None]
-    sigmoid_RF = gate_RF.sigmoid()
-    silu_RF = gate_RF * sigmoid_RF
-    dgate_RF = da_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
-    live_R1 = _live(plan)[:, None]
-    dh = quantise(torch.cat([dgate_RF, da_RF * silu_RF], -1).where(live_R1, 0), kind)
+    dh_RH, a_RF, dweight_R = swiglu_gradients(da_RF, *block_halves(*h), weight_R)
+    live_R1 = live_rows(plan)[:, None]
+    dh = quantise(dh_RH.where(live_R1, 0), kind)
     dx_RD = _rows(dh, w_gate_up, plan).to(dtype)
     a = quantise(a_RF.where(live_R1, 0), kind)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
@@ -81,7 +75,7 @@ def wgrad(
     totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
-    token_R = _tokens(plan)
+    token_R = token_of_rows(plan)
     (dyq_RD, dy_scale_R1), (xq_RD, x_scale_R1) = ([part[token_R] for part in of] for of in (dy, x))
     up = _weight_grad(dh[0], xq_RD, dh[1] * x_scale_R1, plan)
     down = _weight_grad(a[0], dyq_RD, a[1] * dy_scale_R1, plan).mT.contiguous()
@@ -105,18 +99,24 @@ def _by_halves(h_RH: Tensor, kind: torch.dtype) -> Scaled:
     return torch.cat([gate[0], up[0]], -1), torch.cat([gate[1], up[1]], -1)
 
 
-def _activation(q_RH: Tensor, scale_RB: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-    """silu(gate) * up * weight, and the same without the weight."""
-    gate_RF, up_RF = block_halves(q_RH, scale_RB)
+def swiglu_gradients(
+    da_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh [R, H], the activation silu(gate) * up * weight itself, and dweight [R]."""
     plain_RF = F.silu(gate_RF) * up_RF
-    return plain_RF * weight_R[:, None], plain_RF
+    dweight_R = (da_RF * plain_RF).sum(-1)
+    da_RF = da_RF * weight_R[:, None]
+    sigmoid_RF = gate_RF.sigmoid()
+    silu_RF = gate_RF * sigmoid_RF
+    dgate_RF = da_RF * up_RF * (sigmoid_RF + silu_RF * (1 - sigmoid_RF))
+    return torch.cat([dgate_RF, da_RF * silu_RF], -1), plain_RF * weight_R[:, None], dweight_R
 
 
 def _rows(x: Scaled, w: Scaled, plan: Plan) -> Tensor:
     """w[e(r)] @ x[r] in fp32; zero in dead rows."""
     (q_RC, scale_R1), (w_ENC, scale_EN1) = x, w
     result = q_RC.new_zeros(len(q_RC), w_ENC.shape[1], dtype=torch.float32)
-    for expert, rows in _experts(plan):
+    for expert, rows in rows_of_experts(plan):
         sums = q_RC[rows].float() @ w_ENC[expert].float().t()
         result[rows] = sums * scale_R1[rows] * scale_EN1[expert].t()
     return result
@@ -125,14 +125,14 @@ def _rows(x: Scaled, w: Scaled, plan: Plan) -> Tensor:
 def _weight_grad(left_RM: Tensor, right_RN: Tensor, scale_R1: Tensor, plan: Plan) -> Tensor:
     """Sum of outer products of an expert's rows, the left ones with one scale for all of them."""
     result = left_RM.new_zeros(len(plan.ends_E), left_RM.shape[1], right_RN.shape[1], dtype=torch.float32)
-    for expert, rows in _experts(plan):
+    for expert, rows in rows_of_experts(plan):
         largest = scale_R1[rows].amax().clamp(min=2.0**-120)
         left = (left_RM[rows].float() * (scale_R1[rows] / largest)).to(left_RM.dtype)
         result[expert] = left.float().t() @ right_RN[rows].float() * largest
     return result
 
 
-def _experts(plan: Plan) -> Iterator[tuple[int, slice]]:
+def rows_of_experts(plan: Plan) -> Iterator[tuple[int, slice]]:
     """Each expert that has rows, and its rows."""
     start = 0
     for expert, end in enumerate(plan.ends_E.tolist()):
@@ -141,11 +141,11 @@ def _experts(plan: Plan) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _tokens(plan: Plan) -> Tensor:
+def token_of_rows(plan: Plan) -> Tensor:
     """The token of each row; some token in dead rows."""
     most = max(plan.row_TK.numel() - 1, 0)
     return plan.slot_R.long().clamp(0, most) // plan.row_TK.shape[1]
 
 
-def _live(plan: Plan) -> Tensor:
+def live_rows(plan: Plan) -> Tensor:
     return torch.arange(len(plan.slot_R), device=plan.slot_R.device) < plan.ends_E[-1]

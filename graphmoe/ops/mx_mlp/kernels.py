@@ -1,0 +1,185 @@
+"""Kernels of the grouped MLP in mxfp8; the suffixes and tiles are those of `ops.fp8_mlp.kernels`.
+
+BLOCK numbers of what is contracted have one scale. Rows that are not live are neither read nor written, but
+by `turned_kernel`, which stores zeros in their place, so that `weight_grad_kernel` masks no rows.
+"""
+
+# mypy: allow-untyped-defs
+# The arguments of a Triton function have no Python types.
+
+import triton
+import triton.language as tl
+
+from graphmoe.ops.fp8_blocks.kernels import add_product, load_mx, store_mx, store_turned
+from graphmoe.ops.fp8_mlp.kernels import add_tile, live_rows
+from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, sigmoid_of, store
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def rows_kernel(
+    x_ptr, xs_ptr, w_ptr, ws_ptr, out_ptr, slot_ptr, ends_ptr, table_ptr, max_tiles, C,
+    N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``w[e(r)] @ x[r]`` for every live row -> ``out`` [R, N].
+
+    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]; w is [E, N, C]. EVEN says
+    that C is whole tiles. It is no constant: a short loop would be unrolled, into more than registers hold.
+    """
+    COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    num_tiles, blocks = tl.load(table_ptr), C // BLOCK
+    m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
+    b_range = tl.arange(0, BLOCK_C // BLOCK)
+    for tile in tl.range(tl.program_id(0), num_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, column_tile = in_turns(tile, num_tiles, COLUMN_TILES, GROUP)
+        column = column_tile * BLOCK_N
+        expert = tl.load(table_ptr + 1 + row_tile)
+        row = tl.load(table_ptr + 1 + max_tiles + row_tile)
+        live = row + m_range < tl.load(ends_ptr + expert)
+        near = row + tl.where(live, m_range, 0)
+        if GATHER:
+            near = tl.load(slot_ptr + near) // K
+        near = near.to(tl.int64)[:, None]
+        beside = expert.to(tl.int64) * N + tl.minimum(column + tl.arange(0, BLOCK_N), N - 1)
+        x_from, xs_from = x_ptr + near * C + c_range[None, :], xs_ptr + near * blocks + b_range[None, :]
+        w_from = w_ptr + beside[None, :] * C + c_range[:, None]
+        ws_from = ws_ptr + beside[:, None] * blocks + b_range[None, :]
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for c in range(0, C, BLOCK_C):
+            b = c // BLOCK
+            if EVEN:
+                x, w = tl.load(x_from + c), tl.load(w_from + c)
+                xs, ws = tl.load(xs_from + b), tl.load(ws_from + b)
+            else:
+                is_c, is_b = c + c_range < C, (b + b_range < blocks)[None, :]
+                x = tl.load(x_from + c, mask=is_c[None, :], other=0.0)
+                w = tl.load(w_from + c, mask=is_c[:, None], other=0.0)
+                xs, ws = tl.load(xs_from + b, mask=is_b, other=0), tl.load(ws_from + b, mask=is_b, other=0)
+            product = add_product(product, x, xs, w, ws, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK, UPCAST)
+        store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
+
+
+@triton.jit
+def swiglu_kernel(
+    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From h [R, H]: itself stored, and silu(gate) * up * weight [R, F], unless ``aq`` is None."""
+    live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    H: tl.constexpr = 2 * F
+    if tl.program_id(0) * ROWS < live:
+        is_row, column = row < live, first + tl.arange(0, COLUMNS)
+        inside = is_row[:, None] & (column < F)[None, :]
+        at = row.to(tl.int64)[:, None] * H + column[None, :]
+        gate = tl.load(h_ptr + at, inside, other=0.0).to(tl.float32)
+        up = tl.load(h_ptr + at + F, inside, other=0.0).to(tl.float32)
+        store_mx(gate, hq_ptr, hs_ptr, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+        store_mx(up, hq_ptr + F, hs_ptr + F // BLOCK, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+        if aq_ptr is not None:
+            weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
+            a = gate * sigmoid_of(gate) * up * weight[:, None]
+            store_mx(a, aq_ptr, as_ptr, row, first, is_row, F, F, ROWS, COLUMNS, BLOCK)
+
+
+@triton.jit
+def swiglu_grad_kernel(
+    da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, partial_ptr,
+    experts, rows,
+    F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F], stored.
+
+    ``partial`` [column tiles, R] is what the columns of a tile add to dweight.
+    """
+    live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    H: tl.constexpr = 2 * F
+    UP: tl.constexpr = F // BLOCK
+    if tl.program_id(0) * ROWS < live:
+        is_row, column = row < live, first + tl.arange(0, COLUMNS)
+        inside = is_row[:, None] & (column < F)[None, :]
+        da = tl.load(da_ptr + row.to(tl.int64)[:, None] * F + column[None, :], inside, other=0.0)
+        da = da.to(tl.float32)
+        gate = load_mx(hq_ptr, hs_ptr, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+        up = load_mx(hq_ptr + F, hs_ptr + UP, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+        weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
+        sigmoid = sigmoid_of(gate)
+        silu = gate * sigmoid
+        a = silu * up
+        to = partial_ptr + tl.program_id(1).to(tl.int64) * rows + row
+        tl.store(to, tl.sum(da * a, 1), is_row)
+        da *= weight[:, None]
+        dgate, dup = da * up * (sigmoid + silu * (1 - sigmoid)), da * silu
+        store_mx(a * weight[:, None], aq_ptr, as_ptr, row, first, is_row, F, F, ROWS, COLUMNS, BLOCK)
+        store_mx(dgate, dhq_ptr, dhs_ptr, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+        store_mx(dup, dhq_ptr + F, dhs_ptr + UP, row, first, is_row, F, H, ROWS, COLUMNS, BLOCK)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def turned_kernel(
+    q_ptr, scale_ptr, slot_ptr, ends_ptr, table_ptr, to_q_ptr, to_scale_ptr, max_tiles, padded,
+    C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
+    BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows as q [C, padded], with scales along them: tile by tile of each expert's, zeros behind its last.
+
+    They are those of [R, C], or at ``slot[r] // K`` of [T, C] with GATHER.
+    """
+    tile, first = tl.program_id(0), tl.program_id(1) * COLUMNS
+    if tile < tl.load(table_ptr):
+        expert = tl.load(table_ptr + 1 + tile)
+        row = tl.load(table_ptr + 1 + max_tiles + tile) + tl.arange(0, BLOCK_R)
+        live = row < tl.load(ends_ptr + expert)
+        if GATHER:
+            row = tl.load(slot_ptr + row, live, other=0) // K
+        x = load_mx(q_ptr, scale_ptr, row, first, live, C, C, BLOCK_R, COLUMNS, BLOCK)
+        at = tile * BLOCK_R
+        store_turned(x, to_q_ptr, to_scale_ptr, at, first, padded, C, True, BLOCK_R, COLUMNS, BLOCK)
+
+
+@triton.jit
+def weight_grad_kernel(
+    left_ptr, ls_ptr, right_ptr, rs_ptr, ends_ptr, out_ptr, E, padded,
+    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
+    SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """``out`` [E, M, N] = the product of an expert's rows; ADD adds to what is there.
+
+    Both sides are what `turned_kernel` makes, [M, padded] and [N, padded], in which an expert begins a tile
+    of BLOCK_R rows.
+    """
+    TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    IN_TILE: tl.constexpr = BLOCK_R // BLOCK
+    blocks, known = padded // BLOCK, tl.arange(0, BLOCK_E)
+    ends = tl.load(ends_ptr + known, known < E, other=0)
+    starts = tl.load(ends_ptr + known - 1, (known < E) & (known > 0), other=0)
+    tiles = (ends - starts + BLOCK_R - 1) // BLOCK_R
+    r_range, b_range = tl.arange(0, BLOCK_R), tl.arange(0, IN_TILE)[None, :]
+    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0)):
+        expert, within = tile // (TM * TN), tile % (TM * TN)
+        m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
+        first = tl.sum(tl.where(known < expert, tiles, 0))
+        count = tl.sum(tl.where(known == expert, tiles, 0))
+        m_near = tl.minimum(m + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
+        n_near = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+        left_from = left_ptr + m_near[:, None] * padded + r_range[None, :]
+        right_from = right_ptr + n_near[None, :] * padded + r_range[:, None]
+        ls_from, rs_from = (
+            ls_ptr + m_near[:, None] * blocks + b_range,
+            rs_ptr + n_near[:, None] * blocks + b_range,
+        )
+        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for rows in range(first, first + count):
+            left, right = tl.load(left_from + rows * BLOCK_R), tl.load(right_from + rows * BLOCK_R)
+            ls, rs = tl.load(ls_from + rows * IN_TILE), tl.load(rs_from + rows * IN_TILE)
+            product = add_product(product, left, ls, right, rs, BLOCK_M, BLOCK_N, BLOCK_R, BLOCK, UPCAST)
+        inside = m + tl.arange(0, BLOCK_M) < M
+        to = out_ptr + (tl.cast(expert, tl.int64) * M + m) * N
+        if ADD:
+            add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
+        else:
+            store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)

@@ -1,0 +1,166 @@
+"""Launches of the kernels of the grouped MLP in mxfp8, with the signatures of `reference`.
+
+No call waits for the device or reads a count on the host, and every sum has a fixed order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops import num_warps
+from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
+from graphmoe.ops.fp8_mlp.launches import Tile, tile_of
+from graphmoe.ops.fp8_mlp.reference import Scaled
+from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.tuning import units_of
+
+BLOCK_R = 128
+"""Rows of a tile of a weight gradient, to which the rows of each expert are padded."""
+COLUMNS = 128
+"""Columns of a program of SwiGLU, of its gradient, and of rows that are stored anew."""
+ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(128, 256, 128, 256, 2, flatten=False)}
+WEIGHTS = {
+    "hopper": Tile(128, 256, BLOCK_R, 256, 3, subtiles=4),
+    "instinct": Tile(128, 256, BLOCK_R, 256, 2, subtiles=4),
+}
+"""Tiles by kind of device; those that are no hopper or instinct have no products in mxfp8."""
+
+
+def forward(
+    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y_TD, and h."""
+    R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
+    a, y_RD = _empty(x, R, F), x[0].new_empty(R, D, dtype=dtype)
+    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a))
+    _product(a, w_down, y_RD, plan, tiles)
+    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
+
+
+def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+    """h, as `forward` makes it."""
+    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
+
+
+def _hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, tiles: Any, activation: Sequence[Any]
+) -> Scaled:
+    """h; and the weights of slots for, numbers and scales of, the activation, or three None."""
+    R, H = len(plan.slot_R), w_gate_up[0].shape[1]
+    h_RH, h = x[0].new_empty(R, H, dtype=dtype), _empty(x, R, H)
+    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
+    weight, *a = activation
+    _by_tiles("swiglu_kernel", (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a), plan, H // 2, 128)
+    return h
+
+
+def dgrad(
+    dy: Scaled,
+    h: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
+    (R, H), D, tiles = h[0].shape, dy[0].shape[1], row_tiles(plan.ends_E, len(plan.slot_R))
+    F = H // 2
+    da_RF, dx_RD = (h[0].new_empty(R, width, dtype=dtype) for width in (F, D))
+    _product(dy, w_down, da_RF, plan, tiles, gathers=True)
+    dh, a = _empty(dy, R, H), _empty(dy, R, F)
+    partial = weight_TK.new_empty(-(-F // COLUMNS), R)
+    of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
+    _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256)
+    _product(dh, w_gate_up, dx_RD, plan, tiles)
+    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
+    return dx_TD, weight_sums(partial, plan.row_TK), *dh, *a
+
+
+def wgrad(
+    dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
+    E, sides = len(plan.ends_E), ((dh, x), (dy, a))
+    sizes = [(E, left[0].shape[1], right[0].shape[1]) for left, right in sides]
+    up, down = totals or [dh[0].new_empty(size, dtype=torch.float32) for size in sizes]
+    table = row_tiles(plan.ends_E, len(plan.slot_R))(BLOCK_R)
+    for (left, right), total, of_left in zip(sides, (up, down), (False, True), strict=True):
+        turned = turned_rows(left, plan, table, gathers=of_left)
+        _weight_grad(turned, turned_rows(right, plan, table, gathers=not of_left), plan, total, add=add)
+    return up, down
+
+
+def turned_rows(of: Scaled, plan: Plan, table: Tensor, *, gathers: bool) -> Scaled:
+    """Rows of experts as columns [C, padded], with scales along them; those of tokens are gathered."""
+    from graphmoe.ops.mx_mlp.kernels import turned_kernel
+
+    max_tiles, C = len(table) // 2, of[0].shape[1]
+    padded = max_tiles * BLOCK_R
+    result = _empty(of, C, padded)
+    if max_tiles:
+        turned_kernel[(max_tiles, -(-C // COLUMNS))](
+            *of, plan.slot_R, plan.ends_E, table, *result, max_tiles, padded,
+            C=C, K=plan.row_TK.shape[1], GATHER=gathers, BLOCK_R=BLOCK_R, COLUMNS=COLUMNS, BLOCK=MX_BLOCK,
+            num_warps=num_warps(256),
+        )  # fmt: skip
+    return result
+
+
+def _empty(like: Scaled, rows: int, columns: int) -> Scaled:
+    return like[0].new_empty(rows, columns), like[1].new_empty(rows, columns // MX_BLOCK)
+
+
+def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False) -> None:
+    """Launch `rows_kernel`; a side that ``gathers`` has tokens for rows."""
+    from graphmoe.ops.mx_mlp.kernels import rows_kernel
+
+    (q, scale), (w_q, w_s) = x, w
+    _, N, C = w_q.shape
+    tile = tile_of(ROWS, q.device)
+    table = tiles(tile.block_m)
+    max_tiles = len(table) // 2
+    count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
+    if count:
+        rows_kernel[(count,)](
+            q.contiguous(), scale.contiguous(), w_q, w_s, out, plan.slot_R, plan.ends_E, table, max_tiles, C,
+            N=N, K=plan.row_TK.shape[1], GATHER=gathers, EVEN=C % tile.block_k == 0,
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, BLOCK=MX_BLOCK, GROUP=8,
+            SUBTILES=tile.subtiles, FLATTEN=tile.flatten, UPCAST=not q.is_cuda,
+            num_warps=num_warps(tile.threads), num_stages=tile.stages,
+        )  # fmt: skip
+
+
+def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int) -> None:
+    """Launch a kernel whose programs have 32 rows of a few columns."""
+    from graphmoe.ops.mx_mlp import kernels
+
+    R = len(plan.slot_R)
+    if R:
+        getattr(kernels, name)[(-(-R // 32), -(-F // COLUMNS))](
+            *tensors, len(plan.ends_E), R,
+            F=F, ROWS=32, COLUMNS=COLUMNS, BLOCK=MX_BLOCK, num_warps=num_warps(threads),
+        )  # fmt: skip
+
+
+def _weight_grad(left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add: bool) -> None:
+    import triton
+
+    from graphmoe.ops.mx_mlp.kernels import weight_grad_kernel
+
+    (E, M, N), tile = total.shape, tile_of(WEIGHTS, total.device)
+    if not left[0].numel():
+        if not add:
+            total.zero_()
+        return
+    across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
+    weight_grad_kernel[(min(across, units_of(total.device) * tile.per_unit),)](
+        *left, *right, plan.ends_E, total, E, left[0].shape[1],
+        M=M, N=N, ADD=add, BLOCK_E=triton.next_power_of_2(E),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, BLOCK=MX_BLOCK, SUBTILES=tile.subtiles,
+        UPCAST=not total.is_cuda, num_warps=num_warps(tile.threads), num_stages=tile.stages,
+    )  # fmt: skip

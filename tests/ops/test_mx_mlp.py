@@ -1,0 +1,279 @@
+"""The grouped MLP in mxfp8: its plain form against fp64 and, product by product, its kernels against it."""
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.ops import fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8_blocks import launches as blocks
+from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, mx_powers, quantise_mx
+from graphmoe.ops.fp8_blocks.reference import turned as turned_rows
+from graphmoe.ops.fp8_mlp.reference import rows_of_experts
+from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
+from graphmoe.ops.mx_mlp import launches, reference
+from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.interpreted import KERNELS, device_of
+from tests.ops.test_fp8_mlp import WIDE, decibels, layer, same
+
+ops = torch.ops.graphmoe
+ON = ["interpreted"] if KERNELS == ["interpreted"] else []
+"""The interpreter alone: which GPUs have the instructions is in `ops.fp8.recipes_of`."""
+SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 96, 32), "wide": (96, 4, 8, 128, 256)}
+"""T, K, E, D, F."""
+COMPILED = WIDE | {"uneven": (576, 480, 8, 2)}
+LEAST = {"y": 20, "dx": 18, "dw_gate_up": 18, "dw_down": 18, "dweight": 18}
+"""Signal over noise in dB: 27 of a product. y goes through two, gradients through three and a stored h."""
+
+
+def along(q: Tensor, scale: Tensor) -> Tensor:
+    """Values in fp64 by another way than `reference.values`."""
+    return q.double() * torch.exp2(scale.double() - 127).repeat_interleave(MX_BLOCK, -1)
+
+
+def sizes_apart(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    """`layer`, with tokens of 1e-6 and of 1e4, in x and in dy."""
+    (x, *rest), plan, dy = layer(shape, dtype, device)
+    x[5:9] *= 1e-6
+    x[9:12] *= 1e4
+    dy[7:10] *= 1e-6
+    dy[10:14] *= 1e4
+    return (x, *rest), plan, dy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
+def test_values_and_gradients_are_those_of_fp64_within_8_bits(shape, dtype):
+    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype)
+    exact = [each.double().requires_grad_() for each in (x, w_gate_up, w_down, weight_TK)]
+    expected, _ = ops.grouped_mlp(*exact, *plan, "torch")
+    expected.backward(dy.double())
+    y, *h = ops.fp8_mlp_forward(
+        *quantise_mx(x), *ops.mx_rows(w_gate_up), *ops.mx_rows(w_down), weight_TK, *plan, dtype
+    )
+    turned = *ops.mx_columns(w_gate_up), *ops.mx_columns(w_down)
+    dx, dweight, *made = ops.fp8_mlp_dgrad(*quantise_mx(dy), *h, *turned, weight_TK, *plan, dtype)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*quantise_mx(dy), *quantise_mx(x), *made, *plan)
+    found = {"y": y, "dx": dx, "dw_gate_up": dw_gate_up, "dw_down": dw_down, "dweight": dweight}
+    wanted = [expected.detach(), *(each.grad for each in exact)]
+    assert y.dtype == dx.dtype == dtype and dw_down.dtype == torch.float32
+    for (name, one), other in zip(found.items(), wanted, strict=True):
+        assert decibels(one, other) > LEAST[name], name
+    assert not dw_gate_up[1].any() and not dw_down[1].any()  # the expert without rows
+
+
+def test_products_are_those_of_the_stored_numbers():
+    (x, w_gate_up, w_down, weight_TK), plan, dy = sizes_apart(SHAPES["small"])
+    of_x, of_dy, up = quantise_mx(x), quantise_mx(dy), ops.mx_rows(w_gate_up)
+    token_R = plan.slot_R.long() // plan.row_TK.shape[1]
+    h = reference._rows([each[token_R] for each in of_x], up, plan)
+    made = reference.dgrad(
+        of_dy, quantise_mx(h), ops.mx_columns(w_gate_up), ops.mx_columns(w_down), weight_TK, plan, x.dtype
+    )
+    dw_gate_up, _ = reference.wgrad(of_dy, of_x, made[2:4], made[4:6], plan)
+    for expert, rows in rows_of_experts(plan):
+        token = token_R[rows]
+        exact = along(*of_x)[token] @ along(up[0][expert], up[1][expert]).T
+        torch.testing.assert_close(h[rows].double(), exact, rtol=1e-5, atol=float(exact.abs().amax()) * 1e-6)
+        sides = [turned_rows(*(part[at] for part in of)) for of, at in ((made[2:4], rows), (of_x, token))]
+        exact = along(*sides[0]) @ along(*sides[1]).T
+        torch.testing.assert_close(
+            dw_gate_up[expert].double(), exact, rtol=1e-5, atol=float(exact.abs().amax()) * 1e-6
+        )
+
+
+def test_sizes_that_a_compiler_is_told_are_those_of_the_results():
+    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(SHAPES["small"], torch.bfloat16)
+
+    def every(x: Tensor, up: Tensor, down: Tensor, weight_TK: Tensor, dy: Tensor, *plan: Tensor) -> Any:
+        of_x, of_dy = quantise_mx(x), quantise_mx(dy)
+        rows, columns = ([*of(up), *of(down)] for of in (ops.mx_rows, ops.mx_columns))
+        y, *h = ops.fp8_mlp_forward(*of_x, *rows, weight_TK, *plan, x.dtype)
+        hidden = ops.fp8_mlp_hidden(*of_x, *rows[:2], *plan, x.dtype)
+        made = ops.fp8_mlp_dgrad(*of_dy, *h, *columns, weight_TK, *plan, x.dtype)
+        return *rows, *columns, y, *h, *hidden, *made, *ops.fp8_mlp_wgrad(*of_dy, *of_x, *made[2:], *plan)
+
+    given = x, w_gate_up, w_down, weight_TK, dy, *plan
+    for fake, real in zip(every(*(each.to("meta") for each in given)), every(*given), strict=True):
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("matrices", [(5, 128, 96), (3, 64, 160)])
+def test_weights_of_experts_are_stored_as_each_alone(backend, matrices):
+    w = torch.randn(matrices, generator=torch.Generator().manual_seed(0))
+    w[1] *= 1e-6
+    w[2, 7], w[2, :, 9] = 0, 1e4
+    for found, one in ((blocks.mx_rows(w), w), (blocks.turned(w, None), w.mT.contiguous())):
+        q, scale = quantise_mx(one)
+        same(found[0], q)
+        assert found[1].equal(scale) and scale.shape == (*one.shape[:-1], one.shape[-1] // MX_BLOCK)
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
+def test_kernels_are_the_plain_form(backend, shape):
+    (x, w_gate_up, w_down, weight_TK), plan, dy = sizes_apart(shape, device=device_of(backend))
+    rows, columns = ([store(w) for w in (w_gate_up, w_down)] for store in (ops.mx_rows, ops.mx_columns))
+    of_x, of_dy, live = quantise_mx(x), quantise_mx(dy), int(plan.ends_E[-1])
+    (y, *h), (y_plain, *h_plain) = (
+        kernels.forward(of_x, *rows, weight_TK, plan, x.dtype) for kernels in (launches, reference)
+    )
+    almost(y, y_plain)
+    for one, other in zip(h, launches.hidden(of_x, rows[0], plan, x.dtype), strict=True):
+        same(one, other, live)
+    stored_alike(h, h_plain, live)
+    given = of_dy, tuple(h_plain), *columns, weight_TK, plan, x.dtype
+    found, wanted = launches.dgrad(*given), reference.dgrad(*given)
+    for one, other in zip(found[:2], wanted[:2], strict=True):
+        almost(one, other)
+    stored_alike(found[2:4], wanted[2:4], live)
+    stored_alike(found[4:], wanted[4:], live)
+    sides = of_dy, of_x, wanted[2:4], wanted[4:], plan
+    totals = tuple(torch.full_like(w, 2) for w in (w_gate_up, w_down))
+    filled = tuple(torch.full_like(w, float("nan")) for w in (w_gate_up, w_down))
+    launches.wgrad(*sides, totals, add=True)
+    launches.wgrad(*sides, filled)
+    for one, total, full, other in zip(
+        launches.wgrad(*sides), totals, filled, reference.wgrad(*sides), strict=True
+    ):
+        for expert in range(len(plan.ends_E)):
+            almost(one[expert], other[expert])
+        assert full.equal(one) and total.equal(one + 2) and not one[1].any()
+
+
+def almost(found: Tensor, wanted: Tensor) -> None:
+    """Sums in fp32 in another order."""
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=float(wanted.abs().amax()) * 2e-6)
+
+
+def stored_alike(found: Any, wanted: Any, live: int) -> None:
+    """Compare stored sums, which differ in their last bits: few differ in 8 bits, by a step of these."""
+    (q, scale), (q_wanted, scale_wanted) = ([each[:live] for each in of] for of in (found, wanted))
+    assert q.dtype == q_wanted.dtype and scale.dtype == scale_wanted.dtype and q.shape == q_wanted.shape
+    assert (q.float() == q_wanted.float()).double().mean() > 0.999
+    assert (scale == scale_wanted).double().mean() > 0.999
+    assert decibels(along(q, scale), along(q_wanted, scale_wanted)) > 45
+
+
+@pytest.mark.parametrize("backend", ON)
+def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend):
+    """Sums and the exponential, which differ in their last bits, are left out."""
+    (x, w_gate_up, *_), plan, _ = sizes_apart(SHAPES["small"])
+    R, H = len(plan.slot_R), w_gate_up.shape[1]
+    h = torch.randn(R, H, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 4, R)[:, None]
+    h[4] = 0
+    stored = torch.empty(R, H, dtype=KIND), torch.empty(R, H // MX_BLOCK, dtype=torch.uint8)
+    of_tiles = h, None, plan.slot_R, plan.ends_E, *stored, None, None
+    launches._by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128)
+    for found, wanted in zip(stored, quantise_mx(h), strict=True):
+        same(found, wanted)
+    token_R, table = plan.slot_R.long() // plan.row_TK.shape[1], row_tiles(plan.ends_E, R)(launches.BLOCK_R)
+    of_x = quantise_mx(x)
+    for of, gathers in ((of_x, True), (stored, False)):
+        q, scale = launches.turned_rows(of, plan, table, gathers=gathers)
+        tile = 0
+        for _, rows in rows_of_experts(plan):
+            one = turned_rows(*(part[token_R[rows] if gathers else rows] for part in of))
+            room = -(-(rows.stop - rows.start) // launches.BLOCK_R) * launches.BLOCK_R
+            for found, wanted, block in ((q, one[0], 1), (scale, one[1], MX_BLOCK)):
+                part = found[:, tile // block : (tile + room) // block]
+                same(part[:, : wanted.shape[1]], wanted)
+                assert not part[:, wanted.shape[1] :].float().any()
+            tile += room
+
+
+@pytest.mark.parametrize("backend", ON)
+def test_dead_rows_full_of_nan_are_not_read(backend):
+    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(SHAPES["small"], device=device_of(backend))
+    rows, columns = ([store(w) for w in (w_gate_up, w_down)] for store in (ops.mx_rows, ops.mx_columns))
+    room = 24  # rows behind the last, whose slots are any
+    wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
+
+    def with_nan(tensor: Tensor) -> Tensor:
+        """0x7f is the NaN of e4m3, and 255 that of scales."""
+        extra = tensor.new_empty(room, *tensor.shape[1:])
+        extra.view(torch.uint8).fill_(255 if tensor.dtype == torch.uint8 else 0x7F)
+        return torch.cat([tensor, extra])
+
+    y, *h = reference.forward(quantise_mx(x), *rows, weight_TK, plan, x.dtype)
+    found = launches.forward(quantise_mx(x), *rows, weight_TK, wider, x.dtype)
+    assert found[0].isfinite().all()
+    almost(found[0], y)
+    given = quantise_mx(dy), tuple(map(with_nan, h)), *columns, weight_TK, wider, x.dtype
+    dx, dweight, *made = launches.dgrad(*given)
+    assert dx.isfinite().all() and dweight.isfinite().all()
+    live = int(plan.ends_E[-1])
+    gradients = []
+    for kernels, of, of_plan in ((launches, with_nan, wider), (reference, lambda x: x, plan)):
+        dh, a = (tuple(of(each[:live]) for each in both) for both in (made[:2], made[2:]))
+        gradients.append(kernels.wgrad(given[0], quantise_mx(x), dh, a, of_plan))
+    for one, other in zip(*gradients, strict=True):
+        almost(one, other)
+
+
+@pytest.mark.parametrize("backend", ON)
+def test_no_live_rows_at_all_have_gradients_of_zero(backend):
+    x, w, weight_TK = torch.ones(4, 64), torch.ones(2, 64, 64), torch.ones(4, 1)
+    slot_R, row_TK, ends_E = torch.zeros(8).int(), torch.full((4, 1), -1).int(), torch.zeros(2).int()
+    of_x, plan, halves = quantise_mx(x), Plan(slot_R, row_TK, ends_E), (w, w[..., :32])
+    y, *h = launches.forward(of_x, *map(ops.mx_rows, halves), weight_TK, plan, x.dtype)
+    turned = map(ops.mx_columns, halves)
+    dx, dweight, *made = launches.dgrad(of_x, tuple(h), *turned, weight_TK, plan, x.dtype)
+    gradients = launches.wgrad(of_x, of_x, tuple(made[:2]), tuple(made[2:]), plan)
+    assert not any(each.any() for each in (y, dx, dweight, *gradients))
+
+
+def test_a_row_of_zeros_has_the_smallest_scale():
+    q, scale = quantise_mx(torch.zeros(2, 64))
+    assert not q.float().any() and not scale.any() and mx_powers(scale).equal(torch.full((2, 2), 2.0**-127))
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """The kernels of two layers, for the GPUs that have products in mxfp8."""
+    cases = []
+    for kind, target in {"hopper": "sm_100", "instinct": "gfx950"}.items():
+        for shape, sizes in COMPILED.items():
+            for case in launches_of("", functools.partial(_every_step, kind, *sizes)):
+                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
+                    continue  # of ops.grouped_mlp
+                case["constexprs"] |= {"UPCAST": False} if "UPCAST" in case["constexprs"] else {}
+                name = f"{case['name']} {len(cases)} {kind} {shape}"
+                cases.append(case | {"name": name, "only": (target,)})
+    return cases
+
+
+def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
+    meta, R = functools.partial(torch.empty, device="meta"), E * 1536
+    plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
+    x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
+    with (
+        mock.patch("graphmoe.ops.fp8_mlp.launches.kind_of", lambda device: kind),
+        mock.patch.object(launches, "units_of", lambda device: 148),
+    ):
+        rows, weight_TK = blocks.mx_rows(x), meta(R // K, K)
+        stored = [blocks.mx_rows(w) for w in (gate_up, down)]
+        _, *h = launches.forward(rows, *stored, weight_TK, plan, torch.bfloat16)
+        launches.hidden(rows, stored[0], plan, torch.bfloat16)
+        turned = [blocks.turned(w, None) for w in (gate_up, down)]
+        _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
+        sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
+        launches.wgrad(*sides, launches.wgrad(*sides), add=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_100", "gfx950"])
+def test_products_are_compiled_to_matrix_instructions_with_scales(target):
+    products = {
+        name: facts
+        for name, facts in compiled("tests.ops.test_mx_mlp", target).items()
+        if name.startswith(("rows_kernel", "weight_grad_kernel"))
+    }
+    assert len(products) == 9 * len(COMPILED)
+    for name, facts in products.items():
+        assert not facts.error and facts.scaled_ops == facts.matrix_ops > 0, (name, facts)

@@ -99,9 +99,8 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stored(x_TD: Tensor, carries: bool) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = (
-        torch.ops.graphmoe.fp8_arrived(x_TD) if carries else quantise(x_TD, fp8_dtype())
-    )
+    ops = torch.ops.graphmoe
+    found: tuple[Tensor, Tensor] = ops.fp8_arrived(x_TD) if carries else ops.fp8_rows(x_TD)
     return found
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_blocks, num_warps  # noqa: F401  # registers operations
-from graphmoe.ops.fp8 import BLOCK, fp8_dtype, quantise, rounded
+from graphmoe.ops.fp8 import BLOCK, rounded
 from graphmoe.ops.fp8_blocks import reference as blocks
 
 ALIGNED = 16
@@ -83,10 +83,6 @@ def by_kernel(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
     return q_CR
 
 
-def _rows(x_RC: Tensor) -> Stored:
-    return quantise(x_RC, fp8_dtype())
-
-
 def _rowwise_wgrad(dy: Stored, x: Stored) -> Tensor:
     factor_R1, scale = row_factors(dy[1], x[1])
     transposed = torch.ops.graphmoe.fp8_transposed
@@ -109,7 +105,7 @@ def _blocks_wgrad(dy: Stored, x: Stored) -> Tensor:
 RECIPES = {
     "rowwise": Recipe(
         ALIGNED,
-        _rows,
+        lambda x: torch.ops.graphmoe.fp8_rows(x),
         lambda w: torch.ops.graphmoe.fp8_rows(w),
         lambda w: torch.ops.graphmoe.fp8_columns(w),
         lambda x, w, dtype: product(x[0], w[0], x[1], w[1], dtype),

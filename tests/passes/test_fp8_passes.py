@@ -26,9 +26,9 @@ HERE = functools.partial(fp8_linear, products=("here",))
 
 
 def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tensor:
-    """Two products of one normalised input, and one of their product."""
+    """Two products of one normalised input, one of their product, and the activation of that."""
     x = F.rms_norm(x, x.shape[-1:])
-    return F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down)
+    return F.silu(F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down))
 
 
 WIDTHS = {"rowwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
@@ -131,7 +131,7 @@ def test_experts_are_spelt_out_with_the_same_bits():
         assert one.equal(other)
     calls = operations(spelt)
     names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", "fp8_rows", "fp8_columns")
-    assert [calls[name] for name in names] == [1, 1, 1, 2, 2]
+    assert [calls[name] for name in names] == [1, 1, 1, 2 + 3, 2]  # weights, and inputs: x twice, dy
 
 
 def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
@@ -145,3 +145,31 @@ def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
 
 def test_experts_of_other_sizes_are_left():
     assert_left(traced(block(), *inputs()), "8 of its weights", *BEHIND, fp8_experts)
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """As shared experts: the gradient of both halves is a cat."""
+    gate, up = F.linear(F.silu(x), gate_up).chunk(2, -1)
+    return F.silu(F.linear(F.silu(gate) * up, down))
+
+
+def rotated(x: Tensor, q: Tensor, out: Tensor) -> Tensor:
+    """As queries and keys: normed heads of which a part is rotated, transposed as attention reads them."""
+    plain, turned = F.linear(F.silu(x), q).unflatten(-1, (2, -1)).split([8, 16], -1)
+    turned = torch.cat([-turned[..., 8:], turned[..., :8]], -1)
+    heads = F.rms_norm(torch.cat([plain, turned], -1), (24,)).transpose(0, 1)
+    return F.silu(F.linear((heads @ heads.mT @ heads).transpose(0, 1).flatten(1), out))
+
+
+@pytest.mark.parametrize(("run", "width"), [(swiglu, 96), (rotated, 48)])
+def test_gradients_made_by_a_cat_are_stored_by_a_kernel_of_their_own_with_the_same_bits(run, width):
+    given = random(40, 32), random(width, 32, seed=1), random(32, 48, seed=2)
+    found, (result,) = rewritten(traced(run, *given), HERE)
+    plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
+    for one, other in zip(results(spelt, found), results(plain, found), strict=True):
+        assert one.equal(other)
+    spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
+    stored = [n.args[0] for n in spelt.graph.graph.nodes if n.target is torch.ops.graphmoe.fp8_rows.default]
+    of_weights = [node for node in stored if node.op == "placeholder"]
+    (others,) = [node for node in stored if node.op != "placeholder"]
+    assert result.matches == 2 == len(of_weights) and others.meta["val"].shape == (40, width)

@@ -52,7 +52,7 @@ class Candidates:
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
         self._batch = "" if GLOBAL_BATCH in fixed else batch
-        self._violated: dict[tuple[Layout, Fp8Recipe], list[str]] = {}
+        self._violated: dict[tuple[Layout, Fp8Recipe, str], list[str]] = {}
         recipes = [Fp8Recipe.none, Fp8Recipe.rowwise] if args.try_fp8 else [config.precision.fp8]
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
@@ -71,27 +71,34 @@ class Candidates:
             count += 1
             train = replace(self.config.train, micro_batch_size=self.micro_batch_sizes[0])
             for precision in self.precisions:
-                moe, words = self._moe(parallel, precision)
-                config = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
-                if precision.fp8 is not self.config.precision.fp8:
-                    words += f" {FP8}={precision.fp8.value}"
-                words = _joined(self._words(parallel), words.strip())
-                yield Candidate(words, config, layout), self._problems(config, layout)
+                changed = precision.fp8 is not self.config.precision.fp8
+                in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
+                for moe, word in self._dispatchers(parallel, precision):
+                    made = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
+                    words = _joined(self._words(parallel), word, in_fp8)
+                    yield Candidate(words, made, layout), self._problems(made, layout)
         if not count:
             raise ConfigError(
                 f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
             )
 
-    def _moe(self, parallel: ParallelConfig, precision: PrecisionConfig) -> tuple[MoEConfig, str]:
-        """Return the dispatcher, and the word for one that only experts in 8 bits need."""
+    def _dispatchers(
+        self, parallel: ParallelConfig, precision: PrecisionConfig
+    ) -> list[tuple[MoEConfig, str]]:
+        """Return dispatchers to try, with the word for one that experts in 8 bits need.
+
+        Where these are tried beside bf16, bf16 has it too, so that the two differ in their precision alone.
+        """
         moe = self.config.moe
         if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
-            return replace(moe, dispatcher=dispatcher_of(moe, parallel)), ""
+            return [(replace(moe, dispatcher=dispatcher_of(moe, parallel)), "")]
         moe = replace(moe, dispatcher=dispatcher_of(replace(moe, dispatcher="auto"), parallel))
-        in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
-        if in_fp8 and moe.dispatcher == "alltoall":
-            return replace(moe, dispatcher="symm"), "moe.dispatcher=symm"
-        return moe, ""
+        plain, symm = (moe, ""), (replace(moe, dispatcher="symm"), "moe.dispatcher=symm")
+        if moe.dispatcher != "alltoall" or "experts" not in precision.fp8_products:
+            return [plain]
+        if precision.fp8 is not Fp8Recipe.none:
+            return [symm]
+        return [plain, symm] if len(self.precisions) > 1 else [plain]
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield a layout with each schedule, as it is where there is no pipeline."""
@@ -204,7 +211,7 @@ class Candidates:
 
     def _problems(self, config: RunConfig, layout: Layout) -> list[str]:
         like = replace(layout, dp=1, pp=min(layout.pp, 2))
-        key = like, config.precision.fp8
+        key = like, config.precision.fp8, config.moe.dispatcher
         if key not in self._violated:
             self._violated[key] = violations(replace(config, recompute=RecomputeConfig()))
         return [

@@ -51,6 +51,7 @@ class Like(NamedTuple):
     layout: Layout
     micro_batch_size: int
     fp8: Fp8Recipe
+    dispatcher: str
 
 
 class ShortPipeline(NamedTuple):
@@ -107,7 +108,8 @@ class Estimates:
             count = min(count, FILLING * layout.pp + count % layout.pp)
         key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
         if facts.is_folded:  # the table follows times of stages
-            key += (config.moe.dispatcher, expert_ranks(self.model, layout), candidate.kind)
+            own = config.precision.fp8, config.moe.dispatcher
+            key += (*own, expert_ranks(self.model, layout), candidate.kind)
         if key not in self._pipelines:
             train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * layout.dp)
             short = replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
@@ -179,7 +181,8 @@ class Estimates:
     def _like(self, candidate: Candidate) -> Like:
         layout = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
         config = candidate.config
-        like = Like(layout, config.train.micro_batch_size, config.precision.fp8)
+        own = config.precision.fp8, config.moe.dispatcher
+        like = Like(layout, config.train.micro_batch_size, *own)
         if like not in self._sizes:
             sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = config, sizes

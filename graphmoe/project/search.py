@@ -65,13 +65,17 @@ def search(
         report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")
     fitting.sort(key=lambda found: found.tokens_per_s_per_gpu, reverse=True)
     count = max(PROJECTED, 2 * args.top)
-    with_margin = [found for found in fitting if has_margin(found.total_gb, card)][:WITH_MARGIN]
+    with_margin = [found for found in fitting if has_margin(found.total_gb, card)]
+    in_bf16 = [found for found in with_margin if not is_fp8(found.candidate.config.precision)]
+    with_margin = [*with_margin[:WITH_MARGIN], *in_bf16[: WITH_MARGIN * args.try_fp8]]
     others = [found for found in fitting[count:] if found not in with_margin]
     chosen = [*fitting[:count], *(found for found in fitting[count:] if found in with_margin)]
     report(f"projecting the fastest of {len(fitting):,} layouts")
     lines = [_projected(found, args) for found in chosen]
     lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
-    recommended = next((line for line in lines if line["fits_with_margin"]), lines[0] if lines else None)
+    safe = [line for line in lines if line["fits_with_margin"]]
+    recommended = next(iter([*safe, *lines]), None)
+    without_fp8 = next((line for line in safe if line["fp8"] == "none"), None)
     return {
         "model": config.model.name,
         "hardware": card.name,
@@ -88,6 +92,7 @@ def search(
         "best": lines[: args.top],
         "recommended": recommended
         and {**recommended, "command": train_command(words, recommended["words"], args)},
+        "without_fp8": without_fp8 if args.try_fp8 else None,
         "not_counted": list(NOT_COUNTED),
         "others_that_fit": [
             {

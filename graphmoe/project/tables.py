@@ -188,11 +188,15 @@ def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recommendation(document: Mapping[str, Any]) -> str:
-    """Give the reason for the recommended layout, and the memory that it leaves."""
-    recommended = document["recommended"]
+    """Give the reason for the recommended layout, the memory that it leaves, and what bf16 would reach."""
+    recommended, plain = document["recommended"], document["without_fp8"]
     left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
     if recommended["fits_with_margin"]:
-        return f"the fastest that is not {NEAR}, {left}"
+        in_bf16 = ""
+        if plain and recommended["fp8"] != "none":
+            rate = f"{plain['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+            in_bf16 = f"; without products in 8 bits {cells(plain)[0]} has {rate}"
+        return f"the fastest that is not {NEAR}, {left}{in_bf16}"
     return f"the fastest, with only {left}, as all that fit are {NEAR}"
 
 
@@ -201,7 +205,8 @@ def cells(line: dict[str, Any]) -> list[str]:
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])
-    cuts += ["fp8"] * (line["fp8"] != "none")
+    in_fp8 = line["fp8"] != "none"
+    cuts += ["fp8"] * in_fp8 or ["symm"] * ("moe.dispatcher=symm" in line["words"])
     pipeline = line["pipeline"]
     return [
         " ".join(cuts) or "dp",

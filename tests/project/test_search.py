@@ -79,13 +79,22 @@ def test_precision_varies_where_it_is_asked_for(small_card):
     assert {line["fp8"] for line in plain["best"]} == {"none"}
     found = {recipe: [x for x in both["best"] if x["fp8"] == recipe] for recipe in ("none", "rowwise")}
     of_words = [[{k: v for k, v in x.items() if k != "command"} for x in lines] for lines in found.values()]
-    assert of_words[0] == plain["best"] and of_words[1]
+    assert [x for x in of_words[0] if "moe.dispatcher" not in x["words"]] == plain["best"] and of_words[1]
+    in_bf16 = {line["words"] for line in of_words[0]}  # with the same dispatcher too
+    assert {line["words"].replace(" precision.fp8=rowwise", "") for line in of_words[1]} < in_bf16
+    estimated = searched(replace(small_card, try_fp8=True, top=1), *words)["others_that_fit"]
+    sizes = {line["words"]: line["memory_gb"]["total"] for line in both["best"]}
+    assert len(estimated) > 6
+    assert all(line["total_gb"] == pytest.approx(sizes[line["words"]]) for line in estimated)
     for line in found["rowwise"]:
         assert "precision.fp8=rowwise" in line["words"]
         assert ("moe.dispatcher=symm" in line["words"]) == (line["layout"]["ep"] > 1)
         assert has_its_own_numbers(line, projected(f"{line['words']} train.micro_batch_size=1", small_card))
     shown = text_of(render_search(both))
-    assert "with and without products of experts" in shown and " fp8" in shown
+    assert "with and without products of experts" in shown and " fp8" in shown and " symm" in shown
+    best = {**both, "recommended": {**both["recommended"], **found["rowwise"][0]}}
+    rate = f"{plain['best'][0]['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+    assert f"; without products in 8 bits dp has {rate}:" in text_of(render_search(best), width=300)
     assert "no products in 8 bits" in text_of(render_search(plain))
     given = searched(small_card, *words, "precision.fp8=rowwise")
     assert {line["fp8"] for line in given["best"]} == {"rowwise"}

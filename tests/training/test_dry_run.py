@@ -183,6 +183,11 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     assert "no batch is small enough: raise parallel.pp" in verdict(tiny)
 
 
+def test_a_dry_run_names_keys_without_effect_as_a_run_does(caplog):
+    dry("launch.fake_world=2", "precision.fp8_wgrad=bf16")
+    assert caplog.messages.count("precision.fp8_wgrad=bf16 has no effect with precision.fp8=none") == 1
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     words = ["model=tiny", "launch.fake_world=16", "parallel.ep=4", "compile.enabled=false"]

@@ -365,6 +365,19 @@ def test_what_a_preset_sets_has_an_effect(option):
             "checkpoint.enabled=false checkpoint.interval=100 checkpoint.keep_last=3",
             ["checkpoint.keep_last=3 has no effect with checkpoint.enabled=false"],
         ),
+        (
+            "precision.fp8_products=[attn] precision.fp8_wgrad=bf16 precision.fp8_skip_layers=[0] "
+            "precision.fp8_measure=none",
+            [
+                f"precision.fp8_{key} has no effect with precision.fp8=none"
+                for key in ("products=[attn]", "wgrad=bf16", "skip_layers=[0]", "measure=none")
+            ],
+        ),
+        (
+            "precision.fp8=rowwise precision.fp8_products=[experts] precision.fp8_wgrad=bf16 "
+            "compile.enabled=true model.expert_ffn_size=16",
+            ["precision.fp8_wgrad=bf16 has no effect with precision.fp8_products=[experts]"],
+        ),
         ("moe.receive_budget=worst_case moe.transport=pull", ["moe.receive_budget=", "moe.transport=pull"]),
         ("moe.receive_budget=worst_case moe.dispatcher=symm parallel.ep=2", []),
         ("parallel.pp=2 pipeline.schedule=zb1p", ["pipeline.schedule=zb1p splits the backward"]),

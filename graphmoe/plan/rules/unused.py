@@ -108,6 +108,8 @@ def _of_run(config: RunConfig) -> Iterator[_Unused]:
             ("fp8_products", "fp8_wgrad", "fp8_skip_layers", "fp8_measure"),
             "with precision.fp8=none",
         )
+    elif set(config.precision.fp8_products) == {"experts"}:
+        yield _Unused("precision", ("fp8_wgrad",), "with precision.fp8_products=[experts]")
     if schedule in ("cosine", "constant"):
         yield _Unused("optim", ("wsd_decay_fraction",), f"with optim.schedule={schedule}")
     if schedule == "constant":

@@ -32,6 +32,7 @@ from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.transfers import moments_of
 from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.plan.rules.unused import without_effect
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
@@ -63,6 +64,8 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     _say_what_is_left_out(config)
     model = replace(config.model, attention_backend=AttentionBackend.auto)
     plan = plan_of(replace(config, model=model), launch.fake_world)
+    for line in without_effect(plan, launch.fake_world):
+        log.warning(line)
     layout, pipeline = plan.layout, plan.pipeline
     projected = projected_bytes(plan, pipeline) if pipeline else []
     rank = launch.fake_rank

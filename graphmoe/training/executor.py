@@ -116,7 +116,8 @@ class Execution:
             if not self.fuses:
                 _warn("the pass fuse_experts off", unused)
             elif self._in_fp8 and not skips_experts(config):
-                _warn(f"precision.fp8={config.precision.fp8.value} of experts", unused)
+                recipe = config.precision.fp8.value
+                _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
             if self.fuses and "moe_act" in self._recompute.parts:
                 _warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
         else:

@@ -144,8 +144,8 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
 def _is_over_cat(x: Node) -> bool:
     """Return whether views, permutations and elementwise operations alone are between a cat and ``x``.
 
-    Inductor computes such an operand twice, for the maximum of a row and for the rounding, each time with all
-    parts at each element: 435 us for 16,384 rows of 3072 on an H200, far more than to write and to read them.
+    Inductor computes such an operand in the loop of the row's maximum, every part under a mask at each
+    element: 435 us for 16,384 rows of 3072 on an H200, far more than to write and to read them.
     """
     todo, seen = [x], {x}
     while todo:

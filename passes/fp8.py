@@ -88,13 +88,13 @@ def _replace(
     return None
 
 
-def fp8_experts(graph: fx.Graph) -> Rewrites:
+def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise") -> Rewrites:
     """Put `fp8_mlp` in place of `grouped_mlp`, whatever kernels that would have."""
-    found = calls(graph, ops.grouped_mlp)
-    return rewrite(_replace_experts, ((call,) for call in found), "no experts that fuse_experts has joined")
+    found = [(call, recipe) for call in calls(graph, ops.grouped_mlp)]
+    return rewrite(_replace_experts, found, "no experts that fuse_experts has joined")
 
 
-def _replace_experts(call: Node) -> str | None:
+def _replace_experts(call: Node, recipe: str) -> str | None:
     *layer, _ = operands(call)
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % ALIGNED]
     if uneven:
@@ -102,7 +102,7 @@ def _replace_experts(call: Node) -> str | None:
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"
-    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, like=y))
+    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, like=y))
     return None
 
 
@@ -123,14 +123,15 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
     for call in sent:
         _put_results(call, _spelt(call, SENT))
     for call in found:
-        given: tuple[Node, ...] = operands(call)
+        *given, recipe = operands(call)
+        words = {"recipe": recipe, "carries": travels}
         if is_op(call, ops.fp8_mlp):
-            y, *h = put_graph(call, functools.partial(mlp, carries=travels), *given)
-            stored[given] = tuple(h)
+            y, *h = put_graph(call, functools.partial(mlp, **words), *given)
+            stored[tuple(given)] = tuple(h)
             call.replace_all_uses_with(y)
         elif is_op(call, ops.fp8_mlp_grad):
             dy, *layer = given
-            gradients = functools.partial(mlp_gradients, carries=travels)
+            gradients = functools.partial(mlp_gradients, **words)
             _put_results(call, put_graph(call, gradients, dy, *stored[tuple(layer)], *layer))
         else:
             _put_results(call, _spelt(call, SPELT))

@@ -154,8 +154,8 @@ def fp8_experts(shape: MlpShape) -> CalibrateCase:
         weights = normal(E, 2 * F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
         rows, columns = ([part for w in weights for part in of(w)] for of in (fp8_mlp.rows, fp8_mlp.columns))
         last = torch.bfloat16
-        _, *h = ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last)
-        _, _, *made = ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last)
+        _, *h, _ = ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last)
+        _, _, *made, _ = ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last)
         totals = [torch.zeros_like(w, dtype=torch.float32) for w in weights]
         sides = (*dy, *x, *made, *plan, *totals)
         return {

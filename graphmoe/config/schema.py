@@ -187,7 +187,7 @@ class PrecisionConfig:
     compute: ComputeDtype = ComputeDtype.auto
     """Weights and activations: bf16, fp32, or auto (bf16 on a GPU, fp32 on a CPU)."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """Products in 8 bits, docs/precision.md, with scales of rows, of blocks of 128, or of 32 (OCP MX)."""
+    """Products in 8 bits, docs/precision.md: scales of rows, tensors, blocks of 128, or of 32 (OCP MX)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
     """Products of fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits (e4m3) with scales that are powers of two: of rows, and of blocks of their columns.
+"""Numbers of 8 bits (e4m3) with scales that are powers of two: of tensors, rows, or blocks of their columns.
 
 Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are stored numbers, of which one times its scale
 is the value. To multiply by a power of two rounds nothing, so a number is rounded once, where it gets its 8
@@ -11,8 +11,10 @@ from torch import Tensor
 BLOCK = 128
 SMALLEST, LARGEST = 127 - 60, 127 + 60
 """Exponents, as stored in fp32, of the smallest and the largest scale, so that products of two are finite."""
+OF_ALL = ("rowwise", "tensorwise")
+"""Recipes that need no more than products in 8 bits."""
 NEEDS = {
-    "rowwise": "a GPU of compute capability 9.0 or more, or an MI300 or newer",
+    **dict.fromkeys(OF_ALL, "a GPU of compute capability 9.0 or more, or an MI300 or newer"),
     "blockwise": "a GPU of compute capability 9.0 and CUDA 12.9 or newer, the only ones with its products",
     "mxfp8": "instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)",
 }
@@ -33,14 +35,14 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
     blockwise are products of torch for Hopper, by cuBLASLt 12.9. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
     """
     if device.type != "cuda":
-        return ("rowwise", "blockwise", "mxfp8")
+        return tuple(NEEDS)
     if torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        return ("rowwise", "mxfp8") if name == "gfx950" else ("rowwise",) if name >= "gfx942" else ()
+        return (*OF_ALL, *["mxfp8"] * (name == "gfx950")) if name >= "gfx942" else ()
     major, _ = torch.cuda.get_device_capability(device)
     cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
     more = {9: ("blockwise",) if cuda >= (12, 9) else (), 10: ("mxfp8",)}
-    return ("rowwise", *more.get(major, ())) if major >= 9 else ()
+    return (*OF_ALL, *more.get(major, ())) if major >= 9 else ()
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
@@ -74,10 +76,23 @@ def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (powers << 23).view(torch.float32), ((254 - powers) << 23).view(torch.float32)
 
 
-def quantise(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q [..., R, C], and the scales [..., R, 1] fp32 of its rows."""
-    scale_R1, inverse_R1 = scales_of(x_RC.abs().amax(-1, keepdim=True).float(), dtype)
+def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:
+    """q [..., R, C], and the scales [..., R, 1] fp32 of its rows, or of each ``whole`` matrix."""
+    amax = x_RC.abs().amax((-2, -1) if whole else -1, keepdim=True).float()
+    scale_R1, inverse_R1 = scales_of(amax.expand(*x_RC.shape[:-1], 1), dtype)
     return (x_RC.float() * inverse_R1).to(dtype), scale_R1
+
+
+def saturated(x: Tensor, scale: Tensor) -> Tensor:
+    """q of x by a scale that is known before x is; more than the largest number becomes that.
+
+    What is infinite, or no number, becomes no number.
+    """
+    dtype = fp8_dtype()
+    most = torch.finfo(dtype).max
+    scaled = x.float() / scale
+    within = scaled.clamp(-most, most)
+    return within.where(scaled.abs() < torch.inf, torch.nan).to(dtype)
 
 
 def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,27 +113,64 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
 
 
-def _stored(x_TD: Tensor, carries: bool) -> tuple[Tensor, Tensor]:
+def given(x_RC: Tensor, scale: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """q of x by a scale [1] that is known; the largest number of x, or ``largest`` [1] where that is more."""
+    # By rows first: Inductor joins their maxima with what makes the rows.
+    return saturated(x_RC, scale), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
+
+
+INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
+"""Operations that return the delayed scale of a weight's input, or of the gradient of its output."""
+
+
+def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
+    """q, and the scale [1] that the input or gradient of a weight's product has in this step."""
+    scale, largest = getattr(torch.ops.graphmoe, side)(w)
+    return torch.ops.graphmoe.fp8_given(x_RC, scale, largest)[0], scale
+
+
+def _stored(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> tuple[Tensor, Tensor]:
     ops = torch.ops.graphmoe
+    if recipe == "tensorwise":
+        q, scale = delayed(x_TD, w, side)
+        return q, scale.expand(len(x_TD), 1).contiguous()
     found: tuple[Tensor, Tensor] = ops.fp8_arrived(x_TD) if carries else ops.fp8_rows(x_TD)
     return found
 
 
-def mlp(*layer: Tensor, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def _weights(recipe: str, turned: bool, *weights: Tensor) -> list[Tensor]:
+    """Numbers and scales of experts' weights, along their rows or ``turned``."""
+    ops = torch.ops.graphmoe
+    along, across = (
+        (ops.fp8_whole_rows, ops.fp8_whole_columns)
+        if recipe == "tensorwise"
+        else (ops.fp8_rows, ops.fp8_columns)
+    )
+    return [part for weight in weights for part in (across if turned else along)(weight)]
+
+
+def mlp(*layer: Tensor, recipe: str = "rowwise", carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """y, hq and hs of a layer of `ops.fp8_mlp`, by the operations that its forward consists of.
 
     With ``carries`` x is a carrier of `ops.symm.stored`.
     """
     x_TD, w_gate_up, w_down, *rest = layer
-    ops, x = torch.ops.graphmoe, _stored(x_TD, carries)
-    found: tuple[Tensor, Tensor, Tensor] = ops.fp8_mlp_forward(
-        *x, *ops.fp8_rows(w_gate_up), *ops.fp8_rows(w_down), *rest, x_TD.dtype
+    ops = torch.ops.graphmoe
+    x = _stored(x_TD, w_gate_up, INPUT, recipe, carries)
+    of_a = getattr(ops, INPUT)(w_down) if recipe == "tensorwise" else (None, None)
+    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(
+        *x, *_weights(recipe, False, w_gate_up, w_down), *rest, x_TD.dtype, *of_a
     )
-    return found
+    return y_TD, hq_RH, hs_RB
 
 
 def mlp_gradients(
-    dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, carries: bool = False
+    dy_TD: Tensor,
+    hq_RH: Tensor,
+    hs_RB: Tensor,
+    *layer: Tensor,
+    recipe: str = "rowwise",
+    carries: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of.
 
@@ -126,7 +178,14 @@ def mlp_gradients(
     """
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
     ops, dtype = torch.ops.graphmoe, x_TD.dtype
-    dy, weights = _stored(dy_TD, carries), (*ops.fp8_columns(w_gate_up), *ops.fp8_columns(w_down))
-    dx_TD, dweight_TK, *made = ops.fp8_mlp_dgrad(*dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *_stored(x_TD, carries), *made, *plan)
+    dy = _stored(dy_TD, w_down, GRADIENT, recipe, carries)
+    known = (None,) * 3
+    if recipe == "tensorwise":
+        known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
+    weights = _weights(recipe, True, w_gate_up, w_down)
+    dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
+        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, *known
+    )
+    x = _stored(x_TD, w_gate_up, INPUT, recipe, carries)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan)
     return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK

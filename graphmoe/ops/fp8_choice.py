@@ -17,7 +17,8 @@ from torch import Tensor
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8_linear import RECIPES, product, row_factors
+from graphmoe.ops.fp8 import INPUT, delayed
+from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
 from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
 
@@ -63,8 +64,9 @@ class Dense:
         """Return `FORMS` on random numbers.
 
         The operations are those of a compiled graph but for the storing of rows in 8 bits, which Inductor
-        joins with what makes the rows: here a kernel of its own does it, which moves as many bytes or more.
-        Each product stores its input, though in a graph two products of one input store it once.
+        joins with what makes the rows: here the kernel of `fp8_rows` does it, which moves as many bytes or
+        more, and products have what was stored before. Each product stores its input, though in a graph two
+        products of one input store it once.
         """
         generator = torch.Generator(device).manual_seed(0)
 
@@ -76,32 +78,9 @@ class Dense:
         def plain() -> Any:
             return x @ w.t(), dy @ w, dy.t() @ x
 
-        in_fp8 = (self._rowwise if self.recipe == "rowwise" else self._by_blocks)(x, dy, w)
-        return dict(zip(FORMS, (plain, *in_fp8), strict=True))
-
-    def _rowwise(self, x: Tensor, dy: Tensor, w: Tensor) -> tuple[Call, Call]:
-        along, turned = ops.fp8_rows(w), ops.fp8_columns(w)
-        factor, scale = row_factors(ops.fp8_rows(dy)[1], ops.fp8_rows(x)[1])
-        one = torch.ones_like(scale)
-
-        def in_fp8() -> Any:
-            stored, gradient = ops.fp8_rows(x), ops.fp8_rows(dy)
-            for (q, of_rows), (q_w, of_w) in ((stored, along), (gradient, turned)):
-                product(q, q_w, of_rows, of_w, self.dtype)
-            if self.wgrad == "bf16":
-                return dy.t() @ stored[0].to(self.dtype)
-            left, right = ops.fp8_transposed(gradient[0], factor), ops.fp8_transposed(stored[0], None)
-            return torch._scaled_mm(left, right.t(), scale, one, out_dtype=torch.float32)
-
-        def weights() -> Any:
-            return ops.fp8_rows(w), ops.fp8_columns(w)
-
-        return in_fp8, weights
-
-    def _by_blocks(self, x: Tensor, dy: Tensor, w: Tensor) -> tuple[Call, Call]:
-        """Rows are stored by the kernel of rowwise, which moves as much; products have what is made here."""
         by = RECIPES[self.recipe]
-        stored, gradient, along, turned = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+        along, turned = by.weight(w), by.turned(w)
+        stored, gradient = (delayed(t, w, INPUT) if by.rows is None else by.rows(t) for t in (x, dy))
 
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
@@ -112,7 +91,7 @@ class Dense:
         def weights() -> Any:
             return by.weight(w), by.turned(w)
 
-        return in_fp8, weights
+        return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
 
 
 @dataclass(frozen=True)
@@ -122,6 +101,7 @@ class Experts:
     shape: MlpShape
     backends: str
     """Kernels that they have in bf16."""
+    recipe: str = "rowwise"
 
     def calls(self, device: torch.device) -> dict[str, Call]:
         """Return `FORMS` on a natural routing; weight gradients are stored in fp32, as a step has them."""
@@ -130,7 +110,10 @@ class Experts:
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
         dy, layer = torch.randn_like(x), (gate_up, down, weight_TK, *plan)
         totals = [torch.empty(each.shape, device=device) for each in (gate_up, down)]
-        along, turned = ([*f(gate_up), *f(down)] for f in (ops.fp8_rows, ops.fp8_columns))
+        whole = self.recipe == "tensorwise"
+        forms = (ops.fp8_whole_rows, ops.fp8_whole_columns) if whole else (ops.fp8_rows, ops.fp8_columns)
+        along, turned = ([*f(gate_up), *f(down)] for f in forms)
+        known = [torch.ones(1, device=device)] * 3 if whole else [None] * 3
 
         def plain() -> None:
             _, h = ops.grouped_mlp(x, *layer, self.backends)
@@ -139,13 +122,13 @@ class Experts:
 
         def in_fp8() -> None:
             stored = ops.fp8_rows(x)
-            _, *h = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype)
+            _, *h, _ = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype, *known[:2])
             gradient = ops.fp8_rows(dy)
-            _, _, *made = ops.fp8_mlp_dgrad(*gradient, *h, *turned, weight_TK, *plan, shape.dtype)
+            _, _, *made, _ = ops.fp8_mlp_dgrad(*gradient, *h, *turned, weight_TK, *plan, shape.dtype, *known)
             ops.fp8_mlp_wgrad_into(*gradient, *stored, *made, *plan, *totals, False)
 
         def weights() -> Any:
-            return [(ops.fp8_rows(each), ops.fp8_columns(each)) for each in (gate_up, down)]
+            return [form(each) for each in (gate_up, down) for form in forms]
 
         return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
 

@@ -2,10 +2,10 @@
 
 Suffixes: R rows, N outputs, K inputs of the weight; q are stored numbers and scales those of `ops.fp8`.
 
-The products contract the last axis of both sides, along which a row has one scale (rowwise), or one for each
-block (`ops.fp8_blocks`). Weight gradients contract the rows, whose scales differ: rowwise divides the numbers
-of dy by what the two scales of their row lack to the largest of all, which for a row of much smaller
-gradients may be less than 8 bits can hold, and then is zero.
+The products contract the last axis of both sides, along which a row has one scale (rowwise), that of its
+tensor (tensorwise), or one for each block (`ops.fp8_blocks`). Weight gradients contract the rows, whose
+scales may differ: rowwise divides the numbers of dy by what the two scales of their row lack to the largest
+of all, which for a row of much smaller gradients may be less than 8 bits can hold, and then is zero.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_blocks, num_warps  # noqa: F401  # registers operations
-from graphmoe.ops.fp8 import BLOCK, rounded
+from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, delayed, fp8_dtype, given, rounded
 from graphmoe.ops.fp8_blocks import reference as blocks
 
+FIRST_SCALE = 2.0**-2
+"""The delayed scale of numbers of which nothing is known: up to 112."""
 ALIGNED = 16
 """Elements of which the sides of a product are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
 Stored = tuple[Tensor, Tensor]
@@ -29,8 +31,8 @@ class Recipe(NamedTuple):
 
     aligned: int
     """Elements of which both sides of a weight are multiples."""
-    rows: Callable[[Tensor], Stored]
-    """Storing of rows [R, C] for what contracts C."""
+    rows: Callable[[Tensor], Stored] | None
+    """Storing of rows [R, C] for what contracts C; None by a delayed scale, `ops.fp8.delayed`."""
     weight: Callable[[Tensor], Stored]
     """Storing of a weight [N, K] for the forward."""
     turned: Callable[[Tensor], Stored]
@@ -83,6 +85,25 @@ def by_kernel(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
     return q_CR
 
 
+def _first(w: Tensor) -> tuple[Tensor, Tensor]:
+    """The delayed scale [1] of what a weight meets, and what takes up its largest number [1], as they begin.
+
+    Units of a run have those of `runtime.compile.delayed_scales` instead.
+    """
+    return w.new_full((1,), FIRST_SCALE, dtype=torch.float32), w.new_zeros(1, dtype=torch.float32)
+
+
+def _whole_product(x: Stored, w: Stored, dtype: torch.dtype) -> Tensor:
+    scale_1 = w[1].view(-1)[:1]
+    return torch._scaled_mm(x[0], w[0].t(), x[1], scale_1, out_dtype=dtype, use_fast_accum=True)
+
+
+def _whole_wgrad(dy: Stored, x: Stored) -> Tensor:
+    transposed = torch.ops.graphmoe.fp8_transposed
+    sides = transposed(dy[0], None), transposed(x[0], None)
+    return torch._scaled_mm(sides[0], sides[1].t(), dy[1], x[1], out_dtype=torch.float32)
+
+
 def _rowwise_wgrad(dy: Stored, x: Stored) -> Tensor:
     factor_R1, scale = row_factors(dy[1], x[1])
     transposed = torch.ops.graphmoe.fp8_transposed
@@ -112,6 +133,15 @@ RECIPES = {
         _rowwise_wgrad,
         lambda x: x[0].float() * x[1],
     ),
+    "tensorwise": Recipe(
+        ALIGNED,
+        None,
+        lambda w: torch.ops.graphmoe.fp8_whole_rows(w),
+        lambda w: torch.ops.graphmoe.fp8_whole_columns(w),
+        _whole_product,
+        _whole_wgrad,
+        lambda x: x[0].float() * x[1],
+    ),
     "blockwise": Recipe(
         BLOCK,
         blocks.quantise_blockwise,
@@ -133,6 +163,10 @@ RECIPES = {
 }
 
 
+def _stored(by: Recipe, x_RC: Tensor, w: Tensor, side: str) -> Stored:
+    return delayed(x_RC, w, side) if by.rows is None else by.rows(x_RC)
+
+
 def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     """x @ w.T in 8 bits -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
 
@@ -140,22 +174,22 @@ def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     one of `RECIPES`.
     """
     by = RECIPES[recipe]
-    return by.product(by.rows(x_RK), by.weight(w_NK), x_RK.dtype)
+    return by.product(_stored(by, x_RK, w_NK, INPUT), by.weight(w_NK), x_RK.dtype)
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
     """The gradient of x of `linear`."""
     by = RECIPES[recipe]
-    return by.product(by.rows(dy_RN), by.turned(w_NK), dy_RN.dtype)
+    return by.product(_stored(by, dy_RN, w_NK, GRADIENT), by.turned(w_NK), dy_RN.dtype)
 
 
-def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, wgrad: str, recipe: str) -> Tensor:
+def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     """The gradient of w of `linear`: a sum in fp32, rounded last."""
     by = RECIPES[recipe]
-    x = by.rows(x_RK)
+    x = _stored(by, x_RK, w_NK, INPUT)
     if wgrad == "bf16":
         return dy_RN.t() @ by.values(x).to(dy_RN.dtype)
-    return rounded(by.wgrad(by.rows(dy_RN), x), dy_RN.dtype)
+    return rounded(by.wgrad(_stored(by, dy_RN, w_NK, GRADIENT), x), dy_RN.dtype)
 
 
 _forward = torch.library.custom_op("graphmoe::fp8_linear", linear, mutates_args=())
@@ -166,7 +200,15 @@ _transposed.register_fake(
 )
 _forward.register_fake(lambda x_RK, w_NK, wgrad, recipe: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 _dgrad.register_fake(lambda dy_RN, w_NK, recipe: dy_RN.new_empty(dy_RN.shape[0], w_NK.shape[1]))
-_wgrad.register_fake(lambda dy_RN, x_RK, wgrad, recipe: dy_RN.new_empty(dy_RN.shape[1], x_RK.shape[1]))
+_wgrad.register_fake(lambda dy_RN, x_RK, w_NK, wgrad, recipe: dy_RN.new_empty(w_NK.shape))
+_given = torch.library.custom_op("graphmoe::fp8_given", given, mutates_args=())
+_given.register_fake(
+    lambda x_RC, scale, largest: (torch.empty_like(x_RC, dtype=fp8_dtype()), torch.empty_like(largest))
+)
+for _name in (INPUT, GRADIENT):
+    torch.library.custom_op(f"graphmoe::{_name}", _first, mutates_args=()).register_fake(
+        lambda w: (w.new_empty(1, dtype=torch.float32), w.new_empty(1, dtype=torch.float32))
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -179,7 +221,7 @@ def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         dx_RK = torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK, ctx.recipe)
     if ctx.needs_input_grad[1]:
-        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, ctx.wgrad, ctx.recipe)
+        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, w_NK, ctx.wgrad, ctx.recipe)
     return dx_RK, dw_NK, None, None
 
 

@@ -20,6 +20,7 @@ from graphmoe.optim import rule_of
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
 from graphmoe.optim.rule import StepScalars
 from graphmoe.runtime.capture.capture import TensorSlot
+from graphmoe.runtime.compile.delayed_scales import DelayedScales
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
@@ -75,6 +76,11 @@ class StepOptimizer(ABC):
     def executor(self, execute: Executor) -> Executor:
         """Return an executor that runs segments by ``execute`` once their weights are there."""
 
+    @property
+    def scales(self) -> DelayedScales | None:
+        """Delayed scales of what products read; None where there are none."""
+        return self.weight_forms.scales if self.weight_forms else None
+
     def start_gather(self) -> None:  # noqa: B027
         """Begin a step: start to gather weights of other ranks, where they are gathered ahead of use."""
 
@@ -97,20 +103,23 @@ class StepOptimizer(ABC):
         """Return the model's state by name as a checkpoint keeps it. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return main weights and moments by parameter name, and the counters; tensors are not copied.
+        """Return main weights and moments by parameter name, the counters, and delayed scales by theirs.
 
-        On several ranks, the parts that this rank owns.
+        On several ranks, the parts that this rank owns. Tensors are not copied.
         """
-        kept = {moment: self._entries(moment) for moment in self.rule.moments}
-        return {**kept, "main": self._entries("main") if self.rounds else {}, "counters": self._counters()}
+        found = {moment: self._entries(moment) for moment in self.rule.moments}
+        found["main"] = self._entries("main") if self.rounds else {}
+        return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}
 
     @abstractmethod
     def _entries(self, kind: str) -> dict[str, Any]:
         """Return a moment, or the main weights, as a checkpoint keeps them by parameter name."""
 
-    def restored(self) -> None:
-        """Take over what was loaded in place into the tensors of ``state_dict`` and ``model_state``."""
+    def restored(self, state: Mapping[str, Any]) -> None:
+        """Take over ``state_dict``, of which what was loaded lies in its tensors, and ``model_state``."""
         self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
+        if self.scales:
+            self.scales.load(state.get("scales", {}))
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
         """Return by name all tensors that a captured step uses without being given them."""

@@ -110,8 +110,8 @@ class Optimizer(StepOptimizer):
         self.gather()
         return shards_of(self.model, self.mesh.layout, self.mesh.rank)
 
-    def restored(self) -> None:
-        super().restored()
+    def restored(self, state: Mapping[str, Any]) -> None:
+        super().restored(state)
         for family in self.families:
             family.shard_weights()
         self.publish()
@@ -128,6 +128,9 @@ class Optimizer(StepOptimizer):
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
+        if self.scales:
+            for name in ("scale_P", "largest_P", "history_SP"):
+                found[f"the delayed scales' {name}"] = vars(self.scales), name
         return found
 
     def gradient_of(self, weight: Tensor) -> Gradient:

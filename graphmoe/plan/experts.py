@@ -124,6 +124,8 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
     dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
     if precision.fp8 is Fp8Recipe.none:
         return "precision.fp8=none computes with more"
+    if precision.fp8 is not Fp8Recipe.rowwise:
+        return f"precision.fp8={precision.fp8.value} stores them with other scales than those of rows"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] compute with more"
     if dispatcher == "local":

@@ -43,7 +43,7 @@ COMMUNICATOR_BYTES = 128 * 2**20
 depends on topology and version. Not measured here."""
 CHANNEL_BYTES = 32 * 2**20
 """Assumed for each channel between two ranks of a pipeline, for the same reason."""
-KNOWN_RECIPES = (Fp8Recipe.none, Fp8Recipe.rowwise)
+KNOWN_RECIPES = (Fp8Recipe.none, Fp8Recipe.rowwise, Fp8Recipe.tensorwise)
 """Recipes of products in 8 bits whose bytes and rates are known here."""
 MESSAGES_UNDER_WAY = 2
 """Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""

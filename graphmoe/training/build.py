@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphmoe.config.schema import ConfigError, DpShard, RunConfig
+from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
 from graphmoe.model.build import build_model, init_weights, materialise
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
@@ -15,6 +15,7 @@ from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
+from graphmoe.runtime.compile.delayed_scales import DelayedScales
 from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,13 @@ def build(
         stages=plan.own_stages(mesh.index("pp")),
     )
     if not shards:
-        return model, Optimizer(model, config.optim, config.train, mesh)
+        whole = Optimizer(model, config.optim, config.train, mesh)
+        if config.precision.fp8 is Fp8Recipe.tensorwise:
+            assert config.data.seq_len is not None
+            tokens = config.train.global_batch_size * config.data.seq_len
+            matrices = {name: w for name, w in model.named_parameters() if w.dim() > 1}
+            whole.weight_forms.keep(DelayedScales(matrices, tokens, mesh.group("stage")))
+        return model, whole
     fill = functools.partial(_fill, config, device, mesh, model)
     optimizer = ShardedOptimizer(model, config.optim, config.train, mesh, device, fill)
     own, held = (sum(t.numel() for t in of.values()) for of in (optimizer.main, optimizer.weights))

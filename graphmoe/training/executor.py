@@ -166,7 +166,7 @@ class Execution:
             return chosen_experts(plan, self.device, store, experts)
 
         def timed() -> Experts:
-            return Experts(mlp_shape(plan), backends())
+            return Experts(mlp_shape(plan), backends(), self._config.precision.fp8.value)
 
         found = measured(plan, self._dense, timed if self._in_fp8 else None, known, self.device, store)
         plain = plain_products(self._dense, found)

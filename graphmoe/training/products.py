@@ -26,7 +26,7 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
         words = {"recipe": precision.fp8.value, "wgrad": precision.fp8_wgrad.value}
         passes["fp8_linear"] = {"products": dense, **words, "plain": shapes}
     if EXPERTS in precision.fp8_products and not plain.experts:
-        passes["fp8_experts"] = {}
+        passes["fp8_experts"] = {"recipe": precision.fp8.value}
         passes["fp8_quantise"]["travels"] = travels_in_fp8(config)
     return passes
 

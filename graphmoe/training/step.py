@@ -45,11 +45,16 @@ class TrainStep:
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """Map token ids [micro_batch_size, seq_len + 1] of each own micro-batch to a row of ``StepRows``."""
+        scales = self.optimizer.scales
+        if scales:
+            scales.begin()
         scalars, counts_LE, received_load = self.accumulate(batches)
         if received_load is not None:
             scalars |= self._received(received_load)
         with profiler_range("optimizer", "update"):
             result = self.optimizer.step(scalars["loss"])
+            if scales:
+                scales.update(result.finite)
         if self.plan.config.model.selection_bias:
             rate = self.plan.config.model.bias_update_rate
             for layer, router in self.routers.items():

@@ -312,7 +312,12 @@ class Trainer:
         source = None if store.latest() else self.config.checkpoint.resume_from
         if not store.latest():
             refuse_other_tokenizer(self.config, self.corpus.tokenizer)
-        del state["experts"], state["fp8"], state["loader"]["contents"]  # absent from old checkpoints
+        del (
+            state["experts"],
+            state["fp8"],
+            state["loader"]["contents"],
+            state["optimizer"]["scales"],
+        )  # may lack
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):
@@ -331,7 +336,7 @@ class Trainer:
         skipped = int(self.optimizer.skipped_in_row.item())
         if self.step == self.config.train.steps and skipped >= self.config.train.max_nonfinite:
             raise self.saves.diverged(self.step, skipped)  # no step is left that could show it again
-        self.optimizer.restored()
+        self.optimizer.restored(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         restore_random_state(state["random"])
         dropped = self._cut_metrics(self.step or -1)  # step 0 validates again

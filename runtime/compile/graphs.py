@@ -25,7 +25,7 @@ from graphmoe.runtime.compile.cut import (
     take_off_views,
 )
 from graphmoe.runtime.compile.tracing import trace_forward
-from graphmoe.runtime.compile.weight_forms import NUM_TENSORS, WeightForm, take_out_forms
+from graphmoe.runtime.compile.weight_forms import NUM_TENSORS, WeightForm, take_out_forms, take_up_largest
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 
 WIDER_INTEGERS = (torch.int32, torch.int64)
@@ -99,6 +99,7 @@ def unit_graphs(
         graphs = UnitGraphs(forward, count, (False,) * count, views=views, name=name, reports=reports)
         graphs.made_by = made_by
         graphs.forms = take_out_forms(forward, len(fakes), num_weights) if lifts else ()
+        take_up_largest(forward)
         return graphs
 
     def cut_of(joint: fx.GraphModule, forms: Sequence[WeightForm] = ()) -> Halves:
@@ -125,6 +126,8 @@ def unit_graphs(
     assert graphs.backward is not None
     graphs.views, graphs.kept_bytes, graphs.recomputed = views, kept_bytes, cut.recomputed
     graphs.made_by, graphs.name, graphs.forms = made_by, name, forms
+    for half in (graphs.forward, graphs.backward.inputs, graphs.backward.weights):
+        take_up_largest(half)
     graphs.reports = [*reports, *runner.split_report(cut.backward, graphs.backward, name)]
     return graphs
 

@@ -1,9 +1,11 @@
 """Weights in 8 bits, made once a step for all micro-batches: taken out of units' graphs, and their owner.
 
 They are functions of parameters alone, and computing them takes a fifth of the time of the experts' products.
-Row forms are read by forwards and column forms by backwards, which find them among a unit's inputs.
+Row forms are read by forwards and column forms by backwards, which find them among a unit's inputs. So do
+the delayed scales of what the products of a weight read, which stay from step to step.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,13 +14,25 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
-from graphmoe.passes.matching import calls, is_op, operand
+from graphmoe.ops.fp8 import GRADIENT, INPUT, given
+from graphmoe.passes.matching import calls, is_op, operand, operands, put_graph
+from graphmoe.runtime.compile.delayed_scales import DelayedScales
 from graphmoe.segments import profiler_range
 
 OPERATIONS = {
     name: getattr(torch.ops.graphmoe, name)
-    for name in ("fp8_rows", "fp8_columns", "fp8_squares", "fp8_squares_turned", "mx_rows", "mx_columns")
+    for pair in (
+        ("fp8_rows", "fp8_columns"), ("fp8_whole_rows", "fp8_whole_columns"),
+        ("fp8_squares", "fp8_squares_turned"), ("mx_rows", "mx_columns"), (INPUT, GRADIENT),
+    )
+    for name in pair
+}  # fmt: skip
+LARGEST = {
+    torch.ops.graphmoe.fp8_given: (2, 1),
+    torch.ops.graphmoe.fp8_mlp_forward: (12, 3),
+    torch.ops.graphmoe.fp8_mlp_dgrad: (15, 6),
 }
+"""Places of the largest number so far among the arguments of an operation, and of the next in its results."""
 ALIGNED = 16
 """Bytes of which the addresses of numbers are multiples, as descriptors of tensors want them."""
 NUM_TENSORS = 2
@@ -26,7 +40,7 @@ NUM_TENSORS = 2
 
 
 class WeightForm(NamedTuple):
-    """A parameter in 8 bits, with scales along its rows or along its columns."""
+    """A parameter in 8 bits, with scales along its rows or along its columns; or scales that it has."""
 
     operation: str
     """Name among ``OPERATIONS``."""
@@ -68,12 +82,39 @@ def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) ->
     return tuple(form._replace(alone=not placeholders[form.parameter].users) for form in inputs)
 
 
+def take_up_largest(module: fx.GraphModule) -> None:
+    """Let inputs take up the largest numbers of what a graph stores by delayed scales. In place.
+
+    The storing of tensors is spelt out, so that Inductor joins it with what makes them.
+    """
+    graph = module.graph
+    for call in calls(graph, *LARGEST):
+        place, result = next(where for operation, where in LARGEST.items() if is_op(call, operation))
+        if len(call.args) <= place or call.args[place] is None:
+            continue
+        if is_op(call, torch.ops.graphmoe.fp8_given):
+            q, largest = put_graph(call, given, *operands(call))
+            for piece in list(call.users):
+                piece.replace_all_uses_with(q)
+        else:
+            with graph.inserting_after(call):
+                largest = graph.call_function(operator.getitem, (call, result))
+            largest.meta["val"] = call.meta["val"][result]
+        with graph.inserting_after(largest):
+            taken = graph.call_function(torch.ops.aten.copy_.default, (call.args[place], largest))
+        taken.meta["val"] = largest.meta["val"]
+    graph.eliminate_dead_code()
+    graph.lint()
+    module.recompile()
+
+
 @dataclass
 class _Held:
     weight: Tensor
     """Held too: its identity is the key."""
     tensors: tuple[Tensor, ...]
-    made_at: int
+    made_at: int | None
+    """None: they stay, whatever becomes of the weight."""
     within: bool
     """True where the numbers lie in the weight's own memory."""
 
@@ -96,6 +137,8 @@ class WeightForms:
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
         """``mains`` has the fp32 values, by id, of weights of two bytes whose memory forms may take."""
+        self.scales: DelayedScales | None = None
+        """Those of products with scales for whole tensors; None where there are none."""
         self._mains = mains or {}
         self._held: dict[tuple[int, str], _Held] = {}
         self._number = 0
@@ -115,12 +158,24 @@ class WeightForms:
         self._within.clear()
         self._number += 1
 
+    def keep(self, scales: DelayedScales) -> None:
+        """Give units these scales, of tensors that products of the weights read."""
+        self.scales = scales
+        for (weight, side), tensors in scales.tensors():
+            self._held[id(weight), side] = _Held(weight, tensors, None, within=False)
+
     def of(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return numbers and scales of each form, as the parameters among a unit's ``tensors`` are now."""
         held = [self._held.get((id(tensors[form.parameter]), form.operation)) for form in forms]
-        if any(each is None or each.made_at != self._number for each in held):
+        if any(each is None or each.made_at not in (None, self._number) for each in held):
             held = self._make(forms, tensors)
-        return [tensor for each in held if each is not None for tensor in each.tensors]
+        # Units change what stays, so autograd, which keeps it, gets it without the count of changes.
+        return [
+            tensor.data if each.made_at is None else tensor
+            for each in held
+            if each is not None
+            for tensor in each.tensors
+        ]
 
     @torch.no_grad()
     def _make(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[_Held | None]:
@@ -129,7 +184,7 @@ class WeightForms:
         for form in forms:
             weight = tensors[form.parameter]
             key, held = (id(weight), form.operation), self._held.get((id(weight), form.operation))
-            if held is not None and held.made_at == self._number:
+            if held is not None and held.made_at in (None, self._number):
                 continue
             assert id(weight) not in self._within, f"{form} is read behind other forms of its weight"
             with profiler_range("weights", "8 bits"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_linear  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, reason_against, recipes_of
+from graphmoe.ops.fp8 import BLOCK, INPUT, OF_ALL, delayed, reason_against, recipes_of
 from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
 from graphmoe.ops.fp8_blocks.reference import (
     KIND,
@@ -21,7 +21,7 @@ from graphmoe.ops.fp8_blocks.reference import (
     square_values,
     values,
 )
-from graphmoe.ops.fp8_linear import RECIPES
+from graphmoe.ops.fp8_linear import RECIPES, Recipe, Stored
 from tests.ops.ahead_of_time import compiled, launches_of
 from tests.ops.interpreted import KERNELS, device_of
 from tests.ops.test_fp8_mlp import decibels
@@ -37,6 +37,10 @@ def random(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     x *= torch.logspace(-2, 2, size[0])[:, None]
     x[3] = 0
     return x.to(dtype)
+
+
+def rows_of(by: Recipe, x: Tensor, w: Tensor) -> Stored:
+    return delayed(x, w, INPUT) if by.rows is None else by.rows(x)
 
 
 def fp64_of(q: Tensor, scale: Tensor) -> Tensor:
@@ -106,8 +110,10 @@ def test_rows_are_stored_anew_with_the_values_that_they_have(recipe):
 def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_plain_ones(recipe, dtype):
     by = RECIPES[recipe]
     x, dy = random(R, K, dtype=dtype), random(R, N, seed=1, dtype=dtype).flip(0)
+    if recipe == "tensorwise":
+        x, dy = x / 8, dy / 8  # for which the first scale has room
     w = (torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16).to(dtype)
-    stored, gradient, along, turned = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+    stored, gradient, along, turned = rows_of(by, x, w), rows_of(by, dy, w), by.weight(w), by.turned(w)
     plain = {
         "y": x.double() @ w.double().t(),
         "dx": dy.double() @ w.double(),
@@ -116,11 +122,11 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
     found = {
         "y": torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe),
         "dx": torch.ops.graphmoe.fp8_linear_dgrad(dy, w, recipe),
-        "dw": torch.ops.graphmoe.fp8_linear_wgrad(dy, x, "fp8", recipe),
+        "dw": torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "fp8", recipe),
     }
     for name, least in {"y": 25, "dx": 25, "dw": 22}.items():
         assert found[name].dtype == dtype and decibels(found[name], plain[name]) > least, name
-    if recipe == "rowwise":
+    if recipe in OF_ALL:
         return
     of_weight = (lambda q, s: square_values(q, s).double()) if recipe == "blockwise" else fp64_of
     ops = torch.ops.graphmoe
@@ -139,9 +145,10 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
-    by, x, dy = RECIPES[recipe], random(R, K), random(R, N, seed=1)
-    found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, "bf16", recipe)
-    torch.testing.assert_close(found, dy.t() @ by.values(by.rows(x)))
+    w = torch.ones(N, K)
+    by, x, dy, w = RECIPES[recipe], random(R, K), random(R, N, seed=1), torch.ones(N, K)
+    found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "bf16", recipe)
+    torch.testing.assert_close(found, dy.t() @ by.values(rows_of(by, x, w)))
 
 
 @pytest.mark.parametrize("recipe", QUANTISE)
@@ -151,7 +158,7 @@ def test_what_is_not_finite_is_not_lost(recipe):
         x, w = random(64, 128), random(128, 128, seed=1)
         x[7, 9] = bad
         y = torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe)
-        dw = torch.ops.graphmoe.fp8_linear_wgrad(x, x, "fp8", recipe)
+        dw = torch.ops.graphmoe.fp8_linear_wgrad(x, x, w, "fp8", recipe)
         assert not (y[7].abs() < 1e15).all() and not (dw[9].abs() < 1e15).all() and (y[8:].abs() < 1e6).all()
 
 
@@ -167,19 +174,19 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
     assert found == {8: (), 9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8"), 12: ("rowwise",)}
     assert reason_against(gpu, "mxfp8") == (
         "needs instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)"
-        ", and this is one of 12.0 with CUDA 13.0; use precision.fp8=rowwise or none"
+        ", and this is one of 12.0 with CUDA 13.0; use precision.fp8=rowwise or tensorwise or none"
     )
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert reason_against(gpu, "blockwise").endswith(
-        "one of 9.0 with CUDA 12.8; use precision.fp8=rowwise or none"
+        "one of 9.0 with CUDA 12.8; use precision.fp8=rowwise or tensorwise or none"
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
     for name, recipes in {"gfx90a": (), "gfx942": ("rowwise",), "gfx950": ("rowwise", "mxfp8")}.items():
         facts = mock.Mock(gcnArchName=f"{name}:sramecc+")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
         assert recipes_of(gpu) == recipes
-    assert "and this is gfx950; use precision.fp8=rowwise or mxfp8 or none" in reason_against(
+    assert "and this is gfx950; use precision.fp8=rowwise or tensorwise or mxfp8 or none" in reason_against(
         gpu, "blockwise"
     )
 

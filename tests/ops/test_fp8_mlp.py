@@ -82,7 +82,7 @@ def test_values_and_gradients_are_those_of_fp64_within_8_bits(shape, dtype):
     exact, stored = ([each.clone().to(d).requires_grad_() for each in tensors] for d in (torch.float64, None))
     expected, _ = torch.ops.graphmoe.grouped_mlp(*exact, *plan, "torch")
     expected.backward(dy.double())
-    y = torch.ops.graphmoe.fp8_mlp(*stored, *plan)
+    y = torch.ops.graphmoe.fp8_mlp(*stored, *plan, "rowwise")
     y.backward(dy)
     # Of one product 28 dB are left; y has gone through two, gradients through three and a stored h.
     assert decibels(y.detach(), expected.detach()) > 22
@@ -146,6 +146,56 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
 
 
 @pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_take_scales_that_are_known_and_find_the_largest_numbers(backend, shape):
+    device, kind = device_of(backend), fp8_dtype()
+    dtype = torch.float32 if backend == "interpreted" else torch.bfloat16
+    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype, device)
+    for w in (w_gate_up, w_down):
+        for found, wanted in zip(launches.rows(w, whole=True), reference.rows(w, whole=True), strict=True):
+            same(found, wanted)
+        for found, wanted in zip(
+            launches.columns(w, whole=True), reference.columns(w, whole=True), strict=True
+        ):
+            same(found, wanted)
+    stored = [quantise(x, kind), *(reference.rows(w, whole=True) for w in (w_gate_up, w_down))]
+    turned = [reference.columns(w, whole=True) for w in (w_gate_up, w_down)]
+    _, *h = reference.forward(*stored, weight_TK, plan, dtype)
+    live = int(plan.ends_E[-1])
+
+    def numbers(by: Any, of_a: float, of_dh: float) -> tuple[Tensor, ...]:
+        a, dh, *largest = (torch.tensor([each], device=device) for each in (of_a, of_dh, 0.0, 0.0))
+        y, *_ = by.forward(*stored, weight_TK, plan, dtype, (a, largest[0]))
+        gradients = quantise(dy, kind), tuple(h), *turned, weight_TK, plan, dtype
+        return y, *by.dgrad(*gradients, a, (dh, largest[1])), *largest
+
+    scales = 2.0**-5, 2.0**-7
+    found, wanted = numbers(launches, *scales), numbers(reference, *scales)
+    for one, other in zip(found, wanted, strict=True):
+        count = len(other) if other.shape[0] in (len(x), 1) else live
+        assert decibels(one[:count], other[:count]) > 35
+    for one, other in zip(found[-2:], wanted[-2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if device == "cuda" else 1e-5, atol=0)
+    assert found[6][:live].eq(scales[0]).all() and found[4][:live].eq(scales[1]).all()
+    # What is beyond the largest number becomes that: scales of a tiny part of it.
+    _, _, _, dhq, _, aq, *_ = numbers(launches, 2.0**-40, 2.0**-40)
+    most = torch.finfo(kind).max
+    assert aq[:live].float().abs().max() == most == dhq[:live].float().abs().max()
+    assert aq[:live].float().isfinite().all()
+
+
+def test_what_is_infinite_or_no_number_stays_known_as_such():
+    x, largest = torch.tensor([[1.0, -900.0, torch.inf, torch.nan, 0.0]]), torch.ones(1)
+    q, largest = torch.ops.graphmoe.fp8_given(x, torch.ones(1), largest)
+    q = q.float()
+    assert q[0, :2].tolist() == [1, -448] and q[0, 2:4].isnan().all() and q[0, 4] == 0
+    assert not largest.isfinite()
+    finite = x[:, :2].contiguous()
+    for before, after in ((2, 900), (1000, 1000)):
+        assert torch.ops.graphmoe.fp8_given(finite, torch.ones(1), torch.tensor([before]).float())[1] == after
+
+
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
     q, scale = quantise(torch.randn(150, 144, generator=torch.Generator().manual_seed(0)), fp8_dtype())
@@ -198,12 +248,15 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
     x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
     with mock.patch.multiple(launches, kind_of=lambda device: kind, units_of=lambda device: 132):
         rows, weight_TK = launches.rows(x), meta(R // K, K)
-        _, *h = launches.forward(
-            rows, launches.rows(gate_up), launches.rows(down), weight_TK, plan, torch.bfloat16
-        )
+        weights, scale = (launches.rows(gate_up), launches.rows(down)), meta(1)
+        _, *h = launches.forward(rows, *weights, weight_TK, plan, torch.bfloat16)
+        launches.forward(rows, *weights, weight_TK, plan, torch.bfloat16, (scale, scale))
+        launches.rows(down, whole=True), launches.columns(down, whole=True)
         launches.hidden(rows, launches.rows(gate_up), plan, torch.bfloat16)
         turned = launches.columns(gate_up), launches.columns(down)
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
+        known = scale, (scale, scale)
+        launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16, *known)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
         launches.wgrad(*sides, launches.wgrad(*sides), add=True)
         fp8_linear.by_kernel(*rows, R // K)

@@ -208,11 +208,11 @@ def test_skips_are_counted_and_move_no_rate_and_a_restore_counts_the_longest_ane
     assert found == [(0, 0), (1, 1), (2, 2), (0, 2), (1, 2), (2, 2), (3, 3), (0, 3)]
     assert rates == [0.25, 0.5, 0.5, 0.5, 0.75, 0.75, 0.75, 0.75]
     assert (optimizer.applied.item(), optimizer.skipped.item()) == (3, 5)
-    optimizer.restored()
+    optimizer.restored({})
     optimizer.step(LOSS)
     assert optimizer.longest_skip.item() == 0
     optimizer.skipped_in_row.fill_(5)  # a restore inside a series goes on with it
-    optimizer.restored()
+    optimizer.restored({})
     optimizer.void.fill_(1.0)
     optimizer.step(LOSS)
     assert optimizer.longest_skip.item() == 0

@@ -15,6 +15,7 @@ from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
+from graphmoe.runtime.compile.delayed_scales import STEPS, DelayedScales
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.weight_forms import WeightForm, WeightForms
 from graphmoe.runtime.overlap.runner import Backward, Overlap
@@ -156,9 +157,9 @@ def stored(as_traced, monkeypatch) -> list[int]:
     """Addresses of what was stored by an operation of its own, as weights are, along either axis."""
     addresses, rows = list[int](), reference.rows
 
-    def noted(w: Tensor) -> reference.Scaled:
+    def noted(w: Tensor, **words: bool) -> reference.Scaled:
         addresses.append(w.data_ptr())
-        return rows(w)
+        return rows(w, **words)
 
     monkeypatch.setattr(reference, "rows", noted)
     return addresses
@@ -220,6 +221,102 @@ def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_bat
         for folder in (tmp_path / "run", of_each_micro_batch)
     ]
     assert rows[0] == rows[1] and len(rows[0]) == 4
+
+
+@pytest.fixture(scope="module")
+def of_tensors(tmp_path_factory) -> Path:
+    """A run whose products have one scale for a whole tensor, without a capture."""
+    folder = tmp_path_factory.mktemp("tensors") / "run"
+    with units_as_traced():
+        train_in(folder, *TRAINED, "precision.fp8=tensorwise")
+    return folder
+
+
+def test_a_run_by_scales_of_tensors_learns_as_one_by_scales_of_rows(of_tensors, of_each_micro_batch):
+    found, wanted = (
+        [row["loss"] for row in numbers(folder) if "loss" in row]
+        for folder in (of_tensors, of_each_micro_batch)
+    )
+    assert found == pytest.approx(wanted, rel=5e-3) and found != wanted
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("graph.scope=full_iteration", "graph.warmup_steps=1"),
+        ("graph.scope=layer", "graph.warmup_steps=1"),
+        ("recompute.segments=[attn,mlp,moe_experts]",),
+    ],
+    ids=["step", "layers", "again"],
+)
+def test_delayed_scales_are_the_same_in_graphs_and_where_a_forward_is_computed_again(
+    tmp_path, as_traced, of_tensors, words
+):
+    train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", *words)
+    assert numbers(tmp_path / "run") == numbers(of_tensors)
+
+
+def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_tensors):
+    words = (*TRAINED, "precision.fp8=tensorwise")
+    first = trainer_in(tmp_path / "run", *words)
+    for _ in range(3):
+        first._train_step()
+    first._validate()  # counts for nothing
+    first.store.wait()
+    resumed = train_in(tmp_path / "run", *words)
+    rows = [[row for row in numbers(folder) if row["step"] > 3] for folder in (tmp_path / "run", of_tensors)]
+    assert rows[0] == rows[1] and len(rows[0]) == 4
+    values = resumed.optimizer.scales.values()
+    assert all(len(history) == 1 + STEPS for history in values.values())
+    moved = [name for name, (_, *history) in values.items() if history[0] > 0]
+    assert len(moved) == 2 * NUM_WEIGHTS and all(min(values[name][1:7]) > 0 for name in moved)
+
+
+def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced):
+    first = trainer_in(tmp_path / "run", *TRAINED)
+    first._train_step()
+    first._save(wait=True)
+    assert first.optimizer.state_dict()["scales"] == {}
+    train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", "checkpoint.resume=true")
+
+
+def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
+    weights = {"one": torch.zeros(2, 2), "other": torch.zeros(3, 2)}
+    scales, done = DelayedScales(weights, 1024, None), torch.ones(())
+    first = scales.scale_P.tolist()
+    assert first == [0.25, 0.25 / 1024] * 2
+    scales.largest_P.copy_(torch.tensor([448.0, torch.inf, 0, 1e-3]))
+    scales.update(torch.zeros(()))
+    assert scales.scale_P.tolist() == first and not scales.history_SP.any()
+    scales.update(done)
+    assert scales.scale_P.tolist() == [2, first[1], first[2], 2.0**-17]  # room for twice as much
+    scales.begin()
+    assert not scales.largest_P.any()
+    for _ in range(STEPS - 1):
+        scales.update(done)
+        assert scales.scale_P[0] == 2
+    scales.largest_P[0] = 112
+    scales.update(done)
+    assert scales.scale_P[0] == 0.5
+    other = DelayedScales(weights, 1, None)
+    other.load(scales.values())
+    assert other.scale_P.equal(scales.scale_P) and other.history_SP.equal(scales.history_SP)
+
+
+@pytest.mark.slow  # compiles a model
+def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
+    run = config(*COMPILED, *SIZES, "precision.fp8=tensorwise")
+    model, forms = model_of(), WeightForms()
+    made = CompiledSegments(lambda trains: pass_runner(run, "torch", None, trains), weight_forms=forms)
+    matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
+    forms.keep(scales := DelayedScales(matrices, batch()[0].numel(), None))
+    wanted, levels = gradients(model_of())[1], []
+    for _ in range(2):
+        scales.begin()
+        found = gradients(model, made)[1]
+        levels.append(min(decibels(gradient, wanted[name]) for name, gradient in found.items()))
+        scales.update(torch.ones(()))
+    assert levels[0] > 3 and levels[1] > 14, levels  # first scales are a guess
 
 
 @pytest.mark.parametrize("scope", ["none", "layer", "full_iteration"])

@@ -9,6 +9,7 @@ gradients contract rows: `ops.fp8_linear` says how their scales become one. Scal
 mxfp8: `ops.mx_mlp` has what is computed with them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,14 @@ def _kernels(x: Tensor, scale: Tensor | None = None) -> Any:
     return launches
 
 
+def _known(scale: Tensor | None, largest: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if scale is None or largest is None else (scale, largest.clone())
+
+
+def _largest(known: tuple[Tensor, Tensor] | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=DTYPE) if known is None else known[1]
+
+
 @torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
 def rows(w: Tensor) -> tuple[Tensor, Tensor]:
     """q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
@@ -56,16 +65,34 @@ def columns(w: Tensor) -> tuple[Tensor, Tensor]:
     return q[0], scale[0]
 
 
+@torch.library.custom_op("graphmoe::fp8_whole_rows", mutates_args=())
+def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rows`, with one scale for all rows of a matrix."""
+    return _kernels(w).rows(w, whole=True)
+
+
+@torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
+def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
+    """As `columns`, with one scale for all columns of a matrix."""
+    q, scale = _kernels(w).columns(w if w.dim() == 3 else w[None], whole=True)
+    return (q, scale) if w.dim() == 3 else (q[0], scale[0])
+
+
 @torch.library.custom_op("graphmoe::fp8_mlp_forward", mutates_args=())
 def _forward(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`."""
-    plan = Plan(slot_R, row_TK, ends_E)
+    dtype: torch.dtype, known_a: Tensor | None = None, largest_a: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
+
+    Last the larger of ``largest_a`` [1] and the largest number of the activation, where its scale [1] is
+    known, else nothing [0].
+    """
+    plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
-    return _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype)
+    made = _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype, *[known] * bool(known))
+    return *made, _largest(known, xs_T1)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_hidden", mutates_args=())
@@ -85,14 +112,18 @@ def _dgrad(
     gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx [T, D] of a dtype, dweight [T, K]; for the weight gradients dh [R, H] and the activation [R, F].
 
-    The last two as numbers and scales. Weights are those of `columns`.
+    Those two as numbers and scales. Weights are those of `columns`. Last the larger of ``largest_dh`` [1] and
+    the largest number of dh, where the scales [1] of both are known, else nothing [0].
     """
-    plan = Plan(slot_R, row_TK, ends_E)
+    plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
-    return _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype)
+    more = (known_a, known) if known else ()
+    made = _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, *more)
+    return *made, _largest(known, dys_T1)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_wgrad", mutates_args=())
@@ -120,28 +151,33 @@ def _wgrad_into(
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
 def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
-    ends_E: Tensor,
+    ends_E: Tensor, recipe: str,
 ) -> Tensor:  # fmt: skip
-    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out."""
-    return mlp(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)[0]
+    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out.
+
+    ``recipe`` is one of `ops.fp8_linear.RECIPES`.
+    """
+    return mlp(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, recipe=recipe)[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_grad", mutates_args=())
 def _grad(
     dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
-    row_TK: Tensor, ends_E: Tensor,
+    row_TK: Tensor, ends_E: Tensor, recipe: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`mlp_gradients` behind a forward that is computed again."""
-    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
-    return mlp_gradients(dy_TD, *mlp(*layer)[1:], *layer)  # type: ignore[return-value]
+    layer, by = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E), {"recipe": recipe}
+    return mlp_gradients(dy_TD, *mlp(*layer, **by)[1:], *layer, **by)  # type: ignore[return-value, arg-type]
 
 
-rows.register_fake(
-    lambda w: (w.new_empty(w.shape, dtype=fp8_dtype()), w.new_empty(*w.shape[:-1], 1, dtype=DTYPE))
-)
+for _of_rows in (rows, whole_rows):
+    _of_rows.register_fake(
+        lambda w: (w.new_empty(w.shape, dtype=fp8_dtype()), w.new_empty(*w.shape[:-1], 1, dtype=DTYPE))
+    )
 
 
 @columns.register_fake
+@whole_columns.register_fake
 def _(w: Tensor) -> tuple[Tensor, Tensor]:
     *E, N, C = w.shape
     return w.new_empty(*E, C, N, dtype=fp8_dtype()), w.new_empty(*E, C, 1, dtype=DTYPE)
@@ -155,18 +191,27 @@ def _of_h(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, _: Tensor, slot_R: Te
 
 
 @_forward.register_fake
-def _(*layer: Any) -> tuple[Tensor, Tensor, Tensor]:
-    xq_TD, *rest, dtype = layer
-    return xq_TD.new_empty(xq_TD.shape, dtype=dtype), *_of_h(xq_TD, *rest[:3], rest[6])
+def _(*layer: Any) -> tuple[Tensor, ...]:
+    xq_TD, *rest = layer
+    h, largest = _of_h(xq_TD, *rest[:3], rest[6]), _of_largest(rest[0], rest, 11)
+    return xq_TD.new_empty(xq_TD.shape, dtype=rest[9]), *h, largest
 
 
 @_dgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    (R, H), weight_TK, dtype = hq_RH.shape, rest[5], rest[-1]
+    (R, H), weight_TK, dtype = hq_RH.shape, rest[5], rest[9]
     dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
     of_dh, of_a = (H // MX_BLOCK, H // 2 // MX_BLOCK) if is_mx(dys_T1) else (1, 1)
-    dh = hq_RH.new_empty(R, H), dys_T1.new_empty(R, of_dh)
-    return dx_TD, dweight_TK, *dh, hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)
+    dh, a = (
+        (hq_RH.new_empty(R, H), dys_T1.new_empty(R, of_dh)),
+        (hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)),
+    )
+    return dx_TD, dweight_TK, *dh, *a, _of_largest(dys_T1, rest, 12)
+
+
+def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
+    """As `_largest`; the optional tensor is at a place of the arguments, of which the last may be absent."""
+    return like.new_empty(0 if len(rest) <= place or rest[place] is None else 1, dtype=DTYPE)
 
 
 @_wgrad.register_fake
@@ -180,12 +225,13 @@ _grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for e
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *layer, ctx.recipe = inputs
+    ctx.save_for_backward(*layer)
 
 
 def _backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *ctx.saved_tensors)
-    return *found, None, None, None
+    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *ctx.saved_tensors, ctx.recipe)
+    return *found, None, None, None, None
 
 
 _whole.register_autograd(_backward, setup_context=_save)

@@ -33,19 +33,32 @@ def live_rows(ends_ptr, experts, rows):
 
 
 @triton.jit
+def _saturated(x, scale, MOST: tl.constexpr):
+    """`ops.fp8.saturated`, before it gets 8 bits."""
+    x = x / scale
+    size = tl.abs(x)
+    beyond = tl.where(size < float("inf"), tl.where(x > 0, MOST, -MOST), float("nan"))
+    return tl.where(size <= MOST, x, beyond)
+
+
+@triton.jit
 def quantise_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, rows,
-    C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, largest_ptr, rows,
+    N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [R, C] and scales [R] of the rows of x [R, C]."""
+    """q [R, C] and scales [R] of the rows of x [R, C], or of their matrices of N rows with ``largest``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
     amax = tl.zeros((ROWS,), tl.float32)
-    for start in range(0, C, COLUMNS):
-        column = (start + tl.arange(0, COLUMNS))[None, :]
-        x = tl.load(x_ptr + at + column, is_row[:, None] & (column < C), other=0.0)
-        amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 1))
+    if largest_ptr is not None:
+        amax = tl.load(largest_ptr + row // N, is_row, other=0.0)
+    else:
+        for start in range(0, C, COLUMNS):
+            column = (start + tl.arange(0, COLUMNS))[None, :]
+            x = tl.load(x_ptr + at + column, is_row[:, None] & (column < C), other=0.0)
+            amax = tl.maximum(amax, tl.max(tl.abs(x.to(tl.float32)), 1))
     scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
     tl.store(scale_ptr + row, scale, is_row)
     for start in range(0, C, COLUMNS):
@@ -57,20 +70,26 @@ def quantise_rows_kernel(
 
 @triton.jit
 def quantise_columns_kernel(
-    w_ptr, q_ptr, scale_ptr,
+    w_ptr, q_ptr, scale_ptr, largest_ptr,
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [E, C, N] and scales [E, C] of the columns of w [E, N, C]. A program has COLUMNS of an expert's."""
+    """q [E, C, N] and scales [E, C] of the columns of w [E, N, C], or of all of an expert's with ``largest``.
+
+    A program has COLUMNS of an expert's.
+    """
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
     amax = tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, N, ROWS):
-        row = start + tl.arange(0, ROWS)
-        inside = (row < N)[:, None] & (column < C)[None, :]
-        w = tl.load(from_ptr + row[:, None] * C, inside, other=0.0).to(tl.float32)
-        amax = tl.maximum(amax, tl.max(tl.abs(w), 0))
+    if largest_ptr is not None:
+        amax += tl.load(largest_ptr + expert)
+    else:
+        for start in range(0, N, ROWS):
+            row = start + tl.arange(0, ROWS)
+            inside = (row < N)[:, None] & (column < C)[None, :]
+            w = tl.load(from_ptr + row[:, None] * C, inside, other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.max(tl.abs(w), 0))
     scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
     tl.store(scale_ptr + expert * C + column, scale, column < C)
     to_ptr = q_ptr + expert * N * C + column[:, None] * N
@@ -147,11 +166,15 @@ def _largest_and_sum(a, dh, dweight, other_a, other_dh, other_dweight):
 
 @triton.jit
 def swiglu_kernel(
-    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
-    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, known_ptr, largest_ptr,
+    experts, rows,
+    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None."""
+    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
+
+    By a scale that is ``known``, with which ``largest`` takes up the largest number, instead of rows.
+    """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
@@ -170,19 +193,29 @@ def swiglu_kernel(
         if aq_ptr is not None:
             weight = tl.load(weight_ptr + tl.load(slot_ptr + row, is_row, other=0), is_row, other=0.0)
             a = gate * sigmoid_of(gate) * up * weight[:, None, None]
-            scale, inverse = power_of_two(tl.max(tl.max(tl.abs(a), 2), 1), ABOVE, EXPONENT)
+            amax = tl.max(tl.max(tl.abs(a), 2), 1)
+            if known_ptr is not None:
+                scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
+                tl.atomic_max(largest_ptr, tl.max(amax, 0))
+                a = _saturated(a, scale[:, None, None], MOST)
+            else:
+                scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
+                a = a * inverse[:, None, None]
             tl.store(as_ptr + row, scale, is_row)
-            tl.store(aq_ptr + at_half, (a * inverse[:, None, None]).to(kind), inside)
+            tl.store(aq_ptr + at_half, a.to(kind), inside)
 
 
 @triton.jit
 def swiglu_grad_kernel(
     da_ptr, hq_ptr, hs_ptr, weight_ptr, slot_ptr, ends_ptr, dhq_ptr, dhs_ptr, aq_ptr, as_ptr, dweight_ptr,
-    experts, rows,
-    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
+    known_a_ptr, known_ptr, largest_ptr, experts, rows,
+    F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R]."""
+    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
+
+    By scales that are ``known``, with which ``largest`` takes up the largest number of dh, instead of rows.
+    """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
     if first < live:
@@ -205,14 +238,25 @@ def swiglu_grad_kernel(
         of_blocks = tl.max(tl.abs(a), 2), tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), 2), in_blocks
         of_a, of_dh, dweight = tl.reduce(of_blocks, 1, _largest_and_sum)
         tl.store(dweight_ptr + row, dweight, is_row)
-        a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
-        dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
+        if known_ptr is not None:
+            a_scale = tl.load(known_a_ptr) + tl.zeros((ROWS,), tl.float32)
+            dh_scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
+            tl.atomic_max(largest_ptr, tl.max(of_dh, 0))
+            a = _saturated(a, a_scale[:, None, None], MOST)
+            dgate = _saturated(dgate, dh_scale[:, None, None], MOST)
+            dup = _saturated(dup, dh_scale[:, None, None], MOST)
+        else:
+            a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
+            dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
+            a *= a_inverse[:, None, None]
+            dgate *= dh_inverse[:, None, None]
+            dup *= dh_inverse[:, None, None]
         tl.store(as_ptr + row, a_scale, is_row)
         tl.store(dhs_ptr + row, dh_scale, is_row)
         kind = dhq_ptr.dtype.element_ty
-        tl.store(aq_ptr + at_half, (a * a_inverse[:, None, None]).to(kind), inside)
-        tl.store(dhq_ptr + at, (dgate * dh_inverse[:, None, None]).to(kind), inside)
-        tl.store(dhq_ptr + at + F, (dup * dh_inverse[:, None, None]).to(kind), inside)
+        tl.store(aq_ptr + at_half, a.to(kind), inside)
+        tl.store(dhq_ptr + at, dgate.to(kind), inside)
+        tl.store(dhq_ptr + at + F, dup.to(kind), inside)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK, fp8_dtype, rounding_of
-from graphmoe.ops.fp8_mlp.reference import Scaled
+from graphmoe.ops.fp8_mlp.reference import Known, Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import kind_of, units_of
@@ -46,8 +46,8 @@ SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
 INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
 
 
-def rows(w: Tensor) -> Scaled:
-    """q like w [..., C], and the scales [..., 1] of its rows."""
+def rows(w: Tensor, *, whole: bool = False) -> Scaled:
+    """q like w [..., C], and the scales [..., 1] of its rows, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_rows_kernel
 
     w = w.contiguous()
@@ -56,14 +56,15 @@ def rows(w: Tensor) -> Scaled:
     if count:
         above, exponent = rounding_of(q.dtype)
         quantise_rows_kernel[(-(-count // 8),)](
-            w, q, scale, count,
-            C=w.shape[-1], ABOVE=above, EXPONENT=exponent, ROWS=8, COLUMNS=512, num_warps=num_warps(256),
+            w, q, scale, _largest(w) if whole else None, count,
+            N=w.shape[-2] if whole else 1, C=w.shape[-1], ABOVE=above, EXPONENT=exponent, ROWS=8, COLUMNS=512,
+            num_warps=num_warps(256),
         )  # fmt: skip
     return q, scale
 
 
-def columns(w_ENC: Tensor) -> Scaled:
-    """q [E, C, N], and the scales [E, C, 1] of the columns of w."""
+def columns(w_ENC: Tensor, *, whole: bool = False) -> Scaled:
+    """q [E, C, N], and the scales [E, C, 1] of the columns of w, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_columns_kernel
 
     w_ENC = w_ENC.contiguous()
@@ -71,32 +72,46 @@ def columns(w_ENC: Tensor) -> Scaled:
     q, scale = w_ENC.new_empty(E, C, N, dtype=fp8_dtype()), w_ENC.new_empty(E, C, 1, dtype=torch.float32)
     above, exponent = rounding_of(q.dtype)
     quantise_columns_kernel[(-(-C // 64), E)](
-        w_ENC, q, scale, N=N, C=C, ABOVE=above, EXPONENT=exponent, ROWS=128, COLUMNS=64,
-        num_warps=num_warps(256),
+        w_ENC, q, scale, _largest(w_ENC) if whole else None,
+        N=N, C=C, ABOVE=above, EXPONENT=exponent, ROWS=128, COLUMNS=64, num_warps=num_warps(256),
     )  # fmt: skip
     return q, scale
 
 
+def _largest(w: Tensor) -> Tensor:
+    """The largest number of each matrix."""
+    return torch.linalg.vector_norm(w, torch.inf, (-2, -1)).float().view(-1)
+
+
 def forward(
-    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+    x: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+    known: Known | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h by blocks."""
+    """y_TD, and h by blocks; the scale of the activation may be ``known``."""
     R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
     a, y_RD = (x[0].new_empty(R, F), x[1].new_empty(R, 1)), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a))
+    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a, *(known or (None, None))))
     _product(a, w_down, y_RD, plan, tiles)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
 
 def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
     """h by blocks, as `forward` makes it."""
-    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
+    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 5)
 
 
 def _hidden(
     x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, tiles: Any, activation: Sequence[Any]
 ) -> Scaled:
-    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or three None."""
+    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or None.
+
+    Then what is known of it, as `forward` has it.
+    """
     R, H = len(plan.slot_R), w_gate_up[0].shape[1]
     h_RH = x[0].new_empty(R, H, dtype=dtype)
     _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
@@ -115,8 +130,13 @@ def dgrad(
     weight_TK: Tensor,
     plan: Plan,
     dtype: torch.dtype,
+    known_a: Tensor | None = None,
+    known: Known | None = None,
 ) -> tuple[Tensor, ...]:
-    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
+    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
+
+    The scales of the activation and of dh may be ``known``.
+    """
     (hq_RH, _), (dyq_TD, dys_T1) = h, dy
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
     tiles = row_tiles(plan.ends_E, R)
@@ -126,7 +146,8 @@ def dgrad(
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
-    _by_rows("swiglu_grad_kernel", of_rows, len(plan.ends_E), R, H // 2, 16)
+    of_known = (known_a, *(known or (None, None)))
+    _by_rows("swiglu_grad_kernel", (*of_rows, *of_known), len(plan.ends_E), R, H // 2, 16)
     _product(dh, w_gate_up, dx_RD, plan, tiles)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
@@ -195,7 +216,8 @@ def _by_rows(name: str, tensors: Sequence[Tensor | None], E: int, R: int, F: int
     if R:
         getattr(kernels, name)[(-(-R // count),)](
             *tensors, E, R,
-            F=F, ABOVE=above, EXPONENT=exponent, ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
+            F=F, ABOVE=above, EXPONENT=exponent, MOST=torch.finfo(kind).max,
+            ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
             num_warps=num_warps(count * width // of_thread),
         )  # fmt: skip
 

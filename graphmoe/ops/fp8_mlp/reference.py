@@ -9,32 +9,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops.fp8 import block_values, fp8_dtype, quantise, quantise_blocks
+from graphmoe.ops.fp8 import block_values, fp8_dtype, given, quantise, quantise_blocks, saturated
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 Scaled = tuple[Tensor, Tensor]
 """Stored numbers and their scales."""
+Known = tuple[Tensor, Tensor]
+"""A scale [1] that is known before, and what takes up the largest number [1], in place."""
 
 
-def rows(w: Tensor) -> Scaled:
-    """q like w, and the scales [..., 1] of its rows."""
-    q, scale = quantise(w, fp8_dtype())
-    return q.contiguous(), scale
+def rows(w: Tensor, *, whole: bool = False) -> Scaled:
+    """q like w, and the scales [..., 1] of its rows, or of each ``whole`` matrix."""
+    q, scale = quantise(w, fp8_dtype(), whole=whole)
+    return q.contiguous(), scale.contiguous()
 
 
-def columns(w_ENC: Tensor) -> Scaled:
-    """q [E, C, N], and the scales [E, C, 1] of the columns of w."""
-    return rows(w_ENC.mT)
+def columns(w_ENC: Tensor, *, whole: bool = False) -> Scaled:
+    """q [E, C, N], and the scales [E, C, 1] of the columns of w, or of each ``whole`` matrix."""
+    return rows(w_ENC.mT, whole=whole)
 
 
 def forward(
-    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+    x: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+    known: Known | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h by blocks."""
+    """y_TD, and h by blocks; the scale of the activation may be ``known``."""
     h_RH, kind = _hidden(x, w_gate_up, plan, dtype), x[0].dtype
     gate_RF, up_RF = h_RH.chunk(2, -1)
     a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
-    y_RD = _rows(quantise(a_RF, kind), w_down, plan).to(dtype)
+    a = _by_rows(a_RF.where(live_rows(plan)[:, None], 0), kind, *(known or ()))
+    y_RD = _rows(a, w_down, plan).to(dtype)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *_by_halves(h_RH, kind)
 
 
@@ -56,16 +65,21 @@ def dgrad(
     weight_TK: Tensor,
     plan: Plan,
     dtype: torch.dtype,
+    known_a: Tensor | None = None,
+    known: Known | None = None,
 ) -> tuple[Tensor, ...]:
-    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
+    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
+
+    The scales of the activation and of dh may be ``known``.
+    """
     (dyq_TD, dy_scale_T1), token_R = dy, token_of_rows(plan)
     kind, weight_R = dyq_TD.dtype, row_weights(weight_TK, plan.slot_R)
     da_RF = _rows((dyq_TD[token_R], dy_scale_T1[token_R]), w_down, plan).to(dtype).float()
     dh_RH, a_RF, dweight_R = swiglu_gradients(da_RF, *block_halves(*h), weight_R)
     live_R1 = live_rows(plan)[:, None]
-    dh = quantise(dh_RH.where(live_R1, 0), kind)
+    dh = _by_rows(dh_RH.where(live_R1, 0), kind, *(known or ()))
     dx_RD = _rows(dh, w_gate_up, plan).to(dtype)
-    a = quantise(a_RF.where(live_R1, 0), kind)
+    a = _by_rows(a_RF.where(live_R1, 0), kind, known_a)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, slot_values(dweight_R, plan.row_TK), *dh, *a
 
@@ -92,6 +106,16 @@ def block_halves(q_RH: Tensor, scale_RB: Tensor) -> tuple[Tensor, Tensor]:
     pairs = zip(q_RH.chunk(2, -1), scale_RB.chunk(2, -1), strict=True)
     gate_RF, up_RF = (block_values(*pair) for pair in pairs)
     return gate_RF, up_RF
+
+
+def _by_rows(
+    x_RC: Tensor, kind: torch.dtype, scale: Tensor | None = None, largest: Tensor | None = None
+) -> Scaled:
+    if scale is None:
+        return quantise(x_RC, kind)
+    if largest is not None:
+        largest.copy_(given(x_RC, scale, largest)[1])
+    return saturated(x_RC, scale), scale.expand(len(x_RC), 1).clone()
 
 
 def _by_halves(h_RH: Tensor, kind: torch.dtype) -> Scaled:

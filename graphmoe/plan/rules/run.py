@@ -194,7 +194,12 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     without = f", or precision.fp8_products=[{others}]" if others else ""
     inner = config.model.expert_ffn_size // max(config.parallel.etp, 1)
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
-    if in_fp8 and precision.fp8 is not Fp8Recipe.rowwise:
+    if precision.fp8 is Fp8Recipe.tensorwise and config.parallel.dp_shard is DpShard.fsdp2:
+        yield (
+            f"{key} has scales beside weights that a rank has whole, and parallel.dp_shard=fsdp2 cuts them; "
+            f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
+        )
+    if in_fp8 and precision.fp8 in NO_EXPERTS:
         yield f"{key} {NO_EXPERTS[precision.fp8]}; use precision.fp8=rowwise{without}"
         in_fp8 = False
     for name, size in uneven.items() if in_fp8 else ():

@@ -83,6 +83,9 @@ precision.fp8=blockwise compile.enabled=true
     | than bf16; use precision.fp8=rowwise, or precision.fp8_products=[attn,mlp,shared_experts]
 precision.fp8=mxfp8 compile.enabled=true precision.fp8_products=[experts]
     | precision.fp8=mxfp8 has no kernels of experts yet; use precision.fp8=rowwise
+precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
+    | use precision.fp8=rowwise, or parallel.dp_shard=zero1
+FP8_ROWS precision.fp8=tensorwise | and precision.fp8=tensorwise stores them with other scales than those of
 moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
 FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use

@@ -1,0 +1,79 @@
+"""Delayed scales: what products with one scale for a whole tensor read gets its scale from the steps before.
+
+A scale of the tensor itself would be known only when all of it is there, and storing it would read it twice
+(Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the history is that of Transformer
+Engine). Two scales belong to each weight: of its product's input, and of the gradient of its output.
+
+Suffixes: P scales, two of each weight; S steps.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphmoe.ops.fp8 import GRADIENT, INPUT, fp8_dtype, scales_of
+from graphmoe.ops.fp8_linear import FIRST_SCALE
+
+STEPS = 16
+"""Steps whose largest numbers a scale looks at."""
+ROOM = 2.0
+"""How many times the largest of them a scale has room for; more becomes that."""
+SIDES = (INPUT, GRADIENT)
+
+
+class DelayedScales:
+    """Scales of this rank's weights, the same on all ranks that share a layer, and their history.
+
+    Tensors keep their addresses. No device sync, but in `values`.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], tokens: int, group: dist.ProcessGroup | None) -> None:
+        """``tokens`` are those of a step, over which the loss is a mean; ``group`` has the sharing ranks."""
+        self._group = group
+        self._of = {f"{name}.{side}": (weight, side) for name, weight in weights.items() for side in SIDES}
+        device = next(iter(weights.values())).device
+        first = torch.tensor([FIRST_SCALE, FIRST_SCALE / tokens]).repeat(len(weights))
+        # By the largest number there may be, not by the scale: that is rounded to a power of two.
+        most = torch.finfo(fp8_dtype()).max
+        self.scale_P = scales_of(first * most, fp8_dtype())[0].to(device)
+        self.largest_P = torch.zeros_like(self.scale_P)
+        """Largest numbers of this step so far, of this rank."""
+        self.history_SP = self.scale_P.new_zeros(STEPS, len(self._of))
+        """Largest numbers of the last steps, newest first; 0 of one that is not known."""
+
+    def tensors(self) -> Iterator[tuple[tuple[Tensor, str], tuple[Tensor, Tensor]]]:
+        """Yield each weight and side with its scale [1] and what takes up its largest number [1]."""
+        for i, key in enumerate(self._of.values()):
+            yield key, (self.scale_P[i : i + 1], self.largest_P[i : i + 1])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a step: what forwards without an update have read counts for nothing."""
+        self.largest_P.zero_()
+
+    @torch.no_grad()
+    def update(self, done: Tensor) -> None:
+        """Set the scales of the next step, unless this one was not ``done`` (1.0). A collective."""
+        if self._group is not None:
+            dist.all_reduce(self.largest_P, op=dist.ReduceOp.MAX, group=self._group)
+        newest_P = self.largest_P.where(self.largest_P.isfinite(), 0.0)
+        moved_SP = torch.cat([newest_P[None], self.history_SP[:-1]])
+        self.history_SP.copy_(moved_SP.where(done > 0, self.history_SP))
+        amax_P = self.history_SP.amax(0)
+        self.scale_P.copy_(scales_of(ROOM * amax_P, fp8_dtype())[0].where(amax_P > 0, self.scale_P))
+
+    def values(self) -> dict[str, list[float]]:
+        """Return scale and history of each, by the name of the weight and the side. Waits for the device."""
+        columns = torch.cat([self.scale_P[None], self.history_SP]).t().tolist()
+        return dict(zip(self._of, columns, strict=True))
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, list[float]]) -> None:
+        """Take over what `values` returned; what it has not keeps its state."""
+        for i, name in enumerate(self._of):
+            if name in values:
+                scale, *history = values[name]
+                self.scale_P[i] = scale
+                self.history_SP[:, i] = torch.tensor(history)

@@ -139,6 +139,7 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
         x = operand(call)
         if x.op != "placeholder" and not _is_over_cat(x):
             _put_results(call, put_graph(call, lambda x: quantise(x, fp8_dtype()), x))
+    _share_scales(graph)
     return Rewrites(len(found) + len(sent), absent="no product in 8 bits")
 
 
@@ -161,6 +162,19 @@ def _is_over_cat(x: Node) -> bool:
 
 def _is_as_large(node: Node, x: Node) -> bool:
     return math.prod(shape(node)) == math.prod(shape(x))
+
+
+def _share_scales(graph: fx.Graph) -> None:
+    """Let what several products read have one delayed scale, so that it is stored once."""
+    first = dict[Node, Node]()
+    for call in calls(graph, ops.fp8_given):
+        x, scale, _ = operands(call)
+        own = operand(scale)
+        shared = first.setdefault(x, own)
+        if own is not shared:
+            pieces = {operand(piece, 1): piece for piece in shared.users}
+            for piece in list(own.users):
+                piece.replace_all_uses_with(pieces[operand(piece, 1)])
 
 
 def _spelt(call: Node, table: Mapping[Any, Any]) -> tuple[Node, ...]:

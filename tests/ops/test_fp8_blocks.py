@@ -171,7 +171,7 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
         found[major] = recipes_of(gpu)
         assert all(reason_against(gpu, name) is None for name in found[major])
-    assert found == {8: (), 9: ("rowwise", "blockwise"), 10: ("rowwise", "mxfp8"), 12: ("rowwise",)}
+    assert found == {8: (), 9: (*OF_ALL, "blockwise"), 10: (*OF_ALL, "mxfp8"), 12: OF_ALL}
     assert reason_against(gpu, "mxfp8") == (
         "needs instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)"
         ", and this is one of 12.0 with CUDA 13.0; use precision.fp8=rowwise or tensorwise or none"
@@ -182,7 +182,7 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
         "one of 9.0 with CUDA 12.8; use precision.fp8=rowwise or tensorwise or none"
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for name, recipes in {"gfx90a": (), "gfx942": ("rowwise",), "gfx950": ("rowwise", "mxfp8")}.items():
+    for name, recipes in {"gfx90a": (), "gfx942": OF_ALL, "gfx950": (*OF_ALL, "mxfp8")}.items():
         facts = mock.Mock(gcnArchName=f"{name}:sramecc+")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
         assert recipes_of(gpu) == recipes

@@ -31,10 +31,11 @@ def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tens
     return F.silu(F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down))
 
 
-WIDTHS = {"rowwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
+WIDTHS = {"rowwise": (32, 48), "tensorwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
 """Inputs and outputs of the first two products."""
 WEIGHTS = {
     "rowwise": ("fp8_rows", "fp8_columns"),
+    "tensorwise": ("fp8_whole_rows", "fp8_whole_columns"),
     "blockwise": ("fp8_squares", "fp8_squares_turned"),
     "mxfp8": ("mx_rows", "mx_columns"),
 }
@@ -83,7 +84,10 @@ def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alon
     assert not calls["fp8_linear"] + calls["fp8_linear_dgrad"] + calls["fp8_linear_wgrad"]
     # x, the activation, the gradients of three products, three weights along either axis: each once.
     casts = [n for n in spelt.graph.graph.nodes if n.target is torch.ops.aten._to_copy.default]
-    assert sum(node.meta["val"].dtype == fp8_dtype() for node in casts) == 2 + 3
+    stored = sum(node.meta["val"].dtype == fp8_dtype() for node in casts)
+    assert stored + calls["fp8_given"] == 2 + 3
+    if recipe == "tensorwise":  # what two products read has one scale
+        assert [calls["fp8_scale_of_input"], calls["fp8_scale_of_gradient"]] == [2, 3]
     assert [calls[name] for name in WEIGHTS[recipe]] == [3, 3]
     assert calls["fp8_transposed"] + calls["fp8_blocks_turned"] == (5 if wgrad == "fp8" else 0)
 

@@ -317,7 +317,7 @@ class Trainer:
             state["fp8"],
             state["loader"]["contents"],
             state["optimizer"]["scales"],
-        )  # may lack
+        )  # if any
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):

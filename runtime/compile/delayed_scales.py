@@ -19,7 +19,7 @@ from graphmoe.ops.fp8_linear import FIRST_SCALE
 STEPS = 16
 """Steps whose largest numbers a scale looks at."""
 ROOM = 2.0
-"""How many times the largest of them a scale has room for; more becomes that."""
+"""Factor of the largest of them for which a scale has room; more becomes that."""
 SIDES = (INPUT, GRADIENT)
 
 

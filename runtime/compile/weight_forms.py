@@ -114,7 +114,7 @@ class _Held:
     """Held too: its identity is the key."""
     tensors: tuple[Tensor, ...]
     made_at: int | None
-    """None: they stay, whatever becomes of the weight."""
+    """Number of changes at which they were made; None for those that stay, whatever becomes of the weight."""
     within: bool
     """True where the numbers lie in the weight's own memory."""
 
@@ -138,7 +138,7 @@ class WeightForms:
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
         """``mains`` has the fp32 values, by id, of weights of two bytes whose memory forms may take."""
         self.scales: DelayedScales | None = None
-        """Those of products with scales for whole tensors; None where there are none."""
+        """Delayed scales of what products read; None where there are none."""
         self._mains = mains or {}
         self._held: dict[tuple[int, str], _Held] = {}
         self._number = 0

@@ -312,12 +312,7 @@ class Trainer:
         source = None if store.latest() else self.config.checkpoint.resume_from
         if not store.latest():
             refuse_other_tokenizer(self.config, self.corpus.tokenizer)
-        del (
-            state["experts"],
-            state["fp8"],
-            state["loader"]["contents"],
-            state["optimizer"]["scales"],
-        )  # if any
+        del state["experts"], state["fp8"], state["loader"]["contents"], state["optimizer"]["scales"]
         with named_source("resume_from", source):
             store = CheckpointStore.open_any(source) if source else store
             with explained_mismatch(store.folder, self.config.model):

@@ -19,7 +19,8 @@ from torch.fx import Node
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.fp8 import fp8_dtype, mlp, mlp_gradients, quantise
-from graphmoe.ops.fp8_linear import ALIGNED, RECIPES, linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.fp8_blocks.reference import quantise_mx
+from graphmoe.ops.fp8_linear import RECIPES, linear, linear_dgrad, linear_wgrad
 from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
@@ -95,10 +96,10 @@ def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise") -> Rewrites:
 
 
 def _replace_experts(call: Node, recipe: str) -> str | None:
-    *layer, _ = operands(call)
-    uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % ALIGNED]
+    (*layer, _), aligned = operands(call), RECIPES[recipe].aligned
+    uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
-        return f"{uneven[0]} of its weights {list(shape(layer[1]))} is no multiple of {ALIGNED}"
+        return f"{uneven[0]} of its weights {list(shape(layer[1]))} is no multiple of {aligned}"
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"
@@ -135,10 +136,10 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
             _put_results(call, put_graph(call, gradients, dy, *stored[tuple(layer)], *layer))
         else:
             _put_results(call, _spelt(call, SPELT))
-    for call in calls(graph, ops.fp8_rows):
-        x = operand(call)
+    for call in calls(graph, ops.fp8_rows, ops.mx_rows):
+        x, by_rows = operand(call), functools.partial(quantise, dtype=fp8_dtype())
         if x.op != "placeholder" and not _is_over_cat(x):
-            _put_results(call, put_graph(call, lambda x: quantise(x, fp8_dtype()), x))
+            _put_results(call, put_graph(call, quantise_mx if is_op(call, ops.mx_rows) else by_rows, x))
     _share_scales(graph)
     return Rewrites(len(found) + len(sent), absent="no product in 8 bits")
 

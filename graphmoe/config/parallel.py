@@ -60,7 +60,7 @@ class MoEConfig:
     dispatch_dtype: DispatchDtype = DispatchDtype.auto
     """Rows on the way to the experts, and gradients of their sums: bf16 (not rounded, whatever
     precision.compute is), fp8 (8 bits, which precision.fp8 would give them at arrival: no result changes), or
-    auto: fp8 with precision.fp8 of experts and moe.dispatcher=symm, else bf16."""
+    auto: fp8 with precision.fp8=rowwise of experts and moe.dispatcher=symm, else bf16."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""

@@ -134,19 +134,20 @@ def _stored(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> t
     if recipe == "tensorwise":
         q, scale = delayed(x_TD, w, side)
         return q, scale.expand(len(x_TD), 1).contiguous()
-    found: tuple[Tensor, Tensor] = ops.fp8_arrived(x_TD) if carries else ops.fp8_rows(x_TD)
+    rows = ops.mx_rows if recipe == "mxfp8" else ops.fp8_rows
+    found: tuple[Tensor, Tensor] = ops.fp8_arrived(x_TD) if carries else rows(x_TD)
     return found
 
 
 def _weights(recipe: str, turned: bool, *weights: Tensor) -> list[Tensor]:
     """Numbers and scales of experts' weights, along their rows or ``turned``."""
     ops = torch.ops.graphmoe
-    along, across = (
-        (ops.fp8_whole_rows, ops.fp8_whole_columns)
-        if recipe == "tensorwise"
-        else (ops.fp8_rows, ops.fp8_columns)
-    )
-    return [part for weight in weights for part in (across if turned else along)(weight)]
+    kinds = {
+        "rowwise": (ops.fp8_rows, ops.fp8_columns),
+        "tensorwise": (ops.fp8_whole_rows, ops.fp8_whole_columns),
+        "mxfp8": (ops.mx_rows, ops.mx_columns),
+    }
+    return [part for weight in weights for part in kinds[recipe][turned](weight)]
 
 
 def mlp(*layer: Tensor, recipe: str = "rowwise", carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -110,8 +110,8 @@ class Experts:
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
         dy, layer = torch.randn_like(x), (gate_up, down, weight_TK, *plan)
         totals = [torch.empty(each.shape, device=device) for each in (gate_up, down)]
-        whole = self.recipe == "tensorwise"
-        forms = (ops.fp8_whole_rows, ops.fp8_whole_columns) if whole else (ops.fp8_rows, ops.fp8_columns)
+        whole, by = self.recipe == "tensorwise", RECIPES[self.recipe]
+        forms, store = (by.weight, by.turned), by.rows or ops.fp8_rows
         along, turned = ([*f(gate_up), *f(down)] for f in forms)
         known = [torch.ones(1, device=device)] * 3 if whole else [None] * 3
 
@@ -121,9 +121,9 @@ class Experts:
             ops.grouped_mlp_wgrad_into(dy, x, *made, *plan, *totals, self.backends, False)
 
         def in_fp8() -> None:
-            stored = ops.fp8_rows(x)
+            stored = store(x)
             _, *h, _ = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype, *known[:2])
-            gradient = ops.fp8_rows(dy)
+            gradient = store(dy)
             _, _, *made, _ = ops.fp8_mlp_dgrad(*gradient, *h, *turned, weight_TK, *plan, shape.dtype, *known)
             ops.fp8_mlp_wgrad_into(*gradient, *stored, *made, *plan, *totals, False)
 

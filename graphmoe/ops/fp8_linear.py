@@ -153,7 +153,7 @@ RECIPES = {
     ),
     "mxfp8": Recipe(
         blocks.MX_BLOCK,
-        blocks.quantise_mx,
+        fp8_blocks.mx_rows,
         fp8_blocks.mx_rows,
         fp8_blocks.mx_columns,
         _with_blocks,

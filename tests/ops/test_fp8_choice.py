@@ -79,6 +79,10 @@ def test_too_little_memory_to_time_a_product_is_told_in_one_line(monkeypatch):
 
 GIVEN = ["graphmoe::fp8_rows"] * 2
 STORED = ["graphmoe::fp8_rows", "graphmoe::fp8_columns"]
+OF_EXPERTS = [
+    *("graphmoe::fp8_rows", "graphmoe::fp8_mlp_forward", "graphmoe::fp8_rows", "graphmoe::fp8_mlp_dgrad"),
+    "graphmoe::fp8_mlp_wgrad_into",
+]
 
 
 @pytest.mark.parametrize(
@@ -89,17 +93,17 @@ STORED = ["graphmoe::fp8_rows", "graphmoe::fp8_columns"]
         (
             EXPERTS,
             ["graphmoe::grouped_mlp", "graphmoe::grouped_mlp_dgrad", "graphmoe::grouped_mlp_wgrad_into"],
-            [
-                "graphmoe::fp8_rows",
-                "graphmoe::fp8_mlp_forward",
-                "graphmoe::fp8_rows",
-                "graphmoe::fp8_mlp_dgrad",
-            ]
-            + ["graphmoe::fp8_mlp_wgrad_into"],
+            OF_EXPERTS,
             STORED * 2,
         ),
+        (
+            replace(EXPERTS, recipe="mxfp8", shape=replace(EXPERTS.shape, F=32)),
+            ["graphmoe::grouped_mlp", "graphmoe::grouped_mlp_dgrad", "graphmoe::grouped_mlp_wgrad_into"],
+            [name.replace("fp8_rows", "mx_rows") for name in OF_EXPERTS],
+            ["graphmoe::mx_rows", "graphmoe::mx_columns"] * 2,
+        ),
     ],
-    ids=["dense", "wgrad in bf16", "experts"],
+    ids=["dense", "wgrad in bf16", "experts", "experts in mxfp8"],
 )
 def test_a_form_runs_the_operations_of_forward_and_gradients(product, plain, in_fp8, weights):
     calls = product.calls(CPU)

@@ -121,25 +121,28 @@ def test_weights_that_are_to_stay_in_their_dtype_are_left():
 BEHIND = (fuse_permutation, fuse_activation, fuse_experts)
 
 
-def experts_in_16s() -> list[Tensor]:
-    given = inputs()
-    return [given[0], given[1], random(4, 32, 16, seed=1), random(4, 16, 16, seed=2), given[4]]
+def experts_in(width: int) -> list[Tensor]:
+    x, weight_TK, *_, expert_TK = inputs()
+    weights = random(4, 2 * width, width, seed=1), random(4, width, width, seed=2)
+    return [random(len(x), width), weight_TK, *weights, expert_TK]
 
 
-def test_experts_are_spelt_out_with_the_same_bits():
-    plain = traced(block(), *experts_in_16s())
-    found, (*_, result) = rewritten(plain, *BEHIND, fp8_experts)
+@pytest.mark.parametrize(("recipe", "width"), [("rowwise", 16), ("mxfp8", 32)])
+def test_experts_are_spelt_out_with_the_same_bits(recipe, width):
+    plain = traced(block(), *experts_in(width))
+    put = functools.partial(fp8_experts, recipe=recipe)
+    found, (*_, result) = rewritten(plain, *BEHIND, put)
     assert result.matches == 1 and call_of(found, "fp8_mlp") is not None
     opaque, spelt = joint_of(found), joint_of(found, fp8_quantise)
     for one, other in zip(results(spelt, found), results(opaque, found), strict=True):
         assert one.equal(other)
     calls = operations(spelt)
-    names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", "fp8_rows", "fp8_columns")
+    names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", *WEIGHTS[recipe])
     assert [calls[name] for name in names] == [1, 1, 1, 2 + 3, 2]  # weights, and inputs: x twice, dy
 
 
 def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
-    found, _ = rewritten(traced(block(), *experts_in_16s()), *BEHIND)
+    found, _ = rewritten(traced(block(), *experts_in(16)), *BEHIND)
     joint = joint_of(found)
     for node in joint.graph.graph.nodes:
         node.meta["custom"] = {"segment": "moe_experts"}
@@ -149,6 +152,8 @@ def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
 
 def test_experts_of_other_sizes_are_left():
     assert_left(traced(block(), *inputs()), "8 of its weights", *BEHIND, fp8_experts)
+    in_32s = functools.partial(fp8_experts, recipe="mxfp8")
+    assert_left(traced(block(), *experts_in(16)), "16 of its weights [4, 32, 16] is no", *BEHIND, in_32s)
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

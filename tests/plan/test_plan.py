@@ -55,6 +55,8 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
     assert not travels() and not travels(fp8, "moe.dispatch_dtype=bf16")
     assert not travels(fp8, "precision.fp8_products=[attn]")
+    in_32s = "model.hidden_size=32", "model.expert_ffn_size=32"
+    assert travels(fp8, *in_32s) and not travels("precision.fp8=mxfp8", *in_32s)
 
 
 def called_in(file: Path) -> set[str]:

@@ -39,68 +39,69 @@ def model_of() -> nn.Module:
     return build_model(RUN.model, device=cpu, dtype=torch.float32, seed=0, execution=RUN.moe)
 
 
-@pytest.fixture(scope="module")
-def of_fp8() -> tuple[dict[str, Tensor], CompiledSegments]:
-    made = CompiledSegments(lambda trains: pass_runner(RUN, "torch", None, trains))
-    return gradients(model_of(), made)[1], made
+PRODUCTS = {"rowwise": (7, 14), "mxfp8": (4, 12)}
+"""Products of the dense layer whose sides are multiples of 16, or of 32; the least signal over noise."""
+Made = tuple[dict[str, Tensor], CompiledSegments, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module", params=PRODUCTS)
+def of_fp8(request) -> Made:
+    """Gradients in 8 bits, what computed them, and the words of the run."""
+    words = *COMPILED, *SIZES, f"precision.fp8={request.param}"
+    made = CompiledSegments(lambda trains: pass_runner(config(*words), "torch", None, trains))
+    return gradients(model_of(), made)[1], made, words
 
 
 @pytest.mark.slow  # compiles a model
 def test_gradients_are_close_to_those_of_the_plain_model(of_fp8):
-    found, made = of_fp8
-    _, wanted = gradients(model_of())
+    found, made, (*_, recipe) = of_fp8
+    (_, wanted), (products, least) = gradients(model_of()), PRODUCTS[recipe.partition("=")[2]]
     for name, gradient in found.items():
-        assert decibels(gradient, wanted[name]) > 14, name
+        assert decibels(gradient, wanted[name]) > least, name
     matches = {(r.unit, p.name): p.matches for r in made.reports for p in r.passes}
-    assert matches["attn..mlp", "fp8_linear"] == 7 and matches["attn..moe_combine", "fp8_experts"] == 1
-    assert matches["loss", "fp8_linear"] == 0
+    assert matches["attn..mlp", "fp8_linear"] == products
+    assert matches["attn..moe_combine", "fp8_experts"] == 1 and matches["loss", "fp8_linear"] == 0
 
 
 @pytest.mark.slow  # compiles a model
-@pytest.mark.parametrize(("recipe", "aligned", "least"), [("blockwise", 128, 14), ("mxfp8", 32, 12)])
-def test_gradients_by_blocks_are_close_to_those_of_the_plain_model(recipe, aligned, least):
+def test_gradients_by_blocks_are_close_to_those_of_the_plain_model():
     words = (*(f"{word.partition('=')[0]}=128" for word in SIZES[1:]), "precision.fp8_products=[attn,mlp]")
-    run = config(*COMPILED, "model.mtp_depth=0", *words, f"precision.fp8={recipe}")
-    cpu = torch.device("cpu")
-    made = CompiledSegments(
-        lambda trains: pass_runner(run, "torch", None, trains), weight_forms=(forms := WeightForms())
-    )
-    models = [
-        build_model(run.model, device=cpu, dtype=torch.float32, seed=0, execution=run.moe) for _ in range(2)
-    ]
+    run = config(*COMPILED, "model.mtp_depth=0", *words, "precision.fp8=blockwise")
+    forms = WeightForms()
+    made = CompiledSegments(lambda trains: pass_runner(run, "torch", None, trains), weight_forms=forms)
+    given = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, "execution": run.moe}
+    models = [build_model(run.model, **given) for _ in range(2)]
     found, wanted = gradients(models[0], made)[1], gradients(models[1])[1]
     for name, gradient in found.items():
-        assert decibels(gradient, wanted[name]) > least, name
-    reports = [
-        row for r in made.reports if r.unit == "attn..mlp" for row in r.passes if row.name == "fp8_linear"
-    ]
-    even = [
-        w for w in models[0].layers[0].parameters() if w.dim() == 2 and not any(n % aligned for n in w.shape)
-    ]
-    assert reports[0].matches == len(even) > 4
-    stored = {"blockwise": {"fp8_squares", "fp8_squares_turned"}, "mxfp8": {"mx_rows", "mx_columns"}}
-    assert {operation for _, operation in forms._held} == stored[recipe]
+        assert decibels(gradient, wanted[name]) > 14, name
+    matches = {(r.unit, p.name): p.matches for r in made.reports for p in r.passes}
+    weights = [w for w in models[0].layers[0].parameters() if w.dim() == 2]
+    even = sum(not any(size % 128 for size in w.shape) for w in weights)
+    assert matches["attn..mlp", "fp8_linear"] == even > 4
+    assert {operation for _, operation in forms._held} == {"fp8_squares", "fp8_squares_turned"}
 
 
 @pytest.mark.slow  # compiles a model
 def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
     model = model_of()
     sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
+    run, forms = config(*of_fp8[2]), WeightForms()
     made = CompiledSegments(
-        lambda trains: pass_runner(RUN, "torch", None, trains),
-        lambda p: sums[id(p)],
-        weight_forms=WeightForms(),
+        lambda trains: pass_runner(run, "torch", None, trains), lambda p: sums[id(p)], weight_forms=forms
     )
     for _ in range(2):
         model.loss(*batch(), made).total.backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(sums[id(parameter)].total, 2 * of_fp8[0][name], rtol=1e-5, atol=1e-7)
+    experts = {id(parameter) for parameter in model.parameters() if parameter.dim() == 3}
+    stored = [operation for weight, operation in forms._held if weight in experts]
+    names = {"rowwise": ["fp8_rows", "fp8_columns"], "mxfp8": ["mx_rows", "mx_columns"]}
+    assert sorted(stored) == sorted(2 * names[run.precision.fp8]) and len(experts) == 2
 
 
 @pytest.mark.slow  # compiles a model
 def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8):
-    words = "recompute.segments=[attn,mlp,moe_experts,shared_experts]"
-    again = config(*COMPILED, *SIZES, "precision.fp8=rowwise", words)
+    again = config(*of_fp8[2], "recompute.segments=[attn,mlp,moe_experts,shared_experts]")
     made = CompiledSegments(
         lambda trains: pass_runner(again, "torch", None, trains), recompute=Recompute.of(again.recompute)
     )
@@ -320,15 +321,19 @@ def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
     assert levels[0] > 3 and levels[1] > 14, levels  # first scales are a guess
 
 
-@pytest.mark.parametrize("scope", ["none", "layer", "full_iteration"])
-def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, scope):
-    words = (*TRAINED, "precision.compute=bf16", f"graph.scope={scope}", "graph.warmup_steps=1")
+WITHIN = [(scope, "rowwise", NUM_WEIGHTS) for scope in ("none", "layer", "full_iteration")]
+
+
+@pytest.mark.parametrize(("scope", "recipe", "count"), [*WITHIN, ("full_iteration", "mxfp8", 4 + 6)])
+def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, scope, recipe, count):
+    words = (*TRAINED, f"precision.fp8={recipe}", "precision.compute=bf16", f"graph.scope={scope}")
+    words = (*words, "graph.warmup_steps=1")
     with mock.patch.object(Optimizer, "_restorable", lambda self: {}):
         apart = train_in(tmp_path / "apart", *words)
     within = train_in(tmp_path / "within", *words)
     assert numbers(tmp_path / "within") == numbers(tmp_path / "apart")
     held = [each for each in within.optimizer.weight_forms._held.values() if each.within]
-    assert len(held) == 2 * NUM_WEIGHTS
+    assert len(held) == 2 * count
     taken = {weight.data_ptr() + i * weight.numel() for weight in within.optimizer.weights for i in (0, 1)}
     assert {each.tensors[0].data_ptr() for each in held} <= taken
     for one, other in zip(within.optimizer.weights, apart.optimizer.weights, strict=True):

@@ -163,10 +163,7 @@ def compile_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-NO_EXPERTS = {
-    Fp8Recipe.blockwise: "has no kernels of experts that are faster than bf16",
-    Fp8Recipe.mxfp8: "has no kernels of experts yet",
-}
+NO_EXPERTS = {Fp8Recipe.blockwise: "has no kernels of experts that are faster than bf16"}
 """Reasons why a recipe has no routed experts."""
 
 
@@ -202,9 +199,11 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     if in_fp8 and precision.fp8 in NO_EXPERTS:
         yield f"{key} {NO_EXPERTS[precision.fp8]}; use precision.fp8=rowwise{without}"
         in_fp8 = False
+    aligned = 32 if precision.fp8 is Fp8Recipe.mxfp8 else 16
     for name, size in uneven.items() if in_fp8 else ():
-        if size % 16:
-            yield f"{key} of experts needs multiples of 16, and {name} is {size}; use {-(-size // 16) * 16}"
+        if size % aligned:
+            even = -(-size // aligned) * aligned
+            yield f"{key} of experts needs multiples of {aligned}, and {name} is {size}; use {even}"
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
     else:

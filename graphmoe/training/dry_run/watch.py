@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
 from graphmoe.ops.fp8_mlp.launches import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
@@ -217,10 +218,14 @@ def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> 
     return int(R * (H // 2 + D) * rest[-1].itemsize)
 
 
-def _fp8_sides(dyq_TD: Tensor, _: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:
-    """Transposed copies of both sides of both products, whose rows of each expert fill whole tiles."""
+def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:
+    """Transposed copies of both sides of both products, whose rows of each expert fill whole tiles.
+
+    In mxfp8, which has a scale for 32 numbers, those of one product after those of the other.
+    """
     (R, H), D, E = dhq_RH.shape, xq_TD.shape[1], rest[5].shape[0]
-    return int((R + E * (BLOCK_R - 1)) * (H + H // 2 + 2 * D))
+    columns = (H + D) * (MX_BLOCK + 1) // MX_BLOCK if is_mx(dys_T1) else H + H // 2 + 2 * D
+    return int((R + E * (BLOCK_R - 1)) * columns)
 
 
 def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:

@@ -81,13 +81,15 @@ precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or
 precision.fp8=blockwise compile.enabled=true
     | than bf16; use precision.fp8=rowwise, or precision.fp8_products=[attn,mlp,shared_experts]
-precision.fp8=mxfp8 compile.enabled=true precision.fp8_products=[experts]
-    | precision.fp8=mxfp8 has no kernels of experts yet; use precision.fp8=rowwise
+precision.fp8=mxfp8 model.hidden_size=128 model.expert_ffn_size=48
+    | precision.fp8=mxfp8 of experts needs multiples of 32, and model.expert_ffn_size of a rank is 48; use 64
 precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
     | use precision.fp8=rowwise, or parallel.dp_shard=zero1
 FP8_ROWS precision.fp8=tensorwise | and precision.fp8=tensorwise stores them with other scales than those of
 moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
+FP8_ROWS precision.fp8=mxfp8 model.expert_ffn_size=64
+    | and precision.fp8=mxfp8 stores them with other scales than those of rows; use moe.dispatch_dtype=auto or
 FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use
 FP8_ROWS passes.disabled=[fp8_experts] | or passes.disabled leaves out fp8_experts; let them run, or use
 FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may compute with more; use
@@ -260,7 +262,8 @@ RULES += [
 ]
 FINE = """
 precision.fp8=blockwise compile.enabled=true precision.fp8_products=[attn,mlp,shared_experts]
-precision.fp8=mxfp8 compile.enabled=true model.num_layers=2 model.num_dense_layers=2 model.mtp_depth=0
+precision.fp8=blockwise compile.enabled=true model.num_layers=2 model.num_dense_layers=2 model.mtp_depth=0
+precision.fp8=mxfp8 compile.enabled=true model.hidden_size=128 model.expert_ffn_size=96
 launch.nproc=4 parallel.tp=4 train.global_batch_size=4
 launch.nproc=8 parallel.tp=2 train.global_batch_size=16
 launch.nproc=2 parallel.tp=4

@@ -21,8 +21,6 @@ from tests.ops.interpreted import KERNELS, device_of
 from tests.ops.test_fp8_mlp import WIDE, decibels, layer, same
 
 ops = torch.ops.graphmoe
-ON = ["interpreted"] if KERNELS == ["interpreted"] else []
-"""The interpreter alone: which GPUs have the instructions is in `ops.fp8.recipes_of`."""
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 96, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
 COMPILED = WIDE | {"uneven": (576, 480, 8, 2)}
@@ -97,10 +95,10 @@ def test_sizes_that_a_compiler_is_told_are_those_of_the_results():
         assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
-@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("matrices", [(5, 128, 96), (3, 64, 160)])
 def test_weights_of_experts_are_stored_as_each_alone(backend, matrices):
-    w = torch.randn(matrices, generator=torch.Generator().manual_seed(0))
+    w = torch.randn(matrices, generator=torch.Generator().manual_seed(0)).to(device_of(backend))
     w[1] *= 1e-6
     w[2, 7], w[2, :, 9] = 0, 1e4
     for found, one in ((blocks.mx_rows(w), w), (blocks.turned(w, None), w.mT.contiguous())):
@@ -109,7 +107,7 @@ def test_weights_of_experts_are_stored_as_each_alone(backend, matrices):
         assert found[1].equal(scale) and scale.shape == (*one.shape[:-1], one.shape[-1] // MX_BLOCK)
 
 
-@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
 def test_kernels_are_the_plain_form(backend, shape):
     (x, w_gate_up, w_down, weight_TK), plan, dy = sizes_apart(shape, device=device_of(backend))
@@ -118,14 +116,14 @@ def test_kernels_are_the_plain_form(backend, shape):
     (y, *h), (y_plain, *h_plain) = (
         kernels.forward(of_x, *rows, weight_TK, plan, x.dtype) for kernels in (launches, reference)
     )
-    almost(y, y_plain)
+    almost(y, y_plain, 45)
     for one, other in zip(h, launches.hidden(of_x, rows[0], plan, x.dtype), strict=True):
         same(one, other, live)
     stored_alike(h, h_plain, live)
     given = of_dy, tuple(h_plain), *columns, weight_TK, plan, x.dtype
     found, wanted = launches.dgrad(*given), reference.dgrad(*given)
     for one, other in zip(found[:2], wanted[:2], strict=True):
-        almost(one, other)
+        almost(one, other, 45)
     stored_alike(found[2:4], wanted[2:4], live)
     stored_alike(found[4:], wanted[4:], live)
     sides = of_dy, of_x, wanted[2:4], wanted[4:], plan
@@ -141,10 +139,13 @@ def test_kernels_are_the_plain_form(backend, shape):
         assert full.equal(one) and total.equal(one + 2) and not one[1].any()
 
 
-def almost(found: Tensor, wanted: Tensor) -> None:
-    """Sums in fp32 in another order."""
+def almost(found: Tensor, wanted: Tensor, least: float = 70) -> None:
+    """Compare sums in fp32 in another order; on a GPU by signal over noise, in dB."""
     assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=float(wanted.abs().amax()) * 2e-6)
+    if found.is_cuda:
+        assert decibels(found, wanted) > least or found.equal(wanted)
+    else:
+        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=float(wanted.abs().amax()) * 2e-6)
 
 
 def stored_alike(found: Any, wanted: Any, live: int) -> None:
@@ -156,14 +157,16 @@ def stored_alike(found: Any, wanted: Any, live: int) -> None:
     assert decibels(along(q, scale), along(q_wanted, scale_wanted)) > 45
 
 
-@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("backend", KERNELS)
 def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend):
     """Sums and the exponential, which differ in their last bits, are left out."""
-    (x, w_gate_up, *_), plan, _ = sizes_apart(SHAPES["small"])
+    device = device_of(backend)
+    (x, w_gate_up, *_), plan, _ = sizes_apart(SHAPES["small"], device=device)
     R, H = len(plan.slot_R), w_gate_up.shape[1]
     h = torch.randn(R, H, generator=torch.Generator().manual_seed(3)) * torch.logspace(-6, 4, R)[:, None]
     h[4] = 0
-    stored = torch.empty(R, H, dtype=KIND), torch.empty(R, H // MX_BLOCK, dtype=torch.uint8)
+    h = h.to(device)
+    stored = h.new_empty(R, H, dtype=KIND), h.new_empty(R, H // MX_BLOCK, dtype=torch.uint8)
     of_tiles = h, None, plan.slot_R, plan.ends_E, *stored, None, None
     launches._by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128)
     for found, wanted in zip(stored, quantise_mx(h), strict=True):
@@ -183,7 +186,7 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
             tile += room
 
 
-@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("backend", KERNELS)
 def test_dead_rows_full_of_nan_are_not_read(backend):
     (x, w_gate_up, w_down, weight_TK), plan, dy = layer(SHAPES["small"], device=device_of(backend))
     rows, columns = ([store(w) for w in (w_gate_up, w_down)] for store in (ops.mx_rows, ops.mx_columns))
@@ -199,7 +202,7 @@ def test_dead_rows_full_of_nan_are_not_read(backend):
     y, *h = reference.forward(quantise_mx(x), *rows, weight_TK, plan, x.dtype)
     found = launches.forward(quantise_mx(x), *rows, weight_TK, wider, x.dtype)
     assert found[0].isfinite().all()
-    almost(found[0], y)
+    almost(found[0], y, 45)
     given = quantise_mx(dy), tuple(map(with_nan, h)), *columns, weight_TK, wider, x.dtype
     dx, dweight, *made = launches.dgrad(*given)
     assert dx.isfinite().all() and dweight.isfinite().all()
@@ -212,10 +215,11 @@ def test_dead_rows_full_of_nan_are_not_read(backend):
         almost(one, other)
 
 
-@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("backend", KERNELS)
 def test_no_live_rows_at_all_have_gradients_of_zero(backend):
-    x, w, weight_TK = torch.ones(4, 64), torch.ones(2, 64, 64), torch.ones(4, 1)
-    slot_R, row_TK, ends_E = torch.zeros(8).int(), torch.full((4, 1), -1).int(), torch.zeros(2).int()
+    with torch.device(device_of(backend)):
+        x, w, weight_TK = torch.ones(4, 64), torch.ones(2, 64, 64), torch.ones(4, 1)
+        slot_R, row_TK, ends_E = torch.zeros(8).int(), torch.full((4, 1), -1).int(), torch.zeros(2).int()
     of_x, plan, halves = quantise_mx(x), Plan(slot_R, row_TK, ends_E), (w, w[..., :32])
     y, *h = launches.forward(of_x, *map(ops.mx_rows, halves), weight_TK, plan, x.dtype)
     turned = map(ops.mx_columns, halves)

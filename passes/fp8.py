@@ -169,7 +169,7 @@ def _share_scales(graph: fx.Graph) -> None:
     """Let what several products read have one delayed scale, so that it is stored once."""
     first = dict[Node, Node]()
     for call in calls(graph, ops.fp8_given):
-        x, scale, _ = operands(call)
+        x, scale, *_ = operands(call)
         own = operand(scale)
         shared = first.setdefault(x, own)
         if own is not shared:

@@ -23,10 +23,19 @@ NEEDS = {
 
 def fp8_dtype() -> torch.dtype:
     """The format of this build of torch: e4m3fnuz (up to 240) on gfx942, else e4m3fn (up to 448)."""
-    if torch.version.hip and torch.cuda.is_available():
-        name = torch.cuda.get_device_properties(0).gcnArchName
-        return torch.float8_e4m3fnuz if name.startswith("gfx94") else torch.float8_e4m3fn
-    return torch.float8_e4m3fn
+    return torch.float8_e4m3fnuz if _is_fnuz() else torch.float8_e4m3fn
+
+
+def wide_dtype() -> torch.dtype:
+    """Return the format with a bit less and 2^14 times the range: e5m2fnuz on gfx942, else e5m2."""
+    return torch.float8_e5m2fnuz if _is_fnuz() else torch.float8_e5m2
+
+
+def _is_fnuz() -> bool:
+    if not (torch.version.hip and torch.cuda.is_available()):
+        return False
+    name: str = torch.cuda.get_device_properties(0).gcnArchName
+    return name.startswith("gfx94")
 
 
 def recipes_of(device: torch.device) -> tuple[str, ...]:
@@ -61,9 +70,11 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
     """Summands of an fp32 number's bits and of its exponent that make it the scale of a row.
 
-    The largest number is 1.75 * 2^8, or 1.875 * 2^7: a larger fraction needs the next power.
+    The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     """
-    return (0x1FFFFF, 8) if dtype == torch.float8_e4m3fn else (0x0FFFFF, 7)
+    return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
+        dtype, (0x1FFFFF, 15)
+    )
 
 
 def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,12 +94,11 @@ def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[
     return (x_RC.float() * inverse_R1).to(dtype), scale_R1
 
 
-def saturated(x: Tensor, scale: Tensor) -> Tensor:
+def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """q of x by a scale that is known before x is; more than the largest number becomes that.
 
     What is infinite, or no number, becomes no number.
     """
-    dtype = fp8_dtype()
     most = torch.finfo(dtype).max
     scaled = x.float() / scale
     within = scaled.clamp(-most, most)
@@ -113,10 +123,15 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
     return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
 
 
-def given(x_RC: Tensor, scale: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """q of x by a scale [1] that is known; the largest number of x, or ``largest`` [1] where that is more."""
+def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
+    """q of x by a scale [1] that is known; the largest number of x, or ``largest`` [1] where that is more.
+
+    ``wide`` numbers have the range of e5m2, which gradients of one scale need: most of them are far smaller
+    than the largest.
+    """
+    dtype = wide_dtype() if wide else fp8_dtype()
     # By rows first: Inductor joins their maxima with what makes the rows.
-    return saturated(x_RC, scale), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
+    return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
 
 
 INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
@@ -126,7 +141,7 @@ INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
 def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
     """q, and the scale [1] that the input or gradient of a weight's product has in this step."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
-    return torch.ops.graphmoe.fp8_given(x_RC, scale, largest)[0], scale
+    return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
 
 
 def _stored(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> tuple[Tensor, Tensor]:

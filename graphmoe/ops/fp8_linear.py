@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_blocks, num_warps  # noqa: F401  # registers operations
-from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, delayed, fp8_dtype, given, rounded
+from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, delayed, fp8_dtype, given, rounded, wide_dtype
 from graphmoe.ops.fp8_blocks import reference as blocks
 
 FIRST_SCALE = 2.0**-2
 """The delayed scale of numbers of which nothing is known: up to 112."""
+ROWS_ON_CPU = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+"""True where torch has scales of rows on a CPU; 2.11 has not."""
 ALIGNED = 16
 """Elements of which the sides of a product are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
 Stored = tuple[Tensor, Tensor]
@@ -47,6 +49,10 @@ class Recipe(NamedTuple):
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
     """The product [R, N] of two sides that lie along what is contracted."""
+    if q_RK.device.type == "cpu" and not ROWS_ON_CPU:
+        one = torch.ones_like(scale_R1[:1, 0])
+        sums_RN = torch._scaled_mm(q_RK, q_NK.t(), one, one, out_dtype=torch.float32)
+        return (sums_RN * scale_R1 * scale_N1.t()).to(dtype)
     return torch._scaled_mm(q_RK, q_NK.t(), scale_R1, scale_N1.t(), out_dtype=dtype, use_fast_accum=True)
 
 
@@ -203,7 +209,10 @@ _dgrad.register_fake(lambda dy_RN, w_NK, recipe: dy_RN.new_empty(dy_RN.shape[0],
 _wgrad.register_fake(lambda dy_RN, x_RK, w_NK, wgrad, recipe: dy_RN.new_empty(w_NK.shape))
 _given = torch.library.custom_op("graphmoe::fp8_given", given, mutates_args=())
 _given.register_fake(
-    lambda x_RC, scale, largest: (torch.empty_like(x_RC, dtype=fp8_dtype()), torch.empty_like(largest))
+    lambda x_RC, scale, largest, wide: (
+        torch.empty_like(x_RC, dtype=wide_dtype() if wide else fp8_dtype()),
+        torch.empty_like(largest),
+    )
 )
 for _name in (INPUT, GRADIENT):
     torch.library.custom_op(f"graphmoe::{_name}", _first, mutates_args=()).register_fake(

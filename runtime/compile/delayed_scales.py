@@ -2,7 +2,8 @@
 
 A scale of the tensor itself would be known only when all of it is there, and storing it would read it twice
 (Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; the history is that of Transformer
-Engine). Two scales belong to each weight: of its product's input, and of the gradient of its output.
+Engine). Two scales belong to each weight: of its product's input (e4m3), and of the gradient of its output
+(e5m2, as there).
 
 Suffixes: P scales, two of each weight; S steps.
 """
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.fp8 import GRADIENT, INPUT, fp8_dtype, scales_of
+from graphmoe.ops.fp8 import GRADIENT, INPUT, fp8_dtype, scales_of, wide_dtype
 from graphmoe.ops.fp8_linear import FIRST_SCALE
 
 STEPS = 16
@@ -34,10 +35,8 @@ class DelayedScales:
         self._group = group
         self._of = {f"{name}.{side}": (weight, side) for name, weight in weights.items() for side in SIDES}
         device = next(iter(weights.values())).device
-        first = torch.tensor([FIRST_SCALE, FIRST_SCALE / tokens]).repeat(len(weights))
-        # By the largest number there may be, not by the scale: that is rounded to a power of two.
-        most = torch.finfo(fp8_dtype()).max
-        self.scale_P = scales_of(first * most, fp8_dtype())[0].to(device)
+        first = FIRST_SCALE, FIRST_SCALE / 2 ** (tokens - 1).bit_length()
+        self.scale_P = torch.tensor(first, device=device).repeat(len(weights))
         self.largest_P = torch.zeros_like(self.scale_P)
         """Largest numbers of this step so far, of this rank."""
         self.history_SP = self.scale_P.new_zeros(STEPS, len(self._of))
@@ -62,7 +61,9 @@ class DelayedScales:
         moved_SP = torch.cat([newest_P[None], self.history_SP[:-1]])
         self.history_SP.copy_(moved_SP.where(done > 0, self.history_SP))
         amax_P = self.history_SP.amax(0)
-        self.scale_P.copy_(scales_of(ROOM * amax_P, fp8_dtype())[0].where(amax_P > 0, self.scale_P))
+        sides = zip((ROOM * amax_P).view(-1, 2).unbind(-1), (fp8_dtype(), wide_dtype()), strict=True)
+        scale_P = torch.stack([scales_of(*side)[0] for side in sides], -1).view(-1)
+        self.scale_P.copy_(scale_P.where(amax_P > 0, self.scale_P))
 
     def values(self) -> dict[str, list[float]]:
         """Return scale and history of each, by the name of the weight and the side. Waits for the device."""

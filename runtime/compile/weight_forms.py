@@ -5,6 +5,7 @@ Row forms are read by forwards and column forms by backwards, which find them am
 the delayed scales of what the products of a weight read, which stay from step to step.
 """
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def take_up_largest(module: fx.GraphModule) -> None:
         if len(call.args) <= place or call.args[place] is None:
             continue
         if is_op(call, torch.ops.graphmoe.fp8_given):
-            q, largest = put_graph(call, given, *operands(call))
+            *tensors, wide = operands(call)
+            q, largest = put_graph(call, functools.partial(given, wide=wide), *tensors)
             for piece in list(call.users):
                 piece.replace_all_uses_with(q)
         else:

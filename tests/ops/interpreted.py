@@ -32,14 +32,13 @@ KERNELS = ["interpreted"] if INTERPRETING else [CUDA]
 
 
 def _cast_by_torch() -> None:
-    """Let torch cast fp32 to e4m3 in the interpreter."""
+    """Let torch cast fp32 to 8 bits in the interpreter."""
     import numpy as np
     from triton.runtime import interpreter
 
-    plain, kinds = (
-        interpreter._convert_float,
-        {"fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz},
-    )
+    plain = interpreter._convert_float
+    kinds = {"fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz}
+    kinds |= {"fp8e5": torch.float8_e5m2, "fp8e5b16": torch.float8_e5m2fnuz}
 
     def convert(value: Any, before: Any, after: Any, rounding: Any) -> Any:
         if str(after) not in kinds or before.primitive_bitwidth != 32:

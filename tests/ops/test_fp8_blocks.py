@@ -124,7 +124,8 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
         "dx": torch.ops.graphmoe.fp8_linear_dgrad(dy, w, recipe),
         "dw": torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "fp8", recipe),
     }
-    for name, least in {"y": 25, "dx": 25, "dw": 22}.items():
+    of_dx = 24 if recipe == "tensorwise" else 25  # dy in e5m2
+    for name, least in {"y": 25, "dx": of_dx, "dw": 22}.items():
         assert found[name].dtype == dtype and decibels(found[name], plain[name]) > least, name
     if recipe in OF_ALL:
         return

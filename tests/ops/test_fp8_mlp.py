@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_linear, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks
+from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks, wide_dtype
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.ahead_of_time import compiled, launches_of
@@ -166,10 +166,10 @@ def test_kernels_take_scales_that_are_known_and_find_the_largest_numbers(backend
     def numbers(by: Any, of_a: float, of_dh: float) -> tuple[Tensor, ...]:
         a, dh, *largest = (torch.tensor([each], device=device) for each in (of_a, of_dh, 0.0, 0.0))
         y, *_ = by.forward(*stored, weight_TK, plan, dtype, (a, largest[0]))
-        gradients = quantise(dy, kind), tuple(h), *turned, weight_TK, plan, dtype
+        gradients = quantise(dy, wide_dtype()), tuple(h), *turned, weight_TK, plan, dtype
         return y, *by.dgrad(*gradients, a, (dh, largest[1])), *largest
 
-    scales = 2.0**-5, 2.0**-7
+    scales = 2.0**-5, 2.0**-14
     found, wanted = numbers(launches, *scales), numbers(reference, *scales)
     for one, other in zip(found, wanted, strict=True):
         count = len(other) if other.shape[0] in (len(x), 1) else live
@@ -179,20 +179,23 @@ def test_kernels_take_scales_that_are_known_and_find_the_largest_numbers(backend
     assert found[6][:live].eq(scales[0]).all() and found[4][:live].eq(scales[1]).all()
     # What is beyond the largest number becomes that: scales of a tiny part of it.
     _, _, _, dhq, _, aq, *_ = numbers(launches, 2.0**-40, 2.0**-40)
-    most = torch.finfo(kind).max
-    assert aq[:live].float().abs().max() == most == dhq[:live].float().abs().max()
+    assert dhq.dtype == wide_dtype() and aq.dtype == kind
+    for numbers_of in (aq, dhq):
+        assert numbers_of[:live].float().abs().max() == torch.finfo(numbers_of.dtype).max
     assert aq[:live].float().isfinite().all()
 
 
 def test_what_is_infinite_or_no_number_stays_known_as_such():
-    x, largest = torch.tensor([[1.0, -900.0, torch.inf, torch.nan, 0.0]]), torch.ones(1)
-    q, largest = torch.ops.graphmoe.fp8_given(x, torch.ones(1), largest)
-    q = q.float()
-    assert q[0, :2].tolist() == [1, -448] and q[0, 2:4].isnan().all() and q[0, 4] == 0
-    assert not largest.isfinite()
+    x, largest = torch.tensor([[1.0, -9e4, torch.inf, torch.nan, 0.0]]), torch.ones(1)
+    for wide, most in ((False, -448), (True, -57344)):
+        q, found = torch.ops.graphmoe.fp8_given(x, torch.ones(1), largest, wide)
+        q = q.float()
+        assert q[0, :2].tolist() == [1, most] and q[0, 2:4].isnan().all() and q[0, 4] == 0
+        assert not found.isfinite()
     finite = x[:, :2].contiguous()
-    for before, after in ((2, 900), (1000, 1000)):
-        assert torch.ops.graphmoe.fp8_given(finite, torch.ones(1), torch.tensor([before]).float())[1] == after
+    for before, after in ((2, 9e4), (1e5, 1e5)):
+        found = torch.ops.graphmoe.fp8_given(finite, torch.ones(1), torch.tensor([before]).float(), False)[1]
+        assert found == after
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -256,7 +259,9 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         turned = launches.columns(gate_up), launches.columns(down)
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
         known = scale, (scale, scale)
-        launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16, *known)
+        wide = rows[0].to(torch.float8_e5m2), rows[1]
+        launches.dgrad(wide, tuple(h), *turned, weight_TK, plan, torch.bfloat16, *known)
+        launches.wgrad(wide, rows, (h[0].to(torch.float8_e5m2), wide[1]), tuple(made[2:]), plan)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
         launches.wgrad(*sides, launches.wgrad(*sides), add=True)
         fp8_linear.by_kernel(*rows, R // K)

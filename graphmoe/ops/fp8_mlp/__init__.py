@@ -203,7 +203,7 @@ def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor
     dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
     of_dh, of_a = (H // MX_BLOCK, H // 2 // MX_BLOCK) if is_mx(dys_T1) else (1, 1)
     dh, a = (
-        (hq_RH.new_empty(R, H), dys_T1.new_empty(R, of_dh)),
+        (dyq_TD.new_empty(R, H), dys_T1.new_empty(R, of_dh)),
         (hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)),
     )
     return dx_TD, dweight_TK, *dh, *a, _of_largest(dys_T1, rest, 12)

@@ -17,6 +17,9 @@ import triton.language as tl
 
 from graphmoe.ops.grouped_mlp.rows_kernel import halves, in_turns, sigmoid_of, store
 
+WIDEST = tl.constexpr(57344.0)
+"""Largest number of e5m2, which gradients have where scales are known."""
+
 
 @triton.jit
 def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
@@ -243,8 +246,8 @@ def swiglu_grad_kernel(
             dh_scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
             tl.atomic_max(largest_ptr, tl.max(of_dh, 0))
             a = _saturated(a, a_scale[:, None, None], MOST)
-            dgate = _saturated(dgate, dh_scale[:, None, None], MOST)
-            dup = _saturated(dup, dh_scale[:, None, None], MOST)
+            dgate = _saturated(dgate, dh_scale[:, None, None], WIDEST)
+            dup = _saturated(dup, dh_scale[:, None, None], WIDEST)
         else:
             a_scale, a_inverse = power_of_two(of_a, ABOVE, EXPONENT)
             dh_scale, dh_inverse = power_of_two(of_dh, ABOVE, EXPONENT)
@@ -253,8 +256,8 @@ def swiglu_grad_kernel(
             dup *= dh_inverse[:, None, None]
         tl.store(as_ptr + row, a_scale, is_row)
         tl.store(dhs_ptr + row, dh_scale, is_row)
+        tl.store(aq_ptr + at_half, a.to(aq_ptr.dtype.element_ty), inside)
         kind = dhq_ptr.dtype.element_ty
-        tl.store(aq_ptr + at_half, a.to(kind), inside)
         tl.store(dhq_ptr + at, dgate.to(kind), inside)
         tl.store(dhq_ptr + at + F, dup.to(kind), inside)
 

@@ -142,7 +142,7 @@ def dgrad(
     tiles = row_tiles(plan.ends_E, R)
     da_RF, dx_RD = (hq_RH.new_empty(R, width, dtype=dtype) for width in (H // 2, D))
     _product(dy, w_down, da_RF, plan, tiles, gathers=True)
-    dh = torch.empty_like(hq_RH), dys_T1.new_empty(R, 1)
+    dh = dyq_TD.new_empty(R, H), dys_T1.new_empty(R, 1)
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)

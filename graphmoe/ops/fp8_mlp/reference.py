@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops.fp8 import block_values, fp8_dtype, given, quantise, quantise_blocks, saturated
+from graphmoe.ops.fp8 import block_values, fp8_dtype, quantise, quantise_blocks, saturated
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 Scaled = tuple[Tensor, Tensor]
@@ -79,7 +79,7 @@ def dgrad(
     live_R1 = live_rows(plan)[:, None]
     dh = _by_rows(dh_RH.where(live_R1, 0), kind, *(known or ()))
     dx_RD = _rows(dh, w_gate_up, plan).to(dtype)
-    a = _by_rows(a_RF.where(live_R1, 0), kind, known_a)
+    a = _by_rows(a_RF.where(live_R1, 0), h[0].dtype, known_a)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, slot_values(dweight_R, plan.row_TK), *dh, *a
 
@@ -114,8 +114,8 @@ def _by_rows(
     if scale is None:
         return quantise(x_RC, kind)
     if largest is not None:
-        largest.copy_(given(x_RC, scale, largest)[1])
-    return saturated(x_RC, scale), scale.expand(len(x_RC), 1).clone()
+        largest.copy_(torch.maximum(largest, x_RC.abs().amax()))
+    return saturated(x_RC, scale, kind), scale.expand(len(x_RC), 1).clone()
 
 
 def _by_halves(h_RH: Tensor, kind: torch.dtype) -> Scaled:

@@ -10,11 +10,11 @@ Suffixes: R rows, N outputs, K inputs of the weight.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 
 from graphmoe.config.schema import ConfigError
@@ -53,6 +53,8 @@ SENT: dict[Any, Any] = {
 """Ways of tokens, and of their gradients, to the experts; those that end in sums are not among them."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
 """Operations, beside elementwise ones, through which an operand is made of a cat."""
+NUM_OF_LAYER = 7
+"""Tensors of a layer of `ops.fp8_mlp`: x first, row_TK last but one."""
 DENSE = ("attn", "mlp", "shared_experts")
 
 
@@ -107,12 +109,13 @@ def _replace_experts(call: Node, recipe: str) -> str | None:
     return None
 
 
-def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
+def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = False) -> Rewrites:
     """Spell out each `fp8_linear` and `fp8_mlp`, and their gradients.
 
     What several of them store is there as often, until the joint graph is cut: that joins equal operations.
     (torch/_functorch/partitioners.py: config.cse.) With ``travels`` dispatch and the gradient of combine
-    store rows before they are sent, in place of experts, which are in other units.
+    store rows before they are sent, in place of experts, which are in other units. With ``has_room`` experts
+    get more rows than tokens, and whatever memory has in the others.
     """
     found, stored = (
         calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad),
@@ -126,13 +129,14 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
     for call in found:
         *given, recipe = operands(call)
         words = {"recipe": recipe, "carries": travels}
+        zeros = has_room and recipe == "tensorwise"
         if is_op(call, ops.fp8_mlp):
-            y, *h = put_graph(call, functools.partial(mlp, **words), *given)
+            y, *h = put_graph(call, functools.partial(_experts, mlp, zeros, words), *given)
             stored[tuple(given)] = tuple(h)
             call.replace_all_uses_with(y)
         elif is_op(call, ops.fp8_mlp_grad):
             dy, *layer = given
-            gradients = functools.partial(mlp_gradients, **words)
+            gradients = functools.partial(_experts, mlp_gradients, zeros, words)
             _put_results(call, put_graph(call, gradients, dy, *stored[tuple(layer)], *layer))
         else:
             _put_results(call, _spelt(call, SPELT))
@@ -142,6 +146,20 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False) -> Rewrites:
             _put_results(call, put_graph(call, quantise_mx if is_op(call, ops.mx_rows) else by_rows, x))
     _share_scales(graph)
     return Rewrites(len(found) + len(sent), absent="no product in 8 bits")
+
+
+def _experts(
+    run: Callable[..., tuple[Tensor, ...]], zeros: bool, words: Mapping[str, Any], *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """Run `mlp` or `mlp_gradients`, with ``zeros`` in rows of x and dy where no token lies.
+
+    What is there counts for no product, but would count as the largest number of a tensor.
+    """
+    if zeros:
+        *_, row_TK, _ = tensors
+        is_token, places = (row_TK >= 0).any(1, keepdim=True), (0, len(tensors) - NUM_OF_LAYER)
+        tensors = tuple(x.where(is_token, 0) if i in places else x for i, x in enumerate(tensors))
+    return run(*tensors, **words)
 
 
 def _is_over_cat(x: Node) -> bool:
@@ -182,7 +200,7 @@ def _spelt(call: Node, table: Mapping[Any, Any]) -> tuple[Node, ...]:
     run = table[call.target.overloadpacket]  # type: ignore[union-attr]
     words = [each for each in operands(call) if not isinstance(each, Node)]
 
-    def results(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = run(*tensors, *words)
         return found if isinstance(found, tuple) else (found,)
 
@@ -190,7 +208,7 @@ def _spelt(call: Node, table: Mapping[Any, Any]) -> tuple[Node, ...]:
 
 
 def _put_results(call: Node, results: Sequence[Node]) -> None:
-    if isinstance(value(call), torch.Tensor):
+    if isinstance(value(call), Tensor):
         call.replace_all_uses_with(results[0])
         return
     for piece in list(call.users):

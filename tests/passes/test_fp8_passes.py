@@ -141,6 +141,17 @@ def test_experts_are_spelt_out_with_the_same_bits(recipe, width):
     assert [calls[name] for name in names] == [1, 1, 1, 2 + 3, 2]  # weights, and inputs: x twice, dy
 
 
+@pytest.mark.parametrize("has_room", [False, True])
+def test_rows_where_no_token_lies_are_no_largest_number_of_a_tensor(has_room):
+    put = functools.partial(fp8_experts, recipe="tensorwise")
+    found, _ = rewritten(traced(block(), *experts_in(16)), *BEHIND, put)
+    spelt = joint_of(found, functools.partial(fp8_quantise, has_room=has_room))
+    spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
+    nodes = spelt.graph.graph.nodes
+    stored = [n.args[0] for n in nodes if n.target is torch.ops.graphmoe.fp8_given.default]
+    assert [x.target is torch.ops.aten.where.self for x in stored] == [has_room] * 2  # x, dy
+
+
 def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
     found, _ = rewritten(traced(block(), *experts_in(16)), *BEHIND)
     joint = joint_of(found)

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,6 +64,8 @@ class Outcome:
     error: str = ""
     graphs: "Graphs | None" = None
     """Set where compiled units ran as the graphs that were traced."""
+    scales: dict[str, list[float]] = field(default_factory=dict)
+    """Delayed scales with their history."""
 
     @property
     def val_losses(self) -> Tensor:
@@ -168,6 +170,7 @@ class Training:
             trainer.stopped_by,
             error,
             Graphs.of(compiled, len(dispatches)) if self.traced and compiled else None,
+            trainer.optimizer.scales.values() if trainer.optimizer.scales else {},
         )
 
 

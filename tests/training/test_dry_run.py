@@ -318,3 +318,12 @@ def test_weights_in_8_bits_are_counted_apart_from_activations(compute):
     beside = 2 * (compute == "fp32")
     found = sum(beside * size.numel() + 4 * size[:-2].numel() * sum(size[-2:]) for size in sizes)
     assert memory["at_peak_bytes"]["forms"] == found and memory["peak_in"] != "forms"
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_delayed_scales_are_exchanged_once_a_step_by_the_ranks_of_a_stage(world):
+    words = (f"launch.fake_world={world}", "precision.fp8=tensorwise", "train.global_batch_size=8")
+    found = dry_run(config(*TRAINED, *words, f"parallel.pp={min(world, 2)}", "launch.fake_rank=0"))
+    calls = [call for call in found["collectives"] if call["operation"] == "all_reduce"]
+    shapes = [(call["shape"], call["count"]) for call in calls if "stage" in call["axes"]]
+    assert shapes == ([] if world == 1 else [((2 * 8,), 1)])  # of a dense layer's products and the embedding

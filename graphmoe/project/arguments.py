@@ -95,7 +95,7 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
     if args.try_fp8 and not args.search:
         problems.append("try_fp8=true is of search=true; give it too, or precision.fp8=rowwise")
     if args.try_fp8 and FP8 in fixed_keys(words):
-        problems.append(f"try_fp8=true tries both values of {FP8}; leave one of the two out")
+        problems.append(f"try_fp8=true tries {FP8}=none and rowwise; leave one of the two out")
     problems += file_problems("page", args.page, "page.html")
     if problems:
         raise ConfigError("; ".join(problems))

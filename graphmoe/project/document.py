@@ -110,7 +110,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
         **time,
         "rates": dataclasses.asdict(rates_of(card, args.rates)),
-        "rates_from": source_of_rates(card, args.rates, in_fp8=is_fp8(config.precision)),
+        "rates_from": source_of_rates(card, args.rates, config.precision.fp8),
     }
 
 

@@ -105,7 +105,7 @@ def search(
         ],
         "rejected": rejected,
         "rates": asdict(rates),
-        "rates_from": source_of_rates(card, args.rates, in_fp8=is_fp8(precision)),
+        "rates_from": source_of_rates(card, args.rates, precision.fp8),
     }
 
 

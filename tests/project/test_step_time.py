@@ -18,9 +18,11 @@ from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import ROOT, config, text_of
+from tests.test_docs import rows_below
 
 NVIDIA = default_rates(is_nvidia=True)
 RAW = ROOT / "docs/benchmarks/projection_h200"
+RAW_FP8 = ROOT / "docs/benchmarks/fp8_h200"
 EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
 
 
@@ -76,9 +78,12 @@ def test_what_is_computed_again_takes_time():
 
 def test_rates_of_nvidia_are_those_of_the_raw_data():
     one, two = (json.loads((RAW / name).read_text())["rates"] for name in ("rates.json", "links.json"))
-    for name in (name for name in CLASSES if not name.startswith(FP8)):
-        expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in one[name]]
+    eight = json.loads((RAW_FP8 / "rates.json").read_text())["rates"]
+    for name in CLASSES:
+        points = (eight if name.startswith(FP8) else one)[name]
+        expected = [(round(kind), size, pytest.approx(share, rel=5e-3)) for kind, size, share in points]
         assert list(getattr(NVIDIA, name)) == expected, name
+    assert NVIDIA.fp8_quantise == pytest.approx(eight["fp8_quantise"], rel=5e-3)
     for name in ("hbm", "segment_us"):
         assert getattr(NVIDIA, name) == pytest.approx((one[name] + two[name]) / 2, rel=5e-3)
     assert (NVIDIA.node, NVIDIA.host_us) == pytest.approx((two["node"], one["host_us"]), rel=1e-2)
@@ -97,6 +102,24 @@ def test_raw_rows_of_runs_are_projected_as_near_without_a_file(folder):
         gib = max(map(allocated_bytes, places)) / 2**30
         assert gib == pytest.approx(row["measured_gib"], rel=0.05) or row["case"] == "small_none", row["case"]
         assert step["step_time_s"] * 1e3 == pytest.approx(row["measured_ms"], rel=0.10), row["case"]
+
+
+def test_the_table_of_products_in_8_bits_has_what_is_projected_beside_the_raw_runs():
+    tokens, runs = 16 * 4096, dict[tuple[int, tuple[str, ...]], list[dict[str, float]]]()
+    for ranks, name in ((1, "steps.json"), (2, "two_gpus.json")):
+        for run in json.loads((RAW_FP8 / name).read_text()):
+            words = tuple(run["command"].partition("graphmoe.train ")[2].split())
+            if words[-1] != ("precision.fp8=rowwise", "moe.dispatch_dtype=bf16")[ranks - 1]:
+                runs.setdefault((ranks, words), []).append(run)
+    rows = rows_below(ROOT / "docs/projection.md", "| `deepseek_v2_lite` | projected")
+    for row, ((ranks, words), measured) in zip(rows, runs.items(), strict=True):
+        places, step = projected_run(compose_config(*words, "run.device=cuda"), H200, None, ranks)
+        gib, seconds = max(map(allocated_bytes, places)) / 2**30, step["step_time_s"]
+        times = [seconds, *(run["median_step_ms"] / 1e3 for run in measured)]
+        rates = [f"{round(tokens / time, -2):,.0f}" for time in times]
+        peak = f"{measured[0]['peak_memory_gib']:.1f}"
+        assert row[1:] == [f"{gib:.1f}", peak, rates[0], " and ".join(dict.fromkeys(rates[1:]))]
+        assert seconds * 1e3 == pytest.approx(measured[0]["median_step_ms"], rel=0.10)
 
 
 def test_a_report_says_where_its_rates_are_from():
@@ -120,7 +143,7 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
     assert "(precision.fp8=rowwise)" in text_of(plain) and "may leave some" in shown
     assert "may leave some" not in " ".join(text_of(plain).split())
     assert "MFU" in shown and "of the peak in bf16" in shown
-    assert found["rates_from"].endswith("those of products in 8 bits are of single kernels of an H200")
+    assert found["rates_from"].endswith("those of products in 8 bits are of one H200")
     assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))
     assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("8 bits are assumed")
     path = tmp_path / "rates.json"
@@ -129,6 +152,9 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
     assert "those that it lacks of products in 8 bits" in some["rates_from"]
     path.write_text(json.dumps({name: getattr(NVIDIA, name) for name in FP8_RATES}))
     assert document(ProjectArgs("h200", rates=path), *words)["rates_from"] == f"the rates of {path}"
+    for args in (ProjectArgs("h200"), ProjectArgs("h200", rates=path)):
+        found = document(args, words[0], "precision.fp8=tensorwise")
+        assert found["rates_from"].endswith("; tensorwise is assumed to have those of rowwise")
 
 
 def test_a_recipe_of_8_bits_that_is_not_known_is_refused():

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from graphmoe.config.arguments import nearest
-from graphmoe.config.schema import ConfigError
+from graphmoe.config.schema import ConfigError, Fp8Recipe
 from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, H200, Card
 
@@ -125,23 +125,26 @@ def default_rates(*, is_nvidia: bool) -> Rates:
     NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
     cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). The network and the shares that
     other work hides are assumed, and so is that other cards reach the same shares. Those of products in 8
-    bits are of kernels of an H200 alone, at large sizes: 1,300 TFLOP/s of dense products, 1,200 and 800 of
-    the experts' rows and weight gradients, 3.5 TB/s for what is moved beside them. It is assumed that small
-    products lose as many seconds as those in bf16. All of AMD's are assumed, lower than NVIDIA's.
+    bits are of one H200, with scales of rows (docs/benchmarks/fp8_h200). All of AMD's are assumed, lower than
+    NVIDIA's.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
-def source_of_rates(card: Card, path: Path | None, *, in_fp8: bool = False) -> str:
-    """Name the source of the rates that `rates_of` returns, and of those that ``in_fp8`` needs."""
+def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
+    """Name the source of the rates that `rates_of` returns, and of those that ``recipe`` needs."""
     if path is None:
         known, which = _source_of_defaults(card), "those of products in 8 bits"
     else:
         known, which = f"the rates of {path}", "those that it lacks of products in 8 bits"
-    if not in_fp8 or (path is not None and {*FP8_RATES} <= _given(path).keys()):
+    if recipe is Fp8Recipe.none:
         return known
-    return f"{known}; {which} are {'of single kernels of an H200' if card.is_nvidia else 'assumed'}"
+    if path is None or not {*FP8_RATES} <= _given(path).keys():
+        known += f"; {which} are {'of one H200' if card.is_nvidia else 'assumed'}"
+    if recipe is not Fp8Recipe.rowwise:
+        known += f"; {recipe} is assumed to have those of {Fp8Recipe.rowwise}"
+    return known
 
 
 def _source_of_defaults(card: Card) -> str:

@@ -52,6 +52,7 @@ CASES: dict[str, Sequence[str]] = {
     "MLP and shared experts in parts": ("recompute.ops=[mlp,shared_experts]",),
     "ep, every layer again": (TWO, "parallel.ep=2", "recompute.all=true"),
     "8 bits": (FP8,),
+    "8 bits, one scale": ("precision.fp8=tensorwise",),
     "8 bits, bf16 weight gradients": (FP8, "model.q_lora_rank=48", "precision.fp8_wgrad=bf16"),
     "8 bits, uneven latent queries": (FP8, *LATENT),
     "8 bits, without shared experts": (FP8, *GQA, "model.shared_ffn_size=0"),

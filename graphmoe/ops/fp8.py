@@ -100,7 +100,7 @@ def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     What is infinite, or no number, becomes no number.
     """
     most = torch.finfo(dtype).max
-    scaled = x.float() / scale
+    scaled = x.float() * (1 / scale)  # of a power of two, so that nothing is rounded
     within = scaled.clamp(-most, most)
     return within.where(scaled.abs() < torch.inf, torch.nan).to(dtype)
 

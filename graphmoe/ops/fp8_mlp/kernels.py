@@ -38,7 +38,7 @@ def live_rows(ends_ptr, experts, rows):
 @triton.jit
 def _saturated(x, scale, MOST: tl.constexpr):
     """`ops.fp8.saturated`, before it gets 8 bits."""
-    x = x / scale
+    x *= 1 / scale
     size = tl.abs(x)
     beyond = tl.where(size < float("inf"), tl.where(x > 0, MOST, -MOST), float("nan"))
     return tl.where(size <= MOST, x, beyond)

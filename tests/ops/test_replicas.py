@@ -1,0 +1,129 @@
+"""The plan of replicas: its bound, its place beside the best plan of small sizes, kernels against it."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphmoe.ops import replicas
+from graphmoe.ops.replicas import reference
+from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.interpreted import KERNELS, device_of
+
+SIZES = [(2, 1), (2, 4), (3, 2), (4, 8), (8, 8), (16, 4)]
+"""R and E / R."""
+
+
+def loads(ranks: int, owned: int, seed: int = 0) -> dict[str, Tensor]:
+    """Rows of experts: even, hot ones, a hot rank, one with all, a rank without any, and barely too many."""
+    g, E = torch.Generator().manual_seed(seed), ranks * owned
+    even = torch.randint(0, 1000, (E,), generator=g)
+    hot = (100 * torch.rand(E, generator=g).clamp(min=1e-3) ** -1.5).long()
+    rank, one, none, barely = even.clone(), torch.zeros_like(even), even.clone(), torch.full_like(even, 100)
+    rank[:owned] *= 10
+    one[torch.randint(0, E, (1,), generator=g)] = 12345
+    none[-owned:] = 0
+    barely[::owned] += 1
+    barely[-owned:] = 0
+    few = torch.randint(0, 2, (E,), generator=g)
+    named = {"even": even, "hot": hot, "rank": rank, "one": one, "none": none, "barely": barely}
+    return named | {"few": few, "zero": even * 0}
+
+
+def counts_of(rows_E: Tensor, ranks: int, seed: int = 0) -> Tensor:
+    """Counts [R, E] with those sums, spread at random."""
+    g = torch.Generator().manual_seed(seed)
+    share = torch.rand(ranks, len(rows_E), generator=g).softmax(0)
+    counts = (share * rows_E).floor().long()
+    counts[seed % ranks] += rows_E - counts.sum(0)
+    return counts.int()
+
+
+@pytest.mark.parametrize(("ranks", "owned"), SIZES)
+@pytest.mark.parametrize("name", loads(2, 1))
+def test_no_rank_has_more_than_its_share_with_as_many_slots_as_experts_of_a_rank(ranks, owned, name):
+    for seed, slack in itertools.product(range(10), (0, 7)):
+        rows = loads(ranks, owned, seed)[name].tolist()
+        most = -(-sum(rows) // ranks) + slack
+        found = reference.plan(rows, ranks, owned, most)
+        assert max(found.loads()) <= most and sum(found.loads()) == sum(rows)
+        assert [sum(found.copies(e)) for e in range(len(rows))] == rows
+        for rank, experts in enumerate(found.expert_RS):
+            held = [e for e in experts if e >= 0]
+            assert len({*held}) == len(held)  # one copy on a rank, and none beside the owner's
+            assert all(e // owned != rank for e in held)
+        pieces = sum(rows > 0 for row in found.rows_RS for rows in row)
+        assert pieces <= ranks + len(rows)
+
+
+def test_with_fewer_slots_the_plan_is_as_good_as_the_best_where_one_slot_is_enough():
+    """The least load of the fullest rank over all choices of one expert for each slot, by a bound on cuts."""
+    for seed in range(30):
+        rows = torch.randint(0, 40, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+        found = reference.plan(rows, 2, 1, -(-sum(rows) // 2))
+        assert max(found.loads()) == least(rows)
+
+
+def least(rows: list[int]) -> int:
+    """The least load of the fuller of two ranks of two experts, with a slot each, by trying all."""
+    own, best = (sum(rows[:2]), sum(rows[2:])), max(sum(rows[:2]), sum(rows[2:]))
+    for one, moved in itertools.product(range(4), range(max(rows) + 1)):
+        if moved <= rows[one]:
+            signs = (-moved, moved) if one < 2 else (moved, -moved)
+            best = min(best, max(own[0] + signs[0], own[1] + signs[1]))
+    return best
+
+
+@pytest.mark.parametrize("name", loads(2, 1))
+def test_rows_are_split_among_copies_and_stay_where_they_can(name):
+    ranks, owned = 4, 3
+    counts = counts_of(loads(ranks, owned)[name], ranks)
+    found = torch.ops.graphmoe.replica_plan(counts, owned, 0)
+    both = [torch.ops.graphmoe.replica_split(counts, *found, rank) for rank in range(ranks)]
+    sent, received = (torch.stack(part, 1) for part in zip(*both, strict=True))  # [E, R, R]
+    assert sent.equal(received.mT) and sent.sum(2).equal(counts.t().int())
+    as_read = reference.Replicas(*(each.tolist() for each in found))
+    copies = torch.tensor([as_read.copies(e) for e in range(ranks * owned)])
+    assert sent.sum(1).equal(copies.int())
+    assert sent.diagonal(dim1=1, dim2=2).equal(torch.minimum(counts.t(), copies.int()))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(("ranks", "owned", "slots"), [(2, 4, 4), (3, 2, 2), (8, 8, 8), (8, 4, 2), (5, 3, 4)])
+def test_kernels_make_the_plan_of_the_plain_form(backend, ranks, owned, slots):
+    for seed, (name, rows) in enumerate(loads(ranks, owned).items()):
+        counts = counts_of(rows, ranks, seed)
+        wanted = torch.ops.graphmoe.replica_plan(counts, slots, 3)
+        on_device = counts.to(device_of(backend))
+        found = replicas.by_kernel(on_device, slots, 3)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.cpu().equal(other), name
+        rank = seed % ranks
+        pieces = torch.ops.graphmoe.replica_split(counts, *wanted, rank)
+        for one, other in zip(replicas.split_by_kernel(on_device, *found, rank), pieces, strict=True):
+            assert one.cpu().equal(other), name
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """Both kernels for 8 and 64 ranks."""
+    cases = []
+    for ranks, experts in ((8, 256), (64, 384)):
+        for case in launches_of("", functools.partial(_both, ranks, experts)):
+            cases.append(case | {"name": f"{case['name']} {ranks}"})
+    return cases
+
+
+def _both(ranks: int, experts: int) -> None:
+    counts = torch.empty(ranks, experts, dtype=torch.int32, device="meta")
+    found = replicas.by_kernel(counts, experts // ranks, 0)
+    replicas.split_by_kernel(counts, *found, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942", "gfx950"])
+def test_kernels_are_compiled_ahead_of_time_without_spills(target):
+    for name, facts in compiled("tests.ops.test_replicas", target).items():
+        assert not facts.error and facts.spills == 0, (name, facts.error[:300], facts.spills)

@@ -91,17 +91,20 @@ def _replace(
     return None
 
 
-def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise") -> Rewrites:
-    """Put `fp8_mlp` in place of `grouped_mlp`, whatever kernels that would have."""
-    found = [(call, recipe) for call in calls(graph, ops.grouped_mlp)]
+def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None = None) -> Rewrites:
+    """Put `fp8_mlp` in place of `grouped_mlp`, or let that run on products in 8 bits of a ``vendor``."""
+    found = [(call, recipe, vendor) for call in calls(graph, ops.grouped_mlp)]
     return rewrite(_replace_experts, found, "no experts that fuse_experts has joined")
 
 
-def _replace_experts(call: Node, recipe: str) -> str | None:
+def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
     (*layer, _), aligned = operands(call), RECIPES[recipe].aligned
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
         return f"{uneven[0]} of its weights {list(shape(layer[1]))} is no multiple of {aligned}"
+    if vendor is not None:
+        call.args = (*call.args[:-1], f"{vendor}.{recipe}")
+        return None
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"

@@ -47,7 +47,8 @@ class MoEConfig:
     """Route round robin, ignoring the router's choice. For benchmarks only."""
     experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
-    the fastest, and takes torch on a CPU; package.module:NAME is taken only where it is named."""
+    the fastest, and takes torch on a CPU; package.module:NAME is taken only where it is named. With
+    precision.fp8 experts have kernels of their own; turbo multiplies by that of Primus-Turbo."""
     dispatcher: Annotated[str, DISPATCHERS] = "auto"
     """Exchange of tokens with the ranks of their experts: local (each rank holds all of them), alltoall
     (torch.distributed), symm (kernels that read the memory of other GPUs of the node), nvshmem (torch on

@@ -119,6 +119,13 @@ def travels_in_fp8(config: RunConfig) -> bool:
     return choice is DispatchDtype.fp8 or (choice is DispatchDtype.auto and why_no_fp8_rows(config) is None)
 
 
+def fp8_vendor(config: RunConfig) -> str | None:
+    """Return the library that was asked for and multiplies experts in 8 bits; None for our kernels."""
+    precision, experts = config.precision, config.moe.experts
+    in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+    return experts if in_fp8 and experts == "turbo" else None
+
+
 def why_no_fp8_rows(config: RunConfig) -> str | None:
     """Return why rows cannot go to their experts in 8 bits; None where they can."""
     dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
@@ -128,6 +135,8 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
         return f"precision.fp8={precision.fp8.value} stores them with other scales than those of rows"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] compute with more"
+    if vendor := fp8_vendor(config):
+        return f"moe.experts={vendor} stores them in a form of its own"
     if dispatcher == "local":
         return "no rows travel, since each rank has all experts"
     if not dispatcher_facts(dispatcher).moves_fp8:

@@ -23,7 +23,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import has_experts
+from graphmoe.plan.experts import fp8_vendor, has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -98,6 +98,8 @@ class Execution:
         """Weights of products that may be in 8 bits, by name."""
         self._in_fp8 = "fp8_experts" in names and has_experts(config.model)
         """True where experts are in 8 bits, but for those of layers without."""
+        self._times_experts = self._in_fp8 and fp8_vendor(config) is None
+        """True where our kernels of experts in 8 bits are timed beside bf16; a library's were asked for."""
         self._counts: tuple[int, int] | None = None
         """Products in 8 bits, and those that stay in bf16; None without `precision.fp8`."""
         self.compiled: CompiledSegments | None = None
@@ -115,7 +117,7 @@ class Execution:
             self._compile(device, optimizer)
             if not self.fuses:
                 _warn("the pass fuse_experts off", unused)
-            elif self._in_fp8 and not skips_experts(config):
+            elif self._times_experts and not skips_experts(config):
                 recipe = config.precision.fp8.value
                 _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
             if self.fuses and "moe_act" in self._recompute.parts:
@@ -132,7 +134,9 @@ class Execution:
             _need_compiler()
         in_fp8 = fp8_passes(config)
         recipe = config.precision.fp8.value
-        if in_fp8 and (reason := reason_against(device, recipe)):
+        # Blocks of a library need no instructions of their own.
+        needed = recipe if "fp8_quantise" in in_fp8 or recipe != "blockwise" else "rowwise"
+        if in_fp8 and (reason := reason_against(device, needed)):
             raise ConfigError(f"precision.fp8={recipe} {reason}")
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
@@ -168,9 +172,9 @@ class Execution:
         def timed() -> Experts:
             return Experts(mlp_shape(plan), backends(), self._config.precision.fp8.value)
 
-        found = measured(plan, self._dense, timed if self._in_fp8 else None, known, self.device, store)
+        found = measured(plan, self._dense, timed if self._times_experts else None, known, self.device, store)
         plain = plain_products(self._dense, found)
-        in_fp8 = self._in_fp8 and not plain.experts and not skips_experts(plan.config)
+        in_fp8 = self._times_experts and not plain.experts and not skips_experts(plan.config)
         if self.fuses and has_experts(plan.config.model) and not in_fp8:
             experts = backends()
         return Chosen(experts, found), plain

@@ -10,7 +10,7 @@ from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
 from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory
-from graphmoe.plan.experts import reads_peers, travels_in_fp8
+from graphmoe.plan.experts import fp8_vendor, reads_peers, travels_in_fp8
 from graphmoe.plan.plan import Plan
 
 
@@ -19,16 +19,17 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
     precision = config.precision
     if precision.fp8 is Fp8Recipe.none:
         return {}
-    dense = [name for name in precision.fp8_products if name != EXPERTS]
-    passes: dict[str, dict[str, Any]] = {"fp8_quantise": {}}
+    dense, vendor = [name for name in precision.fp8_products if name != EXPERTS], fp8_vendor(config)
+    passes: dict[str, dict[str, Any]] = {} if vendor and not dense else {"fp8_quantise": {}}
     if dense:
         shapes = [[*shape] for shape in plain.shapes]
         words = {"recipe": precision.fp8.value, "wgrad": precision.fp8_wgrad.value}
         passes["fp8_linear"] = {"products": dense, **words, "plain": shapes}
     if EXPERTS in precision.fp8_products and not plain.experts:
-        passes["fp8_experts"] = {"recipe": precision.fp8.value}
-        has_room = reads_peers(config.moe, config.parallel)
-        passes["fp8_quantise"] = {"travels": travels_in_fp8(config), "has_room": has_room}
+        passes["fp8_experts"] = {"recipe": precision.fp8.value, "vendor": vendor}
+        if vendor is None:
+            has_room = reads_peers(config.moe, config.parallel)
+            passes["fp8_quantise"] = {"travels": travels_in_fp8(config), "has_room": has_room}
     return passes
 
 
@@ -73,7 +74,8 @@ def measured(
 ) -> dict[str, float]:
     """Return the speeds in 8 bits of products by name: those that are ``known``, and on a GPU all others.
 
-    ``dense`` are weights; ``experts`` finds what to time of these, and is None where they are no product.
+    ``dense`` are weights; ``experts`` finds what to time of these, and is None where they are no product or
+    a library's.
     Rows that are told to travel in 8 bits tell their experts to take them so.
     """
     precision, travels = plan.config.precision, plan.config.moe.dispatch_dtype is DispatchDtype.fp8
@@ -107,8 +109,11 @@ def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str
     if precision.fp8 is Fp8Recipe.none:
         return []
     products = to_text(found) if found else f"fp8 in {', '.join(precision.fp8_products)}"
-    if not found and precision.fp8_measure is Fp8Measure.auto:
+    vendor, timed = fp8_vendor(config), precision.fp8_measure is Fp8Measure.auto
+    if not found and timed and not (vendor and {*precision.fp8_products} == {EXPERTS}):
         products += "; what gains by it is timed on a GPU only"
+    if vendor is not None:
+        products += f"; experts by moe.experts={vendor}, not timed"
     if EXPERTS in slower(found) and travels_in_fp8(config):
         products += "; so rows travel to experts in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"

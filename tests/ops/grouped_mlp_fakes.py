@@ -6,6 +6,7 @@ sizes that the vendor refuses or would misread. Rows beyond the last offset come
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import json
 from typing import Any
@@ -17,10 +18,21 @@ from tests.vendor_api import FOLDER, bind, install_module, recorded_signature
 GROUPED_GEMM = recorded_signature("primus_turbo", "primus_turbo.pytorch.ops.grouped_gemm")
 VARIABLE_K_MODULE = "primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl"
 VARIABLE_K = recorded_signature("primus_turbo", f"{VARIABLE_K_MODULE}.grouped_gemm_variable_k_impl")
-ENUM = json.loads((FOLDER / "primus_turbo.json").read_text())["classes"][
-    "primus_turbo.pytorch.core.backend.BackendType"
-]
+GROUPED_GEMM_FP8 = recorded_signature("primus_turbo", "primus_turbo.pytorch.ops.grouped_gemm_fp8")
+CLASSES = json.loads((FOLDER / "primus_turbo.json").read_text())["classes"]
+ENUM = CLASSES["primus_turbo.pytorch.core.backend.BackendType"]
 BACKENDS = [name for name, _, _ in ENUM["fields"]]
+PRECISION_MODULE = "primus_turbo.pytorch.core.low_precision"
+PRECISION = {
+    name: enum.Enum(name, [field for field, _, _ in CLASSES[f"{PRECISION_MODULE}.{name}"]["fields"]])
+    for name in ("Format", "ScalingGranularity", "ScaleDtype")
+}
+BLOCKS = {  # granularity: block_size and scale_dtype that it takes, blocks of rows, and of weights [N, C]
+    "ROWWISE": (None, "FP32", (1, 1 << 30), (1, 1 << 30)),
+    "TENSORWISE": (None, "FP32", None, None),
+    "BLOCKWISE": (128, "FP32", (1, 128), (128, 128)),
+    "MX_BLOCKWISE": (32, "E8M0", (1, 32), (32, 32)),
+}
 TE_CLASS = "transformer_engine.pytorch.GroupedLinear"
 TE_INIT = recorded_signature("transformer_engine", TE_CLASS, "__init__")
 TE_FORWARD = recorded_signature("transformer_engine", TE_CLASS, "forward")
@@ -36,7 +48,11 @@ def install_turbo(monkeypatch: Any) -> FakeTurbo:
     fake, backends = FakeTurbo(), enum.Enum("BackendType", BACKENDS)
     install_module(monkeypatch, VARIABLE_K_MODULE, grouped_gemm_variable_k_impl=fake.variable_k)
     install_module(monkeypatch, "primus_turbo.pytorch.core.backend", BackendType=backends)
-    install_module(monkeypatch, "primus_turbo.pytorch.ops", grouped_gemm=fake.grouped_gemm)
+    fields = CLASSES[f"{PRECISION_MODULE}.Float8QuantConfig"]["fields"]
+    config = dataclasses.make_dataclass("Float8QuantConfig", [(name, Any, None) for name, _, _ in fields])
+    install_module(monkeypatch, PRECISION_MODULE, Float8QuantConfig=config, **PRECISION)
+    functions = {"grouped_gemm": fake.grouped_gemm, "grouped_gemm_fp8": fake.grouped_gemm_fp8}
+    install_module(monkeypatch, "primus_turbo.pytorch.ops", **functions)
     return fake
 
 
@@ -55,7 +71,7 @@ def install_te(monkeypatch: Any, supported: bool = True) -> None:
 
 
 class FakeTurbo:
-    """``grouped_gemm`` and its weight gradient; ``calls`` keeps the bound arguments."""
+    """``grouped_gemm``, in 8 bits too, and its weight gradient; ``calls`` keeps the bound arguments."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -67,6 +83,19 @@ class FakeTurbo:
         assert a.shape[1] == b.shape[2 if call["trans_b"] else 1], (a.shape, b.shape)
         assert call["fuse_bgrad_accum_pattern"] is None
         return product(a, b.mT if call["trans_b"] else b, lens)
+
+    def grouped_gemm_fp8(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Multiply what plain rounding to e4m3 leaves; dead rows must be zeros."""
+        call = self._bound(GROUPED_GEMM_FP8, args, kwargs)
+        a, b, lens, config = (call[name] for name in ("a", "b", "group_lens", "config"))
+        assert b.ndim == 3 and b.is_contiguous() and len(b) == len(lens) and b.dtype == a.dtype
+        assert not a[int(lens.sum()) :].any() and not torch.is_grad_enabled()
+        size, scale, of_a, of_b = BLOCKS[config.granularity.name]
+        assert (config.block_size, config.scale_dtype) == (size, PRECISION["ScaleDtype"][scale])
+        assert config.format is config.strategy is call["out_dtype"] is None  # which is to leave them out
+        assert call["trans_b"] or config.granularity.name != "MX_BLOCKWISE"
+        w_ENC = b if call["trans_b"] else b.mT
+        return product(in_8_bits(a, of_a), in_8_bits(w_ENC, of_b).mT, lens).to(a.dtype)
 
     def variable_k(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = self._bound(VARIABLE_K, args, kwargs)
@@ -84,7 +113,7 @@ class FakeTurbo:
         assert a.ndim == 2 and a.is_contiguous() and a.dtype in HALF, (a.shape, a.stride(), a.dtype)
         assert lens.dtype == offsets.dtype == torch.int64 and lens.ndim == 1, (lens.dtype, offsets.dtype)
         assert offsets.tolist() == [0, *lens.cumsum(0).tolist()] and offsets[-1] <= len(a)
-        assert call["num_cu"] is None and call["schedule"] == "static"
+        assert call["num_cu"] is None and call.get("schedule", "static") == "static"
         return call
 
 
@@ -134,6 +163,19 @@ class _Linear(torch.autograd.Function):
         x, counts = ctx.saved_tensors
         assert dy.is_contiguous()
         return None, None, *outer_products(dy, x, counts)
+
+
+def in_8_bits(x: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
+    """Values of x [..., R, C] in e4m3 with a scale for each block, or one for all; in fp64."""
+    if block is None:
+        return in_8_bits(x.reshape(1, -1), (1, x.numel())).view(x.shape)
+    R, C = x.shape[-2:]
+    height, width = min(block[0], R), min(block[1], C)
+    padded = torch.nn.functional.pad(x.double(), (0, -C % width, 0, -R % height))
+    blocks = padded.unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+    scale = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=1e-12) / 448
+    values = (blocks / scale).to(torch.float8_e4m3fn).double() * scale
+    return values.flatten(-2).flatten(-3, -2)[..., :R, :C]
 
 
 def product(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -26,19 +26,21 @@ BACKENDS: dict[str, Backend] = {
     "te": vendor.TE,
 }
 """Values of the key moe.experts but auto; each imports its package where it is called."""
+FP8_BACKENDS: dict[str, Backend] = {f"turbo.{recipe}": each for recipe, each in vendor.TURBO_FP8.items()}
+"""Vendors' products in 8 bits by recipe: the pass fp8_experts names them, no key does."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 
 
 def row_of(name: str) -> Backend:
-    """The row of `BACKENDS`, or a user's own, named by its import path. Raises ConfigError."""
-    return look_up(BACKENDS, name, KEY, Backend)
+    """The row of `BACKENDS` or `FP8_BACKENDS`, or a user's own, by its import path. Raises ConfigError."""
+    return FP8_BACKENDS.get(name) or look_up(BACKENDS, name, KEY, Backend)
 
 
 def backend_of(backend: str, direction: str) -> str:
     """The backend that ``backend`` ("triton", "triton,triton,torch") names for one of `DIRECTIONS`."""
     names = backend.split(",")
     names = names * 3 if len(names) == 1 else names
-    assert len(names) == 3 and all(name in BACKENDS or ":" in name for name in names), backend
+    assert len(names) == 3 and all(n in BACKENDS | FP8_BACKENDS or ":" in n for n in names), backend
     return names[DIRECTIONS.index(direction)]
 
 

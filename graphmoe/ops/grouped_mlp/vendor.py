@@ -6,6 +6,11 @@ Primus-Turbo takes int64 counts and offsets on the device (the ends after a lead
 the host. Rows beyond the last offset are not read, and zero in its results. Written against the source of
 commit a6a16cdc, and not run with the package yet.
 
+With `precision.fp8` ``grouped_gemm_fp8`` multiplies rows, and stores both sides in 8 bits itself, with counts
+on the device. Its scales of tensors and columns are taken over all rows, so dead ones are zeros first. Weight
+gradients stay in bf16: the operation that gives them alone takes sides that internals of the package have
+stored, and by the public function each would cost three products.
+
 ``GroupedLinear`` of Transformer Engine is a module with one parameter ``weight{i}`` per expert and no bias.
 Ours is built once per shape on the meta device and called with views of our weights. It takes counts on the
 device where cuBLASLt has the grouped product (13.3, and 13.4 on Hopper, in bf16 and fp16); elsewhere it would
@@ -25,6 +30,14 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.ops import HALF_DTYPES, require_half
 from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
 
+FP8_CONFIGS = {
+    "rowwise": ("ROWWISE", None, "FP32"),
+    "tensorwise": ("TENSORWISE", None, "FP32"),
+    "blockwise": ("BLOCKWISE", 128, "FP32"),
+    "mxfp8": ("MX_BLOCKWISE", 32, "E8M0"),
+}
+"""Granularity, block and dtype of the scales in Primus-Turbo's ``Float8QuantConfig``, by recipe."""
+
 
 def _turbo_products(dtype: torch.dtype) -> Products:
     require_half(KEY, "turbo", dtype)
@@ -39,6 +52,36 @@ def _turbo_rows(x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool) -> T
     lens_E, offsets = _offsets(ends_E)
     return grouped_gemm(
         x.contiguous(), w_ENC.contiguous(), group_lens=lens_E, group_offs=offsets, trans_b=trans_b
+    )
+
+
+def _turbo_fp8_products(recipe: str, dtype: torch.dtype) -> Products:
+    rows, rows_grad = (
+        functools.partial(_turbo_fp8_rows, recipe, trans_b=trans_b) for trans_b in (True, False)
+    )
+    return _turbo_products(dtype)._replace(rows=rows, rows_grad=rows_grad)
+
+
+@torch.no_grad()
+def _turbo_fp8_rows(recipe: str, x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool) -> Tensor:
+    from primus_turbo.pytorch.core.low_precision import Float8QuantConfig, ScaleDtype, ScalingGranularity  # type: ignore[import-not-found]
+    from primus_turbo.pytorch.ops import grouped_gemm_fp8
+
+    granularity, block_size, scale = FP8_CONFIGS[recipe]
+    config = Float8QuantConfig(
+        granularity=ScalingGranularity[granularity], block_size=block_size, scale_dtype=ScaleDtype[scale]
+    )
+    if recipe == "mxfp8" and not trans_b:  # which it does not have
+        w_ENC, trans_b = w_ENC.mT, True
+    lens_E, offsets = _offsets(ends_E)
+    is_live = torch.arange(len(x), device=x.device)[:, None] < offsets[-1]
+    return grouped_gemm_fp8(
+        x.where(is_live, 0),
+        w_ENC.contiguous(),
+        group_lens=lens_E,
+        group_offs=offsets,
+        trans_b=trans_b,
+        config=config,
     )
 
 
@@ -126,8 +169,12 @@ def _reason_against(
     return None if wants_rocm == (torch.version.hip is not None) else missing
 
 
-TURBO = Stepwise(
-    _turbo_products,
-    functools.partial(_reason_against, "is Primus-Turbo, which needs a ROCm build of torch", True),
+_against_turbo = functools.partial(
+    _reason_against, "is Primus-Turbo, which needs a ROCm build of torch", True
 )
+TURBO = Stepwise(_turbo_products, _against_turbo)
+TURBO_FP8 = {
+    recipe: Stepwise(functools.partial(_turbo_fp8_products, recipe), _against_turbo) for recipe in FP8_CONFIGS
+}
+"""The same with products of rows in 8 bits, by recipe."""
 TE = Stepwise(_te_products, functools.partial(_reason_against, "needs CUDA", False))

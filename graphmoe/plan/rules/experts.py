@@ -3,7 +3,15 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from graphmoe.config.schema import ComputeDtype, DispatchDtype, DpShard, ModelConfig, PassesConfig, RunConfig
+from graphmoe.config.schema import (
+    ComputeDtype,
+    DispatchDtype,
+    DpShard,
+    Fp8Recipe,
+    ModelConfig,
+    PassesConfig,
+    RunConfig,
+)
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -51,6 +59,14 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
         yield (
             "moe.dispatcher=symm exchanges between ranks that share the experts, and parallel.ep * "
             "parallel.etp is 1; use moe.dispatcher=auto or local"
+        )
+    in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
+    if moe.experts == "te" and in_fp8 and has_experts(model):
+        yield (
+            f"moe.experts=te multiplies in bf16 only, not by precision.fp8={config.precision.fp8.value}: "
+            f"Transformer Engine has no scales of rows, and by blocks takes multiples of 128 rows of each "
+            f"expert, made from counts on the host; use moe.experts=auto, or precision.fp8_products without "
+            f"experts"
         )
     if moe.dispatch_dtype is DispatchDtype.fp8 and (why := why_no_fp8_rows(config)):
         yield (

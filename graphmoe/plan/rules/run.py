@@ -20,7 +20,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of, has_experts, runs_pass
+from graphmoe.plan.experts import dispatcher_of, fp8_vendor, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -196,10 +196,11 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
             f"{key} has scales beside weights that a rank has whole, and parallel.dp_shard=fsdp2 cuts them; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
-    if in_fp8 and precision.fp8 in NO_EXPERTS:
+    vendor = fp8_vendor(config)
+    if in_fp8 and precision.fp8 in NO_EXPERTS and vendor is None:
         yield f"{key} {NO_EXPERTS[precision.fp8]}; use precision.fp8=rowwise{without}"
         in_fp8 = False
-    aligned = 32 if precision.fp8 is Fp8Recipe.mxfp8 else 16
+    aligned = {Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}.get(precision.fp8, 16)
     for name, size in uneven.items() if in_fp8 else ():
         if size % aligned:
             even = -(-size // aligned) * aligned
@@ -207,7 +208,8 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
     else:
-        passes = ["fp8_quantise", *["fp8_linear"] * bool(others), *["fp8_experts"] * in_fp8]
+        ours = bool(others) or vendor is None
+        passes = [*["fp8_quantise"] * ours, *["fp8_linear"] * bool(others), *["fp8_experts"] * in_fp8]
         off = [name for name in passes if not runs_pass(config.passes, name)]
         if off:
             yield (

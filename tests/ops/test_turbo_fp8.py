@@ -1,0 +1,124 @@
+"""Experts in 8 bits on Primus-Turbo: configs, rows without tokens, signal over noise, passes, and a run."""
+
+import logging
+
+import pytest
+import torch
+
+from graphmoe.ops.grouped_mlp import vendor
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import travels_in_fp8
+from graphmoe.plan.layout import Layout
+from graphmoe.training import executor
+from graphmoe.training.products import describe_products, fp8_passes
+from tests.ops import grouped_mlp_fakes
+from tests.ops.mlp_cases import exact_result, make_problem, ops_of, poison
+from tests.ops.row_cases import fresh_memory_is_nan
+from tests.ops.test_fp8_mlp import decibels
+from tests.runs import COMPILED, config, metrics, train_in, trainer_in
+from tests.runtime.test_fp8_model import SIZES
+
+RECIPES = {
+    "rowwise": ("ROWWISE", None, "FP32"),
+    "tensorwise": ("TENSORWISE", None, "FP32"),
+    "blockwise": ("BLOCKWISE", 128, "FP32"),
+    "mxfp8": ("MX_BLOCKWISE", 32, "E8M0"),
+}
+CASE = ("skewed", 33, 128, 256, 4, 2, 9)
+EXPERTS = "precision.fp8_products=[experts]"
+
+
+@pytest.fixture
+def turbo(monkeypatch):
+    """Put a fake in place of the package."""
+    return grouped_mlp_fakes.install_turbo(monkeypatch)
+
+
+def directions(p, backend):
+    """Results of all directions one by one, with NaN in dead rows."""
+    run = ops_of(backend)
+    with fresh_memory_is_nan():
+        y_TD, h_RH = run.forward(*p.inputs, *p.plan)
+        dx_TD, dweight_TK, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    poison(p, dh_RH, a_RF)
+    return y_TD, dx_TD, *run.wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan), dweight_TK
+
+
+def problem():
+    """Weights as in a trained layer, so that no activation is saturated."""
+    p = make_problem(CASE, torch.bfloat16)
+    return p._replace(w_gate_up=p.w_gate_up * 128**-0.5, w_down=p.w_down * 256**-0.5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_are_multiplied_by_the_recipe_and_weight_gradients_are_in_bf16(recipe, turbo):
+    directions(problem(), f"turbo.{recipe}")
+    found = [call["config"] for call in turbo.calls if "config" in call]
+    wanted = RECIPES[recipe]
+    assert [(c.granularity.name, c.block_size, c.scale_dtype.name) for c in found] == [wanted] * 4
+    turned = [call["trans_b"] for call in turbo.calls if "config" in call]
+    assert turned == [True, True, *[recipe == "mxfp8"] * 2]
+    assert ["trans_c" in call for call in turbo.calls] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_gradient_has_the_signal_of_8_bits(recipe, turbo):
+    p = problem()
+    y_TD, gradients = exact_result(p)
+    for found, exact in zip(directions(p, f"turbo.{recipe}"), (y_TD, *gradients), strict=True):
+        assert 20 < decibels(found.double(), exact.detach()) < 38
+    for found, exact in zip(directions(p, "turbo"), (y_TD, *gradients), strict=True):
+        assert decibels(found.double(), exact.detach()) > 40
+
+
+def test_passes_hand_experts_to_the_library_and_dense_products_stay_ours():
+    words = (*COMPILED, *SIZES, "moe.experts=turbo", "precision.fp8=rowwise")
+    passes = fp8_passes(config(*words))
+    assert passes["fp8_experts"] == {"recipe": "rowwise", "vendor": "turbo"}
+    assert passes["fp8_quantise"] == {} and "fp8_linear" in passes
+    alone = config(*words, EXPERTS)
+    assert [*fp8_passes(alone)] == ["fp8_experts"]
+    assert describe_products(alone, {}) == ["rowwise fp8 in experts; experts by moe.experts=turbo, not timed"]
+    assert not travels_in_fp8(config(*words, "parallel.ep=2", "moe.dispatcher=symm"))
+    assert Sizes.from_config(alone, Layout(), on_nvidia=False).fp8 == frozenset()
+
+
+@pytest.mark.parametrize("products, needed", [("experts", "rowwise"), ("experts,attn", "blockwise")])
+def test_blocks_of_the_library_need_no_products_of_torch_by_blocks(
+    products, needed, tmp_path, turbo, monkeypatch
+):
+    seen = []
+    monkeypatch.setattr(executor, "reason_against", lambda device, recipe: seen.append(recipe))
+    monkeypatch.setattr(vendor.TURBO, "reason_against", lambda *_: None)
+    sizes = [f"{word.partition('=')[0]}=128" for word in SIZES[1:]]
+    trainer_in(
+        tmp_path, *COMPILED, SIZES[0], *sizes, "precision.compute=bf16", "moe.experts=turbo",
+        "precision.fp8=blockwise", f"precision.fp8_products=[{products}]", "compile.cache=false",
+    )  # fmt: skip
+    assert seen == [needed]
+
+
+@pytest.mark.usefixtures("as_traced")
+def test_a_compiled_run_has_its_experts_in_8_bits_but_for_skipped_layers(
+    tmp_path, turbo, monkeypatch, caplog
+):
+    monkeypatch.setattr(vendor.TURBO, "reason_against", lambda *_: None)
+    words = (
+        *COMPILED, *SIZES, "precision.compute=bf16", "moe.experts=turbo", "train.steps=2",
+        "compile.cache=false", "model.num_layers=3", "train.val_batches=0", "checkpoint.interval=0",
+    )  # fmt: skip
+    fp8 = ("precision.fp8=rowwise", "precision.fp8_skip_layers=[-1]")
+    losses, numbers = {}, {}
+    for name, more in {"bf16": (), "experts": (*fp8, EXPERTS), "all": fp8}.items():
+        turbo.calls.clear()
+        with caplog.at_level(logging.INFO):
+            train_in(tmp_path / name, *words, *more)
+        losses[name] = [row["loss"] for row in metrics(tmp_path / name)]
+        in_fp8 = sum("config" in call for call in turbo.calls)
+        of_weights = sum("trans_c" in call for call in turbo.calls)
+        numbers[name] = (in_fp8, len(turbo.calls) - in_fp8 - of_weights, of_weights)
+    # Two steps of two micro-batches; each of two layers has four products of rows and two weight gradients.
+    assert numbers == {"bf16": (0, 32, 16), "experts": (16, 16, 16), "all": (16, 16, 16)}
+    assert losses["bf16"] != losses["experts"] != losses["all"]
+    assert all(loss == pytest.approx(losses["bf16"], rel=0.02) for loss in losses.values())
+    assert "has no effect" not in caplog.text and "experts by moe.experts=turbo, not timed" in caplog.text

@@ -53,7 +53,7 @@ SENT: dict[Any, Any] = {
 """Ways of tokens, and of their gradients, to the experts; those that end in sums are not among them."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
 """Operations, beside elementwise ones, through which an operand is made of a cat."""
-NUM_OF_LAYER = 7
+NUM_LAYER_TENSORS = 7
 """Tensors of a layer of `ops.fp8_mlp`: x first, row_TK last but one."""
 DENSE = ("attn", "mlp", "shared_experts")
 
@@ -160,7 +160,7 @@ def _experts(
     """
     if zeros:
         *_, row_TK, _ = tensors
-        is_token, places = (row_TK >= 0).any(1, keepdim=True), (0, len(tensors) - NUM_OF_LAYER)
+        is_token, places = (row_TK >= 0).any(1, keepdim=True), (0, len(tensors) - NUM_LAYER_TENSORS)
         tensors = tuple(x.where(is_token, 0) if i in places else x for i, x in enumerate(tensors))
     return run(*tensors, **words)
 

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits (e4m3) with scales that are powers of two: of tensors, rows, or blocks of their columns.
+"""Numbers of 8 bits with scales that are powers of two: of tensors, rows, or blocks of their columns.
 
 Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are stored numbers, of which one times its scale
 is the value. To multiply by a power of two rounds nothing, so a number is rounded once, where it gets its 8

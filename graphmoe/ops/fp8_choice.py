@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import INPUT, delayed
+from graphmoe.ops.fp8 import GRADIENT, INPUT, delayed
 from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
 from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
@@ -80,7 +80,9 @@ class Dense:
 
         by = RECIPES[self.recipe]
         along, turned = by.weight(w), by.turned(w)
-        stored, gradient = (delayed(t, w, INPUT) if by.rows is None else by.rows(t) for t in (x, dy))
+        stored, gradient = (
+            delayed(t, w, side) if by.rows is None else by.rows(t) for t, side in ((x, INPUT), (dy, GRADIENT))
+        )
 
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)

@@ -129,7 +129,7 @@ class Optimizer(StepOptimizer):
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
                 found[f"the optimizer's {name.lstrip('_')}{which}"] = holder, name
         if self.scales:
-            for name in ("scale_P", "largest_P", "history_SP"):
+            for name in ("_scale_PW", "_largest_PW", "history_SP"):
                 found[f"the delayed scales' {name}"] = vars(self.scales), name
         return found
 

@@ -43,6 +43,7 @@ from graphmoe.training.products import (
     dense_products,
     describe_products,
     fp8_passes,
+    keeps_experts,
     measured,
     plain_products,
     skipped_layers,
@@ -96,7 +97,7 @@ class Execution:
         """True where the routed experts run as one operation."""
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
         """Weights of products that may be in 8 bits, by name."""
-        self._in_fp8 = "fp8_experts" in names and has_experts(config.model)
+        self._in_fp8 = "fp8_experts" in names and has_experts(config.model) and keeps_experts(config)
         """True where experts are in 8 bits, but for those of layers without."""
         self._times_experts = self._in_fp8 and fp8_vendor(config) is None
         """True where our kernels of experts in 8 bits are timed beside bf16; a library's were asked for."""

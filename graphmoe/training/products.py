@@ -39,6 +39,12 @@ def skipped_layers(config: RunConfig) -> frozenset[int]:
     return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
 
 
+def keeps_experts(config: RunConfig) -> bool:
+    """Return whether the experts of some layer may be in 8 bits."""
+    count = config.model.num_layers + config.model.mtp_depth
+    return bool({*range(config.model.num_dense_layers, count)} - skipped_layers(config))
+
+
 def skips_experts(config: RunConfig) -> bool:
     """Return whether the experts of some layer stay in bf16."""
     return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))

@@ -163,13 +163,18 @@ def compile_inference(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    changes = any(
-        isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-        for node in graph.graph.nodes
-    )
+    changes = any(map(_changes_tensors, graph.graph.nodes))
     patches = {"triton.autotune_pointwise": False} if changes else {}
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
         return compile_fx(graph, list(fakes), config_patches=patches)  # type: ignore[return-value]
+
+
+def _changes_tensors(node: torch.fx.Node) -> bool:
+    """Return whether a node changes one of its inputs, of more than one number."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return False
+    changed: Any = node.args[0]
+    return node.target is not torch.ops.aten.copy_.default or changed.meta["val"].numel() > 1
 
 
 def graphs_to_bytes(graphs: Any) -> bytes:

@@ -294,12 +294,14 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
     assert scales.scale_P.tolist() == [2, first[1], first[2], 2.0**-24]  # room for twice as much
     scales.begin()
     assert not scales.largest_P.any()
-    for _ in range(STEPS - 1):
-        scales.update(done)
+    scales.update(done)  # in which nothing was stored
+    for _ in range(STEPS):
         assert scales.scale_P[0] == 2
-    scales.largest_P[0] = 112
-    scales.update(done)
+        scales.largest_P[0] = 112
+        scales.update(done)
     assert scales.scale_P[0] == 0.5
+    addresses = [tensor.data_ptr() for _, pair in scales.tensors() for tensor in pair]
+    assert not any(address % 16 for address in addresses)
     other = DelayedScales(weights, 1, None)
     other.load(scales.values())
     assert other.scale_P.equal(scales.scale_P) and other.history_SP.equal(scales.history_SP)

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops.collectives import use_groups
+from graphmoe.ops.fp8 import mlp, mlp_gradients
 from graphmoe.plan import layout as layouts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh, Ranks
-from graphmoe.runtime.torch_compat import fake_process_group
+from graphmoe.runtime.torch_compat import FakeTensorMode, fake_process_group
 from graphmoe.segments import run_segments
 from graphmoe.training.build import build
 from graphmoe.training.dry_run import collectives, dry_run, run_watched
@@ -165,6 +167,29 @@ def test_what_an_operation_takes_for_itself_counts_while_it_runs():
 
 
 @pytest.mark.slow
+def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
+    found: dict[str, dict[str, int]] = {"rowwise": {}, "tensorwise": {}}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "fp8_mlp_" in func.name():
+                found[recipe][func.name()] = bytes_inside(func, args)
+            return func(*args, **(kwargs or {}))
+
+    for recipe in found:
+        with FakeTensorMode(), Watch():
+            x, gate_up, down = (
+                torch.empty(*size, dtype=torch.bfloat16) for size in ((64, 32), (2, 64, 32), (2, 32, 32))
+            )
+            slot_R, row_TK, ends_E = (
+                torch.empty(*size, dtype=torch.int32) for size in ((128,), (64, 2), (2,))
+            )
+            layer = x, gate_up, down, torch.empty(64, 2), slot_R, row_TK, ends_E
+            _, *h = mlp(*layer, recipe=recipe)
+            mlp_gradients(x, *h, *layer, recipe=recipe)
+    assert found["rowwise"] == found["tensorwise"] and len(found["rowwise"]) == 3
+
+
 def test_the_logits_of_a_fused_loss_count_as_inside():
     compiled = of_four("ep4", 0, "compile.enabled=true", "model.vocab_size=8192")["memory"]
     assert compiled["at_peak_bytes"]["inside"] == 2 * 16 * 8192 * 4
@@ -326,4 +351,4 @@ def test_delayed_scales_are_exchanged_once_a_step_by_the_ranks_of_a_stage(world)
     found = dry_run(config(*TRAINED, *words, f"parallel.pp={min(world, 2)}", "launch.fake_rank=0"))
     calls = [call for call in found["collectives"] if call["operation"] == "all_reduce"]
     shapes = [(call["shape"], call["count"]) for call in calls if "stage" in call["axes"]]
-    assert shapes == ([] if world == 1 else [((2 * 8,), 1)])  # of a dense layer's products and the embedding
+    assert shapes == ([] if world == 1 else [((2 * 8, 4), 1)])  # of a dense layer's products and the embedding

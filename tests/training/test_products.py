@@ -141,3 +141,11 @@ def test_a_cpu_keeps_all_in_8_bits_and_the_log_says_so(tmp_path, caplog):
     assert words in caplog.text and trainer.execution.chosen.fp8 == {}
     assert "  precision   fp32, products in 8 bits (rowwise)\n" in caplog.text
     assert trainer.execution.precision()["products_in_fp8"] == len(DENSE) + 1
+
+
+def test_experts_of_skipped_layers_are_no_product_in_8_bits(tmp_path, as_traced):
+    words = (*SIZES, "model.num_layers=3", "model.num_dense_layers=1")
+    trainer = trainer_in(
+        tmp_path, *COMPILED, *words, "precision.fp8=rowwise", "precision.fp8_skip_layers=[1,2]"
+    )
+    assert trainer.execution.precision()["products_in_fp8"] == len(trainer.execution._dense)

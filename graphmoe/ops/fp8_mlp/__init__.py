@@ -4,9 +4,9 @@ Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width,
 blocks of the columns of H; q are stored numbers, s their scales, as in `ops.fp8`.
 
 A token is stored once, before its rows are gathered; h by blocks, which a tile of the product can do alone;
-the activation, and the gradients of rows, by rows. The products contract the last axis of both sides. Weight
-gradients contract rows: `ops.fp8_linear` says how their scales become one. Scales that are bytes are those of
-mxfp8: `ops.mx_mlp` has what is computed with them.
+the activation, and the gradients of rows, by rows, unless their scale is known before. The products contract
+the last axis of both sides. Weight gradients contract rows: `ops.fp8_linear` says how their scales become
+one. Scales that are bytes are those of mxfp8: `ops.mx_mlp` has what is computed with them.
 """
 
 from collections.abc import Sequence

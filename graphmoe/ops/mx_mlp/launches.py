@@ -11,14 +11,12 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_mlp.launches import Tile, tile_of
+from graphmoe.ops.fp8_mlp.launches import BLOCK_R, Tile, tile_of
 from graphmoe.ops.fp8_mlp.reference import Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import units_of
 
-BLOCK_R = 128
-"""Rows of a tile of a weight gradient, to which the rows of each expert are padded."""
 COLUMNS = 128
 """Columns of a program of SwiGLU, of its gradient, and of rows that are stored anew."""
 ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(128, 256, 128, 256, 2, flatten=False)}

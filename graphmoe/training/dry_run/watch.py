@@ -203,7 +203,7 @@ def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
 
 def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
     """Gate, up and results of the rows, and the activation in 8 bits (graphmoe/ops/fp8_mlp/launches.py)."""
-    (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[-1].itemsize
+    (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[7].itemsize
     return int(R * (size * (H + D) + H // 2))
 
 
@@ -215,7 +215,7 @@ def _fp8_hidden(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, __: Tensor, slot_R:
 def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
     """Gradients of activations and of rows."""
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
-    return int(R * (H // 2 + D) * rest[-1].itemsize)
+    return int(R * (H // 2 + D) * rest[9].itemsize)
 
 
 def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:

@@ -351,4 +351,4 @@ def test_delayed_scales_are_exchanged_once_a_step_by_the_ranks_of_a_stage(world)
     found = dry_run(config(*TRAINED, *words, f"parallel.pp={min(world, 2)}", "launch.fake_rank=0"))
     calls = [call for call in found["collectives"] if call["operation"] == "all_reduce"]
     shapes = [(call["shape"], call["count"]) for call in calls if "stage" in call["axes"]]
-    assert shapes == ([] if world == 1 else [((2 * 8, 4), 1)])  # of a dense layer's products and the embedding
+    assert shapes == ([] if world == 1 else [((2 * 8, 4), 1)])  # of a dense layer and the embedding

@@ -108,6 +108,11 @@ def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
     return dispatcher_facts(dispatcher_of(moe, parallel)).reads_peers
 
 
+def has_room(config: RunConfig) -> bool:
+    """Return True where experts get more rows than tokens, and whatever memory has in the others."""
+    return reads_peers(config.moe, config.parallel)
+
+
 def runs_pass(passes: PassesConfig, name: str) -> bool:
     """Return True where a pass that is not optional, or has its parameters, runs."""
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled

@@ -10,7 +10,7 @@ from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
 from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory
-from graphmoe.plan.experts import fp8_vendor, reads_peers, travels_in_fp8
+from graphmoe.plan.experts import fp8_vendor, has_room, travels_in_fp8
 from graphmoe.plan.plan import Plan
 
 
@@ -28,8 +28,7 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
     if EXPERTS in precision.fp8_products and not plain.experts:
         passes["fp8_experts"] = {"recipe": precision.fp8.value, "vendor": vendor}
         if vendor is None:
-            has_room = reads_peers(config.moe, config.parallel)
-            passes["fp8_quantise"] = {"travels": travels_in_fp8(config), "has_room": has_room}
+            passes["fp8_quantise"] = {"travels": travels_in_fp8(config), "has_room": has_room(config)}
     return passes
 
 

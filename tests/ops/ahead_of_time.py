@@ -54,6 +54,7 @@ class Facts:
 
 KINDS = {
     "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
     "float32": "fp32",
     "bfloat16": "bf16",
     "float16": "fp16",

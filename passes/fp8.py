@@ -18,9 +18,10 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.fp8 import fp8_dtype, mlp, mlp_gradients, quantise
+from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.fp8_blocks.reference import quantise_mx
 from graphmoe.ops.fp8_linear import RECIPES, linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
 from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (

@@ -169,7 +169,8 @@ RECIPES = {
 }
 
 
-def _stored(by: Recipe, x_RC: Tensor, w: Tensor, side: str) -> Stored:
+def stored(by: Recipe, x_RC: Tensor, w: Tensor, side: str) -> Stored:
+    """Store the input of a weight's product, or the gradient of its output, by a recipe."""
     return delayed(x_RC, w, side) if by.rows is None else by.rows(x_RC)
 
 
@@ -180,22 +181,22 @@ def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     one of `RECIPES`.
     """
     by = RECIPES[recipe]
-    return by.product(_stored(by, x_RK, w_NK, INPUT), by.weight(w_NK), x_RK.dtype)
+    return by.product(stored(by, x_RK, w_NK, INPUT), by.weight(w_NK), x_RK.dtype)
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
     """The gradient of x of `linear`."""
     by = RECIPES[recipe]
-    return by.product(_stored(by, dy_RN, w_NK, GRADIENT), by.turned(w_NK), dy_RN.dtype)
+    return by.product(stored(by, dy_RN, w_NK, GRADIENT), by.turned(w_NK), dy_RN.dtype)
 
 
 def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
     """The gradient of w of `linear`: a sum in fp32, rounded last."""
     by = RECIPES[recipe]
-    x = _stored(by, x_RK, w_NK, INPUT)
+    x = stored(by, x_RK, w_NK, INPUT)
     if wgrad == "bf16":
         return dy_RN.t() @ by.values(x).to(dy_RN.dtype)
-    return rounded(by.wgrad(_stored(by, dy_RN, w_NK, GRADIENT), x), dy_RN.dtype)
+    return rounded(by.wgrad(stored(by, dy_RN, w_NK, GRADIENT), x), dy_RN.dtype)
 
 
 _forward = torch.library.custom_op("graphmoe::fp8_linear", linear, mutates_args=())

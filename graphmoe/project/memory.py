@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmoe.config.choices import ATTENTIONS, LAYERS
 from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
 from graphmoe.model.sizes import rank_weights
-from graphmoe.ops.fp8_mlp.launches import BLOCK_R
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
 from graphmoe.plan.attention import attention_facts

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from graphmoe.config.schema import Fp8Recipe
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.plan import Plan
@@ -131,4 +132,7 @@ def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
             break
     if len(found) == 1:
         return []
-    return [*found, Rung(len(found), "the counts of the host", bounded_dispatcher(plan, mesh), 0)]
+    precision = plan.config.precision
+    in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+    words = f"the counts of the host{', where experts are not in 8 bits' * in_fp8}"
+    return [*found, Rung(len(found), words, bounded_dispatcher(plan, mesh), 0)]

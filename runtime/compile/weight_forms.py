@@ -188,6 +188,7 @@ class WeightForms:
             key, held = (id(weight), form.operation), self._held.get((id(weight), form.operation))
             if held is not None and held.made_at in (None, self._number):
                 continue
+            assert form.operation not in (INPUT, GRADIENT), "delayed scales are kept, not made"
             assert id(weight) not in self._within, f"{form} is read behind other forms of its weight"
             with profiler_range("weights", "8 bits"):
                 made[key] = tuple(OPERATIONS[form.operation](weight))

@@ -136,7 +136,9 @@ def _compile_case(case: dict[str, Any], target: str) -> Facts:
 
     kernel, name, given = case["kernel"], case["name"], case["signature"]
     if target == "gfx942":
-        given = {a: kind.replace("fp8e4nv", "fp8e4b8") for a, kind in given.items()}
+        given = {
+            a: kind.replace("fp8e4nv", "fp8e4b8").replace("fp8e5", "fp8e5b16") for a, kind in given.items()
+        }
     signature = {a: given[a].removesuffix(":16") if a in given else "constexpr" for a in kernel.arg_names}
     attrs = {
         (i,): [["tt.divisibility", 16]]

@@ -253,7 +253,7 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
     plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
     x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
     with (
-        mock.patch("graphmoe.ops.fp8_mlp.launches.kind_of", lambda device: kind),
+        mock.patch("graphmoe.ops.mx_mlp.launches.kind_of", lambda device: kind),
         mock.patch.object(launches, "units_of", lambda device: 148),
     ):
         rows, weight_TK = blocks.mx_rows(x), meta(R // K, K)

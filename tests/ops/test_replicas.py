@@ -60,7 +60,6 @@ def test_no_rank_has_more_than_its_share_with_as_many_slots_as_experts_of_a_rank
 
 
 def test_with_fewer_slots_the_plan_is_as_good_as_the_best_where_one_slot_is_enough():
-    """The least load of the fullest rank over all choices of one expert for each slot, by a bound on cuts."""
     for seed in range(30):
         rows = torch.randint(0, 40, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
         found = reference.plan(rows, 2, 1, -(-sum(rows) // 2))

@@ -279,7 +279,10 @@ def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_tr
     first._train_step()
     first._save(wait=True)
     assert first.optimizer.state_dict()["scales"] == {}
-    train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", "checkpoint.resume=true")
+    resumed = train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", "checkpoint.resume=true")
+    assert resumed._first == 2
+    steps = [sum(amax > 0 for amax in history) for _, *history in resumed.optimizer.scales.values().values()]
+    assert {*steps} == {0, resumed.step - 1}  # from the second step on, of what products read
 
 
 def test_scales_follow_the_largest_numbers_of_steps_that_were_done():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops.collectives import use_groups
-from graphmoe.ops.fp8 import mlp, mlp_gradients
+from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
 from graphmoe.plan import layout as layouts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of

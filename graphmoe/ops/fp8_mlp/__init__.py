@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.fp8 import BLOCK, fp8_dtype, mlp, mlp_gradients
+from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, fp8_dtype, rounded
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
+from graphmoe.ops.fp8_linear import RECIPES, Stored, stored
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.mx_mlp import reference as mx_reference
@@ -146,6 +147,51 @@ def _wgrad_into(
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
     dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
     _kernels(xq_TD, xs_T1).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
+
+
+def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> Stored:
+    if carries:
+        arrived: Stored = torch.ops.graphmoe.fp8_arrived(x_TD)
+        return arrived
+    by = RECIPES[recipe]
+    q, scale = stored(by, x_TD, w, side)
+    return q, scale.expand(len(x_TD), 1).contiguous() if by.rows is None else scale
+
+
+def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """y, hq and hs of a layer, by the operations that the forward consists of.
+
+    With ``carries`` x is a carrier of `ops.symm.stored`.
+    """
+    x_TD, w_gate_up, w_down, *rest = layer
+    ops, by = torch.ops.graphmoe, RECIPES[recipe]
+    x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
+    known = getattr(ops, INPUT)(w_down) if by.rows is None else (None, None)
+    weights = *by.weight(w_gate_up), *by.weight(w_down)
+    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest, x_TD.dtype, *known)
+    return y_TD, hq_RH, hs_RB
+
+
+def mlp_gradients(
+    dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of.
+
+    With ``carries`` x and dy are carriers.
+    """
+    x_TD, w_gate_up, w_down, weight_TK, *plan = layer
+    ops, by, dtype = torch.ops.graphmoe, RECIPES[recipe], x_TD.dtype
+    dy = _stored_tokens(dy_TD, w_down, GRADIENT, recipe, carries)
+    known = (None,) * 3
+    if by.rows is None:
+        known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
+    weights = *by.turned(w_gate_up), *by.turned(w_down)
+    dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
+        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, *known
+    )
+    x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan)
+    return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())

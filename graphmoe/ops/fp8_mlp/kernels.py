@@ -176,7 +176,7 @@ def swiglu_kernel(
 ):  # fmt: skip
     """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
 
-    By a scale that is ``known``, with which ``largest`` takes up the largest number, instead of rows.
+    By a scale that is ``known``, with the largest number of each program in ``largest``, instead of rows.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -199,7 +199,7 @@ def swiglu_kernel(
             amax = tl.max(tl.max(tl.abs(a), 2), 1)
             if known_ptr is not None:
                 scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
-                tl.atomic_max(largest_ptr, tl.max(amax, 0))
+                tl.store(largest_ptr + tl.program_id(0), tl.max(amax, 0))
                 a = _saturated(a, scale[:, None, None], MOST)
             else:
                 scale, inverse = power_of_two(amax, ABOVE, EXPONENT)
@@ -217,7 +217,7 @@ def swiglu_grad_kernel(
 ):  # fmt: skip
     """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
 
-    By scales that are ``known``, with which ``largest`` takes up the largest number of dh, instead of rows.
+    By scales that are ``known``, with the largest number of dh of each program, instead of rows.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -244,7 +244,7 @@ def swiglu_grad_kernel(
         if known_ptr is not None:
             a_scale = tl.load(known_a_ptr) + tl.zeros((ROWS,), tl.float32)
             dh_scale = tl.load(known_ptr) + tl.zeros((ROWS,), tl.float32)
-            tl.atomic_max(largest_ptr, tl.max(of_dh, 0))
+            tl.store(largest_ptr + tl.program_id(0), tl.max(of_dh, 0))
             a = _saturated(a, a_scale[:, None, None], MOST)
             dgate = _saturated(dgate, dh_scale[:, None, None], WIDEST)
             dup = _saturated(dup, dh_scale[:, None, None], WIDEST)

@@ -4,7 +4,7 @@ No call waits for the device or reads a count on the host, and every sum has a f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,35 +15,16 @@ from graphmoe.ops.fp8 import BLOCK, fp8_dtype, rounding_of
 from graphmoe.ops.fp8_mlp.reference import Known, Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
-from graphmoe.ops.grouped_mlp.tuning import kind_of, units_of
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
-BLOCK_R = 128
-"""Rows of a tile of a weight gradient, to which the rows of each expert are padded."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Launch of a product: a tile of the result is block_m x block_n, a step contracts block_k."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    threads: int
-    stages: int
-    subtiles: int = 2
-    flatten: bool = True
-    """Load the next tile during the epilogue; weight gradients do not."""
-    per_unit: int = 1
-    """Programs for each multiprocessor or compute unit."""
-
-
-ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(64, 256, 64, 256, 2, flatten=False)}
-WEIGHTS = {
-    "hopper": Tile(128, 128, BLOCK_R, 128, 3, subtiles=8, per_unit=2),
-    "instinct": Tile(128, 128, BLOCK_R, 256, 1),
+ROWS = {
+    "hopper": Config(128, 256, 128, 256, 3, subtiles=2, flatten=True),
+    "instinct": Config(64, 256, 64, 256, 2, subtiles=2),
 }
-SMALL = Tile(128, 256, 64, 256, 2, flatten=False)
-INTERPRETED = Tile(16, 2 * BLOCK, 32, 128, 1, subtiles=1, flatten=False, per_unit=3)
+WEIGHTS = {
+    "hopper": Config(128, 128, BLOCK_R, 128, 3, subtiles=8, per_unit=2),
+    "instinct": Config(128, 128, BLOCK_R, 256, 1, subtiles=2),
+}
 
 
 def rows(w: Tensor, *, whole: bool = False) -> Scaled:
@@ -95,30 +76,34 @@ def forward(
     """y_TD, and h by blocks; the scale of the activation may be ``known``."""
     R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
     a, y_RD = (x[0].new_empty(R, F), x[1].new_empty(R, 1)), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a, *(known or (None, None))))
+    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a), known)
     _product(a, w_down, y_RD, plan, tiles)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
 
 def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
     """h by blocks, as `forward` makes it."""
-    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 5)
+    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
 
 
 def _hidden(
-    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, tiles: Any, activation: Sequence[Any]
+    x: Scaled,
+    w_gate_up: Scaled,
+    plan: Plan,
+    dtype: torch.dtype,
+    tiles: Any,
+    activation: Sequence[Any],
+    known: Known | None = None,
 ) -> Scaled:
-    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or None.
-
-    Then what is known of it, as `forward` has it.
-    """
+    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or three None."""
     R, H = len(plan.slot_R), w_gate_up[0].shape[1]
     h_RH = x[0].new_empty(R, H, dtype=dtype)
     _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
     h = x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))
     weight, *a = activation
-    of_rows = (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a)
-    _by_rows("swiglu_kernel", of_rows, len(plan.ends_E), R, H // 2, 32)
+    scale, largest = known or (None, None)
+    of_rows = (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a, scale)
+    _by_rows("swiglu_kernel", of_rows, largest, plan, H // 2, 32)
     return h
 
 
@@ -146,8 +131,8 @@ def dgrad(
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
-    of_known = (known_a, *(known or (None, None)))
-    _by_rows("swiglu_grad_kernel", (*of_rows, *of_known), len(plan.ends_E), R, H // 2, 16)
+    scale, largest = known or (None, None)
+    _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, H // 2, 16)
     _product(dh, w_gate_up, dx_RD, plan, tiles)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
@@ -189,7 +174,7 @@ def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathe
 
     (q, scale), (w_q, w_s) = x, w
     E, N, C = w_q.shape
-    tile = _with_height(tile_of(ROWS, q.device), len(plan.slot_R) // E)
+    tile = _with_height(in_8_bits(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
     count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
@@ -204,22 +189,32 @@ def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathe
         )  # fmt: skip
 
 
-def _by_rows(name: str, tensors: Sequence[Tensor | None], E: int, R: int, F: int, of_thread: int) -> None:
-    """Launch a kernel whose programs have whole rows; ``of_thread`` is the number of columns of a thread."""
+def _by_rows(
+    name: str, tensors: Sequence[Tensor | None], largest: Tensor | None, plan: Plan, F: int, of_thread: int
+) -> None:
+    """Launch a kernel whose programs have whole rows; ``of_thread`` is the number of columns of a thread.
+
+    ``largest`` [1] takes up the largest number of all programs.
+    """
     import triton
 
     from graphmoe.ops.fp8_mlp import kernels
 
     width = max(triton.next_power_of_2(F), BLOCK)
     count, kind = max(128 * of_thread // width, 1), fp8_dtype()
-    above, exponent = rounding_of(kind)
-    if R:
-        getattr(kernels, name)[(-(-R // count),)](
-            *tensors, E, R,
-            F=F, ABOVE=above, EXPONENT=exponent, MOST=torch.finfo(kind).max,
-            ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
-            num_warps=num_warps(count * width // of_thread),
-        )  # fmt: skip
+    (above, exponent), R = rounding_of(kind), len(plan.slot_R)
+    if not R:
+        return
+    programs = -(-R // count)
+    partial = None if largest is None else largest.new_zeros(programs)
+    getattr(kernels, name)[(programs,)](
+        *tensors, partial, len(plan.ends_E), R,
+        F=F, ABOVE=above, EXPONENT=exponent, MOST=torch.finfo(kind).max,
+        ROWS=count, BLOCKS=width // BLOCK, BLOCK=BLOCK,
+        num_warps=num_warps(count * width // of_thread),
+    )  # fmt: skip
+    if largest is not None and partial is not None:
+        largest.copy_(torch.maximum(largest, partial.amax()))
 
 
 def _transposed(
@@ -245,7 +240,7 @@ def _weight_grad(
 ) -> None:
     from graphmoe.ops.fp8_mlp.kernels import weight_grad_kernel
 
-    (E, M, N), tile = total.shape, tile_of(WEIGHTS, left.device)
+    (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(left.device))
     if not left.numel():
         if not add:
             total.zero_()
@@ -262,12 +257,7 @@ def _weight_grad(
     )  # fmt: skip
 
 
-def tile_of(table: dict[str, Tile], device: torch.device) -> Tile:
-    kind = kind_of(device)
-    return INTERPRETED if kind == "cpu" else table.get(kind, SMALL)
-
-
-def _with_height(tile: Tile, rows_per_expert: int) -> Tile:
+def _with_height(tile: Config, rows_per_expert: int) -> Config:
     """A tile of fewer rows where an expert has few."""
     height = 16
     while height < min(rows_per_expert, tile.block_m):

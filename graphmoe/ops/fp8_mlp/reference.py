@@ -93,12 +93,16 @@ def wgrad(
     (dyq_RD, dy_scale_R1), (xq_RD, x_scale_R1) = ([part[token_R] for part in of] for of in (dy, x))
     up = _weight_grad(dh[0], xq_RD, dh[1] * x_scale_R1, plan)
     down = _weight_grad(a[0], dyq_RD, a[1] * dy_scale_R1, plan).mT.contiguous()
-    for total, gradient in zip(totals or (), (up, down), strict=False):
-        if add:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
-    return up, down
+    return into((up, down), totals, add=add)
+
+
+def into(
+    gradients: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor] | None, *, add: bool
+) -> tuple[Tensor, Tensor]:
+    """Store gradients in ``totals`` where there are any, or add to these; return the gradients."""
+    for total, gradient in zip(totals or (), gradients, strict=False):
+        total.copy_(total + gradient if add else gradient)
+    return gradients
 
 
 def block_halves(q_RH: Tensor, scale_RB: Tensor) -> tuple[Tensor, Tensor]:

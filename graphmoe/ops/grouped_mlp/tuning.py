@@ -6,6 +6,7 @@ their own, ``..._into``, for results in fp32. Nothing is tuned at run time: a ca
 runs would not be bitwise equal.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,6 +61,10 @@ _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
 _SMALL = Config(128, 128, 32, 256, 3, subtiles=2)  # 99 KiB of shared memory are enough
 _FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction computes in full fp32
 _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
+_SMALL_IN_8_BITS = Config(128, 256, 64, 256, 2, subtiles=2)
+_INTERPRETER_IN_8_BITS = Config(16, 256, 32, 128, 1, per_unit=3)
+BLOCK_R = 128
+"""Rows of a tile of a weight gradient in 8 bits, to which the rows of each expert are padded."""
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
@@ -73,6 +78,11 @@ def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> C
         return _FP32
     config = {"hopper": _HOPPER, "instinct": _INSTINCT}.get(kind, {}).get(step, _SMALL)
     return config if "wgrad" in step else with_height(config, rows_per_expert)
+
+
+def in_8_bits(table: Mapping[str, Config], kind: str) -> Config:
+    """Return the config of products in 8 bits on a device of `kind_of`, by a table of kinds."""
+    return _INTERPRETER_IN_8_BITS if kind == "cpu" else table.get(kind, _SMALL_IN_8_BITS)
 
 
 def with_height(config: Config, rows_per_expert: int) -> Config:

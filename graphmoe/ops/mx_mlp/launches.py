@@ -11,18 +11,20 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_mlp.launches import BLOCK_R, Tile, tile_of
 from graphmoe.ops.fp8_mlp.reference import Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
-from graphmoe.ops.grouped_mlp.tuning import units_of
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
 COLUMNS = 128
 """Columns of a program of SwiGLU, of its gradient, and of rows that are stored anew."""
-ROWS = {"hopper": Tile(128, 256, 128, 256, 3), "instinct": Tile(128, 256, 128, 256, 2, flatten=False)}
+ROWS = {
+    "hopper": Config(128, 256, 128, 256, 3, subtiles=2, flatten=True),
+    "instinct": Config(128, 256, 128, 256, 2, subtiles=2),
+}
 WEIGHTS = {
-    "hopper": Tile(128, 256, BLOCK_R, 256, 3, subtiles=4),
-    "instinct": Tile(128, 256, BLOCK_R, 256, 2, subtiles=4),
+    "hopper": Config(128, 256, BLOCK_R, 256, 3, subtiles=4),
+    "instinct": Config(128, 256, BLOCK_R, 256, 2, subtiles=4),
 }
 """Tiles by kind of device; those that are no hopper or instinct have no products in mxfp8."""
 
@@ -119,7 +121,7 @@ def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathe
 
     (q, scale), (w_q, w_s) = x, w
     _, N, C = w_q.shape
-    tile = tile_of(ROWS, q.device)
+    tile = in_8_bits(ROWS, kind_of(q.device))
     table = tiles(tile.block_m)
     max_tiles = len(table) // 2
     count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
@@ -150,7 +152,7 @@ def _weight_grad(left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add:
 
     from graphmoe.ops.mx_mlp.kernels import weight_grad_kernel
 
-    (E, M, N), tile = total.shape, tile_of(WEIGHTS, total.device)
+    (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(total.device))
     if not left[0].numel():
         if not add:
             total.zero_()

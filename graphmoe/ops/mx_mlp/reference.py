@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.ops.fp8_blocks.reference import quantise_mx, turned, values
-from graphmoe.ops.fp8_mlp.reference import Scaled, live_rows, rows_of_experts, swiglu_gradients, token_of_rows
+from graphmoe.ops.fp8_mlp.reference import (
+    Scaled,
+    into,
+    live_rows,
+    rows_of_experts,
+    swiglu_gradients,
+    token_of_rows,
+)
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 
@@ -59,12 +66,7 @@ def wgrad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
     gradients = _weight_grad(dh, _of_rows(x, plan), plan), _weight_grad(_of_rows(dy, plan), a, plan)
-    for total, gradient in zip(totals or (), gradients, strict=False):
-        if add:
-            total.add_(gradient)
-        else:
-            total.copy_(gradient)
-    return gradients
+    return into(gradients, totals, add=add)
 
 
 def _of_rows(x: Scaled, plan: Plan) -> Scaled:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
-from graphmoe.ops.fp8_mlp.launches import BLOCK_R
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
 from graphmoe.plan.pipeline.simulate import Track

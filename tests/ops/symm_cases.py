@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import graphmoe.ops.fp8_mlp  # noqa: F401  # registers fp8_rows
 from graphmoe.ops.dispatch import SendPlan, send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm import exchange, use_peers

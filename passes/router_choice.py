@@ -113,10 +113,11 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
 
 
 def _routes(ids: Node) -> bool:
-    """Return whether given ids are those of experts, not labels: constant, or the beginning of a plan."""
+    """Return whether given ids are those of experts, not labels: constant, drawn, or the start of a plan."""
     plans = calls(ids.graph, torch.ops.graphmoe.routing_plan)
     planned = any(origin(operand(plan)) is origin(ids) for plan in plans)
-    return planned or constant(ids) is not None or bool(counts_of(origin(ids)))
+    drawn = is_op(origin(ids), aten.searchsorted)  # of moe.expert_load
+    return planned or drawn or constant(ids) is not None or bool(counts_of(origin(ids)))
 
 
 def _scores(graph: fx.Graph) -> list[Node]:

@@ -45,6 +45,10 @@ class MoEConfig:
 
     force_balance: bool = False
     """Route round robin, ignoring the router's choice. For benchmarks only."""
+    expert_load: str = "none"
+    """Loads of experts, whatever the router says, for benchmarks only: none (the router chooses), balanced,
+    hot_experts, hot_rank, one_expert, rotating, burst, idle_rank, docs/model.md, or the path of a .json of
+    counts, steps x MoE layers x experts."""
     experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
     """Kernels of the routed experts in compiled runs; auto measures the installed ones on a GPU and remembers
     the fastest, and takes torch on a CPU; package.module:NAME is taken only where it is named. With

@@ -20,6 +20,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.ops.grouped_mlp import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
+from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout
 from graphmoe.segments import part
 
@@ -34,6 +35,7 @@ class Router(nn.Module):
 
     selection_bias: Tensor
     earlier_counts: Tensor
+    load_ends: Tensor | None
 
     def __init__(self, config: ModelConfig, execution: MoEConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -45,6 +47,9 @@ class Router(nn.Module):
         self.register_buffer("selection_bias", zeros_E if config.selection_bias else None)
         # Slots of the step's earlier micro-batches, for the balance loss over the global batch.
         self.register_buffer("earlier_counts", zeros_E.clone(), persistent=False)
+        # Of a forced load, by `graphmoe.plan.forced_loads.ends`; the host sets it before each step.
+        is_forced = execution.expert_load != NO_LOAD
+        self.register_buffer("load_ends", zeros_E.long() if is_forced else None, persistent=False)
 
     @property
     def has_balance(self) -> bool:
@@ -87,6 +92,8 @@ class Router(nn.Module):
         config = self.config
         if self.execution.force_balance:
             return ops.round_robin(len(scores_TE), config.top_k, config.num_experts, scores_TE.device)
+        if self.load_ends is not None:
+            return ops.draw_experts(len(scores_TE), config.top_k, self.load_ends)
         if config.selection_bias:
             scores_TE = scores_TE + self.selection_bias
         return ops.select_experts(config, scores_TE)
@@ -97,7 +104,8 @@ class Router(nn.Module):
         DeepSeek-V3, arXiv 2412.19437, equation 18; Megatron-Core too leaves bias and groups out. A bias that
         balances the load would otherwise take the loss its gradient.
         """
-        if not self.config.selection_bias or self.execution.force_balance:
+        is_forced = self.execution.force_balance or self.load_ends is not None
+        if not self.config.selection_bias or is_forced:
             return expert_TK
         return ops.top_indices(scores_TE, self.config.top_k).int()
 

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
+from graphmoe.plan.forced_loads import UNIT
 
+GOLDEN = round(UNIT * (5**0.5 - 1) / 2)
 LOG_FLOOR = 1e-30
 """Smallest share whose logarithm the entropy takes."""
 
@@ -48,6 +50,18 @@ def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.dev
     """Expert ids that load all experts equally, whatever the scores say -> int32 [T, K]."""
     slot_R = torch.arange(num_tokens * top_k, device=device, dtype=torch.int32)
     return (slot_R % num_experts).view(num_tokens, top_k)
+
+
+def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
+    """Draw different experts for each token by their loads, whatever the scores say -> int32 [T, K].
+
+    ``end_E`` int64 are `graphmoe.plan.forced_loads.ends`. Systematic sampling: a token takes the experts in
+    which its K points lie, one unit apart; the points of neighbouring tokens are the golden ratio apart, so
+    any run of tokens has nearly the loads.
+    """
+    token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
+    point_TK = token_T1 * GOLDEN % UNIT + UNIT * torch.arange(top_k, device=end_E.device)
+    return torch.searchsorted(end_E, point_TK, right=True, out_int32=True)
 
 
 def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:

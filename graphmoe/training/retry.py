@@ -1,7 +1,7 @@
 """Steps launched one ahead of the host's knowledge, and run again where they were void."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -39,15 +39,23 @@ class RetryingSteps:
     """
 
     def __init__(
-        self, run: Step, rows: StepRows, void: Tensor, heartbeat: Heartbeat, ladder: ReceiveLadder | None
+        self,
+        run: Step,
+        rows: StepRows,
+        void: Tensor,
+        heartbeat: Heartbeat,
+        ladder: ReceiveLadder | None,
+        prepare: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """``void`` is the flag of `graphmoe.optim.base.StepOptimizer`."""
+        """``void`` is the flag of `graphmoe.optim.base.StepOptimizer`; ``prepare`` comes before each step."""
         self.run, self._rows, self._void, self._heartbeat, self._ladder = run, rows, void, heartbeat, ladder
+        self._prepare = prepare
         self._open: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
         """Launch the next step, and confirm all before it."""
         if self._ladder is None:
+            self._prepare(step)
             self._rows.append(step, self.run(batches))
             return
         self._launch(_Launched(step, list(batches), self._ladder.rung))
@@ -56,6 +64,7 @@ class RetryingSteps:
     def _launch(self, launched: _Launched) -> None:
         # Pinned memory is read only; what stands for a graph on a CPU spoils what it is given.
         given = [tokens if tokens.is_pinned() else tokens.clone() for tokens in launched.batches]
+        self._prepare(launched.step)
         self._rows.append(launched.step, self.run(given))
         self._open.append(launched)
 

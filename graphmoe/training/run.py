@@ -18,6 +18,7 @@ from graphmoe.data import DataError
 from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
+from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import doubtful, without_effect
@@ -116,6 +117,11 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
     config = plan.config
     if config.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
+    if config.moe.expert_load != NO_LOAD:
+        log.warning(
+            "MOE.EXPERT_LOAD=%s IS ON: THE ROUTER IS IGNORED. This is for benchmarks only",
+            config.moe.expert_load,
+        )
     on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not config.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")

@@ -29,7 +29,7 @@ def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer |
     alone = build_model(model.config, device="meta", execution=execution)
     alone.load_state_dict(model.state_dict(), assign=True)
     for router, other in zip(alone.routers(), model.routers(), strict=True):
-        router.earlier_counts = other.earlier_counts  # no part of the state
+        router.earlier_counts, router.load_ends = other.earlier_counts, other.load_ends  # not in the state
     return alone
 
 

@@ -1,13 +1,14 @@
 """One optimizer step as a function of its micro-batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from graphmoe.model.moe import ROUTER_STATS, update_selection_bias
+from graphmoe.model.moe import ROUTER_STATS, Router, update_selection_bias
 from graphmoe.model.transformer import LossOutput
 from graphmoe.optim.base import StepOptimizer
+from graphmoe.plan.forced_loads import LOADS, NO_LOAD, ends, load, read_counts, recorded
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
@@ -15,6 +16,37 @@ from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
 from graphmoe.training.step_rows import RECEIVED, device_row
+
+
+class ForcedLoads:
+    """Loads of ``moe.expert_load``, which routers read from a buffer of the same address in each step."""
+
+    def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
+        """Set those of the first step, which a validation before it has too."""
+        moe, model = plan.config.moe, plan.config.model
+        self._name, self._ranks, self._routers = moe.expert_load, plan.layout.ep, routers
+        self._sizes = model.num_experts, model.top_k
+        recorded = moe.expert_load not in LOADS
+        self._counts = read_counts(moe.expert_load, model.num_experts) if recorded else None
+        self._now: list[list[int]] = []
+        self.set(1)
+
+    def set(self, step: int) -> None:
+        """Store the loads of a step, counted from 1, if they are others. No device sync."""
+        ends_LE = [ends(self._load(step, layer)) for layer in self._routers]
+        if ends_LE == self._now:
+            return
+        self._now, found = ends_LE, torch.tensor(ends_LE)
+        for router, end_E in zip(self._routers.values(), found, strict=True):
+            assert router.load_ends is not None
+            # The allocator of pinned memory lends it to nobody before the copy has been made.
+            end_E = end_E.pin_memory() if router.load_ends.is_cuda else end_E
+            router.load_ends.copy_(end_E, non_blocking=True)
+
+    def _load(self, step: int, layer: int) -> list[float]:
+        if self._counts is not None:
+            return recorded(self._counts, step, layer, self._sizes[1])
+        return load(self._name, step, layer, *self._sizes, self._ranks)
 
 
 class TrainStep:
@@ -42,6 +74,13 @@ class TrainStep:
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
         """Routers of this rank, by their place among all MoE layers of the model."""
+
+        self.loads = ForcedLoads(plan, self.routers) if plan.config.moe.expert_load != NO_LOAD else None
+
+    def prepare(self, step: int) -> None:
+        """Set what the host sets outside of graphs before a step, counted from 1."""
+        if self.loads:
+            self.loads.set(step)
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
         """Map token ids [micro_batch_size, seq_len + 1] of each own micro-batch to a row of ``StepRows``."""

@@ -120,15 +120,15 @@ class Trainer:
             deferring=compiled.deferring if compiled else None,
             capture=self.capture,
         )
-        self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh)
+        step = self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh)
         places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
         own_folder = folder if ranks.is_first else None
-        self._captured = CapturedRun(self.train_step, plan, self.capture, device, places, own_folder)
+        run = self._captured = CapturedRun(step, plan, self.capture, device, places, own_folder)
         ladder = receive_ladder(
             plan, mesh, ranks, self.model, device, self.capture, fused=self.execution.fuses
         )
         # A step is TrainStep, replayed by CapturedRun, run again by RetryingSteps where it found no room.
-        self.steps = RetryingSteps(self._captured, self.rows, self.optimizer.void, self.heartbeat, ladder)
+        self.steps = RetryingSteps(run, self.rows, self.optimizer.void, self.heartbeat, ladder, step.prepare)
         self.validation = Validation(train, self.corpus, micro_batches, mesh, self.heartbeat, ladder)
         self.trace: StepTrace | None = None
         """Recorder of the steps of ``profile.steps``; None where no such step is left."""
@@ -323,13 +323,12 @@ class Trainer:
             return
         self.saves.taken(store, found, state)
         self.step, self.chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
-        if self.step > self.config.train.steps:
+        if self.step > (steps := self.config.train.steps):
             raise ConfigError(
-                f"train.steps={self.config.train.steps}, but {store.folder} is at step {self.step} already; "
-                f"use more steps"
+                f"train.steps={steps}, but {store.folder} is at step {self.step} already; use more steps"
             )
         skipped = int(self.optimizer.skipped_in_row.item())
-        if self.step == self.config.train.steps and skipped >= self.config.train.max_nonfinite:
+        if self.step == steps and skipped >= self.config.train.max_nonfinite:
             raise self.saves.diverged(self.step, skipped)  # no step is left that could show it again
         self.optimizer.restored(state["optimizer"])
         self.loader.load_state_dict(state["loader"])

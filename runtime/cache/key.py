@@ -36,6 +36,7 @@ SINGLE_KEYS = (
     "train.micro_batch_size",
     "moe.experts",
     "moe.force_balance",
+    "moe.expert_load",
     "moe.dispatcher",
     "moe.transport",
     "moe.receive_budget",

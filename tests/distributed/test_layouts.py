@@ -99,6 +99,7 @@ MORE_OF_FOUR = (
     Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=GQA),
     Case(4, "ep=4"), Case(4, "etp=2", model=(MICRO,)),
     Case(4, "ep=2 etp=2", model=("moe.force_balance=true",)),
+    Case(4, "ep=4", model=("moe.expert_load=rotating",)),
     *(
         Case(4, layout, change=change)
         for layout in ("ep=4", "ep=2 etp=2", "ep=2", "etp=2")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
 from graphmoe.model.moe import Router
+from graphmoe.plan.forced_loads import ends, load
 from tests.model.models import filled
 from tests.ops.test_router import Case, choice_of, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -20,10 +21,14 @@ OPTIONS = [
 ]
 
 
-def make_router(*, force_balance=False, seed=0, dtype=torch.float32, **changes):
-    """A router with random weights and, where it has one, a random selection bias."""
+def make_router(*, force_balance=False, expert_load="none", seed=0, dtype=torch.float32, **changes):
+    """A router with random weights and, where it has them, a random selection bias and a load."""
     config = ModelConfig(**({"hidden_size": D, "num_experts": 16, "top_k": 4} | changes))
-    router = filled(Router(config, MoEConfig(force_balance=force_balance)).to(dtype), 0.5, seed)
+    execution = MoEConfig(force_balance=force_balance, expert_load=expert_load)
+    router = filled(Router(config, execution).to(dtype), 0.5, seed)
+    if router.load_ends is not None:
+        share = load(expert_load, 1, 0, config.num_experts, config.top_k, 2)
+        router.load_ends = torch.tensor(ends(share))
     if config.selection_bias:
         torch.nn.init.uniform_(router.selection_bias, -0.3, 0.3, torch.Generator().manual_seed(seed))
     return router
@@ -87,6 +92,22 @@ def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
     weights.square().sum().backward()
     assert all(bool(t.grad.any()) for t in (x, router.gate.weight, router.norm.weight))
     assert bool((router.gate.weight.grad != 0).any(dim=1).all())  # every expert's row
+
+
+def test_a_forced_load_counts_in_the_balance_loss_whatever_bias_and_groups_choose():
+    router = make_router(
+        expert_load="idle_rank",
+        selection_bias=True,
+        num_groups=4,
+        topk_groups=2,
+        aux_loss=AuxLoss.micro_batch,
+    )
+    h, weights, experts, _, stats, *_ = router(make_input())
+    counts = torch.bincount(experts.flatten(), minlength=16)
+    assert counts[:8].tolist() == [0] * 8 and counts[8:].sub(B * S // 2).abs().max() <= 1
+    scores = F.linear(h, router.gate.weight).softmax(-1)
+    assert torch.equal(weights, scores.gather(1, experts.long()))
+    assert_forward_close(stats[0], 16 * (counts / (B * S * 4) * scores.mean(0)).sum().double())
 
 
 @pytest.mark.parametrize("groups", [1, 4])

@@ -95,6 +95,12 @@ def test_forced_experts_are_handed_to_the_operation(after, dtype):
     assert assert_fused(plain).args[2] is not None
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_experts_drawn_by_a_forced_load_are_handed_to_the_operation(coef):
+    plain = routed(expert_load="hot_experts", selection_bias=True, aux_loss_coef=coef)
+    assert assert_fused(plain).args[2] is not None
+
+
 def test_logits_of_sequences_are_seen_as_tokens():
     def run(logits_BSE):
         values, experts = logits_BSE.view(18, 8).topk(2, dim=-1)

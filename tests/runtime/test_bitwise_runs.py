@@ -32,6 +32,7 @@ CASES = {  # words of both runs, of the plain one and of the other
     "mtp in bf16": ((*EAGER, "model.mtp_depth=1", "precision.compute=bf16"), (), (STEP,)),
     "again": (EAGER, (), (EVERYTHING,)),
     "step again": (EAGER, (), (EVERYTHING, STEP)),
+    "rotating load": ((*EAGER, "moe.expert_load=rotating"), (), (STEP,)),
     "swinging": (SWINGING, (), ("graph.warmup_steps=2", STEP)),
     "moe": ((*UNITS, "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY),
     "bf16": (
@@ -52,6 +53,7 @@ CASES = {  # words of both runs, of the plain one and of the other
     ),
     "compiled step": ((*EAGER, *COMPILED), (), (STEP,)),
     "compiled layers": ((*UNITS, "model.mtp_depth=1", LAYER), LATE, EARLY),
+    "compiled rotating": ((*UNITS, "moe.expert_load=rotating", LAYER), LATE, EARLY),
     "compiled swinging": ((*SWINGING, *COMPILED, LAYER), LATE, EARLY),
     "compiled parts again": (AGAIN, (), (PARTS,)),
     "compiled again": ((*AGAIN, *MTP), (), (EVERYTHING,)),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from graphmoe.plan.forced_loads import load
 from graphmoe.report.questions import NO_TRACE, times
 from graphmoe.report.run_data import read_run
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
@@ -216,3 +217,15 @@ def test_fewer_steps_than_the_checkpoint_has_is_a_configuration_error(tmp_path):
     source = f"checkpoint.resume_from={tmp_path}/first"
     with pytest.raises(ValueError, match=r"train.steps=3, but .* is at step 6 already; use more steps"):
         train_in(tmp_path / "second", "train.steps=3", source)
+
+
+def test_each_step_has_the_load_that_is_forced_also_where_a_run_goes_on(tmp_path):
+    words = ("moe.expert_load=rotating", "train.log_interval=1", "train.val_batches=0", "model.num_layers=3")
+    train_in(tmp_path, *words, "train.steps=3")
+    train_in(tmp_path, *words, "train.steps=5")
+    rows = read_lines(tmp_path / EXPERT_LOADS_FILE, ExpertLoad)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    for row in rows:
+        for layer, loads in enumerate(row["load"]):
+            share = load("rotating", row["step"], layer, 4, 2, 1)
+            assert loads == pytest.approx([2 * each for each in share], abs=0.2)

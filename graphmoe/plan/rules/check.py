@@ -27,6 +27,7 @@ RULES = (
     run.launch_rules,
     run.dry_run_rules,
     experts.dispatch_rules,
+    experts.load_rules,
     experts.one_node_rules,
     experts.vendor_dispatch_rules,
     experts.stage_rules,

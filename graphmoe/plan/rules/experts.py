@@ -12,6 +12,7 @@ from graphmoe.config.schema import (
     PassesConfig,
     RunConfig,
 )
+from graphmoe.config.untrusted import FileError
 from graphmoe.plan.experts import (
     INSTEAD,
     WORST_CASE,
@@ -23,6 +24,7 @@ from graphmoe.plan.experts import (
     runs_pass,
     why_no_fp8_rows,
 )
+from graphmoe.plan.forced_loads import LOADS, NO_LOAD, read_counts
 from graphmoe.plan.layout import divisors
 from graphmoe.segments import (
     CAPTURABLE,
@@ -77,6 +79,27 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
     is_number = type(budget) in (int, float) and 0 < budget < math.inf
     if budget != WORST_CASE and not is_number:
         yield f"moe.receive_budget={budget!r} must be a number greater than 0, or {WORST_CASE}"
+
+
+def load_rules(config: RunConfig) -> Iterator[str]:
+    """Yield violated rules of ``moe.expert_load``, whose file is read."""
+    moe, name = config.moe, config.moe.expert_load
+    if name == NO_LOAD:
+        return
+    if moe.force_balance:
+        yield f"moe.force_balance=true and moe.expert_load={name} both replace the router's choice; use one"
+    if not has_experts(config.model):
+        yield f"moe.expert_load={name} loads experts, and the model has none; use moe.expert_load=none"
+    elif name not in LOADS and not name.endswith(".json"):
+        yield (
+            f"moe.expert_load={name}: there is no such load; use {', '.join((NO_LOAD, *LOADS))}, or the path "
+            f"of a file that ends in .json"
+        )
+    elif name not in LOADS:
+        try:
+            read_counts(name, config.model.num_experts)
+        except FileError as error:
+            yield f"moe.expert_load: {error}"
 
 
 def one_node_rules(config: RunConfig) -> Iterator[str]:

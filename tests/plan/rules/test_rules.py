@@ -25,6 +25,9 @@ parallel.pp=2 pipeline.schedule=zb1p passes.disabled=[split_backward] | let the 
 parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | inputs; let the pass split_backward run
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greater than 0, or worst_case
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most | must be a number greater than 0, or worst_case
+moe.force_balance=true moe.expert_load=burst | both replace the router's choice; use one
+moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, balanced, hot_experts, hot_rank,
+moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read
 parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
 OVERLAP graph.scope=layer | those that graph.scope=layer captures; use graph.scope=full_iteration or none
 OVERLAP parallel.dp_shard=fsdp2 | parallel.dp_shard=fsdp2 gathers one; use parallel.dp_shard=zero1

@@ -1,0 +1,96 @@
+"""Loads of experts that a benchmark forces on routers, in plain numbers: for runs and for simulations.
+
+A load is the share of tokens that choose each expert of a MoE layer: ``top_k`` in all, at most 1 each.
+``moe.expert_load`` names it. Suffixes: S steps, L MoE layers, E experts.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphmoe.config.untrusted import FileError, read_json
+
+NO_LOAD = "none"
+LOADS = ("balanced", "hot_experts", "hot_rank", "one_expert", "rotating", "burst", "idle_rank")
+HOT_EXPERTS, HOT_SHARE = 4, 0.4
+"""Neighbouring experts of hot_experts and rotating, or an eighth of all if that is less, and their share."""
+BURST_STEPS = 10
+UNIT = 1 << 32
+"""The share 1 in whole numbers, in which a router draws."""
+LARGEST_BYTES = 1 << 28
+
+Counts = list[list[list[float]]]
+"""Recorded loads [S, L, E], on any scale."""
+
+
+def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: int) -> list[float]:
+    """Return one of `LOADS` in a step, counted from 1, for experts that ``ranks`` share.
+
+    The hot experts of a layer are others than those of the layer before; the hot or idle rank is the first.
+    """
+    few = max(min(HOT_EXPERTS, num_experts // 8), 1)
+    first, of_rank = layer * few, num_experts // ranks
+    share = top_k / num_experts
+    if name == "one_expert":
+        first, few, share = layer, 1, 1.0
+    elif name in ("hot_experts", "rotating"):
+        first += few * step if name == "rotating" else 0
+        share = HOT_SHARE * top_k / few
+    elif name in ("hot_rank", "idle_rank", "burst"):
+        first, few = 0, of_rank
+        times = {"hot_rank": 2, "idle_rank": 0}.get(name, 1 if step % BURST_STEPS else 3)
+        share *= min(times, ranks) if ranks > 1 else 1
+    rest = (top_k - few * share) / max(num_experts - few, 1)
+    chosen = {(first + i) % num_experts for i in range(few)}
+    return fitted([share if expert in chosen else max(rest, 0.0) for expert in range(num_experts)], top_k)
+
+
+def recorded(counts_SLE: Counts, step: int, layer: int, top_k: int) -> list[float]:
+    """Return the load of recorded counts; steps and layers beyond those recorded take them in turns."""
+    layers = counts_SLE[(step - 1) % len(counts_SLE)]
+    return fitted(layers[layer % len(layers)], top_k)
+
+
+def fitted(weights: Sequence[float], top_k: int) -> list[float]:
+    """Scale weights to a load: what would be above 1 is 1, and the others take the rest by their weights.
+
+    Weights of 0 stay 0, unless fewer than ``top_k`` are more than that.
+    """
+    share, rest = [0.0] * len(weights), float(top_k)
+    open_to = [expert for expert, weight in enumerate(weights) if weight > 0]
+    while open_to and rest > 0:
+        total = math.fsum(weights[expert] for expert in open_to)
+        full = {expert for expert in open_to if weights[expert] * rest >= total}
+        for expert in full or open_to:
+            share[expert] = 1.0 if full else weights[expert] * rest / total
+        rest -= len(full) if full else rest
+        open_to = [expert for expert in open_to if expert not in full]
+    if rest > 0:
+        idle = share.count(0.0)
+        return [each or rest / idle for each in share]
+    return share
+
+
+def ends(share: Sequence[float]) -> list[int]:
+    """Return the sums of a load up to each expert in `UNIT`, none more than one unit after the one before."""
+    top_k = round(math.fsum(share))
+    found = [min(round(total * UNIT), top_k * UNIT) for total in itertools.accumulate(share)]
+    found[-1] = top_k * UNIT
+    for expert in range(len(found) - 2, -1, -1):
+        found[expert] = max(found[expert], found[expert + 1] - UNIT)
+    return found
+
+
+def read_counts(path: str, num_experts: int) -> Counts:
+    """Read recorded counts [S, L, E] from a JSON file. *Raises* FileError."""
+    counts_SLE = read_json(Path(path), Counts, LARGEST_BYTES)
+    layers = [layer for step in counts_SLE for layer in step]
+    if not layers or not all(counts_SLE):
+        raise FileError(f"{path} has a step without layers, or no step; it must be steps x layers x experts")
+    for layer in layers:
+        if len(layer) != num_experts:
+            raise FileError(f"{path} counts {len(layer)} experts, and model.num_experts={num_experts}")
+        if not all(0 <= count < math.inf for count in layer) or not 0 < sum(layer) < math.inf:
+            raise FileError(f"{path} has counts that are negative, infinite or all 0; use numbers from 0 on")
+    return counts_SLE

@@ -60,7 +60,8 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
     any run of tokens has nearly the loads.
     """
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
-    point_TK = token_T1 * GOLDEN % UNIT + UNIT * torch.arange(top_k, device=end_E.device)
+    # The mask is right where a compiler multiplies in 32 bits too.
+    point_TK = (token_T1 * GOLDEN & (UNIT - 1)) + UNIT * torch.arange(top_k, device=end_E.device)
     return torch.searchsorted(end_E, point_TK, right=True, out_int32=True)
 
 

@@ -1,7 +1,7 @@
 """Ranks of `graphmoe.ops.symm` in one process: threads, of which one runs until it comes to a barrier.
 
 On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions are full of NaN (and
-of -1) at first, with guards around them.
+of -1) at first, with guards around them. The peers in use are those of the thread that runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmoe.ops.symm.peers import Region, Side, Sizes
+from graphmoe.ops.symm.peers import Region, Side, Sizes, use_peers
 
 GUARD = 512
 """Bytes before and behind a region."""
@@ -26,9 +26,8 @@ class Emulation:
     def __init__(self, size: int, device: str = "cpu") -> None:
         self.size, self.device = size, device
         self.region: Region | None = None
-        self.memory: list[Tensor] = []
+        self.memory, self.replicas = Regions(self), Regions(self)
         self.peers = [EmulatedPeers(self, rank) for rank in range(size)]
-        self._kept: list[list[Tensor]] = []
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._running: list[int] = []
 
@@ -39,6 +38,7 @@ class Emulation:
 
         def thread(rank: int) -> None:
             self._turns[rank].acquire()
+            use_peers(self.peers[rank])
             try:
                 results[rank] = body(self.peers[rank])
             except BaseException as error:
@@ -52,6 +52,7 @@ class Emulation:
         self._turns[0].release()
         for each in threads:
             each.join()
+        use_peers(None)
         if errors:
             raise errors[0]
         return results
@@ -65,53 +66,80 @@ class Emulation:
             self._turns[following].release()
         if not ends:
             self._turns[rank].acquire()
+            use_peers(self.peers[rank])
 
     def reserve(self, sizes: Sizes) -> Region:
         """The region of all ranks, larger if it must be."""
         joined = sizes if self.region is None else self.region.sizes.joined(sizes)
         if self.region is None or joined != self.region.sizes:
-            self._kept.append(self.memory)
             self.region = Region.with_room_for(joined, self.size)
-            length = self.region.num_bytes + 2 * GUARD
-            self.memory = [
-                torch.full((length,), 255, dtype=torch.uint8, device=self.device) for _ in range(self.size)
-            ]
+            self.memory.renew(self.region.num_bytes)
         return self.region
 
     def assert_guards_are_whole(self) -> None:
-        for memory in self.memory:
+        for memory in (*self.memory.of_ranks, *self.replicas.of_ranks):
             assert bool((memory[:GUARD] == 255).all()) and bool((memory[-GUARD:] == 255).all())
 
 
-class EmulatedPeers:
+class Regions:
+    """A memory that all ranks read."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self.emulation, self.num_bytes = emulation, 0
+        self.of_ranks: list[Tensor] = []
+        self._kept: list[list[Tensor]] = []
+
+    def renew(self, num_bytes: int) -> None:
+        self._kept.append(self.of_ranks)
+        self.num_bytes, length, device = num_bytes, num_bytes + 2 * GUARD, self.emulation.device
+        self.of_ranks = [
+            torch.full((length,), 255, dtype=torch.uint8, device=device) for _ in range(self.emulation.size)
+        ]
+
+
+class EmulatedMemory:
+    """One rank's view of regions: a `graphmoe.ops.symm.peers.SharedMemory`."""
+
+    def __init__(self, regions: Regions, rank: int) -> None:
+        self._regions = regions
+        self.rank, self.size = rank, regions.emulation.size
+        self.barriers = 0
+
+    @property
+    def addresses(self) -> Tensor:
+        bases = [memory.data_ptr() + GUARD for memory in self._regions.of_ranks]
+        return torch.tensor(bases, device=self._regions.emulation.device)
+
+    def reserve(self, num_bytes: int) -> None:
+        if num_bytes > self._regions.num_bytes:
+            self._regions.emulation.pass_on(self.rank)  # all come to it before the first makes more
+        if num_bytes > self._regions.num_bytes:
+            self._regions.renew(num_bytes)
+
+    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        assert offset_bytes + num_bytes <= self._regions.num_bytes
+        start = GUARD + offset_bytes
+        return self._regions.of_ranks[rank][start : start + num_bytes].view(dtype).view(shape)
+
+    def barrier(self) -> None:
+        self.barriers += 1
+        self._regions.emulation.pass_on(self.rank)
+
+
+class EmulatedPeers(EmulatedMemory):
     """One rank's view of an `Emulation`."""
 
     def __init__(self, emulation: Emulation, rank: int) -> None:
-        self._emulation = emulation
-        self.rank, self.size = rank, emulation.size
+        super().__init__(emulation.memory, rank)
+        self._emulation, self.replicas = emulation, EmulatedMemory(emulation.replicas, rank)
         self.last: tuple[Side, bool] | None = None
-        self.barriers = 0
         self.streams: Sequence[torch.cuda.Stream] = ()
         if emulation.device == "cuda":
             self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
 
-    @property
-    def addresses(self) -> Tensor:
-        bases = [memory.data_ptr() + GUARD for memory in self._emulation.memory]
-        return torch.tensor(bases, device=self._emulation.device)
-
-    def reserve(self, sizes: Sizes) -> Region:
+    def reserve(self, sizes: Sizes) -> Region:  # type: ignore[override]  # as MemoryPeers do
         return self._emulation.reserve(sizes)
-
-    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        assert offset_bytes + num_bytes <= self._emulation.reserve(Sizes(0, 0, 0, 0, 0)).num_bytes
-        start = GUARD + offset_bytes
-        return self._emulation.memory[rank][start : start + num_bytes].view(dtype).view(shape)
-
-    def barrier(self) -> None:
-        self.barriers += 1
-        self._emulation.pass_on(self.rank)
 
 
 class GuardedMemory(TorchDispatchMode):

@@ -63,20 +63,18 @@ def make_peers(mesh: Mesh, device: torch.device) -> Peers:
     return CollectivePeers(group) if group is None or device.type != "cuda" else SymmetricPeers(group)
 
 
-class SymmetricPeers:
-    """GPUs of one node that read each other's memory: a `graphmoe.ops.symm.peers.MemoryPeers`.
+class SymmetricMemory:
+    """GPUs of one node that read each other's memory: a `graphmoe.ops.symm.peers.SharedMemory`.
 
-    Multicast is not used. One exchange at a time, on one stream or on streams that wait for each other.
+    Multicast is not used.
     """
 
     addresses: Tensor
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), group.size()
-        self.last: tuple[Side, bool] | None = None
-        self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
-        self._region: Region | None = None
+    def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
+        """``purpose``: words for the log and for errors."""
+        self._group, self._purpose = group, purpose
+        self.rank, self.size, self.num_bytes = dist.get_rank(group), group.size(), 0
         self._buffers: list[Tensor] = []
         self._meet: Callable[[], None] = lambda: None
         self._captured = False
@@ -84,36 +82,69 @@ class SymmetricPeers:
         self._of_graphs: list[tuple[list[Tensor], Callable[[], None], Tensor]] = []
         """Earlier regions of which a graph holds addresses."""
 
-    def reserve(self, sizes: Sizes) -> Region:
-        """As `MemoryPeers.reserve`. Waits for the device where the region grows."""
-        joined = sizes if self._region is None else self._region.sizes.joined(sizes)
-        if self._region is not None and joined == self._region.sizes:
-            return self._region
+    def reserve(self, num_bytes: int) -> None:
+        """As `SharedMemory.reserve`. Waits for the device where the region grows."""
+        if num_bytes > self.num_bytes:
+            self.renew(num_bytes)
+
+    def renew(self, num_bytes: int) -> None:
+        """Give each rank a new region, when no rank reads the old one any more. Collective, no capture."""
         if torch.cuda.is_current_stream_capturing():
-            had = None if self._region is None else self._region.sizes
             raise RuntimeError(
-                f"an exchange of {sizes} does not fit the memory that ranks share, made for {had}, and no "
-                f"capture can make more; run it once before it is captured, or reserve the sizes at start"
+                f"{self._purpose} needs {num_bytes} bytes that ranks share, there are {self.num_bytes} in "
+                f"another layout, and no capture can make more; run it once before it is captured, or "
+                f"reserve the sizes at start"
             )
         # No rank reads the old region when all have come to the rendezvous.
         torch.cuda.synchronize()
         if self._captured:
             self._of_graphs.append((self._buffers, self._meet, self.addresses))
-        region = Region.with_room_for(joined, self.size)
-        self._buffers, self._meet = symmetric_memory(region.num_bytes, self._group)
+        # Each has signals of its own for its barrier, and waits for no other.
+        self._buffers, self._meet = symmetric_memory(num_bytes, self._group)
         self.addresses = torch.tensor(
             [buffer.data_ptr() for buffer in self._buffers], device=self._buffers[0].device
         )
-        self._region, self._captured = region, False
-        log.info("symm: %.0f MiB that %d ranks share, for %s", region.num_bytes / 2**20, self.size, joined)
-        return region
+        self.num_bytes, self._captured = num_bytes, False
+        log.info("symm: %.0f MiB that %d ranks share for %s", num_bytes / 2**20, self.size, self._purpose)
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `MemoryPeers.view`."""
+        """As `SharedMemory.view`."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._buffers[rank][offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def barrier(self) -> None:
-        """As `MemoryPeers.barrier`."""
+        """As `SharedMemory.barrier`."""
         self._captured |= torch.cuda.is_current_stream_capturing()
         self._meet()
+
+
+class SymmetricPeers:
+    """Peers with two such memories: a `graphmoe.ops.symm.peers.MemoryPeers`.
+
+    One exchange at a time, on one stream or on streams that wait for each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rows, self.replicas = (
+            SymmetricMemory(group, purpose) for purpose in ("the exchange of rows", "the traffic of replicas")
+        )
+        self.rank, self.size = self._rows.rank, self._rows.size
+        self.view, self.barrier = self._rows.view, self._rows.barrier
+        self.last: tuple[Side, bool] | None = None
+        self.streams = [torch.cuda.Stream() for _ in range(self.size - 1)]
+        self._region: Region | None = None
+
+    @property
+    def addresses(self) -> Tensor:
+        """As `MemoryPeers.addresses`."""
+        return self._rows.addresses
+
+    def reserve(self, sizes: Sizes) -> Region:
+        """As `MemoryPeers.reserve`. Waits for the device where the region grows."""
+        joined = sizes if self._region is None else self._region.sizes.joined(sizes)
+        if self._region is None or joined != self._region.sizes:
+            region = Region.with_room_for(joined, self.size)
+            self._rows.renew(region.num_bytes)
+            log.info("symm: room for %s", joined)
+            self._region = region
+        return self._region

@@ -11,7 +11,7 @@ from torch import Tensor
 import graphmoe.ops.fp8_mlp  # noqa: F401  # registers fp8_rows
 from graphmoe.ops.dispatch import SendPlan, send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
-from graphmoe.ops.symm import exchange, use_peers
+from graphmoe.ops.symm import exchange
 from graphmoe.ops.symm.collective import positions
 from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory
@@ -186,18 +186,13 @@ def assert_stored_rows_are_rounded_arrivals(case: Case) -> None:
 
     def body(peers: EmulatedPeers) -> tuple[Tensor, ...]:
         rank, plan = peers.rank, case.plan_of(peers.rank)
-        use_peers(peers)  # until the first barrier no other rank runs
         *received, arrivals = dispatch_stored(
             wide(rank, 0), *case.slots_of(rank), *plan, rows, case.experts, case.etp, block
         )
-        use_peers(peers)
         dsum = combine_grad_stored(wide(rank, 1), *plan, arrivals, rows, block)
         return *received, arrivals, dsum
 
-    try:
-        results = emulation.run(body)
-    finally:
-        use_peers(None)
+    results = emulation.run(body)
     emulation.assert_guards_are_whole()
     weights, experts = zip(*map(case.slots_of, ranks), strict=True)
     for rank, (carrier, weight_NK, number_NK, arrivals, dsum) in enumerate(results):

@@ -28,7 +28,7 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
     },
     # 64 bytes of each thread that pulls or puts; packing one vector, beside four of counts and ends (two
     # where rows are words), which is stored in up to six blocks, where it is received, and as a token;
-    # summing one of each place.
+    # summing one of each place. A thread that adds what comes home has two of the total and of what comes.
     "test_symm": {
         "pull_kernel": (4, 4),
         "put_kernel": (4, 4),
@@ -37,6 +37,11 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
         "pack_kernel of words": (3, 8),
         "sum_kernel 6": (6, 1),
         "sum_kernel 16": (16, 1),
+    },
+    "test_replica_traffic": {
+        **{f"{name}_kernel": (4, 4) for name in ("put", "pull")},
+        "home_kernel": (4, 2),
+        "home_kernel of bf16": (3, 1),
     },
 }
 LOADS = {

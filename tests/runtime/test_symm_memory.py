@@ -93,7 +93,23 @@ def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, 
     device.capturing = False
     pair.reserve(dataclasses.replace(SIZES, rows=31))
     pair.reserve(dataclasses.replace(SIZES, rows=32))
-    assert [buffers for buffers, *_ in pair._of_graphs] == [device.made[0]]
+    assert [buffers for buffers, *_ in pair._rows._of_graphs] == [device.made[0]]
+
+
+def test_replicas_have_a_memory_of_their_own_that_grows_where_it_must(pair, device):
+    region = pair.reserve(SIZES)
+    memory = pair.replicas
+    memory.reserve(100)
+    memory.reserve(60)
+    assert [len(made[0]) for made in device.made] == [region.num_bytes, 100]
+    assert memory.addresses.tolist() == [buffer.data_ptr() for buffer in device.made[1]]
+    pair.barrier()
+    memory.barrier()
+    assert device.met == [1, 2] and pair.reserve(SIZES) is region
+    device.capturing = True
+    memory.reserve(100)
+    with pytest.raises(RuntimeError, match="the traffic of replicas needs 101 bytes"):
+        memory.reserve(101)
 
 
 def test_sides_in_turn_take_no_barrier_and_a_capture_begins_with_one(pair, device):

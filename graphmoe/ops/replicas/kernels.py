@@ -1,4 +1,4 @@
-"""Kernels of the plan of replicas: one program makes it, one of each expert splits its rows.
+"""Kernels of replicas: one program makes their plan, one of each expert splits its rows, many move weights.
 
 Suffixes: R ranks, H experts of a rank, E of all, S slots. Sizes are padded to powers of two.
 """
@@ -74,3 +74,79 @@ def split_kernel(
     own_stays = tl.where(is_own, stays, 0)
     tl.store(send_ptr + expert * R + rank, tl.maximum(sent, 0) + own_stays, rank < R)
     tl.store(receive_ptr + expert * R + rank, tl.maximum(got, 0) + own_stays, rank < R)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def put_kernel(
+    from_HN, to_HN, expert_RS, words, rank,
+    H: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy the ``words`` of each own expert that is in any slot."""
+    held = _held(expert_RS, rank, H, RS, BLOCK_RS)
+    if tl.max(held, 0) >= 0:
+        for expert in range(0, H):
+            if tl.max((held == expert).to(tl.int32), 0) > 0:
+                first = tl.cast(words, tl.int64) * expert
+                for start in range(tl.program_id(0) * TILE, words, tl.num_programs(0) * TILE):
+                    at = start + tl.arange(0, TILE)
+                    tl.store(to_HN + first + at, tl.load(from_HN + first + at, at < words), at < words)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def pull_kernel(
+    address_R, to_SN, expert_RS, offset, words, rank,
+    H: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Copy the ``words`` of the expert in each slot of a rank, from ``offset`` in its owner's region.
+
+    Ranks begin with different slots, so they read from different owners.
+    """
+    word_bytes: tl.constexpr = to_SN.dtype.element_ty.primitive_bitwidth // 8
+    for i in range(0, S):
+        slot = (i + rank) % S
+        expert = tl.load(expert_RS + rank * S + slot)
+        if expert >= 0:
+            base = tl.load(address_R + expert // H) + offset
+            base += tl.cast(words, tl.int64) * word_bytes * (expert % H)
+            source = tl.multiple_of(base.to(to_SN.dtype), ALIGNMENT)
+            to = to_SN + tl.cast(words, tl.int64) * slot
+            for start in range(tl.program_id(0) * TILE, words, tl.num_programs(0) * TILE):
+                at = start + tl.arange(0, TILE)
+                tl.store(to + at, tl.load(source + at, at < words), at < words)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def home_kernel(
+    address_R, total_HN, expert_RS, offset, numbers, rank,
+    H: tl.constexpr, S: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Add to each own expert's total the fp32 ``numbers`` of its slots, at ``offset`` in their regions.
+
+    In the order of ranks and slots; experts in no slot are left as they are.
+    """
+    held, lane = _held(expert_RS, rank, H, RS, BLOCK_RS), tl.arange(0, BLOCK_RS)
+    if tl.max(held, 0) >= 0:
+        for expert in range(0, H):
+            first = tl.min(tl.where(held == expert, lane, BLOCK_RS), 0)
+            if first < BLOCK_RS:
+                total_N = total_HN + tl.cast(numbers, tl.int64) * expert
+                for start in range(tl.program_id(0) * TILE, numbers, tl.num_programs(0) * TILE):
+                    at = start + tl.arange(0, TILE)
+                    total = tl.load(total_N + at, at < numbers, other=0.0).to(tl.float32)
+                    place = first
+                    while place < BLOCK_RS:
+                        base = tl.load(address_R + place // S) + offset
+                        base += tl.cast(numbers, tl.int64) * 4 * (place % S)
+                        made = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), ALIGNMENT)
+                        total += tl.load(made + at, at < numbers, other=0.0)
+                        place = tl.min(tl.where((held == expert) & (lane > place), lane, BLOCK_RS), 0)
+                    tl.store(total_N + at, total.to(total_HN.dtype.element_ty), at < numbers)
+
+
+@triton.jit
+def _held(expert_RS, rank, H: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr):
+    """The own expert, from 0, in each slot of all ranks; -1 for those of others and for none."""
+    lane = tl.arange(0, BLOCK_RS)
+    expert = tl.load(expert_RS + lane, lane < RS, other=-1) - rank * H
+    return tl.where((expert >= 0) & (expert < H), expert, -1)

@@ -8,7 +8,7 @@ Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Literal, Protocol, cast
@@ -91,14 +91,43 @@ class Region:
             sizes.rows * sizes.row_bytes,
             4 * sizes.rows * sizes.slots,
         )
-        offsets = [0]
-        for num_bytes in parts:
-            offsets.append(offsets[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
-        return cls(sizes, *offsets)
+        return cls(sizes, *offsets(parts))
 
 
 ALIGNMENT = 256
 """Bytes at a multiple of which each part of a region begins, which suits loads of any width."""
+
+
+def offsets(parts: Iterable[int]) -> list[int]:
+    """Return where parts of so many bytes begin that follow each other, and where the last ends."""
+    found = [0]
+    for num_bytes in parts:
+        found.append(found[-1] + -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+    return found
+
+
+class SharedMemory(Peers, Protocol):
+    """Memory of each rank that all of them read, its region. Calls are alike on all ranks.
+
+    Used on one stream, or on streams that wait for each other; two memories do not wait for each other.
+
+    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is.
+    """
+
+    addresses: Tensor
+    """int64 [P] on the device: the base of each rank's region."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Let the region of each rank have room for so many bytes.
+
+        Collective where it grows, which it cannot in a capture: RuntimeError. No device sync otherwise.
+        """
+
+    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Part of a rank's region as a tensor."""
+
+    def barrier(self) -> None:
+        """Let all ranks see what was written before. On the current stream; no device sync."""
 
 
 class MemoryPeers(Peers, Protocol):
@@ -116,18 +145,20 @@ class MemoryPeers(Peers, Protocol):
     """int64 [P] on the device: the base of each rank's region."""
     streams: Sequence[torch.cuda.Stream]
     """One for the copy from each other rank, at least P - 1, beside which kernels run; none on a CPU."""
+    replicas: SharedMemory
+    """Another memory, of `graphmoe.ops.replicas.exchange`, which runs beside exchanges of rows."""
 
     def reserve(self, sizes: Sizes) -> Region:
         """The region, after it has grown to have room for ``sizes`` and all earlier ones.
 
-        Collective where it grows, which it cannot in a capture: RuntimeError. No device sync otherwise.
+        As `SharedMemory.reserve`.
         """
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Part of a rank's region as a tensor."""
+        """As `SharedMemory.view`."""
 
     def barrier(self) -> None:
-        """Let all ranks see what was written before. On the current stream; no device sync."""
+        """As `SharedMemory.barrier`."""
 
 
 _in_use: Peers | None = None

@@ -1,0 +1,131 @@
+"""Traffic of replicas by kernels over memory that ranks share: no device sync, to be captured.
+
+Each call is: barrier (all have read what lay there), write what is one's own, barrier, read. So all calls use
+the same place. Suffixes as in `exchange`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+
+from graphmoe.ops import num_warps
+from graphmoe.ops.replicas import kernels
+from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
+from graphmoe.ops.symm.peers import SharedMemory, offsets
+
+HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
+"""Numbers of a tile, 8 KiB, so that a link has 4 MiB under way, and registers are enough."""
+WORD_BYTES = 4
+TOTALS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reserve(memory: SharedMemory, num_bytes: int) -> None:
+    """As `exchange.reserve`."""
+    memory.reserve(num_bytes)
+
+
+def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
+    """As `exchange.gather_counts`."""
+    memory.reserve(counts_E.nbytes)
+    of_ranks = [memory.view(rank, 0, tuple(counts_E.shape), counts_E.dtype) for rank in range(memory.size)]
+    memory.barrier()
+    of_ranks[memory.rank].copy_(counts_E)
+    memory.barrier()
+    return torch.stack(of_ranks)
+
+
+def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
+    """As `exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
+    words = [_words(w_LX) for w_LX in weights]
+    *starts, end = offsets([w_LX.nbytes for w_LX in words])
+    memory.reserve(end)
+    memory.barrier()
+    for start, w_LX in zip(starts, words, strict=True):
+        put_held(memory.view(memory.rank, start, tuple(w_LX.shape), w_LX.dtype), w_LX, expert_RS, memory.rank)
+    memory.barrier()
+    pulled = [w_LX.new_empty(expert_RS.shape[1], *w_LX.shape[1:]) for w_LX in weights]
+    for start, w_SX in zip(starts, pulled, strict=True):
+        pull_slots(memory, start, _words(w_SX), expert_RS, len(weights[0]))
+    return pulled
+
+
+def gradient_room(
+    memory: SharedMemory, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
+    """As `exchange.gradient_room`, in the own region."""
+    assert dtype == torch.float32, dtype
+    memory.reserve(_starts(shapes)[-1])
+    memory.barrier()
+    return _room(memory, shapes)
+
+
+def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    """As `exchange.home`."""
+    shapes = [tuple(made_SX.shape) for made_SX in made]
+    *starts, end = _starts(shapes)
+    memory.reserve(end)
+    room = _room(memory, shapes)
+    if [each.data_ptr() for each in room] != [made_SX.data_ptr() for made_SX in made]:
+        memory.barrier()
+        for to_SX, made_SX in zip(room, made, strict=True):
+            to_SX.copy_(made_SX)
+    memory.barrier()
+    for start, total_LX in zip(starts, totals, strict=True):
+        add_home(memory, start, total_LX, expert_RS)
+
+
+def put_held(to_LN: Tensor, from_LN: Tensor, expert_RS: Tensor, rank: int) -> None:
+    """Copy the words of own experts that are in a slot of any rank."""
+    kernels.put_kernel[(PUT.programs,)](
+        from_LN, to_LN, expert_RS, from_LN.shape[1], rank,
+        H=len(from_LN), TILE=PUT.tile_bytes // WORD_BYTES, num_warps=num_warps(PUT.threads),
+        **_slots(expert_RS),
+    )  # fmt: skip
+
+
+def pull_slots(memory: SharedMemory, start: int, to_SN: Tensor, expert_RS: Tensor, owned: int) -> None:
+    """Copy the words of the experts in this rank's slots from where their owners have put them."""
+    kernels.pull_kernel[(PULL.programs,)](
+        memory.addresses, to_SN, expert_RS, start, to_SN.shape[1], memory.rank,
+        H=owned, S=len(to_SN), TILE=PULL.tile_bytes // WORD_BYTES,
+        ALIGNMENT=math.gcd(WIDEST, to_SN[:1].nbytes), num_warps=num_warps(PULL.threads),
+    )  # fmt: skip
+
+
+def add_home(memory: SharedMemory, start: int, total_LX: Tensor, expert_RS: Tensor) -> None:
+    """Add the gradients of all slots of own experts, which their ranks have at ``start``."""
+    assert total_LX.dtype in TOTALS and total_LX.is_contiguous(), total_LX.dtype
+    total_LN = total_LX.view(len(total_LX), -1)
+    kernels.home_kernel[(HOME_PROGRAMS,)](
+        memory.addresses, total_LN, expert_RS, start, total_LN.shape[1], memory.rank,
+        H=len(total_LN), S=expert_RS.shape[1], TILE=HOME_TILE,
+        ALIGNMENT=math.gcd(WIDEST, 4 * total_LN.shape[1]),
+        num_warps=num_warps(HOME_THREADS), **_slots(expert_RS),
+    )  # fmt: skip
+
+
+def _words(w_LX: Tensor) -> Tensor:
+    """Show contiguous weights as int32 [L, N]: copies don't ask what a number is. Odd lengths as bytes."""
+    bytes_LN = w_LX.view(len(w_LX), -1).view(torch.uint8)
+    return bytes_LN if bytes_LN.shape[1] % WORD_BYTES else bytes_LN.view(torch.int32)
+
+
+def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return offsets([4 * torch.Size(shape).numel() for shape in shapes])
+
+
+def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Gradients of these shapes in the own region."""
+    starts = _starts(shapes)[:-1]
+    return [
+        memory.view(memory.rank, start, shape, torch.float32)
+        for start, shape in zip(starts, shapes, strict=True)
+    ]
+
+
+def _slots(expert_RS: Tensor) -> dict[str, int]:
+    """Slots of all ranks, and the same padded."""
+    return {"RS": expert_RS.numel(), "BLOCK_RS": triton.next_power_of_2(expert_RS.numel())}

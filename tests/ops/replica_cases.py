@@ -1,0 +1,162 @@
+"""Traffic of replicas on a rank, and what it must give: for emulated ranks, and for processes.
+
+Suffixes as in `graphmoe.ops.replicas.exchange`.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.replicas import exchange
+
+HOLDERS = ("none", "plan", "hot", "all")
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Weights of all ranks, and the experts in their slots."""
+
+    ranks: int
+    owned: int
+    slots: int
+    holders: str
+    """Experts in slots: none, those of a plan, one expert in a slot of each other rank, one in each slot."""
+    dtype: torch.dtype = torch.float32
+    shapes: tuple[tuple[int, ...], ...] = ((6, 20), (10, 6))
+    """Shapes of an expert's weights."""
+    device: str = "cpu"
+
+    def seeded(self, *numbers: int) -> torch.Generator:
+        return torch.Generator().manual_seed(hash(numbers) % 2**31)
+
+    @functools.cached_property
+    def counts_RE(self) -> Tensor:
+        counts = torch.randint(0, 9, (self.ranks, self.ranks * self.owned), generator=self.seeded(0))
+        counts[:, 1] += 50
+        return counts.int()
+
+    @functools.cached_property
+    def expert_RS(self) -> Tensor:
+        """Also with -1 before the first expert."""
+        if self.holders == "plan":
+            found: Tensor = torch.ops.graphmoe.replica_plan(self.counts_RE, self.slots, 0)[1]
+            return found
+        expert_RS = torch.full((self.ranks, self.slots), -1, dtype=torch.int32)
+        others = [
+            [e for e in range(self.ranks * self.owned) if e // self.owned != r] for r in range(self.ranks)
+        ]
+        if self.holders == "hot":
+            expert_RS[1:, -1] = self.owned - 1
+        if self.holders == "all":
+            for rank, experts in enumerate(others):
+                order = torch.randperm(len(experts), generator=self.seeded(1, rank))[: self.slots]
+                expert_RS[rank, : len(order)] = torch.tensor(experts)[order]
+        return expert_RS.int()
+
+    def values(self, rows: int, weight: int, *seed: int, whole: bool = False) -> Tensor:
+        """[rows, X], if so small integers, whose sums are exact in any dtype."""
+        x = torch.randn(rows, *self.shapes[weight], generator=self.seeded(weight, *seed))
+        return (4 * x).round() + 0.0 if whole else x  # no -0
+
+    def weights(self, rank: int, weight: int, seed: int = 0) -> Tensor:
+        """Weights of a rank's own experts; NaN are those that are in no slot."""
+        w_LX = self.values(self.owned, weight, 2, rank, seed)
+        for e in range(self.owned):
+            if not (self.expert_RS == rank * self.owned + e).any():
+                w_LX[e] = float("nan")
+        return w_LX.to(self.dtype)
+
+    def gradients(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
+        """Gradients of a rank's slots, fp32; NaN those of slots without an expert."""
+        d_SX = self.values(self.slots, weight, 3, rank, seed, whole=whole)
+        d_SX[self.expert_RS[rank] < 0] = float("nan")
+        return d_SX
+
+    def totals(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
+        return self.values(self.owned, weight, 4, rank, seed, whole=whole)
+
+    def pulled(self, rank: int, weight: int, seed: int = 0) -> Tensor:
+        """The weights that a rank's slots with an expert must have, behind each other."""
+        w_EX = torch.cat([self.weights(r, weight, seed) for r in range(self.ranks)])
+        held = self.expert_RS[rank]
+        return w_EX[held[held >= 0].long()]
+
+    def came_home(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
+        """The totals of a rank after what came home."""
+        total_LX = self.totals(rank, weight, seed, whole)
+        for source in range(self.ranks):
+            d_SX = self.gradients(source, weight, seed, whole)
+            for slot, expert in enumerate(self.expert_RS[source].tolist()):
+                if expert >= 0 and expert // self.owned == rank:
+                    total_LX[expert % self.owned] += d_SX[slot]
+        return total_LX
+
+    def run(self, rank: int) -> Results:
+        """All calls in a row, of which some follow a call of their own kind."""
+        on = functools.partial(torch.Tensor.to, device=self.device)
+        expert_RS, both = on(self.expert_RS), range(len(self.shapes))
+        used = self.expert_RS[rank] >= 0
+        found = {"counts": exchange.gather_counts(on(self.counts_RE[rank]), self.ranks)}
+        found["counts again"] = exchange.gather_counts(on(self.counts_RE[rank] + 1), self.ranks)
+        for seed, weights in enumerate((both, both[:1], both)):
+            pulled = exchange.pull([on(self.weights(rank, i, seed)) for i in weights], expert_RS)
+            assert all(w_SX.dtype == self.dtype for w_SX in pulled)
+            found |= {f"pulled {i} {seed}": _bytes(w_SX[used]) for i, w_SX in enumerate(pulled)}
+        for seed in range(2):
+            shapes = [(self.slots, *shape) for shape in self.shapes]
+            room = exchange.gradient_room(shapes, expert_RS)
+            for i, to_SX in enumerate(room):
+                to_SX[used] = on(self.gradients(rank, i, seed))[used]  # the others are never written
+            totals = [on(self.totals(rank, i, seed)) for i in both]
+            exchange.home(expert_RS, room, totals)
+            found |= {f"home {i} {seed}": total_LX for i, total_LX in enumerate(totals)}
+        made = [on(self.gradients(rank, i, 2, whole=True)) for i in both]
+        totals = [on(self.totals(rank, i, 2, whole=True)).to(torch.bfloat16) for i in both]
+        exchange.home(expert_RS, made, totals)
+        found |= {f"home of bf16 {i}": total_LX for i, total_LX in enumerate(totals)}
+        return found | self.run_by_autograd(rank, expert_RS)
+
+    def run_by_autograd(self, rank: int, expert_RS: Tensor) -> Results:
+        """As a plain eager layer does."""
+        if not self.dtype.is_floating_point or self.dtype.itemsize == 1:
+            return {}
+        w_LX = self.weights(rank, 0).to(self.device).requires_grad_()
+        groups = torch.cat([w_LX, torch.ops.graphmoe.replica_weights(w_LX, expert_RS)])
+        d_own, d_slots = self.totals(rank, 0, 3, whole=True), self.gradients(rank, 0, 3, whole=True)
+        dgroups = torch.cat([d_own, d_slots]).to(self.device, self.dtype)
+        (dw_LX,) = torch.autograd.grad(groups, w_LX, dgroups)
+        return {"by autograd": groups[self.owned :][self.expert_RS[rank] >= 0].detach(), "gradient": dw_LX}
+
+    def wanted(self, rank: int) -> Results:
+        """Results of `run` by definition."""
+        both, found = range(len(self.shapes)), {"counts": self.counts_RE, "counts again": self.counts_RE + 1}
+        for seed, weights in enumerate((both, both[:1], both)):
+            found |= {f"pulled {i} {seed}": _bytes(self.pulled(rank, i, seed)) for i in weights}
+        for i in both:
+            for seed in range(2):
+                found[f"home {i} {seed}"] = self.came_home(rank, i, seed)
+            found[f"home of bf16 {i}"] = self.came_home(rank, i, 2, whole=True).bfloat16()
+        if self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            found["by autograd"] = self.pulled(rank, 0)
+            found["gradient"] = self.came_home(rank, 0, 3, whole=True).to(self.dtype)
+        return found
+
+
+def assert_traffic_is_that_of_the_definition(case: Case, results: Sequence[Results]) -> None:
+    """Compare the results of all ranks bitwise; what stands in slots without an expert does not matter."""
+    for rank, found in enumerate(results):
+        wanted = case.wanted(rank)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            actual: Any = found[name].cpu()
+            assert actual.dtype == tensor.dtype and actual.shape == tensor.shape, name
+            assert _bytes(actual).equal(_bytes(tensor)), name
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)

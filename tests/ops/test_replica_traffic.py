@@ -1,0 +1,112 @@
+"""Traffic of replicas between emulated ranks by kernels, against its definition, and their machine code."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from graphmoe.ops.replicas import exchange, shared
+from tests.emulated_peers import Emulation, GuardedMemory
+from tests.ops.ahead_of_time import launches_of
+from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
+from tests.ops.replica_cases import HOLDERS, Case, assert_traffic_is_that_of_the_definition
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Few programs of small tiles: each walks through several, and the interpreter is slow."""
+    if INTERPRETING:
+        for name, programs in (("PULL", 2), ("PUT", 3)):
+            launch = dataclasses.replace(getattr(shared, name), programs=programs, tile_bytes=128)
+            monkeypatch.setattr(shared, name, launch)
+        monkeypatch.setattr(shared, "HOME_TILE", 32)
+        monkeypatch.setattr(shared, "HOME_PROGRAMS", 2)
+
+
+CASES = [
+    *(Case(ranks, owned, owned, holders) for ranks, owned in ((2, 3), (3, 2), (4, 2)) for holders in HOLDERS),
+    *(Case(8, 2, slots, holders, BF16) for slots, holders in ((2, "plan"), (3, "all"))),
+    *(Case(2, 2, 3, "all", dtype) for dtype in (BF16, torch.float8_e4m3fn, torch.uint8)),
+    Case(3, 2, 2, "all", BF16, ((3, 11), (1, 5))),
+    Case(3, 2, 2, "all", torch.uint8, ((3, 5), (4, 1), (64,))),
+]
+"""Ranks of which one expert is on all; numbers of 1, 2 and 4 bytes; lengths that no vector divides."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_ranks_get_what_the_definition_says(backend, case, few_programs):
+    case = dataclasses.replace(case, device=device_of(backend))
+    emulation = Emulation(case.ranks, case.device)
+
+    def body(peers):
+        with GuardedMemory() as memory:
+            results = case.run(peers.rank)
+        memory.assert_guards_are_whole()
+        return results
+
+    results = emulation.run(body)
+    emulation.assert_guards_are_whole()
+    assert_traffic_is_that_of_the_definition(case, results)
+    assert (case.expert_RS >= 0).any() == (case.holders != "none")
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_programs):
+    case = Case(2, 3, 3, "all", device=device_of(backend))
+    shapes = [(case.owned, *shape) for shape in case.shapes]
+    emulation, of_slots = Emulation(2, case.device), [(case.slots, *shape) for shape in case.shapes]
+
+    def body(peers):
+        memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
+        exchange.reserve(exchange.room_bytes(shapes, 4, case.slots, 2), 2)
+        had = emulation.replicas.num_bytes
+        weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
+        totals = [torch.zeros_like(each) for each in weights]
+        for call in (
+            lambda: exchange.gather_counts(case.counts_RE[peers.rank].to(case.device), 2),
+            lambda: exchange.pull(weights, expert_RS),
+            lambda: exchange.home(expert_RS, exchange.gradient_room(of_slots, expert_RS), totals),
+            lambda: exchange.home(expert_RS, weights, totals),
+        ):
+            before = memory.barriers
+            call()
+            barriers.append(memory.barriers - before)
+        assert peers.barriers == 0 and emulation.replicas.num_bytes == had
+        return barriers
+
+    assert emulation.run(body) == [[2, 2, 2, 2]] * 2
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
+    case = Case(3, 3, 2, "hot", device=device_of(backend))
+    emulation = Emulation(3, case.device)
+    weights = case.values(3, 0).to(case.device)
+    emulation.run(lambda peers: exchange.pull([weights], case.expert_RS.to(case.device)))
+    put = [
+        peers.replicas.view(peers.rank, 0, (3, weights[0].nbytes), torch.uint8) for peers in emulation.peers
+    ]
+    is_put = torch.stack([(of_rank != 255).any(1) for of_rank in put])
+    assert is_put.tolist() == [[False, False, True], *[[False] * 3] * 2]
+
+
+def ahead_of_time_cases() -> list[dict[str, Any]]:
+    """Kernels of 8 ranks with 32 experts, in bf16 and 8 bits."""
+    meta = functools.partial(torch.empty, device="meta")
+    memory = SimpleNamespace(rank=3, size=8, addresses=meta(8, dtype=torch.int64))
+    expert_RS = meta(8, 32, dtype=torch.int32)
+    w_LX, odd_LX = meta(32, 4096, 7168, dtype=BF16), meta(32, 333, dtype=torch.uint8)
+    cases = []
+    for name, x in (("", w_LX), ("of odd length", odd_LX)):
+        words = shared._words(x)
+        cases += launches_of(name, functools.partial(shared.put_held, words, words, expert_RS, 3))
+        cases += launches_of(name, functools.partial(shared.pull_slots, memory, 2**31, words, expert_RS, 32))
+    for name, total_LX in (("", w_LX.float()), ("of bf16", w_LX)):
+        cases += launches_of(name, functools.partial(shared.add_home, memory, 2**31, total_LX, expert_RS))
+    return cases

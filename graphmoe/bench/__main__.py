@@ -9,6 +9,7 @@ torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
 python -m graphmoe.bench suite=calibrate out=rates.json
 python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json
+python -m graphmoe.bench suite=replicas only=ep64/e256
 
 Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
 others go on, and the exit status is 1. A suite that ends early leaves its rows beside out=ops.json, in
@@ -66,6 +67,7 @@ def suites() -> dict[SuiteName, Suite]:
     from graphmoe.bench.calibrate_suite import CALIBRATE
     from graphmoe.bench.dispatch_suite import DISPATCH
     from graphmoe.bench.ops_suite import OPS
+    from graphmoe.bench.replicas_suite import REPLICAS
     from graphmoe.bench.runs import LADDER, PROJECTION, STEP
 
     return {
@@ -75,6 +77,7 @@ def suites() -> dict[SuiteName, Suite]:
         SuiteName.ladder: LADDER,
         SuiteName.calibrate: CALIBRATE,
         SuiteName.projection: PROJECTION,
+        SuiteName.replicas: REPLICAS,
     }
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 BLOCKS = "0.5,0.8,0.95,1.1"
 
 
-SuiteName = enum.StrEnum("SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection"))
+SuiteName = enum.StrEnum(
+    "SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection", "replicas")
+)
 ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 
 
@@ -31,7 +33,8 @@ class BenchArgs:
     suite: SuiteName = SuiteName.ops
     """The measured things: operations alone; training by graph.scope; by torchrun, how tokens travel;
     training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
-    between its GPUs too; or short runs beside what is projected of them."""
+    between its GPUs too; short runs beside what is projected of them; or, without a GPU, the plan of
+    replicas of hot experts, simulated on loads."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20

@@ -13,7 +13,9 @@ from graphmoe.bench import __main__ as bench
 from graphmoe.bench import ops_suite as ops
 from graphmoe.bench.arguments import BenchArgs
 from graphmoe.bench.cases import Case, Operation, Run, keep, run_cases
+from graphmoe.bench.replicas_suite import MODELS, Sizes, planned
 from graphmoe.config.arguments import run_tool
+from graphmoe.ops import replicas
 from tests.runs import refusal
 
 CPU = torch.device("cpu")
@@ -63,6 +65,34 @@ def test_every_case_runs_on_a_cpu_and_json_on_stdout_is_what_the_file_holds(tmp_
     lines = [line for line in table.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(document["rows"]) and len({line.count("|") for line in lines}) == 1
     assert "times of a CPU" in table and "790 TFLOP/s" in table
+
+
+def test_replicas_are_simulated_with_the_bytes_and_times_worked_out_by_hand():
+    document = documented("suite=replicas", "device=cpu", "only=ep8/e64/hot_rank,ep16/e64/trained_3.0")
+    hot, with_slack, trained, _ = document["rows"]
+    assert hot["before"] == pytest.approx(2, abs=0.01) and (hot["after"], with_slack["slack"]) == (1, 1024)
+    assert trained["before"] == pytest.approx(3, abs=0.02) and trained["after"] == 1
+    assert 1.01 < with_slack["after"] <= 1 + 1 / 64
+    assert (hot["replicas"], hot["busiest_link"]) == (7, 7)  # each other rank lacks rows, and one has them
+    expert = 3 * 7168 * 2048
+    assert hot["moved_bytes"]["deepseek_v3"] == 7 * expert * (2 + 2 + 4)
+    link_s, experts_s = 7 * expert * 8 / 325e9, 6 * expert * 8192 * 8 / (0.7 * 790e12)
+    assert hot["time_exposed"]["deepseek_v3"] == pytest.approx(1 + link_s / experts_s)
+    assert hot["time_exposed"]["deepseek_v3"] == pytest.approx(hot["time_exposed"]["deepseek_v2_lite"])
+    assert hot["time_beside_attention"] == {"deepseek_v3": 1, "deepseek_v2_lite": 1}
+    assert "| ep8/e64/hot_rank | 0 | 2.0" in (shown := bench.render(document)) and "a simulation" in shown
+
+
+def test_rows_that_cross_ranks_are_those_of_the_split():
+    counts_RE = torch.randint(0, 60, (4, 8), generator=torch.Generator().manual_seed(0)).int()
+    counts_RE[:, 2] *= 9
+    row = planned(counts_RE, 0, {name: Sizes(1, 1) for name in MODELS})
+    plan = replicas.plan(counts_RE, 2, 0)
+    sent_RR = torch.stack([replicas.split(counts_RE, *plan, rank)[0].sum(0) for rank in range(4)])
+    crossing, without = (int(each.sum() - each.trace()) for each in (sent_RR, counts_RE.view(4, 4, 2).sum(2)))
+    assert row["replicas"] and row["more_sent_rows"] * int(counts_RE.sum()) == pytest.approx(
+        crossing - without
+    )
 
 
 WRONG = (

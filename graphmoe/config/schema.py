@@ -25,6 +25,7 @@ from graphmoe.config.choices import (
 )
 from graphmoe.config.choices import AttentionBackend as AttentionBackend
 from graphmoe.config.choices import AuxLoss as AuxLoss
+from graphmoe.config.choices import Balance as Balance
 from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard

@@ -27,7 +27,8 @@ from graphmoe.model.moe import (
     combine,
     dispatch_local,
 )
-from graphmoe.ops.dispatch import PLANNED, RECEIVED, SEND_PLAN, Dispatcher
+from graphmoe.ops.dispatch import PLANNED, RECEIVED, REPLICAS, SEND_PLAN, Dispatcher
+from graphmoe.plan.experts import replica_slots
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
 
@@ -108,6 +109,9 @@ class MoELayer(nn.Module):
         self.attn = build_attention(config, layout)
         self.moe_router = Router(config, execution, layout)
         self.moe_preprocess = SendPreprocess(config, layout) if dispatcher else Preprocess(config)
+        slots = replica_slots(execution, config, layout.ep)
+        self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
+        """Takes the place of ``moe_preprocess`` where tokens go to replicas too."""
         self.moe_experts = Experts(config, layout)
         self.shared_experts = (
             SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
@@ -124,7 +128,8 @@ class MoELayer(nn.Module):
         if dispatcher.chunk is not None:
             self._paths[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
             return
-        dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down))
+        slots = self.moe_replicas.replica_slots if self.moe_replicas else 0
+        dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots)
         self._paths[dispatcher] = dispatch, CombineSegment(dispatcher, self.shared_experts is not None)
 
     @property
@@ -162,11 +167,12 @@ class MoELayer(nn.Module):
             return self._bounded(path, piece)
         dispatch, combine_received = path
         dynamic = dispatcher.capacity is None
-        reads = ("h", "weight", "experts", *SEND_PLAN)
+        preprocess = self.moe_replicas or self.moe_preprocess
+        reads = ("h", "weight", REPLICAS[0] if self.moe_replicas else "experts", *SEND_PLAN)
         back = ("x", "routed", *SEND_PLAN, *dispatcher.handle)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
         return [
-            piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
+            piece("moe_preprocess", preprocess, ("experts",), preprocess.writes),
             on_the_way("moe_dispatch", dispatch, reads, (*dispatch.writes, *dispatcher.handle)),
             *self._shared(piece),
             self._received(dynamic, piece),
@@ -188,7 +194,8 @@ class MoELayer(nn.Module):
     def _received(self, dynamic: bool, piece: Callable[..., Segment]) -> Segment:
         experts = self.moe_experts
         if not dynamic:
-            return piece("moe_experts", experts.planned, PLANNED, ("routed",))
+            reads = (*PLANNED, *REPLICAS[1:]) if self.moe_replicas else PLANNED
+            return piece("moe_experts", experts.planned, reads, ("routed",))
         fused = experts.received_fused
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 

@@ -15,11 +15,12 @@ from graphmoe.config.schema import AuxLoss, ModelConfig, MoEConfig
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
 from graphmoe.ops import router as ops
 from graphmoe.ops.collectives import all_gather, index_along, reduce_scatter, sums_over
-from graphmoe.ops.dispatch import SendPlan, send_plan
+from graphmoe.ops.dispatch import REPLICAS, SEND_PLAN, SendPlan, send_plan
 from graphmoe.ops.gradients import Gradient
 from graphmoe.ops.grouped_mlp import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import RoutingPlan, permute, routing_plan, unpermute
+from graphmoe.ops.replicas import place_of_slots, with_replicas
 from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout
 from graphmoe.segments import part
@@ -164,12 +165,26 @@ class Preprocess(nn.Module):
 class SendPreprocess(nn.Module):
     """Builds the plan by which tokens go to the ranks of their experts, on the device."""
 
-    def __init__(self, config: ModelConfig, layout: Layout) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
+        """With ``replica_slots`` of each rank tokens go to replicas too: a collective of the ranks of ep."""
         super().__init__()
-        self.num_experts, self.layout = config.num_experts, layout
+        self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the results."""
+        return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Slots of each expert [E], and a `SendPlan`."""
+        """Slots of experts [E], a `SendPlan`, and with replicas places [T, K] and experts of slots [R, S].
+
+        Places are those of `graphmoe.ops.replicas`.
+        """
+        if slots := self.replica_slots:
+            ep, owned = self.layout.ep, self.num_experts // self.layout.ep
+            counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
+            of_places = send_plan(place_TK, ep * (owned + slots), ep, self.layout.etp)
+            return counts_E, *of_places, place_TK, expert_RS
         slots_R = expert_TK.flatten()
         counts_E = slots_R.new_zeros(self.num_experts).scatter_add_(
             0, slots_R.long(), torch.ones_like(slots_R)
@@ -217,17 +232,26 @@ class Experts(nn.Module):
         return self.planned(h_ND, weight_NK, *self.plan(number_NK))
 
     def planned(
-        self, h_ND: Tensor, weight_NK: Tensor, ends_L: Tensor, row_NK: Tensor, slot_R: Tensor
+        self,
+        h_ND: Tensor,
+        weight_NK: Tensor,
+        ends_L: Tensor,
+        row_NK: Tensor,
+        slot_R: Tensor,
+        expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """``received`` by a plan of the slots that are here -> [N, D]; rows from the last end on are dead."""
+        """``received`` by a plan of the slots that are here -> [N, D]; rows from the last end on are dead.
+
+        With the experts of all ranks' slots of replicas, groups of rows are those of the own experts, then of
+        the slots of this rank: a collective of the ranks of ep, here and in the backward.
+        """
+        w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
         h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
-        gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_L).chunk(2, dim=-1)
+        gate_RF, up_RF = grouped_mm(h_RD, w_gate_up, ends_L).chunk(2, dim=-1)
         row_S1 = row_NK.reshape(-1, 1)
         weight_R1 = torch.ops.graphmoe.permute(weight_NK.reshape(-1, 1), slot_R, row_S1, ends_L)
         act_RF = _activation(gate_RF, up_RF, weight_R1)
-        return torch.ops.graphmoe.unpermute(
-            grouped_mm(act_RF, self.w_down, ends_L), slot_R, row_NK, ends_L, None
-        )
+        return torch.ops.graphmoe.unpermute(grouped_mm(act_RF, w_down, ends_L), slot_R, row_NK, ends_L, None)
 
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor

@@ -42,6 +42,10 @@ PLANNED = ("received", "received_weight", "ends", "row", "slot")
 """Tensors that experts read of a dispatcher with a capacity: with a plan of the slots that have arrived."""
 
 
+REPLICAS = ("places", "replicas")
+"""Tensors of a plan of replicas, `graphmoe.ops.replicas`: places of slots, experts of all ranks' slots."""
+
+
 class Dispatcher(Protocol):
     """Brings tokens to their experts and back, for all layers. Its calls are collectives of ``ep_etp``.
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import (
+    Balance,
     DeviceChoice,
     DispatchDtype,
     Fp8Recipe,
@@ -30,6 +31,9 @@ INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 """Dispatchers that need no package."""
 WORST_CASE = "worst_case"
 """The value of ``moe.receive_budget`` that makes room for all that can arrive."""
+SLACK = 64
+"""A rank may have an n-th of its share of rows more before an expert is replicated: these rows take less time
+than the weights on their way."""
 BLOCK_STEP = 128
 """Rows; a block that copy engines move has a multiple of them."""
 
@@ -175,6 +179,37 @@ def transport_of_run(config: RunConfig) -> Transport | None:
     return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
 
 
+def why_no_replicas(config: RunConfig) -> str | None:
+    """Return why no experts can be replicated; None where they can."""
+    dispatcher = dispatcher_of(config.moe, config.parallel)
+    if dispatcher != "symm":
+        return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
+    if config.parallel.etp > 1:
+        return f"parallel.etp={config.parallel.etp} shares each expert out to several ranks"
+    if config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products:
+        return f"replicas of experts compute in bf16, not by precision.fp8={config.precision.fp8.value}"
+    if config.model.layer != "standard":
+        return f"model.layer={config.model.layer} may have other experts"
+    return None
+
+
+def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:
+    """Return how many experts of others a rank can compute; 0 without replicas."""
+    if moe.balance is not Balance.replicas:
+        return 0
+    return model.num_experts // ep if moe.replica_slots == "auto" else int(moe.replica_slots)
+
+
+def is_exact(moe: MoEConfig, model: ModelConfig, layout: Layout) -> bool:
+    """Return True where a plan of replicas has as many slots as it can need."""
+    return replica_slots(moe, model, layout.ep) == model.num_experts // layout.ep
+
+
+def slack_of(slots: int) -> int:
+    """Rows that a rank may have beyond its share before an expert is replicated; a rank routes ``slots``."""
+    return slots // SLACK
+
+
 class Load(NamedTuple):
     """Rows and slots that arrive at a rank, or room for them."""
 
@@ -190,9 +225,16 @@ def routed_tokens(config: RunConfig, layout: Layout) -> int:
     return config.train.micro_batch_size * config.data.seq_len // (layout.tp * layout.cp)
 
 
-def worst_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
-    """Return all tokens of all ranks of ep_etp, each with all its slots here as far as there are experts."""
+def worst_load(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Load:
+    """Return all tokens of all ranks of ep_etp, each with all its slots here as far as there are experts.
+
+    Where a plan of replicas has as many slots as it can need, a rank's share and the slack instead.
+    """
     rows = layout.size("ep_etp") * tokens
+    if is_exact(moe, model, layout):
+        slots = tokens * model.top_k
+        slots += slack_of(slots)
+        return Load(min(rows, slots), slots)
     return Load(rows, rows * min(model.top_k, model.num_experts // layout.ep))
 
 
@@ -228,21 +270,25 @@ def room_bytes(room: Load, model: ModelConfig, layout: Layout, element_bytes: in
 
 
 def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, factor: float = 1.0) -> Load:
-    """Room for ``factor`` times the receive budget; never more than the worst case."""
-    worst = worst_load(model, layout, tokens)
-    if moe.receive_budget == WORST_CASE:
+    """Room for ``factor`` times the receive budget, or for the worst case if that is less, or exact."""
+    worst = worst_load(moe, model, layout, tokens)
+    if moe.receive_budget == WORST_CASE or is_exact(moe, model, layout):
         return worst
     balanced, budget = balanced_load(model, layout, tokens), moe.receive_budget * factor
     rows = min(math.ceil(balanced.rows * budget), worst.rows)
     return Load(rows, min(math.ceil(balanced.slots * budget), rows * (worst.slots // worst.rows)))
 
 
-def blocks_of(balanced: Load, room: Load, ranks: int) -> tuple[int, int]:
+def blocks_of(balanced: Load, room: Load, ranks: int, exact_of: int | None = None) -> tuple[int, int]:
     """Return the rows that copy engines move for each pair of ranks, and the rows to make room for.
 
     A block has the rows of a balanced routing, rounded up. A pair with fewer rows sends garbage behind them;
     of a pair with more, a kernel pulls the rest, for which there is as much room as ``room`` has beyond
-    balance.
+    balance. Where ``room`` is exact, for ranks of ``exact_of`` tokens, as much as can be behind the blocks.
     """
     block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
-    return block, ranks * block + max(room.rows - balanced.rows, 0)
+    beyond = max(room.rows - balanced.rows, 0)
+    if exact_of is not None:
+        full, rest = divmod(room.rows, exact_of)  # most if few ranks send all that they have
+        beyond = full * max(exact_of - block, 0) + max(rest - block, 0)
+    return block, ranks * block + beyond

@@ -16,7 +16,9 @@ from graphmoe.plan.experts import (
     balanced_load,
     capacity,
     dispatcher_of,
+    is_exact,
     reads_peers,
+    replica_slots,
     routed_tokens,
     transport_of_run,
     travels_in_fp8,
@@ -92,8 +94,18 @@ class Plan:
 
     @property
     def worst(self) -> Load:
-        """Rows and slots that arrive at a rank if all tokens go there."""
-        return worst_load(self.config.model, self.layout, self.tokens)
+        """Rows and slots that arrive at a rank if as many tokens go there as can."""
+        return worst_load(self.config.moe, self.config.model, self.layout, self.tokens)
+
+    @property
+    def replica_slots(self) -> int:
+        """Experts of others that a rank can compute; 0 without replicas."""
+        return replica_slots(self.config.moe, self.config.model, self.layout.ep)
+
+    @property
+    def exact_of(self) -> int | None:
+        """Tokens of each rank where all that can arrive by a plan of replicas has room; else None."""
+        return self.tokens if is_exact(self.config.moe, self.config.model, self.layout) else None
 
     def room(self, factor: float = 1.0) -> Load:
         """Return the room for ``factor`` times the receive budget."""

@@ -237,11 +237,18 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
         places = model.top_k * sizes.layout.etp
         slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
         room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block)
-        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes
+        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes + _replica_bytes(sizes)
     raise ConfigError(
         f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
         f"moe.dispatcher=alltoall, or symm inside nodes"
     )
+
+
+def _replica_bytes(sizes: Sizes) -> int:
+    """Bytes that a rank shares for replicas: its own experts, or fp32 gradients of its slots, of one layer."""
+    owned = sizes.model.num_experts // sizes.layout.ep
+    per_number = max(owned * sizes.element_bytes, sizes.replica_slots * FP32)
+    return sizes.expert_elements * per_number if sizes.replica_slots else 0
 
 
 def _attention_work(sizes: Sizes) -> float:
@@ -260,7 +267,7 @@ def _experts_work(sizes: Sizes) -> float:
     if "experts" in sizes.fp8:  # as much, but that rows of each expert fill whole tiles of a weight gradient
         unused = model.num_experts // sizes.layout.ep * (BLOCK_R - 1)
         work += unused * (3 * inner + 2 * model.hidden_size)
-    return work
+    return work + sizes.replica_slots * sizes.expert_elements * e  # weights of the slots, as they were pulled
 
 
 def _loss_work(sizes: Sizes) -> float:

@@ -40,6 +40,8 @@ SINGLE_KEYS = (
     "moe.dispatcher",
     "moe.transport",
     "moe.receive_budget",
+    "moe.balance",
+    "moe.replica_slots",
     "parallel.tp",
     "parallel.cp",
     "parallel.cp_method",

@@ -56,9 +56,10 @@ def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
 def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
     model, layout, room, block = plan.config.model, plan.layout, plan.room(factor), 0
     if plan.transport is Transport.copy_engine:
-        block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"))
+        block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
-    return Symm(room, model.num_experts // layout.ep, layout.etp, block)
+    experts = model.num_experts // layout.ep + plan.replica_slots
+    return Symm(room, experts, layout.etp, block)
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:

@@ -34,7 +34,7 @@ class Symm:
     chunk: ClassVar[None] = None
     capacity: Load
     num_experts: int
-    """Experts of each rank."""
+    """Experts of each rank, those of its slots of replicas among them."""
     etp: int
     block: int = 0
     """Rows for each pair of ranks that copy engines move; what is beyond is pulled by a kernel."""

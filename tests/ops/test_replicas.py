@@ -81,13 +81,21 @@ def test_rows_are_split_among_copies_and_stay_where_they_can(name):
     ranks, owned = 4, 3
     counts = counts_of(loads(ranks, owned)[name], ranks)
     found = torch.ops.graphmoe.replica_plan(counts, owned, 0)
-    both = [torch.ops.graphmoe.replica_split(counts, *found, rank) for rank in range(ranks)]
-    sent, received = (torch.stack(part, 1) for part in zip(*both, strict=True))  # [E, R, R]
-    assert sent.equal(received.mT) and sent.sum(2).equal(counts.t().int())
+    ends, places = zip(*(replicas.plain_places(counts, *found, rank) for rank in range(ranks)), strict=True)
+    sent = torch.stack(ends, 1).diff(dim=2, prepend=torch.zeros(ranks * owned, ranks, 1))  # [E, R, R]
+    assert sent.ge(0).all() and sent.sum(2).equal(counts.t().float())
     as_read = reference.Replicas(*(each.tolist() for each in found))
     copies = torch.tensor([as_read.copies(e) for e in range(ranks * owned)])
-    assert sent.sum(1).equal(copies.int())
-    assert sent.diagonal(dim1=1, dim2=2).equal(torch.minimum(counts.t(), copies.int()))
+    assert sent.sum(1).equal(copies.float())
+    assert sent.diagonal(dim1=1, dim2=2).equal(torch.minimum(counts.t(), copies).float())
+    assert all(places[0].equal(other) for other in places)
+    for expert, of_ranks in enumerate(places[0].tolist()):
+        for rank, place in enumerate(of_ranks):
+            group = place - rank * 2 * owned
+            if group < owned:  # no place, or among the own experts
+                assert group == expert - rank * owned if place >= 0 else copies[expert, rank] == 0
+            else:
+                assert found[1][rank, group - owned] == expert
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -101,8 +109,8 @@ def test_kernels_make_the_plan_of_the_plain_form(backend, ranks, owned, slots):
         for one, other in zip(found, wanted, strict=True):
             assert one.cpu().equal(other), name
         rank = seed % ranks
-        pieces = torch.ops.graphmoe.replica_split(counts, *wanted, rank)
-        for one, other in zip(replicas.split_by_kernel(on_device, *found, rank), pieces, strict=True):
+        plain = replicas.plain_places(counts, *wanted, rank)
+        for one, other in zip(replicas.places_by_kernel(on_device, *found, rank), plain, strict=True):
             assert one.cpu().equal(other), name
 
 
@@ -118,7 +126,7 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
 def _both(ranks: int, experts: int) -> None:
     counts = torch.empty(ranks, experts, dtype=torch.int32, device="meta")
     found = replicas.by_kernel(counts, experts // ranks, 0)
-    replicas.split_by_kernel(counts, *found, 0)
+    replicas.places_by_kernel(counts, *found, 0)
 
 
 @pytest.mark.slow

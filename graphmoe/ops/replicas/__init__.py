@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import num_warps
+from graphmoe.ops.permute import routing_plan
 from graphmoe.ops.replicas import reference
+from graphmoe.ops.symm.peers import peers_of
+from graphmoe.plan.experts import slack_of
 
 
 @torch.library.custom_op("graphmoe::replica_plan", mutates_args=())
@@ -48,40 +51,69 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
     return home_E, expert_RS, rows_RS
 
 
-@torch.library.custom_op("graphmoe::replica_split", mutates_args=())
-def split(
+@torch.library.custom_op("graphmoe::replica_places", mutates_args=())
+def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends [E, R] of the rows of each expert that this rank sends to each, and the expert's places [E, R].
+
+    Of its rows of expert e, in their order, a rank sends those from ``ends[e, r - 1]`` to ``ends[e, r]`` to
+    rank r. Rows stay where they are as far as there is a copy. A rank has G = E / R + S places, of its own
+    experts and of its slots: place ``r * G + g``, or -1 where rank r does not have the expert. int32. No
+    device sync on a GPU.
+    """
+    rank = peers_of(len(counts_RE)).rank
+    return (plain_places if counts_RE.device.type == "cpu" else places_by_kernel)(
+        counts_RE, home_E, expert_RS, rows_RS, rank
+    )
+
+
+def plain_places(
     counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows of each expert that a rank sends to each, and gets from each, [E, R] int32, by a plan.
-
-    Rows stay where they are as far as there is a copy. No device sync on a GPU.
-    """
-    (R, E), device = counts_RE.shape, counts_RE.device
-    if device.type == "cpu":
-        made = (home_E.tolist(), expert_RS.tolist(), rows_RS.tolist())
-        found = reference.Replicas(*made)
-        sent = [reference.split(counts_RE[:, e].tolist(), found.copies(e)) for e in range(E)]
-        sent_ERR = torch.tensor(sent, dtype=torch.int32).view(E, R, R)
-        return sent_ERR[:, rank].clone(), sent_ERR[:, :, rank].clone()
-    return split_by_kernel(counts_RE, home_E, expert_RS, rows_RS, rank)
+    """`places` of a rank in Python."""
+    R, E = counts_RE.shape
+    found = reference.Replicas(*(each.tolist() for each in (home_E, expert_RS, rows_RS)))
+    sent = [reference.split(counts_RE[:, e].tolist(), found.copies(e))[rank] for e in range(E)]
+    places = [found.places(e) for e in range(E)]
+    ends_ER = torch.tensor(sent, dtype=torch.int32).view(E, R).cumsum(1).int()
+    return ends_ER, torch.tensor(places, dtype=torch.int32).view(E, R)
 
 
-def split_by_kernel(
+def places_by_kernel(
     counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
     """The same by a kernel."""
     import triton
 
-    from graphmoe.ops.replicas.kernels import split_kernel
+    from graphmoe.ops.replicas.kernels import places_kernel
 
     (R, E), slots = counts_RE.shape, expert_RS.shape[1]
-    send_ER, receive_ER = counts_RE.new_empty(E, R), counts_RE.new_empty(E, R)
-    split_kernel[(E,)](
-        counts_RE.contiguous(), home_E, expert_RS, rows_RS, send_ER, receive_ER, rank,
+    ends_ER, place_ER = counts_RE.new_empty(E, R), counts_RE.new_empty(E, R)
+    places_kernel[(E,)](
+        counts_RE.contiguous(), home_E, expert_RS, rows_RS, ends_ER, place_ER, rank,
         R=R, H=E // R, S=slots, BLOCK_R=triton.next_power_of_2(R), BLOCK_S=triton.next_power_of_2(slots),
         num_warps=num_warps(64),
     )  # fmt: skip
-    return send_ER, receive_ER
+    return ends_ER, place_ER
+
+
+def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots of each expert [E], the place [T, K] of each slot, and experts [R, S] of the plan, int32.
+
+    A collective of the ranks. No device sync on a GPU.
+    """
+    ops, chosen_TK = torch.ops.graphmoe, expert_TK.long()
+    counts_E, ends_E, row_TK, _ = routing_plan(expert_TK, experts)
+    counts_RE = ops.replica_counts(counts_E, ranks)
+    found = ops.replica_plan(counts_RE, slots, slack_of(expert_TK.numel()))
+    ends_ER, place_ER = ops.replica_places(counts_RE, *found)
+    number_TK = row_TK - (ends_E - counts_E)[chosen_TK]
+    to_TK = (ends_ER[chosen_TK] <= number_TK.unsqueeze(2)).sum(2)
+    return counts_E, place_ER[chosen_TK, to_TK], found[1]
+
+
+def with_replicas(w: Tensor, expert_RS: Tensor | None) -> Tensor:
+    """Return the weights of the own experts [L, ...], then of those in this rank's slots: [L + S, ...]."""
+    return w if expert_RS is None else torch.cat([w, torch.ops.graphmoe.replica_weights(w, expert_RS)])
 
 
 plan.register_fake(
@@ -91,4 +123,6 @@ plan.register_fake(
         counts_RE.new_empty(counts_RE.shape[0], slots),
     )
 )
-split.register_fake(lambda counts_RE, *_: tuple(counts_RE.new_empty(counts_RE.shape[::-1]) for _ in range(2)))
+places.register_fake(
+    lambda counts_RE, *_: tuple(counts_RE.new_empty(counts_RE.shape[::-1]) for _ in range(2))
+)

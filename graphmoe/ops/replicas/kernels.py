@@ -1,4 +1,4 @@
-"""Kernels of replicas: one program makes their plan, one of each expert splits its rows, many move weights.
+"""Kernels of replicas: one program makes their plan, one of each expert places its rows, many move weights.
 
 Suffixes: R ranks, H experts of a rank, E of all, S slots. Sizes are padded to powers of two.
 """
@@ -50,30 +50,32 @@ def plan_kernel(
     tl.store(home_ptr + place, home, known)
 
 
-@triton.jit
-def split_kernel(
-    counts_ptr, home_ptr, expert_ptr, rows_ptr, send_ptr, receive_ptr, own,
+@triton.jit(do_not_specialize=["own"])
+def places_kernel(
+    counts_ptr, home_ptr, expert_ptr, rows_ptr, until_ptr, place_ptr, own,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """`reference.split` of an expert: rows that rank ``own`` sends to each, and gets from each, [E, R]."""
+    """The rows of an expert that rank ``own`` sends, `reference.split`, as ends [E, R], and places [E, R]."""
     expert, rank, slot = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     counts = tl.load(counts_ptr + rank * (R * H) + expert, rank < R, other=0)
     known = (rank < R)[:, None] & (slot < S)[None, :]
     at = rank[:, None] * S + slot[None, :]
     here = tl.load(expert_ptr + at, known, other=-1) == expert
     copies = tl.sum(tl.where(here, tl.load(rows_ptr + at, known, other=0), 0), 1)
-    copies += tl.where(rank == expert // H, tl.load(home_ptr + expert), 0)
+    owns = rank == expert // H
+    copies += tl.where(owns, tl.load(home_ptr + expert), 0)
     stays = tl.minimum(counts, copies)
     rest, room = counts - stays, copies - stays
     first, start = tl.cumsum(rest, 0) - rest, tl.cumsum(room, 0) - room
     is_own = rank == own
     own_first, own_rest = tl.sum(tl.where(is_own, first, 0), 0), tl.sum(tl.where(is_own, rest, 0), 0)
-    own_start, own_room = tl.sum(tl.where(is_own, start, 0), 0), tl.sum(tl.where(is_own, room, 0), 0)
     sent = tl.minimum(own_first + own_rest, start + room) - tl.maximum(own_first, start)
-    got = tl.minimum(first + rest, own_start + own_room) - tl.maximum(first, own_start)
-    own_stays = tl.where(is_own, stays, 0)
-    tl.store(send_ptr + expert * R + rank, tl.maximum(sent, 0) + own_stays, rank < R)
-    tl.store(receive_ptr + expert * R + rank, tl.maximum(got, 0) + own_stays, rank < R)
+    sent = tl.maximum(sent, 0) + tl.where(is_own, stays, 0)
+    tl.store(until_ptr + expert * R + rank, tl.cumsum(sent, 0), rank < R)
+    held = tl.sum(tl.where(here, slot[None, :] + 1, 0), 1)
+    local = tl.where(owns, expert % H, H + held - 1)
+    place = tl.where(owns | (held > 0), rank * (H + S) + local, -1)
+    tl.store(place_ptr + expert * R + rank, place, rank < R)
 
 
 @triton.jit(do_not_specialize=["rank"])

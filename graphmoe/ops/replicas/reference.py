@@ -40,6 +40,18 @@ class Replicas:
         found[expert * len(found) // len(self.home_E)] += self.home_E[expert]
         return found
 
+    def places(self, expert: int) -> list[int]:
+        """Return the place of an expert on each rank; -1 for none."""
+        ranks, slots = len(self.expert_RS), len(self.expert_RS[0])
+        owned = len(self.home_E) // ranks
+        found = [
+            rank * (owned + slots) + owned + experts.index(expert) if expert in experts else -1
+            for rank, experts in enumerate(self.expert_RS)
+        ]
+        owner = expert // owned
+        found[owner] = owner * (owned + slots) + expert % owned
+        return found
+
 
 def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
     """Place the rows of experts so that no rank has more than ``most``, at least the mean of all.

@@ -23,6 +23,8 @@ from graphmoe.plan.experts import (
     blocks_of,
     capacity,
     fp8_vendor,
+    is_exact,
+    replica_slots,
     routed_tokens,
     transport_of,
     travels_in_fp8,
@@ -59,6 +61,8 @@ class Sizes:
     """True where weight gradients of dense products in 8 bits are not in 8 bits."""
     fp8_rows: bool = False
     """True where rows travel to their experts in 8 bits."""
+    replica_slots: int = 0
+    """Experts of others that a rank can compute."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -80,7 +84,9 @@ class Sizes:
             rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
             room = Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
-            block, rows = blocks_of(balanced_load(model, layout, tokens), room, layout.size("ep_etp"))
+            exact_of = tokens if is_exact(config.moe, model, layout) else None
+            balanced, ranks = balanced_load(model, layout, tokens), layout.size("ep_etp")
+            block, rows = blocks_of(balanced, room, ranks, exact_of)
             room = room._replace(rows=rows)
         precision, num_layers = config.precision, model.num_layers + model.mtp_depth
         in_fp8 = precision.fp8 is not Fp8Recipe.none
@@ -98,6 +104,7 @@ class Sizes:
             frozenset(layer % num_layers for layer in precision.fp8_skip_layers if in_fp8),
             precision.fp8_wgrad is Fp8WeightGrad.bf16,
             travels_in_fp8(config),
+            replica_slots(config.moe, model, layout.ep),
         )
 
     @functools.cached_property
@@ -105,6 +112,11 @@ class Sizes:
         """The same without products in 8 bits."""
         none: frozenset[Any] = frozenset()
         return replace(self, fp8=none, fp8_skips=none, fp8_rows=False) if self.fp8 else self
+
+    @property
+    def expert_elements(self) -> int:
+        """Numbers of an expert's weights."""
+        return 3 * self.model.hidden_size * self.model.expert_ffn_size // self.layout.etp
 
     def of_layer(self, index: int) -> Sizes:
         """Return the sizes of a layer, which may have no products in 8 bits."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from graphmoe.config.schema import (
+    Balance,
     ComputeDtype,
     DispatchDtype,
     DpShard,
@@ -23,6 +24,7 @@ from graphmoe.plan.experts import (
     reads_peers,
     runs_pass,
     why_no_fp8_rows,
+    why_no_replicas,
 )
 from graphmoe.plan.forced_loads import LOADS, NO_LOAD, read_counts
 from graphmoe.plan.layout import divisors
@@ -75,6 +77,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
             f"moe.dispatch_dtype=fp8 sends rows in 8 bits to experts that compute in 8 bits, and {why}; use "
             f"moe.dispatch_dtype=auto or bf16"
         )
+    yield from _replica_rules(config)
     budget = moe.receive_budget
     is_number = type(budget) in (int, float) and 0 < budget < math.inf
     if budget != WORST_CASE and not is_number:
@@ -100,6 +103,18 @@ def load_rules(config: RunConfig) -> Iterator[str]:
             read_counts(name, config.model.num_experts)
         except FileError as error:
             yield f"moe.expert_load: {error}"
+
+
+def _replica_rules(config: RunConfig) -> Iterator[str]:
+    moe, slots = config.moe, config.moe.replica_slots
+    owned = config.model.num_experts // max(config.parallel.ep, 1)
+    if moe.balance is Balance.replicas and (why := why_no_replicas(config)):
+        yield f"moe.balance=replicas computes experts on further ranks, and {why}; use moe.balance=none"
+    if slots != "auto" and not (type(slots) is int and 0 < slots <= owned):
+        yield (
+            f"moe.replica_slots={slots!r} must be auto, or 1 to {owned}, the experts that a rank owns: more "
+            f"are never needed"
+        )
 
 
 def one_node_rules(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import OPTIMIZERS
-from graphmoe.config.schema import AuxLoss, DpShard, Fp8Recipe, RopeScaling, RunConfig
+from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
@@ -70,6 +70,10 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
         yield _Unused("moe", ("receive_budget",), f"with moe.dispatcher={plan.dispatcher}")
     if plan.dispatcher != "symm":
         yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
+    if config.moe.balance is Balance.none:
+        yield _Unused("moe", ("replica_slots",), "with moe.balance=none")
+    elif plan.exact_of:
+        yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
     elif num_ranks == 1:

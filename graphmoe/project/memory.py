@@ -245,7 +245,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
 
 
 def _replica_bytes(sizes: Sizes) -> int:
-    """Bytes that a rank shares for replicas: its own experts, or fp32 gradients of its slots, of one layer."""
+    """Bytes that a rank shares for replicas of a layer: its own experts, or fp32 gradients of its slots."""
     owned = sizes.model.num_experts // sizes.layout.ep
     per_number = max(owned * sizes.element_bytes, sizes.replica_slots * FP32)
     return sizes.expert_elements * per_number if sizes.replica_slots else 0

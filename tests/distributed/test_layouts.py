@@ -19,6 +19,7 @@ from tests.distributed.layouts import (
     BUDGET,
     FSDP,
     MTP,
+    REPLICAS,
     ROOM,
     TIED,
     TURNS,
@@ -54,6 +55,7 @@ FOUR = (
     Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)),
     Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
+    Case(4, "ep=4", overrides=REPLICAS, change=all_on_two_experts),
 )
 LANES = Case(
     2, "pp=2", "zbv", ("graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
@@ -61,6 +63,7 @@ LANES = Case(
 )  # fmt: skip
 ONE_BY_ONE = Case(2, "ep=2", "", ROOM, ("model.mtp_depth=1",), "traced")
 RECOMPUTED = ("recompute.ops=[layernorm,shared_experts]", "recompute.segments=[moe_router]")
+COPIED = Case(2, "ep=2", "", REPLICAS, ("model.mtp_depth=1",), "traced")
 LIKE = {
     Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
     Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"): Case(2, "pp=2", "1f1b", mode="traced"),
@@ -68,6 +71,10 @@ LIKE = {
     replace(ONE_BY_ONE, overrides=TURNS): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): replace(ONE_BY_ONE, overrides=(*ROOM, *RECOMPUTED)),
+    replace(COPIED, overrides=(*REPLICAS, *FULL)): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, SENT_TWICE)): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:])): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *FULL)): COPIED,
 }
 """Cases that are bitwise others: routed again in the backward, or with backwards in turns with forwards."""
 TWO = (

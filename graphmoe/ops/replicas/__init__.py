@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.permute import routing_plan
-from graphmoe.ops.replicas import reference
+from graphmoe.ops.replicas import exchange, reference  # noqa: F401  # registers the traffic
 from graphmoe.ops.symm.peers import peers_of
 from graphmoe.plan.experts import slack_of
 

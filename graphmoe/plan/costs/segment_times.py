@@ -30,8 +30,7 @@ MOVED = 1.5
 
 
 REPLICA_PLAN = 50e-6
-"""Seconds in which ranks tell each other their counts, and make the plan of replicas: measured on an H200 for 8
-ranks and 256 experts, but for the counts."""
+"""Seconds of the plan of replicas: measured on an H200 for 8 ranks and 256 experts, but for their counts."""
 REPLICAS = 1
 """Replicas that a rank computes in a layer: what a router that is nearly balanced asks for."""
 

@@ -56,6 +56,8 @@ COMMON = (
 )  # fmt: skip
 SYMM = (*COMMON, "moe.dispatcher=symm", "moe.receive_budget=worst_case")
 COPIES, TURNS = (*SYMM, "moe.transport=copy_engine"), "pipeline.ep_overlap=true"
+REPLICAS = (*COMMON, "moe.dispatcher=symm", "moe.balance=replicas", "moe.transport=pull")
+REPLICAS_COPIED = (*REPLICAS[:-1], "moe.transport=copy_engine")
 OF_SYMM = {
     "alltoall": COMMON,
     "symm": SYMM,
@@ -72,6 +74,13 @@ OF_SYMM = {
     "copies overlap": (*COPIES, TURNS),
     "copies full_iteration": (*COPIES, FULL),
     "copies overlap full_iteration": (*SYMM, TURNS, FULL),
+    "replicas": REPLICAS,
+    "replicas layer": (*REPLICAS, LAYER),
+    "replicas full_iteration": (*REPLICAS, FULL),
+    "replicas overlap": (*REPLICAS, TURNS),
+    "replicas overlap full_iteration": (*REPLICAS, TURNS, FULL),
+    "replicas_copied": REPLICAS_COPIED,
+    "replicas_copied overlap full_iteration": (*REPLICAS_COPIED, TURNS, FULL),
 }
 OF_SYMM = {n: words for n, words in OF_SYMM.items() if not (share_gpus(RANKS) and FULL in words)}
 # Times would choose other products in the run whose dispatch_dtype=fp8 keeps the experts in 8 bits.

@@ -10,6 +10,7 @@ from graphmoe.config.choices import look_up
 from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm import Sizes, reserve, use_peers
 from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts
 from graphmoe.plan.layout import Layout
@@ -116,6 +117,10 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
         row_bytes, rows = model.hidden_size * plan.dtype.itemsize, dispatcher.capacity.rows
         slots = model.top_k + plan.travels_in_fp8  # a row's scale travels as the weight of one slot more
         reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block))
+        if plan.replica_slots:
+            experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
+            shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
+            replicas.reserve(replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots, ep), ep)
     elif isinstance(dispatcher, Nvshmem):
         open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
 
@@ -133,7 +138,8 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
-    return f"{words}, moe.transport={plan.transport.value}{blocks}"
+    balance = f", moe.balance=replicas, {plan.replica_slots} a rank" if plan.replica_slots else ""
+    return f"{words}, moe.transport={plan.transport.value}{blocks}{balance}"
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:

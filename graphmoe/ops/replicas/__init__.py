@@ -3,6 +3,8 @@
 Each rank makes it of the counts of all, so it needs no further exchange, and no host. It is exact: with as
 many slots as a rank owns experts no rank has more than its share of rows (`reference` proves it).
 
+The traffic is in `exchange`, whose operations whoever opens a dispatcher registers.
+
 Suffixes: R ranks, E experts, S slots of a rank.
 """
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.permute import routing_plan
-from graphmoe.ops.replicas import exchange, reference  # noqa: F401  # registers the traffic
+from graphmoe.ops.replicas import reference
 from graphmoe.ops.symm.peers import peers_of
 from graphmoe.plan.experts import slack_of
 

@@ -99,13 +99,15 @@ def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None 
 
 
 def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
-    (*layer, _), aligned = operands(call), RECIPES[recipe].aligned
+    (*layer, _), replicas, aligned = operands(call)[:8], operands(call)[8:], RECIPES[recipe].aligned
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
         return f"{uneven[0]} of its weights {list(shape(layer[1]))} is no multiple of {aligned}"
     if vendor is not None:
-        call.args = (*call.args[:-1], f"{vendor}.{recipe}")
+        call.args = (*layer, f"{vendor}.{recipe}", *replicas)
         return None
+    if replicas:
+        return "replicas of its experts have no weights in 8 bits"
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"

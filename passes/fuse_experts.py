@@ -3,9 +3,10 @@
 Suffixes: T tokens, K slots of a token, R rows (T * K), D hidden.
 
 Reads what fuse_permutation and fuse_activation wrote. The weights may be in the activation or in the sum:
-the product between them is linear.
+the product between them is linear. Weights of replicas (`ops.replicas`) may stand behind those of experts.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.fx import Node
 import graphmoe.ops.grouped_mlp  # noqa: F401  # registers the operation
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
+    argument,
     aten,
     calls,
     cast,
@@ -47,9 +49,9 @@ def _replace(unpermute: Node, backend: str) -> str | None:
     x, w_gate_up, w_down, weight, *plan = found
     weight = viewed(unpermute, weight, *shape(plan[1]))
     weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
-    weights = (_straight(w_gate_up), _straight(w_down), weight)
-    call = ops.grouped_mlp.default
-    y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, like=unpermute)
+    (w_gate_up, w_down), replicas = _own_and_replicas(_straight(w_gate_up), _straight(w_down))
+    weights, call = (w_gate_up, w_down, weight), ops.grouped_mlp.default
+    y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, *replicas, like=unpermute)
     unpermute.replace_all_uses_with(y)
     return None
 
@@ -108,6 +110,20 @@ def _straight(weight: Node) -> Node:
     if is_op(inner, aten.transpose) and _swapped(inner) == _swapped(weight):
         return operand(inner)
     return weight
+
+
+def _own_and_replicas(*weights: Node) -> tuple[Sequence[Node], Sequence[Node]]:
+    """Weights without those of replicas, and the experts in the slots of all ranks; none without replicas."""
+    own, slots = [], []
+    for weight in weights:
+        parts: Sequence[Node] = ()
+        if is_op(weight, aten.cat) and argument(weight, 1, "dim", 0) == 0:
+            parts = operand(weight)
+        if len(parts) == 2 and is_op(parts[1], ops.replica_weights) and operand(parts[1]) is parts[0]:
+            own.append(parts[0])
+            slots.append(operand(parts[1], 1))
+    alike = len(own) == len(weights) and all(each is slots[0] for each in slots)
+    return (own, slots[:1]) if alike else (weights, ())
 
 
 def _swapped(transpose: Any) -> set[int]:

@@ -163,3 +163,13 @@ def own(tmp_path, monkeypatch):
     """Write a module of the user's into a folder on the path."""
     monkeypatch.syspath_prepend(tmp_path)
     return lambda name, text: (tmp_path / f"{name}.py").write_text(text)
+
+
+@pytest.fixture
+def one_peer() -> Iterator[None]:
+    """Let operations with peers run: this process is the only one."""
+    from graphmoe.ops.symm import CollectivePeers, use_peers
+
+    use_peers(CollectivePeers(None))
+    yield
+    use_peers(None)

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -318,10 +319,10 @@ def _without_experts(
         of_node.sort(key=lambda pair: found[pair[0]].args[1])  # type: ignore[arg-type, return-value]
         places = [found[value].args[1] for value, _ in of_node]
         if places == [0, 1] and not any(value.users for value, _ in of_node):
-            tensors = [argument for argument in node.args if isinstance(argument, fx.Node)]
-            words = node.args[len(tensors) :]  # the backend of grouped_mlp
-            totals = [buffer for _, buffer in of_node]
-            call = graph.call_function(into[node.target], (*tensors, *totals, *words, add))
+            tensors = [*itertools.takewhile(lambda argument: isinstance(argument, fx.Node), node.args)]
+            backend, replicas = node.args[len(tensors) :][:1], node.args[len(tensors) + 1 :]
+            totals = [buffer for _, buffer in of_node]  # only grouped_mlp has those two
+            call = graph.call_function(into[node.target], (*tensors, *totals, *backend, add, *replicas))
             call.meta["val"] = None
             pairs = [pair for pair in pairs if pair not in of_node]
     return pairs

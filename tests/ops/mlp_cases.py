@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphmoe.ops.grouped_mlp.reference import Experts, Plan
+from graphmoe.ops.grouped_mlp.reference import TORCH, Experts, Plan
 from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
 from tests.tolerances import TOLERANCES, relative_error
 
@@ -79,6 +79,46 @@ def ops_of(backend: str) -> Directions:
         lambda *args: ops.grouped_mlp_wgrad(*args, name),
         lambda *args: ops.grouped_mlp_hidden(*args, name),
         lambda *args: ops.grouped_mlp_wgrad_into(*args[:-1], name, args[-1]),
+    )
+
+
+def in_two_lists(backend: str, own: int) -> Directions:
+    """A backend's calls with the weights from ``own`` on as a second list, whose gradients are fp32.
+
+    What these leave as it is must be of experts without rows, and is 0 in the results.
+    """
+    from graphmoe.ops.grouped_mlp import triton_backend
+
+    kernels = TORCH if backend == "plain" else triton_backend
+
+    def experts(w_gate_up: Any, w_down: Any, *rest: Any) -> Experts:
+        return Experts(w_gate_up[:own], w_down[:own], *rest, w_gate_up[own:], w_down[own:])
+
+    def wgrad_into(*given: Any) -> None:
+        totals, add, plan = given[7:9], given[9], Plan(*given[4:7])
+        of_more = [torch.full_like(total[own:], NAN) for total in totals]
+        kernels.wgrad(*given[:4], plan, tuple(total[:own] for total in totals), add, of_more)
+        is_empty = torch.diff(plan.ends_E, prepend=plan.ends_E.new_zeros(1))[own:] == 0
+        for total, more in zip(totals, of_more, strict=True):
+            more[is_empty] = more[is_empty].nan_to_num(0.0)
+            total[own:] = total[own:] + more if add else more
+
+    def wgrad(*given: Any) -> tuple[torch.Tensor, ...]:
+        widths, wide = (
+            (given[2].shape[1], given[1].shape[1]),
+            torch.promote_types(given[2].dtype, torch.float32),
+        )
+        sizes = widths, (widths[1], given[3].shape[1])
+        totals = [given[2].new_empty(len(given[6]), *size, dtype=wide) for size in sizes]
+        wgrad_into(*given, *totals, False)
+        return tuple(total.to(given[2].dtype) for total in totals)
+
+    return Directions(
+        lambda x, *layer: kernels.forward(x, experts(*layer)),
+        lambda dy, h, *layer: kernels.dgrad(dy, h, experts(*layer)),
+        wgrad,
+        lambda x, w_gate_up, *plan: kernels.hidden(x, w_gate_up[:own], Plan(*plan), w_gate_up[own:]),
+        wgrad_into,
     )
 
 

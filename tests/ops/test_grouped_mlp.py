@@ -320,8 +320,11 @@ SHAPES = {"wide": (2048, 1408, 64, 6), "odd": (200, 72, 12, 3)}
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Every step in the default configs of every kind of device: bf16, many and few rows, and fp32."""
-    cases = []
+    """Every step in the default configs of every kind of device: bf16, many and few rows, and fp32.
+
+    The first product and the gradients in fp32 have a second list of weights.
+    """
+    cases: list[dict[str, Any]] = []
     for kind, targets in TARGETS_OF.items():
         given = [("wide", "bf16", 1 << 20), ("odd", "bf16", 1 << 20), ("wide", "bf16", 20)]
         for shape, dtype, rows in [("odd", "fp32", 1 << 20)] if kind == "small" else given:
@@ -329,8 +332,9 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
             launches = launches_of("", call)
             for number, case in enumerate(launches):
                 if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
-                    if case["name"] not in [other["name"] for other in cases]:
-                        cases.append(case)  # for all targets
+                    name = case["name"] + " behind" * case["constexprs"].get("BEHIND", 0)
+                    if name not in [other["name"] for other in cases]:
+                        cases.append(case | {"name": name})  # for all targets
                 elif rows > 20 or case["name"] == "rows_kernel":
                     name = f"{case['name']} {number} {kind} {shape} {dtype} {rows}"
                     case["constexprs"]["UPCAST"] = False
@@ -346,10 +350,10 @@ def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_e
     x, weights = meta(R // K, D, dtype=kept), [(E, 2 * F, D), (E, D, F)]
     plan = reference.Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
     experts = reference.Experts(*(meta(size, dtype=kept) for size in weights), meta(R // K, K), *plan)
-    totals = tuple(meta(size) for size in weights)
+    own, (gate_up, down) = E - E // 4, (meta(size) for size in weights)
     with mock.patch.multiple(kernels, kind_of=lambda device: kind, units_of=lambda device: 132):
         _, h = kernels.forward(x, experts)
-        kernels.hidden(x, experts.w_gate_up, plan)
+        kernels.hidden(x, experts.w_gate_up[:own], plan, experts.w_gate_up[own:])
         _, _, dh, a = kernels.dgrad(x, h, experts)
         kernels.wgrad(x, x, dh, a, plan)
-        kernels.wgrad(x, x, dh, a, plan, totals, add=True)
+        kernels.wgrad(x, x, dh, a, plan, (gate_up[:own], down[:own]), True, (gate_up[own:], down[own:]))

@@ -2,15 +2,17 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.passes.fuse_activation import fuse_activation
-from graphmoe.passes.fuse_experts import fuse_experts
+from graphmoe.passes.fuse_experts import fuse_experts, hidden_only
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from tests.passes.blocks import (
     DTYPES,
@@ -32,6 +34,7 @@ from tests.passes.blocks import (
     traced,
 )
 
+ops = torch.ops.graphmoe
 BEHIND_PERMUTATION = (fuse_permutation, fuse_activation, fuse_experts)
 
 
@@ -79,6 +82,78 @@ def test_fused_experts_run_on_the_backend_that_is_given(backend):
     shapes = [tuple(node.meta["val"].shape) for node in (x, gate_up, down, weight, slot, row, ends)]
     assert shapes == [(T, D), (E, 2 * WIDTH, D), (E, D, WIDTH), (T, K), (R,), (T, K), (E,)]
     assert_same_numbers(fused, plain)
+
+
+def with_replicas(of_down: int = 0, to_down: Callable[[Tensor], Tensor] = lambda w: w):
+    """Experts whose weights have those of replicas behind them.
+
+    ``of_down`` is the plan of the second product, and ``to_down`` makes the weight that is replicated there.
+    """
+    replicas = torch.ops.graphmoe.replica_weights
+
+    def run(x, weight, gate_up, down, place, *experts_RS):
+        of_gate_up, of_down_RS = experts_RS[0], experts_RS[of_down]
+        both = [
+            torch.cat([gate_up, replicas(gate_up, of_gate_up)]),
+            torch.cat([down, replicas(to_down(down), of_down_RS)]),
+        ]
+        plan = routing_plan(place, E + of_gate_up.shape[1])
+        rows, slots = (plan.slot_R, plan.row_TK), (plan.slot_R, plan.row_TK.reshape(-1, 1))
+        gate, up = grouped_mm(permute(x, *rows), both[0], plan.ends_E).chunk(2, dim=-1)
+        a = F.silu(gate) * up * permute(weight.reshape(-1, 1), *slots)
+        return unpermute(grouped_mm(a.to(x.dtype), both[1], plan.ends_E), *rows).to(x.dtype)
+
+    return run
+
+
+def inputs_with_replicas(dtype=torch.float32, plans: int = 1):
+    """Every second slot of expert 2 is at its replica, and another replica has no rows."""
+    *tensors, expert = inputs(dtype)
+    place = expert.clone()
+    place.view(-1)[(expert == 2).view(-1).nonzero()[::2, 0]] = E + 1
+    return [*tensors, place, *(torch.tensor([[0, 2, -1]], dtype=torch.int32) for _ in range(plans))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_replicas_are_got_by_the_operation(one_peer, dtype):
+    plain = traced(with_replicas(), *inputs_with_replicas(dtype))
+    fused, results = rewritten(plain, *BEHIND_PERMUTATION)
+    assert [result.matches for result in results][1:] == [1, 1]
+    assert operations(fused) == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
+    _, gate_up, down, *_, backend, experts = call_of(fused, "grouped_mlp").args
+    assert backend == "torch" and tuple(experts.meta["val"].shape) == (1, 3)
+    assert (gate_up.op, down.op) == ("placeholder", "placeholder")
+    assert_same_numbers(fused, plain)
+    hidden_only(fused.graph.graph)
+    assert operations(fused)["grouped_mlp_hidden"] == 0  # its sum is read
+
+
+@pytest.mark.parametrize("given", [{"of_down": 1}, {"to_down": lambda w: w * 1}], ids=["plan", "weight"])
+def test_weights_with_other_replicas_are_read_as_they_are(one_peer, given):
+    plain = traced(with_replicas(**given), *inputs_with_replicas(plans=2))
+    fused, _ = rewritten(plain, *BEHIND_PERMUTATION)
+    assert operations(fused)["cat"] == operations(fused)["replica_weights"] == 2
+    assert len(call_of(fused, "grouped_mlp").args) == 8
+    assert_same_numbers(fused, plain)
+
+
+def test_a_first_product_alone_keeps_its_replicas(one_peer):
+    plain = traced(
+        lambda *given: ops.grouped_mlp(*given[:-1], "torch", given[-1])[1], *experts_with_replicas()
+    )
+    fused, _ = rewritten(plain)
+    hidden_only(fused.graph.graph)
+    fused.graph.graph.eliminate_dead_code()
+    fused.graph.recompile()
+    assert operations(fused) == {"grouped_mlp_hidden": 1}
+    assert_same_numbers(fused, plain)
+
+
+def experts_with_replicas():
+    """Arguments of `grouped_mlp` but for the backend; no tensor has a gradient."""
+    x, weight, gate_up, down, place, experts = inputs_with_replicas()
+    _, ends, row, slot = ops.routing_plan(place, E + 3)
+    return [each.detach() for each in (x, gate_up, down, weight, slot, row, ends, experts)]
 
 
 def chained(gathered=None, hidden=None, activated=None, made=None, ends_of=None):
@@ -143,7 +218,6 @@ MIXTURES = [*itertools.product(PLACES[:2], PARTS), *itertools.product(PLACES[2:]
 
 def of_two_plans(place, part):
     """The operations of a plan, but for one part of another plan in one place."""
-    ops = torch.ops.graphmoe
 
     def run(x, weight, gate_up, down, experts):
         plans = [

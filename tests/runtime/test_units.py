@@ -138,6 +138,21 @@ def test_the_experts_kernels_fill_their_buffers_themselves(add):
     assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
 
 
+@pytest.mark.parametrize("add", [False, True])
+def test_they_fill_them_with_what_came_home_from_replicas(add, one_peer):
+    given = grads_of_experts("skewed, dead rows", torch.float32)
+    expert_RS = torch.tensor([[1, 0]], dtype=torch.int32)
+
+    def gradients(*given):
+        return torch.ops.graphmoe.grouped_mlp_wgrad(*given[:-1], "torch", given[-1])
+
+    targets, buffers = accumulated(gradients, *given, expert_RS, add=add)
+    for buffer, value in zip(buffers, gradients(*given, expert_RS), strict=True):
+        torch.testing.assert_close(buffer, value + add, rtol=1e-6, atol=1e-5)
+    assert torch.ops.graphmoe.grouped_mlp_wgrad_into.default in targets
+    assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
+
+
 def test_a_gradient_of_experts_that_is_read_elsewhere_is_copied():
     given = grads_of_experts("random", torch.float32)
 

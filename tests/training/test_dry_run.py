@@ -166,6 +166,22 @@ def test_what_an_operation_takes_for_itself_counts_while_it_runs():
     assert bytes_inside(torch.ops.aten.add.Tensor, (x, x)) == 0
 
 
+def test_weights_of_replicas_count_while_experts_run():
+    ops, (T, K, D, H, G, S) = torch.ops.graphmoe, (5, 2, 8, 12, 7, 3)
+    x, gate_up, down, h = (torch.zeros(size) for size in ((T, D), (4, H, D), (4, D, H // 2), (T * K, H)))
+    layer = (x[:, :K], *(torch.zeros(size, dtype=torch.int32) for size in ((T * K,), (T, K), (G,))))
+    of_both, experts = S * 4 * (H * D + D * H // 2), torch.zeros(2, S, dtype=torch.int32)
+    for op, given, added in (
+        (ops.grouped_mlp, (x, gate_up, down, *layer), of_both),
+        (ops.grouped_mlp_hidden, (x, gate_up, *layer[1:]), S * 4 * H * D),
+        (ops.grouped_mlp_dgrad, (x, h, gate_up, down, *layer), of_both),
+    ):
+        without, none, found = (
+            bytes_inside(op.default, (*given, "torch", *last)) for last in ((), (None,), (experts,))
+        )
+        assert none == without == found - added
+
+
 @pytest.mark.slow
 def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
     found: dict[str, dict[str, int]] = {"rowwise": {}, "tensorwise": {}}

@@ -4,8 +4,10 @@ Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows
 H = 2 * F (gate, then up).
 
 ``torch.ops.graphmoe.grouped_mlp`` takes the place of permute, two grouped products, the activation and
-unpermute in a traced graph. `reference` holds the plain form, around products of torch or of a vendor
-(`vendor`); `triton_backend` the fused kernels; `choice` measures which backend to take.
+unpermute in a traced graph. With ``expert_RS`` it also computes on replicas of experts of other ranks: it
+gets their weights and sends their gradients home (`graphmoe.ops.replicas`). `reference` holds the plain
+form, around products of torch or of a vendor (`vendor`); `triton_backend` the fused kernels; `choice`
+measures which backend to take.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from graphmoe.config.choices import look_up
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.ops.grouped_mlp import triton_backend, vendor
 from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan
+from graphmoe.ops.replicas import exchange
 
 BACKENDS: dict[str, Backend] = {
     "torch": TORCH,
@@ -54,7 +57,7 @@ def _kernels(backend: str, direction: str, x: Tensor) -> Backend:
 def _forward(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
-    backend: str,
+    backend: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sum over a token's experts of weight * down(silu(gate) * up) -> y [T, D], and h [R, H], of no gradient.
 
@@ -64,8 +67,12 @@ def _forward(
     or three as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with triton and turbo,
     and with torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
     Raises ConfigError where the package of a backend is missing.
+
+    ``expert_RS`` [ranks, S] are the experts in the slots of each rank, by `ops.replicas.plan`; then
+    ``ends_E`` has S more entries, of the rows of this rank's slots, and all ranks make the same calls.
     """
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    more = _pulled((w_gate_up, w_down), expert_RS)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
     return _kernels(backend, "forward", x_TD).forward(x_TD, experts)
 
 
@@ -73,10 +80,11 @@ def _forward(
 def _dgrad(
     dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
     row_TK: Tensor, ends_E: Tensor,
-    backend: str,
+    backend: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
-    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E)
+    more = _pulled((w_gate_up, w_down), expert_RS)
+    experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
 
 
@@ -84,36 +92,81 @@ def _dgrad(
 def _wgrad(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
-    backend: str,
+    backend: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows."""
+    """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows.
+
+    With replicas the sums of all ranks' copies are taken in fp32, and rounded once.
+    """
+    kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan = Plan(slot_R, row_TK, ends_E)
-    return _kernels(backend, "wgrad", dy_TD).wgrad(dy_TD, x_TD, dh_RH, a_RF, plan)
+    if expert_RS is None:
+        return kernels.wgrad(*given, plan)
+    shapes = _weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
+    dtype = torch.promote_types(dh_RH.dtype, torch.float32)
+    of_gate_up, of_down = (dh_RH.new_empty(shape, dtype=dtype) for shape in shapes)
+    _with_replicas(kernels, given, plan, (of_gate_up, of_down), False, expert_RS)
+    return of_gate_up.to(dh_RH.dtype), of_down.to(dh_RH.dtype)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
 def _wgrad_into(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
-    backend: str, add: bool,
+    backend: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
 
     triton does so from its fp32 sums; the others round to the dtype of x first.
     """
-    kernels, plan = _kernels(backend, "wgrad", dy_TD), Plan(slot_R, row_TK, ends_E)
-    kernels.wgrad(dy_TD, x_TD, dh_RH, a_RF, plan, (of_gate_up, of_down), add)
+    kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
+    plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)
+    if expert_RS is None:
+        kernels.wgrad(*given, plan, totals, add)
+    else:
+        _with_replicas(kernels, given, plan, totals, add, expert_RS)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
 def _hidden(
-    x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, backend: str
-) -> Tensor:
+    x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    backend: str, expert_RS: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that recomputes it.
 
     The operation has no gradient.
     """
-    return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, Plan(slot_R, row_TK, ends_E))
+    plan, more = Plan(slot_R, row_TK, ends_E), _pulled((w_gate_up,), expert_RS)
+    return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, plan, *more)
+
+
+def _pulled(weights: Sequence[Tensor], expert_RS: Tensor | None) -> list[Tensor]:
+    """The weights of the experts in this rank's slots; none without replicas."""
+    return [] if expert_RS is None else exchange.pull(weights, expert_RS)
+
+
+def _with_replicas(
+    kernels: Backend,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    plan: Plan,
+    totals: tuple[Tensor, Tensor],
+    add: bool,
+    expert_RS: Tensor,
+) -> None:
+    """Store or add own weight gradients, and send those of slots home, where they are added."""
+    slots = expert_RS.shape[1]
+    shapes = [(slots, *total.shape[1:]) for total in totals]
+    made = exchange.gradient_room(shapes, expert_RS, totals[0].dtype)
+    kernels.wgrad(*given, plan, totals, add, made)
+    exchange.home(expert_RS, made, totals)
+
+
+def _weight_shapes(
+    x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, ends_E: Tensor, expert_RS: Tensor | None
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    (H, D), F = (dh_RH.shape[1], x_TD.shape[1]), a_RF.shape[1]
+    E = len(ends_E) - (0 if expert_RS is None else expert_RS.shape[1])
+    return (E, H, D), (E, D, F)
 
 
 @_forward.register_fake
@@ -131,34 +184,36 @@ def _(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK:
 
 
 @_wgrad.register_fake
-def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *plan: Any) -> tuple[Tensor, Tensor]:
-    E, D, F = plan[2].shape[0], x_TD.shape[1], a_RF.shape[1]
-    return dh_RH.new_empty(E, dh_RH.shape[1], D), dh_RH.new_empty(E, D, F)
+def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, ends_E, _, expert_RS = (*rest, None)[:5]
+    shapes = _weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
+    return dh_RH.new_empty(shapes[0]), dh_RH.new_empty(shapes[1])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.backend = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.backend, expert_RS = inputs
+    ctx.save_for_backward(*tensors, expert_RS, output[1])
     ctx.set_materialize_grads(False)  # the gradient of h would be zeros of the largest size here
 
 
-def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """dx_TD, dweight_TK, and what the weight gradients are made of, from the tensors kept by either form."""
-    x_TD, *experts, h_RH = ctx.saved_tensors
-    dx_TD, dweight_TK, *made = torch.ops.graphmoe.grouped_mlp_dgrad(dy_TD, h_RH, *experts, ctx.backend)
-    return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:])
+def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
+    """dx_TD, dweight_TK, and arguments of the weight gradients but for the backend, expert_RS apart."""
+    x_TD, *experts, expert_RS, h_RH = ctx.saved_tensors
+    dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
+    dx_TD, dweight_TK, *made = dgrad(dy_TD, h_RH, *experts, ctx.backend, expert_RS)
+    return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:]), expert_RS
 
 
 def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
-        return (None,) * 8
-    dx_TD, dweight_TK, made = _row_gradients(ctx, dy_TD.contiguous())
+        return (None,) * 9
+    dx_TD, dweight_TK, made, expert_RS = _row_gradients(ctx, dy_TD.contiguous())
     dw_gate_up = dw_down = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-        dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend)
+        dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend, expert_RS)
     gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
     wanted = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None, None, None
+    return *wanted, None, None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -168,26 +223,30 @@ class _Accumulating(torch.autograd.Function):
     """``graphmoe::grouped_mlp`` with sums of its weight gradients."""
 
     @staticmethod
-    def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
-        ctx.save_for_backward(*arguments, h_RH)
+    def forward(
+        ctx: Any, totals: Sequence[Gradient], backend: str, expert_RS: Tensor | None, *arguments: Tensor
+    ) -> Tensor:
+        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend, expert_RS)
+        ctx.save_for_backward(*arguments, expert_RS, h_RH)
         ctx.totals, ctx.backend = totals, backend
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TD, dweight_TK, made = _row_gradients(ctx, dy_TD.contiguous())
+        dx_TD, dweight_TK, made, expert_RS = _row_gradients(ctx, dy_TD.contiguous())
         totals = [gradient.total for gradient in ctx.totals]
         add = have_begun(ctx.totals)
-        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
+        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add, expert_RS)
         report_added(ctx.totals)
-        return None, None, dx_TD, None, None, dweight_TK, None, None, None
+        return None, None, None, dx_TD, None, None, dweight_TK, None, None, None
 
 
-def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+def grouped_mlp_into(
+    totals: Sequence[Gradient], backend: str, *arguments: Tensor, expert_RS: Tensor | None = None
+) -> Tensor:
     """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
 
     ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
     graph holds: compiled units add by their graphs (`runtime.compile.code`).
     """
-    return _Accumulating.apply(totals, backend, *arguments)
+    return _Accumulating.apply(totals, backend, expert_RS, *arguments)

@@ -7,7 +7,7 @@ On a CPU this is the plain reference of the op. On a GPU it gathers, multiplies,
 kernels of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -49,10 +49,13 @@ class Experts(NamedTuple):
     slot_R: Tensor
     row_TK: Tensor
     ends_E: Tensor
+    more_gate_up: Tensor | None = None
+    """Weights of further experts, whose rows follow: replicas of those of other ranks."""
+    more_down: Tensor | None = None
 
     @property
     def plan(self) -> Plan:
-        return Plan(*self[3:])
+        return Plan(*self[3:6])
 
 
 @runtime_checkable
@@ -65,7 +68,9 @@ class Backend(Protocol):
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH."""
 
-    def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+    def hidden(
+        self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None
+    ) -> Tensor:
         """h_RH alone."""
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,8 +85,13 @@ class Backend(Protocol):
         plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None,
         add: bool = False,
+        of_more: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold."""
+        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold.
+
+        Those of further experts are stored in the two of ``of_more``, where such without rows may be left
+        as they are.
+        """
 
 
 class Stepwise:
@@ -95,23 +105,27 @@ class Stepwise:
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
         ops, plan = torch.ops.graphmoe, experts.plan
-        h_RH = self.hidden(x_TD, experts.w_gate_up, plan)
+        h_RH = self.hidden(x_TD, experts.w_gate_up, plan, experts.more_gate_up)
         a_RF = ops.swiglu(h_RH, row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
-        y_RD = self._products(x_TD.dtype).rows(a_RF, experts.w_down, plan.ends_E)
+        y_RD = self._products(x_TD.dtype).rows(a_RF, _joined(experts.w_down, experts.more_down), plan.ends_E)
         return ops.unpermute(y_RD, *plan, None), h_RH
 
-    def hidden(self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+    def hidden(
+        self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None
+    ) -> Tensor:
         x_RD = torch.ops.graphmoe.permute(x_TD, *plan)
-        return self._products(x_TD.dtype).rows(x_RD, w_gate_up, plan.ends_E)
+        return self._products(x_TD.dtype).rows(x_RD, _joined(w_gate_up, more_gate_up), plan.ends_E)
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
         ops, products, plan = torch.ops.graphmoe, self._products(dy_TD.dtype), experts.plan
         ends_E, weight_R = plan.ends_E, row_weights(experts.weight_TK, plan.slot_R)
-        da_RF = products.rows_grad(ops.permute(dy_TD, *plan), experts.w_down, ends_E)
+        w_gate_up = _joined(experts.w_gate_up, experts.more_gate_up)
+        w_down = _joined(experts.w_down, experts.more_down)
+        da_RF = products.rows_grad(ops.permute(dy_TD, *plan), w_down, ends_E)
         dh_RH, dweight_R = ops.swiglu_backward(da_RF, h_RH, weight_R, ends_E)
         a_RF = ops.swiglu(h_RH, weight_R, ends_E)
-        dx_RD = products.rows_grad(dh_RH, experts.w_gate_up, ends_E)
+        dx_RD = products.rows_grad(dh_RH, w_gate_up, ends_E)
         return ops.unpermute(dx_RD, *plan, None), slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
 
     def wgrad(
@@ -123,21 +137,34 @@ class Stepwise:
         plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None,
         add: bool = False,
+        of_more: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals``."""
+        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals`` or ``of_more``."""
         ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
         dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
         dw_down = products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
-        for total, gradient in zip(totals or (), (dw_gate_up, dw_down), strict=False):
-            if total.is_cuda and is_installed("triton"):
-                from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
-
-                into(total, gradient, add=add)
-            elif add:
-                total.add_(gradient)
-            else:
-                total.copy_(gradient)
+        if of_more:
+            own = len(dw_gate_up) - len(of_more[0])
+            _store(of_more, (dw_gate_up[own:], dw_down[own:]), add=False)
+            dw_gate_up, dw_down = dw_gate_up[:own], dw_down[:own]
+        _store(totals or (), (dw_gate_up, dw_down), add=add)
         return dw_gate_up, dw_down
+
+
+def _joined(w: Tensor, more: Tensor | None) -> Tensor:
+    return w if more is None else torch.cat([w, more])
+
+
+def _store(totals: Sequence[Tensor], gradients: tuple[Tensor, Tensor], *, add: bool) -> None:
+    for total, gradient in zip(totals, gradients, strict=False):
+        if total.is_cuda and is_installed("triton"):
+            from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
+
+            into(total, gradient, add=add)
+        elif add:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
 
 
 def _reason_against_torch(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:

@@ -21,13 +21,16 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["max_tiles"])
 def tiles_kernel(
     ends_ptr, table_ptr, max_tiles,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BEHIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill [1 + 2 * max_tiles] int32: the number of row tiles; the expert of each; the first row of each."""
+    """Fill [1 + 2 * max_tiles] int32: the number of row tiles; the expert of each; the first row of each.
+
+    BEHIND is 1 where the end of an expert in front of the first stands before ``ends``, else 0.
+    """
     experts = tl.arange(0, BLOCK_E)
     known = experts < E
     ends = tl.load(ends_ptr + experts, mask=known, other=0)
-    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts + BEHIND > 0), other=0)
     tiles = tl.where(known, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     last_tiles = tl.cumsum(tiles, 0)
     num_tiles = tl.sum(tiles, 0)
@@ -38,7 +41,7 @@ def tiles_kernel(
     expert = tl.sum(before.to(tl.int32), 1)
     first_tile = tl.sum(tl.where(before, tiles[None, :], 0), 1)
     live = tile < num_tiles
-    start = tl.load(ends_ptr + expert - 1, mask=live & (expert > 0), other=0)
+    start = tl.load(ends_ptr + expert - 1, mask=live & (expert + BEHIND > 0), other=0)
     tl.store(table_ptr + 1 + tile, expert, mask=live)
     tl.store(table_ptr + 1 + max_tiles + tile, start + (tile - first_tile) * BLOCK_M, mask=live)
 

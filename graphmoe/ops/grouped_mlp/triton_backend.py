@@ -4,14 +4,15 @@ Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width,
 contracted and the output width of a product of rows, M and N the axes of a weight.
 
 Two kernels do the six products, each a launch with a `Config` of its own: `rows_kernel` those of rows,
-`weight_grad_kernel` those of weights. Row results are summed to tokens by ``graphmoe::unpermute``. No call
-waits for the device or reads a count on the host, and every sum has a fixed order. The module is a
-`reference.Backend`.
+`weight_grad_kernel` those of weights. Further experts, which are replicas of other ranks', have a second
+launch with the same one, which ends at once where they have no rows. Row results are summed to tokens by
+``graphmoe::unpermute``. No call waits for the device or reads a count on the host, and every sum has a fixed
+order. The module is a `reference.Backend`.
 """
 
 import contextvars
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,40 +40,39 @@ def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) ->
 
 def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """y_TD and h_RH."""
-    w_gate_up, w_down, weight_TK, *plan = experts
-    slot_R, _, ends_E = plan
-    tiles = row_tiles(ends_E, len(slot_R))
-    _, D, F = w_down.shape
+    slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
+    parts = _parts(experts.ends_E, len(slot_R), E)
     h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
-    _rows("up", tiles, ends_E, x_TD, w_gate_up, (D, F), h=h_RH, a=a_RF, weight=weight_TK, slot=slot_R)
-    _rows("down", tiles, ends_E, a_RF, w_down, (F, D), out=y_RD)
-    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), h_RH
+    of_rows: dict[str, Any] = {"h": h_RH, "a": a_RF, "weight": experts.weight_TK, "slot": slot_R}
+    _rows("up", parts, x_TD, (experts.w_gate_up, experts.more_gate_up), (D, F), **of_rows)
+    _rows("down", parts, a_RF, (experts.w_down, experts.more_down), (F, D), out=y_RD)
+    return torch.ops.graphmoe.unpermute(y_RD, *experts.plan, None), h_RH
 
 
-def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan) -> Tensor:
+def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None) -> Tensor:
     """h_RH as `forward` makes it, by its config and with its sums."""
-    _, H, D = w_gate_up.shape
+    E, H, D = w_gate_up.shape
     slot_R, row_TK, ends_E = plan
-    tiles, h_RH = row_tiles(ends_E, len(slot_R)), x_TD.new_empty(len(slot_R), H)
-    _rows("hidden", tiles, ends_E, x_TD, w_gate_up, (D, H // 2), row_TK.shape[1], h=h_RH, slot=slot_R)
+    parts, h_RH = _parts(ends_E, len(slot_R), E), x_TD.new_empty(len(slot_R), H)
+    weights, of_rows = (w_gate_up, more_gate_up), {"h": h_RH, "slot": slot_R}
+    _rows("hidden", parts, x_TD, weights, (D, H // 2), row_TK.shape[1], **of_rows)
     return h_RH
 
 
 def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, dh_RH, a_RF. Each column tile gives a part of the gradient of the weights."""
-    w_gate_up, w_down, weight_TK, *plan = experts
-    slot_R, row_TK, ends_E = plan
-    tiles = row_tiles(ends_E, len(slot_R))
-    E, D, F = w_down.shape
+    slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
+    parts = _parts(experts.ends_E, len(slot_R), E)
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
-    parts = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
-    partial = torch.empty(parts, len(h_RH), dtype=torch.float32, device=h_RH.device)
-    of_rows: dict[str, Any] = {"out": dh_RH, "h": h_RH, "a": a_RF, "partial": partial, "slot": slot_R}
-    _rows("down_dgrad", tiles, ends_E, dy_TD, w_down, (D, F), weight=weight_TK, **of_rows)
+    columns = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
+    partial = torch.empty(columns, len(h_RH), dtype=torch.float32, device=h_RH.device)
+    made: dict[str, Any] = {"out": dh_RH, "a": a_RF, "partial": partial}
+    given: dict[str, Any] = {"h": h_RH, "weight": experts.weight_TK, "slot": slot_R}
+    _rows("down_dgrad", parts, dy_TD, (experts.w_down, experts.more_down), (D, F), **made, **given)
     dx_RD = dh_RH.new_empty(len(dh_RH), D)
-    _rows("up_dgrad", tiles, ends_E, dh_RH, w_gate_up, (2 * F, D), out=dx_RD)
-    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
-    return dx_TD, weight_sums(partial, row_TK), dh_RH, a_RF
+    _rows("up_dgrad", parts, dh_RH, (experts.w_gate_up, experts.more_gate_up), (2 * F, D), out=dx_RD)
+    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *experts.plan, None)
+    return dx_TD, weight_sums(partial, experts.row_TK), dh_RH, a_RF
 
 
 def wgrad(
@@ -83,15 +83,37 @@ def wgrad(
     plan: Plan,
     totals: tuple[Tensor, Tensor] | None = None,
     add: bool = False,
+    of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """dw_gate_up and dw_down; in ``totals`` from the fp32 sums."""
     of_up, of_down = totals or (None, None)
+    own = len(plan.ends_E) - (len(of_more[0]) if of_more else 0)
+    more, plan = plan._replace(ends_E=plan.ends_E[own:]), plan._replace(ends_E=plan.ends_E[:own])
     dw_gate_up = _weight_grad("up_wgrad", dh_RH, x_TD, plan, of_up, add=add)
-    return dw_gate_up, _weight_grad("down_wgrad", dy_TD, a_RF, plan, of_down, add=add)
+    dw_down = _weight_grad("down_wgrad", dy_TD, a_RF, plan, of_down, add=add)
+    if of_more:
+        _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
+        _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
+    return dw_gate_up, dw_down
 
 
-def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
-    """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once."""
+Part = tuple[Tensor, Tiles]
+"""Ends of neighbouring experts, whose weights are one tensor, and the tables of their row tiles."""
+
+
+def _parts(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
+    """The first experts, and those behind them, if there are any."""
+    parts = [(ends_E[:own], row_tiles(ends_E[:own], num_rows))]
+    if len(ends_E) > own:
+        parts.append((ends_E[own:], row_tiles(ends_E[own:], num_rows, behind=True)))
+    return parts
+
+
+def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
+    """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once.
+
+    ``behind``: ``ends_E`` continues other ends, and its first expert begins where the last of them ends.
+    """
     import triton
 
     from graphmoe.ops.grouped_mlp.rows_kernel import tiles_kernel
@@ -106,7 +128,7 @@ def row_tiles(ends_E: Tensor, num_rows: int) -> Tiles:
         if max_tiles:
             tiles_kernel[(triton.cdiv(max_tiles, TABLE_BLOCK),)](
                 ends_E, table, max_tiles,
-                E=E, BLOCK_E=triton.next_power_of_2(E), BLOCK_M=height, BLOCK=TABLE_BLOCK,
+                E=E, BLOCK_E=triton.next_power_of_2(E), BEHIND=int(behind), BLOCK_M=height, BLOCK=TABLE_BLOCK,
                 num_warps=num_warps(256),
             )  # fmt: skip
         return table
@@ -128,12 +150,16 @@ def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def _weight_grad(
-    step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *, add: bool = False
-) -> Tensor:
+    step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *,
+    add: bool = False, behind: bool = False,
+) -> Tensor:  # fmt: skip
     """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
-    In ``total``, of any dtype, where one is given; with ``add`` on top of what it holds.
+    In ``total``, of any dtype, where one is given; with ``add`` on top of what it holds. Experts whose ends
+    are ``behind`` others (`row_tiles`) get no gradient where they and all later ones have no rows.
     """
+    import triton
+
     from graphmoe.ops.grouped_mlp.weight_grad_kernel import weight_grad_kernel
 
     (slot_R, row_TK, ends_E), M, N = plan, left.shape[1], right.shape[1]
@@ -149,7 +175,8 @@ def _weight_grad(
         arguments = (left, right, result, slot_R.contiguous(), ends_E)
         launch = functools.partial(
             weight_grad_kernel[(programs,)], *arguments,
-            E=E, M=M, N=N, K=row_TK.shape[1], GATHER_LEFT=step == "down_wgrad",
+            E=E, BLOCK_E=triton.next_power_of_2(E), BEHIND=int(behind),
+            M=M, N=N, K=row_TK.shape[1], GATHER_LEFT=step == "down_wgrad",
             DESCRIPTOR=config.descriptors != "none" and _describable(rows),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_R=config.block_k, GROUP=config.group,
             SUBTILES=config.subtiles, ADD=add, UPCAST=not left.is_cuda,
@@ -184,27 +211,40 @@ _EPILOGUES = {
 
 
 def _rows(
-    step: str, tiles: Tiles, ends_E: Tensor, x: Tensor, w: Tensor, sizes: tuple[int, int], slots: int = 1,
-    **tensors: Tensor,
+    step: str, parts: Sequence[Part], x: Tensor, weights: Sequence[Tensor | None], sizes: tuple[int, int],
+    slots: int = 1, **tensors: Tensor,
 ) -> None:  # fmt: skip
-    """Launch `rows_kernel` for a step; ``sizes`` are C and the columns that the tiles cover.
+    """Launch `rows_kernel` for a step on each part with its weights.
 
-    ``tensors`` are those of ``out``, ``h``, ``a``, ``partial``, ``weight`` and ``slot`` that the step has.
+    ``sizes`` are C and the columns that the tiles cover. ``tensors`` are those of ``out``, ``h``, ``a``,
+    ``partial``, ``weight`` and ``slot`` that the step has. The config is that of the first part: with rows as
+    many, a result has the same bits whether there are further experts or not.
     """
-    from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
-
     names = ("out", "h", "a", "partial", "weight", "slot")
     given = [tensors[name].contiguous() if name in tensors else None for name in names]
     weight, slot = given[-2:]
     num_rows = len(x if slot is None else slot)
-    config = _config(step, x, num_rows, len(ends_E))
+    config = _config(step, x, num_rows, len(parts[0][0]))
+    slots = slots if weight is None else weight.shape[1]
+    for part, w in zip(parts, weights, strict=False):
+        assert w is not None
+        _launch_rows(step, config, part, x.contiguous(), w.contiguous(), given, sizes, num_rows, slots)
+
+
+def _launch_rows(
+    step: str, config: Config, part: Part, x: Tensor, w: Tensor, given: Sequence[Tensor | None],
+    sizes: tuple[int, int], num_rows: int, slots: int,
+) -> None:  # fmt: skip
+    from graphmoe.ops.grouped_mlp.rows_kernel import rows_kernel
+
+    ends_E, tiles = part
     table = tiles(config.block_m)
     max_tiles = len(table) // 2
     columns = config.block_n // 2 if step in ("up", "hidden") else config.block_n
     programs = _programs(config, max_tiles * -(-sizes[1] // columns), x.device)
     if programs == 0:
         return
-    x, w = x.contiguous(), w.contiguous()
+    slot = given[-1]
     load_w = config.descriptors != "none" and _describable(w)
     load_x = config.descriptors == "both" and slot is None and _describable(x)
     (C, N), contract_last = sizes, not step.endswith("dgrad")
@@ -214,7 +254,7 @@ def _rows(
     rows_kernel[(programs,)](
         _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
         _weight_descriptor(w, step, config) if load_w else w, *given, ends_E, table, max_tiles, num_rows,
-        C=C, N=N, K=slots if weight is None else weight.shape[1], EPILOGUE=_EPILOGUES[step],
+        C=C, N=N, K=slots, EPILOGUE=_EPILOGUES[step],
         CONTRACT_LAST=contract_last, X_DESCRIPTOR=load_x, W_DESCRIPTOR=load_w,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_C=config.block_k, GROUP=config.group,
         SUBTILES=config.subtiles, AHEAD=min(config.ahead, config.subtiles), FLATTEN=flatten,

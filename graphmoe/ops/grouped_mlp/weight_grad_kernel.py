@@ -36,7 +36,8 @@ def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
 @triton.jit
 def weight_grad_kernel(
     left_ptr, right_ptr, out_ptr, slot_ptr, ends_ptr,
-    E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER_LEFT: tl.constexpr,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BEHIND: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER_LEFT: tl.constexpr,
     DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -44,15 +45,18 @@ def weight_grad_kernel(
 
     With ADD the sum is added to what out holds. out is [E, M, N]. With GATHER_LEFT left is [T, M], read at
     ``slot[r] // K``, and right is [R, N]; else left is [R, M] and right is [T, N], gathered like that. With
-    DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here.
+    DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here. BEHIND is 1
+    where the end of an expert in front of the first stands before ``ends``, else 0; with it experts after the
+    last one that has rows are left as they are.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = M_TILES * N_TILES
+    experts = _with_rows(ends_ptr, E, BLOCK_E) if BEHIND else E
     steps = 0
-    for tile in range(tl.program_id(0), E * TILES, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), experts * TILES, tl.num_programs(0)):
         expert = tile // TILES
-        start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+        start = tl.load(ends_ptr + expert - 1, mask=expert + BEHIND > 0, other=0)
         rows = tl.load(ends_ptr + expert) - start
         steps += tl.maximum((rows + BLOCK_R - 1) // BLOCK_R, 1)
     left_from, right_from = left_ptr, right_ptr
@@ -75,7 +79,7 @@ def weight_grad_kernel(
             expert = tile // TILES
             m_tile, n_tile = in_turns(tile % TILES, M_TILES, N_TILES, GROUP)
             m, n = m_tile * BLOCK_M, n_tile * BLOCK_N
-            row = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
+            row = tl.load(ends_ptr + expert - 1, mask=expert + BEHIND > 0, other=0)
             end = tl.load(ends_ptr + expert)
             next_slot = tl.load(slot_ptr + row + r_range, mask=row + r_range < end, other=0)
         rows = row + r_range
@@ -94,6 +98,15 @@ def weight_grad_kernel(
             out = out_ptr + expert.to(tl.int64) * (M * N)
             _store(total, m, n, out, M, N, BLOCK_M, BLOCK_N, SUBTILES, ADD)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def _with_rows(ends_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Number of the first experts up to the last that has rows, where ends of others stand before."""
+    experts = tl.arange(0, BLOCK_E)
+    last = tl.load(ends_ptr + E - 1)
+    ends = tl.load(ends_ptr + experts, mask=experts < E, other=2**31 - 1)
+    return tl.sum((ends < last).to(tl.int32), 0) + (tl.load(ends_ptr - 1) < last).to(tl.int32)
 
 
 @triton.jit

@@ -191,14 +191,29 @@ def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
     return min(rows_per_chunk(tokens, vocabulary, size), tokens) * vocabulary * size
 
 
-def _expert_rows(x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *__: Any) -> int:
+def _expert_rows(
+    x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *rest: Any
+) -> int:
     """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_backend.py)."""
-    return slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
+    of_rows = slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
+    return of_rows + _of_replicas(rest[3:], w_gate_up, w_down)
 
 
-def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, *_: Any) -> int:
+def _first_product(x_TD: Tensor, w_gate_up: Tensor, *rest: Any) -> int:
+    """Weights of replicas; its result is seen."""
+    return _of_replicas(rest[4:], w_gate_up)
+
+
+def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, *rest: Any) -> int:
     """Gradients of the rows, before their sum."""
-    return h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
+    of_rows = h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
+    return of_rows + _of_replicas(rest[5:], w_gate_up, w_down)
+
+
+def _of_replicas(expert_RS: Sequence[Tensor | None], *weights: Tensor) -> int:
+    """Weights of the experts in this rank's slots, where there are replicas."""
+    slots = expert_RS[0].shape[1] if expert_RS and expert_RS[0] is not None else 0
+    return sum(slots * w[0].nbytes for w in weights)
 
 
 def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
@@ -236,6 +251,7 @@ def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
 _OF_OURS: dict[str, Callable[..., int]] = {
     "linear_cross_entropy": _logits,
     "grouped_mlp": _expert_rows,
+    "grouped_mlp_hidden": _first_product,
     "grouped_mlp_dgrad": _expert_row_gradients,
     "fp8_mlp_forward": _fp8_rows,
     "fp8_mlp_hidden": _fp8_hidden,

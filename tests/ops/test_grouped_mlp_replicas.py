@@ -1,0 +1,170 @@
+"""The grouped MLP over two lists of weights, and its operations with replicas of experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from graphmoe.ops.gradients import Gradient
+from graphmoe.ops.grouped_mlp import grouped_mlp_into
+from tests.ops.interpreted import BACKENDS, KERNELS, device_of
+from tests.ops.mlp_cases import (
+    CASES,
+    NAN,
+    Problem,
+    assert_directions_match,
+    assert_results_match,
+    in_two_lists,
+    interpreter_slack,
+    make_problem,
+    ops_of,
+    poison,
+)
+from tests.ops.row_cases import brute_force_plan, fresh_memory_is_nan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SPLIT = {  # case: number of own experts
+    "random": 3,
+    "odd sizes": 1,
+    "skewed, dead rows": 2,
+    "empty experts": 11,
+    "some slots are not routed here": 6,
+    "no slot is routed here": 2,
+    "one token, one slot": 1,
+    "no token": 2,
+}
+ONE_EXPERT = {"of the second list": 3, "of the first list": 4, "the last of the first list": 6}
+"""Own experts, where all rows are those of expert 3 of 7."""
+ALL_CASES = [*SPLIT.items(), *(("all tokens on one expert", own) for own in ONE_EXPERT.values())]
+ops = torch.ops.graphmoe
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("case", "own"), ALL_CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_lists_match_fp64_with_nan_in_dead_rows_and_weights_of_no_rows(backend, case, own, dtype):
+    if dtype == torch.float64 and backend != "plain":
+        return  # the kernels have no fp64
+    p = make_problem(case, dtype, device_of(backend))
+    if dtype == torch.float64:
+        p = p._replace(weight_TK=p.weight_TK.double())
+    has_none_E = torch.diff(p.plan[2], prepend=p.plan[2].new_zeros(1)) == 0
+    for weight in p.inputs[1:3]:
+        weight[has_none_E] = NAN
+    assert_directions_match(in_two_lists(backend, own), p, interpreter_slack(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(("case", "own"), ALL_CASES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_lists_give_the_bits_of_one(backend, case, own, dtype):
+    p = make_problem(case, dtype, device_of(backend))
+    assert own < len(p.w_down)
+    results = []
+    for run in (ops_of(backend), in_two_lists(backend, own)):
+        with fresh_memory_is_nan():
+            y_TD, h_RH = run.forward(*p.inputs, *p.plan)
+            dx_TD, dweight_TK, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+        rows = [each[: p.live].clone() for each in (h_RH, dh_RH, a_RF)]
+        poison(p, h_RH, dh_RH, a_RF)
+        totals = [torch.ones(w.shape, device=w.device) for w in p.inputs[1:3]]
+        for add in (False, True, True):
+            run.wgrad_into(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan, *totals, add)
+        results.append([y_TD, dx_TD, dweight_TK, *rows, *totals])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_of_further_experts_end_with_the_last_that_has_rows(backend):
+    from graphmoe.ops.grouped_mlp import triton_backend
+    from graphmoe.ops.grouped_mlp.reference import Plan
+
+    p = make_problem("all tokens on one expert", torch.float32, device_of(backend))
+    h, a = (torch.ones(len(p.plan[0]), w.shape[1 + i], device=w.device) for i, w in enumerate(p.inputs[1:3]))
+    own = 2  # the expert with rows is 3 of 7: the second of the further ones
+    totals = tuple(torch.full_like(w[:own], NAN) for w in p.inputs[1:3])
+    of_more = tuple(torch.full_like(w[own:], NAN) for w in p.inputs[1:3])
+    triton_backend.wgrad(p.dy_TD, p.x_TD, h, a, Plan(*p.plan), totals, False, of_more)
+    for total, more in zip(totals, of_more, strict=True):
+        assert not total.any() and not more[0].any() and more[1].all()
+        assert not more[1].isnan().any() and bool(more[2:].isnan().all())
+
+
+# The operations, on one rank that has replicas of its own experts.
+
+EXPERT_RS = torch.tensor([[3, 0, -1]], dtype=torch.int32)
+
+
+def with_replicas(case: str, dtype: torch.dtype) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
+    """A problem, and its plan where every second slot of an expert of `EXPERT_RS` goes to the replica."""
+    p = make_problem(case, dtype)
+    if dtype == torch.float64:
+        p = p._replace(weight_TK=p.weight_TK.double())
+    place_TK, E = p.expert_TK.clone(), len(p.w_down)
+    for slot, expert in enumerate(EXPERT_RS[0].tolist()):
+        of_expert = ((p.expert_TK == expert) & (p.expert_TK >= 0)).nonzero()[::2]
+        place_TK[of_expert[:, 0], of_expert[:, 1]] = E + slot
+    plan = brute_force_plan(place_TK, E + EXPERT_RS.shape[1], len(p.plan[0]) - p.live)
+    return p, (plan.slot_R, plan.row_TK, plan.ends_E)
+
+
+def leaves_of(p: Problem) -> list[Tensor]:
+    return [each.detach().requires_grad_() for each in p.inputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][4] > 3])
+def test_the_operation_with_replicas_has_the_results_and_gradients_of_the_experts(one_peer, case, dtype):
+    p, plan = with_replicas(case, dtype)
+    leaves = leaves_of(p)
+    with fresh_memory_is_nan():
+        y_TD, _ = ops.grouped_mlp(*leaves, *plan, "torch", EXPERT_RS)
+        gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
+    assert [(g.shape, g.dtype) for g in gradients] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+    assert_results_match(p, y_TD, gradients)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_sums_of_gradients_hold_what_came_home(one_peer, begun):
+    p, plan = with_replicas("skewed, dead rows", torch.float32)
+    x, w_gate_up, w_down, weight = leaves_of(p)
+    y, _ = ops.grouped_mlp(x, w_gate_up, w_down, weight, *plan, "torch", EXPERT_RS)
+    expected = torch.autograd.grad(y, [x, w_gate_up, w_down, weight], p.dy_TD)
+    totals = [Gradient(torch.full(w.shape, 7.0 if begun else NAN)) for w in (w_gate_up, w_down)]
+    for total in totals:
+        total.begun = begun
+    given = (x, w_gate_up, w_down, weight, *plan)
+    y_TD = grouped_mlp_into(totals, "torch", *given, expert_RS=EXPERT_RS)
+    dx, dweight = torch.autograd.grad(y_TD, [x, weight], p.dy_TD)
+    assert y_TD.equal(y) and dx.equal(expected[0]) and dweight.equal(expected[3])
+    for total, gradient in zip(totals, expected[1:3], strict=True):
+        torch.testing.assert_close(total.total, gradient + 7.0 * begun)
+
+
+def test_the_first_product_alone_has_the_bits_of_the_whole(one_peer):
+    p, plan = with_replicas("skewed, dead rows", torch.float32)
+    _, h_RH = ops.grouped_mlp(*p.inputs, *plan, "torch", EXPERT_RS)
+    alone_RH = ops.grouped_mlp_hidden(*p.inputs[:2], *plan, "torch", EXPERT_RS)
+    assert alone_RH[: p.live].equal(h_RH[: p.live])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_torch_accepts_the_operations_with_replicas(one_peer, dtype):
+    p, plan = with_replicas("some slots are not routed here", dtype)
+    _, h = ops.grouped_mlp(*p.inputs, *plan, "torch", EXPERT_RS)
+    _, _, dh, a = ops.grouped_mlp_dgrad(p.dy_TD, h, *p.inputs[1:], *plan, "torch", EXPERT_RS)
+    for buffer in (h, dh, a):
+        buffer[p.live :] = 0  # opcheck compares all elements
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
+    given: tuple[Any, ...] = (p.dy_TD, p.x_TD, dh, a, *plan)
+    totals = [torch.zeros(w.shape) for w in p.inputs[1:3]]
+    for op, *arguments in (
+        (ops.grouped_mlp, *leaves_of(p), *plan, "torch", EXPERT_RS),
+        (ops.grouped_mlp_dgrad, p.dy_TD, h, *p.inputs[1:], *plan, "torch", EXPERT_RS),
+        (ops.grouped_mlp_wgrad, *given, "torch", EXPERT_RS),
+        (ops.grouped_mlp_wgrad_into, *given, *totals, "torch", True, EXPERT_RS),
+        (ops.grouped_mlp_hidden, *p.inputs[:2], *plan, "torch", EXPERT_RS),
+    ):
+        opcheck(op.default, tuple(arguments), test_utils=utils)

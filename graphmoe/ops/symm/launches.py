@@ -12,9 +12,11 @@ import triton
 from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
-from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.symm import kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
+
+Plan = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The tensors of an `ops.dispatch.SendPlan`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ AT_ONCE = 16
 def put_records(
     peers: MemoryPeers,
     region: Region,
-    plan: SendPlan,
+    plan: Plan,
     weight_TK: Tensor | None,
     expert_TK: Tensor | None,
     experts: int,
@@ -78,7 +80,7 @@ def put_records(
 
 
 def pack(
-    peers: MemoryPeers, region: Region, x_TD: Tensor, plan: SendPlan, received_ND: Tensor, block: int
+    peers: MemoryPeers, region: Region, x_TD: Tensor, plan: Plan, received_ND: Tensor, block: int
 ) -> None:
     """Copy the first rows for each rank into its block, of this rank to where they are received.
 

@@ -50,8 +50,8 @@ class LossOutput(NamedTuple):
     """Slots routed to each expert of each MoE layer, int32."""
     counted_LE: Tensor | None = None
     """Slots that the balance loss counts, int32; None where these are ``counts_LE``, or nobody reads them."""
-    received_load: Tensor | None = None
-    """The largest load of all MoE layers, 0 without one; None where nothing is measured."""
+    received_L2: Tensor | None = None
+    """The load of each MoE layer, int32; None where nothing is measured."""
     carried: tuple[Tensor, ...] = ()
     """Tensors for the next stage, [B, S, D] each: the state after the last layer so far, or from the final
     norm on the normed states from which each depth predicts."""
@@ -118,8 +118,8 @@ class Transformer(nn.Module):
         """``stages`` are those of this rank; without any it has all of the model."""
         super().__init__()
         self.config, self.layout = config, layout
-        self.dispatcher = dispatcher if self.num_moe_layers else None
-        """By which tokens travel, in all layers; None where they stay on their rank."""
+        self.dispatchers = (dispatcher,) * self.num_moe_layers if dispatcher else ()
+        """By which tokens travel, in each MoE layer of the whole model; none if they stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
         """Stages that `stage` can run, in the order of the model."""
         embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
@@ -203,10 +203,10 @@ class Transformer(nn.Module):
         counted = [output.counted_E for output in outputs if output.counted_E is not None]
         counted_LE = torch.stack(counted) if counted else None
         loads = [output.received_load for output in outputs if output.received_load is not None]
-        received_load = torch.stack(loads).amax(dim=0) if loads else self._no_load(tokens_BS.device)
+        received_L2 = torch.stack(loads) if loads else self._no_load(tokens_BS.device)
         handed = () if pieces.loss else carried
         detached = cross_entropy.detach(), mtp.detach()
-        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_load, handed)
+        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_L2, handed)
 
     def _predict(
         self,
@@ -309,16 +309,22 @@ class Transformer(nn.Module):
                 self._own_rope = own_positions(cos_SP, self.layout, 0), own_positions(sin_SP, self.layout, 0)
         return self._own_rope
 
-    def use(self, dispatcher: Dispatcher) -> None:
-        """From now on tokens travel by this dispatcher, in all layers."""
-        self.dispatcher = dispatcher
-        for module in self.modules():
-            if isinstance(module, MoELayer):
-                module.use(dispatcher)
+    @property
+    def dispatcher(self) -> Dispatcher | None:
+        """A dispatcher of the kind that all layers have now."""
+        return self.dispatchers[0] if self.dispatchers else None
+
+    def use(self, dispatchers: tuple[Dispatcher, ...]) -> None:
+        """From now on tokens travel by these dispatchers, one of each MoE layer of the whole model."""
+        self.dispatchers = dispatchers
+        here = [place for stage in self.stages for place in self.moe_layers(stage)]
+        layers = [module for module in self.modules() if isinstance(module, MoELayer)]
+        for place, layer in zip(here, layers, strict=True):
+            layer.use(dispatchers[place])
 
     def _no_load(self, device: torch.device) -> Tensor | None:
-        """A load of zero for a stage without MoE layers, where other stages have loads."""
-        return torch.zeros(2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
+        """No loads of a stage without MoE layers, where other stages have loads."""
+        return torch.zeros(0, 2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
 
     def routers(self) -> list[Router]:
         """The routers here, in the order of ``LossOutput.counts_LE``."""

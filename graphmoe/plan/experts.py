@@ -9,6 +9,7 @@ balanced routing sends; a step in which more arrives is void and runs again with
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -249,8 +250,10 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
     return Load(math.ceil(layout.size("ep_etp") * tokens * (1 - elsewhere)), slots)
 
 
-def room_bytes(room: Load, model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool) -> int:
-    """Bytes of a rank's tensors that are as large as there is room, while a step runs.
+def room_bytes(
+    rooms: Sequence[Load], model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool
+) -> int:
+    """Bytes of a rank's tensors that are as large as there is room in each MoE layer, while a step runs.
 
     The forward of each MoE layer keeps, of a row, the plan of its slots, and with ``fused`` experts the token
     and the weights; of a slot, gate and up, and in separate steps the token, the weight, and the activation
@@ -258,15 +261,14 @@ def room_bytes(room: Load, model: ModelConfig, layout: Layout, element_bytes: in
     of symm; a slot's output, activation and gradients. ``recompute`` is ignored, though it may keep less.
     """
     width, inner = model.hidden_size * element_bytes, model.expert_ffn_size // layout.etp * element_bytes
-    layers = model.num_layers - model.num_dense_layers + model.mtp_depth
     of_row, of_slot = 8 * model.top_k, 2 * inner
     if fused:
         of_row += width + 4 * model.top_k
     else:
         of_slot += width + 4 + 3 * inner
-    kept = room.rows * of_row + room.slots * of_slot
-    passing = room.rows * (4 * width + 8 * model.top_k) + room.slots * (2 * width + 5 * inner)
-    return layers * kept + passing
+    kept = sum(room.rows * of_row + room.slots * of_slot for room in rooms)
+    largest = max(rooms)
+    return kept + largest.rows * (4 * width + 8 * model.top_k) + largest.slots * (2 * width + 5 * inner)
 
 
 def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, factor: float = 1.0) -> Load:

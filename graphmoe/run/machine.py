@@ -1,6 +1,5 @@
 """Machine of a run: its device, memory, and the record of versions in ``env.json``."""
 
-import math
 import os
 import platform
 import resource
@@ -115,12 +114,9 @@ def taken_gib(device: torch.device) -> float:
     return memory_gib(device)
 
 
-def free_bytes(device: torch.device) -> float:
-    """Return the bytes that may still be allocated: a GPU's free ones and torch's unused; inf on a CPU."""
-    if device.type != "cuda":
-        return math.inf
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+def reachable_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process holds by torch's allocator, or can get."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def seconds_since_command() -> float:

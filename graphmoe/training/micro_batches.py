@@ -114,7 +114,7 @@ class Pipelined(OneAfterTheOther):
         log.info(pipeline.describe())
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
         """Number of first steps of a program in which the host waits: those that compile or capture."""
-        self._num_run: Counter[tuple[bool, Dispatcher | None]] = Counter()
+        self._num_run: Counter[tuple[bool, tuple[Dispatcher, ...]]] = Counter()
         """Steps and validations run so far, of each program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
@@ -155,7 +155,7 @@ class Pipelined(OneAfterTheOther):
         """Take the batches; the first ``waiting`` times of each program compile or capture."""
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
-        program = torch.is_grad_enabled(), self.model.dispatcher  # each rung of a ladder has its own
+        program = torch.is_grad_enabled(), self.model.dispatchers  # each of a ladder has its own
         self.channels.by_host = self._num_run[program] < waiting
         if waiting and self.channels.has_nccl and not self._num_run[program]:
             what = "steps" if program[0] else "validations"
@@ -196,7 +196,12 @@ def micro_batches_of(
     return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)
 
 
-def one_of_all(received_load: Tensor, mesh: Mesh) -> Tensor:
-    """Put a rank's load as a row among zeros [world, 2]: their sum over all ranks has the load of each."""
+def one_of_all(received_L2: Tensor, mesh: Mesh) -> Tensor:
+    """Put a rank's loads among zeros [world, L, 2]: their sum over all ranks has the loads of each."""
     after = mesh.layout.size("world") - 1 - mesh.rank
-    return F.pad(received_load.unsqueeze(0), (0, 0, mesh.rank, after))
+    return F.pad(received_L2.unsqueeze(0), (0, 0, 0, 0, mesh.rank, after))
+
+
+def rooms_of(dispatchers: Sequence[Dispatcher], device: torch.device) -> Tensor:
+    """Return the rows and slots that dispatchers have room for, int32 [L, 2]. Waits for the device."""
+    return torch.tensor([each.capacity for each in dispatchers], dtype=torch.int32, device=device)

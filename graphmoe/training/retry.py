@@ -1,5 +1,6 @@
 """Steps launched one ahead of the host's knowledge, and run again where they were void."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -9,16 +10,22 @@ from torch import Tensor
 
 from graphmoe.config.schema import Fp8Recipe
 from graphmoe.model.transformer import Transformer
+from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.plan import Plan
-from graphmoe.run.machine import free_bytes
+from graphmoe.run.machine import memory_gib, reachable_bytes
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.capture.step import Step
 from graphmoe.runtime.dispatch import bounded_dispatcher, make_room, planned_dispatcher
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
+from graphmoe.runtime.dispatch.ladder import GROWTH, ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.training.step_rows import StepRows
+
+log = logging.getLogger(__name__)
+
+SPARE = 1.03
+"""Memory that torch's allocator holds over what is allocated at most: parts of blocks that fit nothing."""
 
 
 class _Launched(NamedTuple):
@@ -26,7 +33,6 @@ class _Launched(NamedTuple):
 
     step: int
     batches: list[Tensor]
-    rung: Rung
 
 
 class RetryingSteps:
@@ -34,8 +40,8 @@ class RetryingSteps:
 
     With a ladder it asks, once a step was launched, whether there was room for what arrived in the one
     before: by then the device has work for as long as the host waits. A step for which there was none has
-    changed nothing, nor has the one after it. Both run again on the next rung, on the same micro-batches,
-    and nobody else learns of it.
+    changed nothing, nor has the one after it. Both run again, on the same micro-batches, and nobody else
+    learns of it. A step on the last rung is confirmed at once, so that the next need not run there.
     """
 
     def __init__(
@@ -58,42 +64,44 @@ class RetryingSteps:
             self._prepare(step)
             self._rows.append(step, self.run(batches))
             return
-        self._launch(_Launched(step, list(batches), self._ladder.rung))
+        self._launch(_Launched(step, list(batches)), self._ladder)
         self.settle(but=1)
 
-    def _launch(self, launched: _Launched) -> None:
+    def _launch(self, launched: _Launched, ladder: ReceiveLadder) -> None:
         # Pinned memory is read only; what stands for a graph on a CPU spoils what it is given.
         given = [tokens if tokens.is_pinned() else tokens.clone() for tokens in launched.batches]
         self._prepare(launched.step)
         self._rows.append(launched.step, self.run(given))
         self._open.append(launched)
+        if ladder.on_last:
+            self.settle()
 
     def settle(self, but: int = 0) -> None:
         """Confirm all launched steps but the last ``but``, before anybody reads their results."""
         while len(self._open) > but:
             assert self._ladder is not None
-            step, _, rung = self._open[0]
-            values = self._rows.values(step)
-            load = Load(int(values["received_rows"]), int(values["received_slots"]))
-            if values["void"]:
-                self._restart(step, load, rung, self._ladder)
-            else:
-                self._open.popleft()
-                self._ladder.passed(step, load)
+            step = self._open[0].step
+            void, loads = self._rows.received(step)
+            if void:
+                self._restart(step, loads, self._ladder)
+                continue
+            self._open.popleft()
+            if self._ladder.passed(step, loads):
+                self._heartbeat.restart(f"the step after {step}, with more room")
 
-    def _restart(self, step: int, load: Load, too_small: Rung, ladder: ReceiveLadder) -> None:
-        """Go on from before ``step``, with more room than a rung has."""
+    def _restart(self, step: int, loads: list[Load], ladder: ReceiveLadder) -> None:
+        """Go on from before ``step``, where these loads found too little room, with more."""
         again = [*self._open]
         self._open.clear()
         self._rows.drop(len(again))
         what = f"step {step}, again with more room"
-        if ladder.climb(step, load, too_small):
+        if ladder.climb(step, loads):
             self._heartbeat.restart(what)
         else:
             self._heartbeat.slow(what)  # several steps, of which the watch expects one
         self._void.zero_()
         for launched in again:
-            self._launch(launched._replace(rung=ladder.rung))
+            self._launch(launched, ladder)
 
 
 def receive_ladder(
@@ -109,39 +117,54 @@ def receive_ladder(
     """Return what makes more room where it is too little; None where there is always enough."""
     if model.dispatcher is None or model.dispatcher.capacity is None:
         return None
-    rungs = rungs_of(plan, mesh, fused=fused)
+    levels = levels_of(plan)
+    if len(levels) == 1:
+        return None
 
-    def use(rung: Rung) -> None:
-        make_room(plan, mesh, rung.dispatcher, device)
-        model.use(rung.dispatcher)
+    def use(dispatchers: tuple[Dispatcher, ...], program: int | None) -> None:
         if capture:
-            capture.use(rung.number if rung.has_limit else None)
+            capture.use(program)  # first, so that graphs of another have given back what they held
+        if program is not None:
+            make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
+        model.use(dispatchers)
 
-    def has_memory(num_bytes: int) -> bool:
-        # Steps that warm up run beside the graphs, whose pool is as large as what they need.
-        pool, idle = (capture.maker.pool_bytes(), capture.maker.pool_unused_bytes()) if capture else (0, 0)
-        return all(ranks.gather(num_bytes + pool <= free_bytes(device) - idle))
+    def has_memory(now: tuple[Dispatcher, ...], then: tuple[Dispatcher, ...]) -> bool:
+        more = _bytes(plan, then, fused=fused) - _bytes(plan, now, fused=fused)
+        unused = capture.maker.pool_unused_bytes() if capture else 0
+        found = ranks.gather(has_bytes(more, device, unused))
+        if not all(found):
+            log.warning("more room needs %.2f GiB, which not every rank has left", more / 2**30)
+        return all(found)
 
-    return ReceiveLadder(rungs, use, has_memory) if rungs else None
-
-
-def rungs_of(plan: Plan, mesh: Mesh, *, fused: bool) -> list[Rung]:
-    """Return rungs of the receive budget, twice as much, and no limit; none where the first is enough.
-
-    ``fused`` is True where the experts run as one operation.
-    """
-    found: list[Rung] = []
-    for words, factor in (("the receive budget", 1.0), ("twice the receive budget", 2.0)):
-        room = plan.room(factor)
-        dispatcher = planned_dispatcher(plan, factor)
-        planned = dispatcher.capacity or room
-        num_bytes = room_bytes(planned, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
-        found.append(Rung(len(found), words, dispatcher, num_bytes))
-        if room == plan.worst:
-            break
-    if len(found) == 1:
-        return []
-    precision = plan.config.precision
+    precision, last = plan.config.precision, bounded_dispatcher(plan, mesh)
     in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
     words = f"the counts of the host{', where experts are not in 8 bits' * in_fp8}"
-    return [*found, Rung(len(found), words, bounded_dispatcher(plan, mesh), 0)]
+    return ReceiveLadder(levels, last, model.num_moe_layers, use, has_memory, words)
+
+
+def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
+    """Return whether a step may take so many bytes more than those so far, once the graphs' pool is gone.
+
+    A step takes what it took at most so far; a replayed one, what lasts and all of the pool, of which
+    ``pool_unused`` bytes hold nothing between steps. Graphs of more room are made when those before them have
+    given theirs back, so what is in the pool now is theirs.
+    """
+    if device.type != "cuda":
+        return True
+    lasting = torch.cuda.memory_allocated(device)
+    so_far = max(memory_gib(device) * 2**30, lasting + pool_unused)
+    return SPARE * so_far + more <= reachable_bytes(device)
+
+
+def levels_of(plan: Plan) -> list[Dispatcher]:
+    """Return dispatchers with the receive budget, `GROWTH` times as much, and so on to the worst case."""
+    found, factor = [planned_dispatcher(plan)], 1.0
+    while plan.room(factor) != plan.worst:
+        factor *= GROWTH
+        found.append(planned_dispatcher(plan, factor))
+    return found
+
+
+def _bytes(plan: Plan, dispatchers: tuple[Dispatcher, ...], *, fused: bool) -> int:
+    rooms = [each.capacity for each in dispatchers if each.capacity is not None]
+    return room_bytes(rooms, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)

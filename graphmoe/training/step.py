@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from graphmoe.model.dispatch import has_load
 from graphmoe.model.moe import ROUTER_STATS, Router, update_selection_bias
 from graphmoe.model.transformer import LossOutput
+from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.forced_loads import LOADS, NO_LOAD, ends, load, read_counts, recorded
 from graphmoe.plan.layout import Axis
@@ -14,7 +16,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
-from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
+from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all, rooms_of
 from graphmoe.training.step_rows import RECEIVED, device_row
 
 
@@ -74,7 +76,8 @@ class TrainStep:
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
         """Routers of this rank, by their place among all MoE layers of the model."""
-
+        self._rooms_of: tuple[Dispatcher, ...] = ()
+        self._rooms_L2: Tensor
         self.loads = ForcedLoads(plan, self.routers) if plan.config.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
@@ -87,9 +90,9 @@ class TrainStep:
         scales = self.optimizer.scales
         if scales:
             scales.begin()
-        scalars, counts_LE, received_load = self.accumulate(batches)
-        if received_load is not None:
-            scalars |= self._received(received_load)
+        scalars, counts_LE, received_L2 = self.accumulate(batches)
+        if received_L2 is not None:
+            scalars |= self._received(received_L2)
         with profiler_range("optimizer", "update"):
             result = self.optimizer.step(scalars["loss"])
             if scales:
@@ -100,16 +103,17 @@ class TrainStep:
                 update_selection_bias(router.selection_bias, counts_LE[layer], rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}
         scalars |= {"skipped_total": self.optimizer.skipped, "longest_skip": self.optimizer.longest_skip}
-        return device_row(scalars, counts_LE, self.mesh.layout.ep)
+        return device_row(scalars, counts_LE, self.mesh.layout.ep, received_L2)
 
     def accumulate(self, batches: Iterable[Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor | None]:
-        """Run every own micro-batch -> mean losses, expert loads, and the receive load.
+        """Run every own micro-batch -> mean losses, expert loads, and the receive loads.
 
-        Of all ranks: expert loads are summed; the receive load is the most that arrived anywhere at once, a
-        `graphmoe.plan.experts.Load`, or None where no room is planned.
+        Of all ranks: expert loads are summed; a receive load is the most that arrived anywhere at once in a
+        MoE layer, a `graphmoe.plan.experts.Load`. There are none, but None, where no room is planned.
         """
-        model, loads = self.model, list[Tensor]()
+        model = self.model
         shape, device = (model.num_moe_layers, model.config.num_experts), self.micro_batches.device
+        received_L2 = torch.zeros(model.num_moe_layers, 2, dtype=torch.int32, device=device)
         losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
         counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
         apart = any(router.counts_apart for router in model.routers())
@@ -122,8 +126,9 @@ class TrainStep:
             counts_LE[layers.start : layers.stop] += output.counts_LE
             if output.counted_LE is not None:
                 counted_LE[layers.start : layers.stop] += output.counted_LE
-            if output.received_load is not None:
-                loads.append(output.received_load)
+            if output.received_L2 is not None:
+                most_L2 = received_L2[layers.start : layers.stop]
+                most_L2.copy_(torch.maximum(most_L2, output.received_L2))
             self._tell_routers(counted_LE, layers)
 
         self.optimizer.start_gather()
@@ -131,8 +136,8 @@ class TrainStep:
         self._tell_routers(torch.zeros_like(counts_LE), self.routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
         axes: list[tuple[Axis, Tensor]] = [("dp_pp", losses), ("world", counts_LE)]
-        if loads:
-            axes.append(("world", one_of_all(torch.stack(loads).amax(dim=0), self.mesh)))
+        if has_load(model.dispatcher):
+            axes.append(("world", one_of_all(received_L2, self.mesh)))
         total, slots_LE, *most = self._summed(axes)
         named = zip(("loss", "mtp_loss", *ROUTER_STATS), total / self.plan.global_micro_batches, strict=True)
         return dict(named), slots_LE, most[0].amax(dim=0) if most else None
@@ -146,16 +151,16 @@ class TrainStep:
             found |= zip(together, sums(group, *(tensors[i][1] for i in together)), strict=True)
         return [found[i] for i in range(len(tensors))]
 
-    def _received(self, received_load: Tensor) -> dict[str, Tensor]:
-        """Return the values of ``RECEIVED``; make the step void where the load exceeds the room."""
-        dispatcher, void = self.model.dispatcher, self.optimizer.void
-        assert dispatcher is not None
-        (rows, slots), balanced = received_load.unbind(), self.plan.balanced
-        if dispatcher.capacity is not None:
-            more = (rows > dispatcher.capacity.rows) | (slots > dispatcher.capacity.slots)
-            void.copy_(torch.maximum(void, more.float()))
-        of_balanced = torch.maximum(rows / balanced.rows, slots / balanced.slots)
-        return dict(zip(RECEIVED, (of_balanced, rows, slots, void), strict=True))
+    def _received(self, received_L2: Tensor) -> dict[str, Tensor]:
+        """Return the values of ``RECEIVED``; make the step void where a layer has too little room."""
+        dispatchers, void = self.model.dispatchers, self.optimizer.void
+        if dispatchers[0].capacity is not None:
+            if self._rooms_of != dispatchers:  # before any capture: each program runs uncaptured first
+                self._rooms_of, self._rooms_L2 = dispatchers, rooms_of(dispatchers, void.device)
+            void.copy_(torch.maximum(void, (received_L2 > self._rooms_L2).any().float()))
+        rows, slots = received_L2.amax(dim=0).unbind()
+        of_balanced = torch.maximum(rows / self.plan.balanced.rows, slots / self.plan.balanced.slots)
+        return dict(zip(RECEIVED, (of_balanced, void), strict=True))
 
     def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
         """Give this rank's counts of the step so far to the routers that read them."""

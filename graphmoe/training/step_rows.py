@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 
 OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
 SCALARS = (*OF_STEP, *ROUTER_STATS)
-RECEIVED = ("receive_load", "received_rows", "received_slots", "void")
+RECEIVED = ("receive_load", "void")
 """Scalars of a run that makes room for arriving rows without a count: the most that arrived at any rank at
-once, over a balanced routing, and as a `plan.experts.Load`; and 1.0 where there was no room."""
+once, over a balanced routing, and 1.0 where there was no room."""
 
 
 Mark = torch.cuda.Event | float
@@ -43,8 +44,12 @@ class StepRow(NamedTuple):
 
 
 @torch.no_grad()
-def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Tensor:
-    """Return a step's fp32 row: ``SCALARS``, ``RECEIVED`` where room is planned, then loads of all experts.
+def device_row(
+    scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1, received_L2: Tensor | None = None
+) -> Tensor:
+    """Return a step's fp32 row: ``SCALARS``, loads of all experts; with ``RECEIVED`` where room is planned.
+
+    There ``received_L2``, the `plan.experts.Load` of each MoE layer, is behind all.
 
     A load is over the mean of its MoE layer. The scalar ``rank_load`` is the largest of the ``ep`` ranks that
     share the experts, copies together, the mean of all layers: the one with most is waited for.
@@ -53,7 +58,8 @@ def device_row(scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1) -> Te
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
     scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
     names = names_of(RECEIVED[0] in scalars)
-    return torch.cat([torch.stack([scalars[name].float() for name in names]), load_LE.flatten()])
+    row = [torch.stack([scalars[name].float() for name in names]), load_LE.flatten()]
+    return torch.cat(row if received_L2 is None else [*row, received_L2.flatten().float()])
 
 
 def over_mean(counts_LX: Tensor) -> Tensor:
@@ -78,7 +84,9 @@ class StepRows:
         """``capacity`` rows at most are there between two reads; ``experts``: MoE layers, experts of each."""
         self._names, self._experts = names_of(planned), experts
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(capacity, len(self._names) + math.prod(experts), pin_memory=on_gpu)
+        self._end = len(self._names) + math.prod(experts)
+        """Place behind the loads of experts."""
+        self._host = torch.zeros(capacity, self._end + 2 * experts[0] * planned, pin_memory=on_gpu)
         self._arrived = [torch.cuda.Event() for _ in range(capacity)] if on_gpu else []
         self._steps: list[int] = []
         self._next = 0
@@ -104,17 +112,27 @@ class StepRows:
         self._next = (self._next - count) % len(self._host)
         self.clock.drop(count)
 
-    def values(self, step: int) -> dict[str, float]:
-        """Return the scalars of one step by name; wait for that step, not for later ones."""
-        return self._scalars(self._row(self._steps.index(step)))
+    def received(self, step: int) -> tuple[bool, list[Load]]:
+        """Return whether a step is void, and what arrived in each MoE layer, where room is planned.
+
+        Waits for that step, not for later ones.
+        """
+        row = self._row(self._steps.index(step))
+        loads = row[self._end :].view(-1, 2).tolist()
+        return self._scalars(row)["void"] > 0, [Load(int(rows), int(slots)) for rows, slots in loads]
 
     def read(self, last: int | None = None) -> list[StepRow]:
-        """Return and forget the rows up to a step, or all. Waits as ``values`` does."""
+        """Return and forget the rows up to a step, or all. Waits as ``received`` does."""
         count = len(self) if last is None else self._steps.index(last) + 1
         rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]
         return [
-            StepRow(step, seconds(interval), self._scalars(row), row[len(self._names) :].view(self._experts))
+            StepRow(
+                step,
+                seconds(interval),
+                self._scalars(row),
+                row[len(self._names) : self._end].view(self._experts),
+            )
             for step, interval, row in zip(steps, self.clock.hand_over(count), rows, strict=True)
         ]
 

@@ -12,7 +12,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all
+from graphmoe.training.micro_batches import OneAfterTheOther, rooms_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,10 @@ class Validation:
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
         """Return the sum over micro-batches, and whether there was room. Waits for the device."""
         layout, index = self.mesh.layout, self.mesh.index("dp")
-        total, loads = torch.zeros((), device=self.micro_batches.device), list[Tensor]()
+        model, device = self.micro_batches.model, self.micro_batches.device
+        total, short = torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device)
+        has_limit = model.dispatcher is not None and model.dispatcher.capacity is not None
+        rooms_L2 = rooms_of(model.dispatchers, device) if has_limit else None
         numbers = range(index, index + len(batches), layout.dp)
         # ranks that are through go on with the last one, since experts wait for tokens of all ranks
         mine = [batches[min(number, len(batches) - 1)] for number in numbers]
@@ -87,14 +90,11 @@ class Validation:
         def add(pieces: StagePieces, output: LossOutput) -> None:
             if pieces.loss:
                 total.add_(output.cross_entropy * (next(counted) < len(batches)))
-            if output.received_load is not None:
-                loads.append(output.received_load)
+            if rooms_L2 is not None and output.received_L2 is not None:
+                layers = model.moe_layers(pieces)
+                short.add_((output.received_L2 > rooms_L2[layers.start : layers.stop]).any())
 
         self.micro_batches.evaluate(mine, add)
         (total,) = sums(self.mesh.group("dp_pp"), total)
-        value, has_room, dispatcher = wait_for(total.item), True, self.micro_batches.model.dispatcher
-        if loads and dispatcher is not None and (room := dispatcher.capacity) is not None:
-            most = one_of_all(torch.stack(loads).amax(dim=0), self.mesh)
-            rows, slots = sums(self.mesh.group("world"), most)[0].amax(dim=0).tolist()
-            has_room = rows <= room.rows and slots <= room.slots
-        return value, has_room
+        value = wait_for(total.item)
+        return value, not has_limit or not sums(self.mesh.group("world"), short)[0].item()

@@ -90,8 +90,9 @@ class Capture:
         self.steps = 0
         """Training steps that have begun."""
         self.program: int | None = 0
-        """The program that steps run now, where there are several with graphs of their own; None replays
-        nothing."""
+        """The program that steps run now, where there are several; None replays nothing."""
+        self.planned = 0
+        """The program that may have graphs: the last that was not None."""
         self._begun: dict[int | None, int] = {}
         """Steps of each program."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -104,8 +105,14 @@ class Capture:
         self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> None:
-        """Let later steps run this program; each program warms up before its first graphs."""
+        """Let later steps run this program; each program warms up before its first graphs.
+
+        A new one ends the graphs of the one before for good. A step on the way to None and back ends none.
+        """
         self.program = program
+        if program is not None and program != self.planned:
+            self.planned = program
+            self.maker.drop()
 
     @property
     def ready(self) -> bool:

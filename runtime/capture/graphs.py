@@ -51,6 +51,14 @@ class GraphMaker:
         for graph in self._made:
             graph.release()
 
+    def drop(self) -> None:
+        """End all graphs and give the memory of their pools back, but for results that are still held."""
+        self.prepare()  # the device may be replaying one
+        self.release()
+        self._made.clear()
+        self._pools.clear()  # torch starts no graph in a pool that has lost all of its own
+        self.prepare()
+
     def prepare(self) -> None:
         """Give the memory that others hold in reserve back to the device, where a pool can take it."""
         gc.collect()

@@ -83,8 +83,8 @@ class CapturedStep:
         self._step, self._device, self._capture = step, device, capture
         self._static: list[Tensor] = []
         self._span = Span(FULL_ITERATION, (), places=1)
-        self._graphs: dict[int | None, Graph] = {}
-        """The graph of each program of the capture."""
+        self._graph: tuple[int, Graph] | None = None
+        """The program of the capture that replayed last, and its graph."""
         self._arrivals = _Arrivals(device) if device.type == "cuda" else None
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
@@ -103,10 +103,10 @@ class CapturedStep:
                 self._arrivals.taken()
             if not self._capture.ready:
                 return self._step(self._static)
-            if self._capture.program not in self._graphs:
-                self._graphs[self._capture.program] = self._make(given)
+            if self._graph is None or self._graph[0] != self._capture.planned:
+                self._graph = self._capture.planned, self._make(given)
             with profiler_range(FULL_ITERATION, "replay"):
-                return self._graphs[self._capture.program].replay()[0]
+                return self._graph[1].replay()[0]
 
     def _check(self, given: Sequence[Tensor]) -> None:
         for number, (batch, static) in enumerate(zip(given, self._static, strict=True)):
@@ -118,10 +118,9 @@ class CapturedStep:
                 )
 
     def _make(self, given: Sequence[Tensor]) -> Graph:
-        graph = self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
-        if not self._graphs:
+        if not self._span.graphs:
             self._capture.report.spans.append(self._span)
-        return graph
+        return self._span.make(self._capture.maker, lambda: (self._step(self._static),), given)
 
 
 class _Arrivals:

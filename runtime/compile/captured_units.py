@@ -41,6 +41,7 @@ class UnitCapture:
         """By lane: one for each time that a unit is in flight there."""
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
+        self._planned = capture.planned
         capture.report.not_captured = dict.fromkeys(sorted(names), "the model has no such segment")
 
     @contextmanager
@@ -64,6 +65,15 @@ class UnitCapture:
             addresses = pools[0].addresses if pools else set[int]()
             pools.append(Pool(self.capture.maker, (self.lane_name, len(pools)), addresses))
         return pools[number]
+
+    def has_new_program(self) -> bool:
+        """Return True once after the graphs so far have ended for good; forgets all that these shared."""
+        if self._planned == self.capture.planned:
+            return False
+        self._planned = self.capture.planned
+        self._pools.clear()
+        self._scratch.clear()
+        return True
 
     def unit(
         self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...]

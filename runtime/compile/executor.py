@@ -210,6 +210,9 @@ class CompiledSegments:
     def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_PlacedUnit | Unit]:
         # Graphs know where the results of others lie, so each program of a capture has places of its own.
         program = self._capture.capture.program if self._capture else None
+        if self._capture and self._capture.has_new_program():
+            self._places = {key: units for key, units in self._places.items() if key[-1] is None}
+            self._capture.capture.maker.prepare()  # what only ended graphs and their units held
         key = (*(_identity(segment) for segment in segments), keep, program)
         if key not in self._places:
             captured = self._capture.names if self._capture and program is not None else frozenset[str]()

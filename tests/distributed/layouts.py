@@ -281,10 +281,10 @@ def check_who_carries_messages(trainer: Trainer) -> None:
     assert isinstance(micro_batches, Pipelined)
     captures_units = trainer.config.graph.scope not in ("none", FULL_ITERATION)
     by_host = [True, captures_units, False]  # each program's first steps, with graph.warmup_steps=1
-    train, begun = micro_batches.pipeline.train, Counter[Dispatcher | None]()
+    train, begun = micro_batches.pipeline.train, Counter[tuple[Dispatcher, ...]]()
 
     def check() -> None:
-        program = micro_batches.model.dispatcher
+        program = micro_batches.model.dispatchers
         assert micro_batches.channels.by_host == by_host[min(begun[program], 2)], begun
         begun[program] += 1
         train()
@@ -306,7 +306,9 @@ def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]
 
 def _common(rows: Tensor, like: Tensor) -> Tensor:
     """Rows of steps that count, without the columns of arriving rows."""
-    more = rows.shape[1] - like.shape[1]
-    if more:
+    received = len(RECEIVED) * (rows.shape[1] > like.shape[1])
+    if received:
         rows = rows[rows[:, len(SCALARS) + RECEIVED.index("void")] == 0]
-    return torch.cat([rows[:, : len(SCALARS)], rows[:, len(SCALARS) + more :]], dim=1)
+    return torch.cat(
+        [rows[:, : len(SCALARS)], rows[:, len(SCALARS) + received : like.shape[1] + received]], 1
+    )

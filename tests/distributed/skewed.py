@@ -5,12 +5,11 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from graphmoe.runtime.dispatch import ladder as receive_ladder
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Change, Outcome, Training, on_rank
@@ -38,27 +37,31 @@ class Skew:
     """Ranks whose tokens are skewed; None for all."""
     validates: bool = False
     """True to skew validation batches instead."""
+    layer: int | None = None
+    """Place of the only MoE layer of the model that is skewed; None for all."""
     spoiled: PLACES = frozenset()
     """Places at which the loss of rank 1 is not finite."""
 
     def __call__(self, trainer: Trainer) -> None:
         seen: dict[bytes, int] = {}
-        start, whole = trainer.step * MICRO_BATCHES, trainer.model.loss
+        start, model, whole = trainer.step * MICRO_BATCHES, trainer.model, trainer.model.stage
 
-        def loss(tokens: Tensor, *rest):
+        def stage(pieces: StagePieces, carried: tuple[Tensor, ...], tokens: Tensor, *rest):
             trains = torch.is_grad_enabled()
             number = start + seen.setdefault(tokens.numpy().tobytes(), len(seen)) if trains else 0
             place = number // MICRO_BATCHES + 1, number % MICRO_BATCHES
             if trains and place in self.spoiled and on_rank(trainer, 1):
-                output = skewed(place, tokens, *rest)
+                output = skewed(place, pieces, carried, tokens, *rest)
                 return output._replace(total=output.total * math.nan)
-            return skewed(place if trains else None, tokens, *rest)
+            return skewed(place if trains else None, pieces, carried, tokens, *rest)
 
         def skewed(place: tuple[int, int] | None, *arguments):
             chosen = self.validates if place is None else place in self.places
             if not chosen or (self.ranks is not None and trainer.ranks.rank not in self.ranks):
                 return whole(*arguments)
-            biases = [router.selection_bias for router in trainer.model.routers()]
+            places = [place for pieces in model.stages for place in model.moe_layers(pieces)]
+            routers = zip(places, model.routers(), strict=True)
+            biases = [router.selection_bias for n, router in routers if self.layer in (None, n)]
             kept = [bias.clone() for bias in biases]
             for bias in biases:
                 bias.zero_()[: trainer.config.model.top_k] = 9.0
@@ -68,24 +71,24 @@ class Skew:
                 for bias, old in zip(biases, kept, strict=True):
                     bias.copy_(old)
 
-        trainer.model.loss = loss
+        model.stage = stage
 
 
 def no_memory(trainer: Trainer) -> None:
-    """Let no rank have memory for a rung with room that is planned."""
-    trainer.steps._ladder._has_memory = lambda num_bytes: False
+    """Let no rank have memory for more room."""
+    trainer.steps._ladder._has_memory = lambda now, then: False
 
 
 def small_chunks(trainer: Trainer) -> None:
     """Let the rung without limit work on a third of the budget at a time."""
-    dispatcher = trainer.steps._ladder._rungs[-1].dispatcher
+    dispatcher = trainer.steps._ladder._last
     dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(0.3 * n)) for n in dispatcher.chunk))
 
 
 def hang_before_climbing(trainer: Trainer) -> None:
     """Let a rank that has found a step void say so by a file, and wait to be killed."""
 
-    def hang(step, load, too_small):
+    def hang(step, loads):
         (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
         time.sleep(600)
 
@@ -108,14 +111,12 @@ class Both:
     budget: float = 1.5
     of_ladder: tuple[Change, ...] = ()
     """Changes of the first run only."""
-    calm: int = receive_ladder.CALM_STEPS
     layout: tuple[str, ...] = TWO_RANKS
     runs: Training = Training(())
 
     def __call__(self, ranks: Ranks, folder: Path) -> Found:
         budget = f"moe.receive_budget={self.budget}"
-        with mock.patch.object(receive_ladder, "CALM_STEPS", self.calm):
-            ladder = self.run(ranks, folder / "ladder", budget, self.of_ladder)
+        ladder = self.run(ranks, folder / "ladder", budget, self.of_ladder)
         key = self.changes, self.words, self.layout, self.runs
         if key not in _worst:  # cases that differ in their ladder only share one
             _worst[key] = self.run(ranks, folder / "worst", "moe.receive_budget=worst_case")

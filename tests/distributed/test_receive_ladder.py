@@ -29,6 +29,8 @@ LAYERS, TRACED = (*COMPILED, "graph.scope=layer"), Training((), traced=True)
 NO_MEMORY = {"of_ladder": (no_memory,)}
 OF_FOUR = ("parallel.ep=4", "train.global_batch_size=32", "model.num_experts=16", "model.top_k=4")
 EP2 = ("parallel.ep=2", "train.global_batch_size=32")
+PP2 = ("parallel.ep=2", "parallel.pp=2", "train.global_batch_size=16")
+TWO_MOE = ("model.num_layers=3",)
 CASES = {
     "the second of four micro-batches": Both(at((3, 1))),
     "tokens of one rank": Both(at((3, 1), ranks=(1,)), budget=1.3),
@@ -38,20 +40,33 @@ CASES = {
     "before a checkpoint": Both(at((4, 2)), SAVES),
     "before a validation": Both(at((3, 2)), VALIDATES),
     "every step is logged": Both(at((3, 1)), ("train.log_interval=1",)),
-    "down and up again": Both(at((1, 1), (5, 1)), ("train.steps=7",), calm=2),
+    "room for both": Both(at((1, 1), (5, 1)), ("train.steps=7",)),
+    "one of two layers": Both(at((3, 1), layer=1), TWO_MOE),
+    "one of two layers, then the other": Both((*at((2, 1), layer=1), *at((4, 1), layer=0)), TWO_MOE),
+    "little room at first": Both(at((3, 1)), TWO_MOE, budget=0.4),
     "no memory": Both(at((3, 1)), **NO_MEMORY),
+    "no memory, several steps": Both(at((2, 1), (4, 1), (5, 0)), ("train.steps=9",), **NO_MEMORY),
     "no memory, bf16": Both(at((3, 1)), BF16, **NO_MEMORY),
-    "not finite": Both(at((2, 1), (4, 0), spoiled=frozenset({(2, 2), (4, 3)})), calm=1),
+    "not finite": Both(at((2, 1), (4, 0), spoiled=frozenset({(2, 2), (4, 3)}))),
     "a signal": Both((*at((3, 1)), SignalIn(4)), SAVES),
     "killed": Both(at((5, 1)), SAVES),
     "captured": Both(at((2, 1), (6, 1)), FULL),
-    "captured, down and up again": Both(at((3, 1), (8, 1)), FULL, calm=2),
-    "captured, no memory": Both(at((5, 1)), FULL, calm=2, **NO_MEMORY),
+    "captured, while it warms up": Both(at((1, 1)), FULL),
+    "captured, one of two layers, then the other": Both(
+        (*at((3, 1), layer=1), *at((6, 1), layer=0)), (*FULL, *TWO_MOE)
+    ),
+    "captured, no memory": Both(at((5, 1), (7, 1)), FULL, **NO_MEMORY),
     "in a validation": Both((Skew(validates=True),), VALIDATES),
     "fsdp2": Both(at((2, 1), (3, 1)), FSDP),
     "fsdp2, no memory": Both(at((3, 1)), FSDP, **NO_MEMORY),
-    "layers": Both(at((3, 1), (7, 1)), LAYERS, calm=1, runs=TRACED),
-    "four ranks, two rungs in a row": Both(at((3, 1), (4, 1)), budget=1.6, layout=OF_FOUR),
+    "layers": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED),
+    "four ranks": Both(at((3, 1), (4, 1)), budget=1.6, layout=OF_FOUR),
+    "four ranks, little room at first": Both(at((3, 1), (4, 1)), budget=0.3, layout=OF_FOUR),
+    "four ranks, a pipeline": Both((*at((2, 1), layer=1), *at((4, 1))), TWO_MOE, layout=PP2),
+    "four ranks, a pipeline, captured": Both(
+        at((4, 1), layer=0), (*LAYERS, *TWO_MOE), layout=PP2, runs=TRACED
+    ),
+    "four ranks, a pipeline, no memory": Both(at((2, 1), (4, 1)), layout=PP2, **NO_MEMORY),
     "four ranks, ep2 beside dp2": Both(at((3, 1)), layout=EP2),
     "four ranks, ep2 etp2": Both(at((3, 1)), layout=(*EP2, "parallel.etp=2"), **NO_MEMORY),
 }
@@ -59,12 +74,13 @@ ROUNDED = {
     "chunks": Both(at((3, 1)), of_ladder=(no_memory, small_chunks)),
     "chunks, bf16": Both(at((3, 1)), BF16, of_ladder=(no_memory, small_chunks)),
     "compiled, no memory": Both(at((3, 1)), COMPILED, runs=TRACED, **NO_MEMORY),
-    "layers, no memory": Both(at((3, 1), (7, 1)), LAYERS, calm=1, runs=TRACED, **NO_MEMORY),
+    "layers, no memory": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED, **NO_MEMORY),
 }
 """Cases whose rung without limit adds in another order: in chunks, or by other compiled units."""
 DEFAULT = {"before a checkpoint", "captured"}
 LAUNCHED = {"the second of four micro-batches": 6 + 2, "the last step": 6 + 1, "every step is logged": 6 + 1}
-LAUNCHED |= {"four ranks, two rungs in a row": 6 + 4}
+LAUNCHED |= {"four ranks": 6 + 2, "room for both": 7 + 2, "one of two layers, then the other": 6 + 2}
+LAUNCHED |= {"no memory, several steps": 9 + 2, "captured, no memory": 9 + 4}
 """Steps that ran, void ones too."""
 
 

@@ -137,6 +137,40 @@ def test_a_step_runs_on_static_buffers_and_its_result_stays_where_it_is():
             run([other, *tokens(1)])
 
 
+def test_a_new_program_warms_up_and_ends_the_graph_before_it_and_one_without_graphs_ends_none(monkeypatch):
+    dropped, run_by = [], []
+    run, capture = captured(lambda batches: batches[0].sum())
+    monkeypatch.setattr(capture.maker, "drop", lambda: dropped.append(capture.report.sums()["graphs"]))
+    for number, program in enumerate((0, 0, None, 0, 0, 1, None, 1, 1)):
+        capture.use(program)
+        assert run(tokens(number)).item() == 6 * number
+        run_by.append((capture.ready, capture.report.sums()["graphs"]))
+    assert [ready for ready, _ in run_by] == [*(False, True, False, True, True), *(False, False, True, True)]
+    assert [graphs for _, graphs in run_by] == [0, 1, 1, 1, 1, 1, 1, 2, 2]
+    assert dropped == [1] and len(capture.report.spans) == 1
+
+
+def test_graphs_that_are_dropped_give_their_pools_back_and_later_ones_have_pools_of_their_own(monkeypatch):
+    said, maker = [], GraphMaker(torch.device("cuda"))
+
+    class Recorded:
+        def __init__(self, run, pool) -> None:
+            self.pool = pool
+
+        def release(self) -> None:
+            said.append(f"end a graph of {self.pool}")
+
+    handles = iter("abc")
+    monkeypatch.setattr(graphs, "DeviceGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("give back"))
+    made = [maker.make(tuple), maker.make(tuple)]
+    maker.drop()
+    assert said == ["wait", "give back", *["end a graph of a"] * 2, "wait", "give back"] and len(made) == 2
+    assert maker.make(tuple).pool == "b" and maker.pool_bytes.__self__ is maker
+
+
 def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
     held = []
 

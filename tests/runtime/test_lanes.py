@@ -6,6 +6,7 @@ since, and every buffer that is filled for one replay only.
 
 import functools
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -194,6 +195,24 @@ SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (ONE_F_ONE_B, ZER
 @pytest.mark.parametrize("names", [(), *SCOPES], ids="-".join)
 def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
+
+
+def test_a_new_program_has_units_of_its_own_and_lets_go_of_those_before():
+    plain, captured = Stage(), Stage(SCOPES[0])
+
+    def run(*programs: int | None) -> int:
+        for seed, program in enumerate(programs):
+            captured.capture.use(program)
+            wanted = plain.step(MIXED.replace("I", "B").replace("W", "_"), seed)
+            assert all(map(torch.equal, captured.step(MIXED, seed), wanted))
+        return captured.capture.report.sums()["graphs"]
+
+    num_graphs = run(0, 0, 0)
+    pools = [weakref.ref(pool) for of_lane in captured.units._pools.values() for pool in of_lane]
+    assert run(None, 0) == num_graphs > 0 and all(pool() for pool in pools)
+    assert run(1, 1, None, 1) == 2 * num_graphs
+    gc.collect()
+    assert not any(pool() for pool in pools)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

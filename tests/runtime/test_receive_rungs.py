@@ -1,8 +1,9 @@
-"""Rungs: their order, the memory each needs, and a host that never waits for the newest step."""
+"""Rungs: which is taken, the memory that they need, and a host that never waits for the newest step."""
 
-import dataclasses
+import itertools
 import logging
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -15,112 +16,202 @@ from graphmoe.plan.experts import Load, balanced_load, room_bytes, worst_load
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
-from graphmoe.runtime.dispatch.ladder import ReceiveLadder, Rung
+from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.retry import RetryingSteps, rungs_of
+from graphmoe.training.retry import RetryingSteps, has_bytes, levels_of
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 
 LAYOUT = Layout(dp=4, ep=4)
-SMALL, LARGE, TOO_MUCH = Load(10, 20), Load(15, 30), Load(30, 60)
+SMALL, LARGE, LARGER, TOO_MUCH = Load(10, 20), Load(15, 30), Load(30, 60), Load(40, 80)
+ROOMS = Load(10, 20), Load(20, 40), Load(40, 80)
 
 
-def rungs() -> list[Rung]:
-    rooms = Load(10, 20), Load(20, 40), None
-    return [
-        Rung(number, f"rung {number}", SimpleNamespace(capacity=room), num_bytes=100 * number)
-        for number, room in enumerate(rooms)
-    ]
+class Steps:
+    """A ladder of three layers, and steps that run on it."""
+
+    def __init__(self, memory: Callable[[tuple[Load, ...]], bool] = lambda rooms: True, layers: int = 3):
+        self.used: list[int | None] = []
+        """Programs that were taken into use."""
+        self.num_void, self.slow = 0, list[int]()
+        levels = [SimpleNamespace(capacity=room) for room in ROOMS]
+        self.ladder = ReceiveLadder(
+            levels,
+            SimpleNamespace(capacity=None),
+            layers,
+            self._use,
+            lambda now, then: memory(tuple(each.capacity for each in then)),
+        )
+        self._use([levels[0]] * layers, 0)
+
+    def _use(self, dispatchers, program: int | None) -> None:
+        self.rooms = [each.capacity for each in dispatchers]
+        self.used.append(program)
+
+    def fits(self, loads: Sequence[Load]) -> bool:
+        pairs = zip(loads, self.rooms, strict=True)
+        return all(room is None or (load <= room and load.slots <= room.slots) for load, room in pairs)
+
+    def run(self, step: int, *loads: Load) -> None:
+        """Run a step until it had room."""
+        while not self.fits(loads):
+            self.num_void += 1
+            self.ladder.climb(step, loads)
+        if self.ladder.on_last:
+            self.slow.append(step)
+        self.ladder.passed(step, loads)
 
 
-def ladder(memory: float = 1e9) -> tuple[ReceiveLadder, list[int]]:
-    used: list[int] = []
-    return ReceiveLadder(rungs(), lambda rung: used.append(rung.number), lambda n: n <= memory), used
-
-
-def test_a_run_climbs_to_the_next_rung_and_to_the_one_without_limit(caplog):
-    steps, used = ladder()
-    assert steps.climb(3, LARGE, steps.rung) and steps.climb(3, TOO_MUCH, steps.rung) and used == [1, 2]
-    assert not steps.rung.has_limit and steps.rung.takes(Load(10**9, 10**9))
-    again = "it runs again with"
-    assert caplog.messages == [
-        f"step 3: 15 rows and 30 slots arrived at a rank, and rung 0 has room for 10 and 20; {again} "
-        "rung 1 (20 rows, 40 slots)",
-        f"step 3: 30 rows and 60 slots arrived at a rank, and rung 1 has room for 20 and 40; {again} rung 2",
-    ]
-
-
-def test_a_rung_without_memory_is_left_out_unless_it_has_its_memory_already(caplog):
-    steps, used = ladder(memory=99)
-    steps.climb(1, LARGE, steps.rung)
-    assert used == [2] and "rung 1 needs 0.00 GiB, which not every rank has left" in caplog.messages
-    memory = iter([True])  # asked once only
-    steps = ReceiveLadder(rungs(), lambda rung: None, lambda num_bytes: next(memory))
-    for step in (1, 200):
-        assert steps.climb(step, LARGE, steps.rung) is (step == 1)
-        for each in range(step + 1, step + 60):
-            steps.passed(each, SMALL)
-    assert steps.rung.number == 0
-
-
-def test_after_enough_small_loads_in_a_row_the_first_rung_is_taken_again(caplog):
+def test_layers_that_found_too_little_room_get_the_first_level_that_has_it(caplog):
     caplog.set_level(logging.INFO)
-    steps, used = ladder()
-    steps.climb(1, LARGE, steps.rung)
-    for step in range(2, 51):
-        steps.passed(step, SMALL)
-    steps.passed(51, LARGE)
-    for step in range(52, 101):
-        steps.passed(step, SMALL)
-    assert used == [1]
-    steps.passed(101, SMALL)
-    assert used == [1, 0] and caplog.messages[-1].startswith("step 101: the last 50 steps had room in rung 0")
-    steps.passed(102, SMALL)
-    assert used == [1, 0] and receive_ladder.CALM_STEPS == 50
+    steps = Steps()
+    steps.run(1, SMALL, SMALL, SMALL)
+    steps.run(2, SMALL, LARGE, Load(9, 18))
+    assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[0]] and steps.used == [0, 1] and steps.num_void == 1
+    assert caplog.messages == [
+        "step 2: 15 rows and 30 slots arrived at a rank in MoE layer 1, which has room for 10 and 20; it "
+        "runs again with more than the receive budget in 2 of 3 MoE layers (up to 20 rows, 40 slots)",
+    ]
+    steps.run(99, SMALL, SMALL, Load(9, 40))
+    assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[2]] and steps.used == [0, 1, 2]
+    steps.run(200, TOO_MUCH, LARGE, TOO_MUCH)
+    assert steps.rooms == [ROOMS[2], ROOMS[1], ROOMS[2]] and steps.slow == [] and steps.num_void == 3
 
 
-def test_a_spike_does_not_hold_a_run_where_a_lower_rung_would_do():
-    steps, used = ladder()
-    steps.climb(1, LARGE, steps.rung)
-    steps.climb(1, TOO_MUCH, steps.rung)
-    for step in range(2, 200):
-        steps.passed(step, LARGE if step % 10 == 0 else SMALL)
-    assert used == [1, 2, 1]
-    ran_on = steps.rung
-    for step in range(200, 260):
-        steps.passed(step, SMALL)
-    assert used == [1, 2, 1, 0]
-    steps.climb(260, TOO_MUCH, ran_on)  # a step that was launched before the run went down
-    assert used == [1, 2, 1, 0, 2]
+def test_all_layers_rise_where_one_rose_lately_unless_there_is_memory_for_some_only():
+    for memory, last in ((lambda rooms: True, ROOMS[1]), (lambda rooms: set(rooms) != {ROOMS[1]}, ROOMS[0])):
+        steps = Steps(memory)
+        steps.run(1, LARGE, Load(1, 1), Load(1, 1))
+        steps.run(50, LARGE, LARGE, Load(1, 1))
+        assert steps.rooms == [ROOMS[1], ROOMS[1], last] and steps.used == [0, 1, 2]
+
+
+def test_without_memory_a_step_runs_alone_with_the_counts_of_the_host(caplog):
+    caplog.set_level(logging.INFO)
+    steps = Steps(lambda rooms: False)
+    steps.run(1, SMALL, SMALL, LARGE)
+    assert steps.slow == [1] and steps.used == [0, None, 0] and not steps.ladder.on_last
+    assert [text.partition("; ")[2] or text for text in caplog.messages] == [
+        "it runs again with the counts of the host",
+        "step 1: later steps run with the receive budget (10 rows, 20 slots)",
+    ]
+    steps.run(20, SMALL, SMALL, LARGE)
+    assert steps.ladder.on_last
+    steps.run(21, SMALL, SMALL, LARGE)
+    steps.run(22, SMALL, SMALL, SMALL)
+    assert steps.slow == [1, 20, 21, 22] and not steps.ladder.on_last and steps.num_void == 2
+
+
+def test_rooms_rise_after_the_last_rung_where_its_exact_loads_find_the_memory():
+    steps = Steps(lambda rooms: rooms[0] == ROOMS[0])
+    steps.ladder.climb(1, [LARGE, LARGE, SMALL])
+    assert steps.used == [0, None]
+    assert steps.ladder.passed(1, [Load(1, 1), LARGE, SMALL])
+    assert steps.rooms == [ROOMS[0], ROOMS[1], ROOMS[1]] and steps.used == [0, None, 1]
+
+
+def test_memory_is_asked_for_once_for_the_same_rooms():
+    asked = []
+    steps = Steps(lambda rooms: asked.append(rooms))
+    for step in range(1, 200):
+        steps.run(step, LARGE, SMALL, Load(1, 1))
+    assert asked == [(ROOMS[1], ROOMS[1], ROOMS[0])]
+
+
+def sequences() -> Iterator[list[bool]]:
+    """Steps that need more room, True, in orders that are hard for a ladder."""
+    yield from map(list, itertools.product((False, True), repeat=10))
+    draw = random.Random(0)
+    for share in (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 0.9):
+        yield [draw.random() < share for _ in range(2000)]
+    for period in (2, 3, 7, 49, 50, 51, 100):
+        yield [step % period == 0 for step in range(2000)]
+        yield [step % period < min(20, period - 1) for step in range(2000)]
+
+
+@pytest.mark.parametrize("rooms", [2, 5])
+def test_with_memory_the_number_of_programs_is_bounded_and_no_step_is_slow(rooms):
+    """Loads of each layer and step are drawn, or as much over the room of one layer as an opponent may."""
+    draw = random.Random(rooms)
+    for case in range(30):
+        steps, spoil = Steps(layers=20), draw.choice((0.001, 0.02, 0.5))
+        for step in range(1, 1500):
+            loads = [Load(1, 1)] * 20
+            if draw.random() < spoil:
+                layer = min(range(20), key=lambda i: steps.rooms[i]) if case % 2 else draw.randrange(20)
+                loads[layer] = draw.choice((LARGE, LARGER, TOO_MUCH)) if case % 3 else ROOMS[1]
+            steps.run(step, *loads)
+        most = receive_ladder.MOST_ALONE + len(ROOMS)
+        assert len(steps.used) <= most and steps.num_void < most and steps.slow == []
+
+
+def test_without_memory_a_slow_step_in_50_is_all_that_one_void_step_in_50_costs():
+    """In general slow steps that would have fitted are no more than 5 behind each that would not."""
+    for needs in sequences():
+        steps = Steps(lambda rooms: False, layers=1)
+        for step, tight in enumerate(needs):
+            steps.run(step, LARGE if tight else SMALL)
+        tight = [step for step, needed in enumerate(needs) if needed]
+        assert {*tight} <= {*steps.slow} and steps.num_void <= len(tight)
+        gaps = [after - before for before, after in itertools.pairwise(tight)]
+        if all(gap >= receive_ladder.WINDOW for gap in gaps):
+            assert steps.slow == tight and len(tight) <= len(needs) / 50 + 1
+        idle = "".join("s" if step in steps.slow and not needed else " " for step, needed in enumerate(needs))
+        assert max(map(len, idle.split(" "))) <= 5
+        assert len(steps.slow) <= 6 * len(tight)
+
+
+def test_an_opponent_who_sees_the_ladder_gains_no_more():
+    steps = Steps(lambda rooms: False, layers=1)
+    for step in range(3000):
+        steps.run(step, SMALL if steps.ladder.on_last else LARGE)
+    assert len(steps.slow) <= 3 * steps.num_void
+    for step in range(3000, 3100):
+        steps.run(step, SMALL)
+    assert max(steps.slow) < 3005
 
 
 def test_the_rung_without_limit_is_used_for_a_while_only():
-    steps, used = ladder()
-    with pytest.raises(KeyError), steps.without_limit():
-        assert used == [2]
+    steps = Steps()
+    with pytest.raises(KeyError), steps.ladder.without_limit():
+        assert steps.used == [0, None]
         raise KeyError
-    assert used == [2, 0]
+    assert steps.used == [0, None, 0]
 
 
 def run_config(*words: str):
     return config("moe.dispatcher=symm", "model.num_experts=16", "model.top_k=4", "parallel.ep=4", *words)
 
 
-def test_rungs_are_the_budget_twice_the_budget_and_no_limit_as_far_as_there_is_more_to_come():
-    mesh = SimpleNamespace(layout=LAYOUT, group=lambda axis: None)
-
+def test_levels_rise_by_a_quarter_from_the_budget_to_the_worst_case():
     def rooms(budget) -> list[Load | None]:
-        found = rungs_of(plan_of(run_config(f"moe.receive_budget={budget}"), 4), mesh, fused=True)
-        assert not found or found[-1].dispatcher.chunk == found[0].dispatcher.capacity
-        assert [rung.number for rung in found] == [*range(len(found))]
-        return [rung.dispatcher.capacity for rung in found]
+        return [each.capacity for each in levels_of(plan_of(run_config(f"moe.receive_budget={budget}"), 4))]
 
     run = run_config()
     worst, balanced = (of(run.model, LAYOUT, 32) for of in (worst_load, balanced_load))
     assert worst == (128, 512) and balanced.slots == 128
-    assert rooms("worst_case") == rooms(4.0) == []
-    assert rooms(3.0) == [(128, 384), worst, None]
-    assert rooms(1.5) == [(128, 192), (128, 384), None]
+    assert rooms("worst_case") == rooms(4.0) == [worst]
+    assert rooms(3.0) == [(128, 384), (128, 480), worst]
+    assert rooms(1.5) == [(128, 192), (128, 240), (128, 300), (128, 375), (128, 469), worst]
+
+
+def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(monkeypatch):
+    """Pools of graphs that give way to others are none of it."""
+    gib, device = 2**30, torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 139 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 132 * gib - free)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 40 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: peak)
+    for unused in (5 * gib, 70 * gib):
+        free = unused
+        peak = int(92.36 * gib)
+        assert has_bytes(int(17.33 * gib), device, pool_unused=55 * gib)
+        assert not has_bytes(40 * gib, device, pool_unused=55 * gib)
+        assert not has_bytes(int(17.33 * gib), device, pool_unused=80 * gib)  # a pool that is full of holes
+        peak = 42 * gib  # since the last measured step: replays allocate nothing
+        assert not has_bytes(int(17.33 * gib), device, pool_unused=80 * gib)
+        assert has_bytes(int(17.33 * gib), device, pool_unused=0)
+    assert has_bytes(10**15, torch.device("cpu"), pool_unused=0)
 
 
 class _Event:
@@ -136,24 +227,28 @@ class _Event:
         self._said.append(f"wait {self._of}")
 
 
-def launches(voids: set[tuple[str, int]], monkeypatch) -> tuple[RetryingSteps, list[str], StepRows]:
-    """Steps that are void on a rung, and what happens one after the other."""
+def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[RetryingSteps, list, StepRows]:
+    """Steps that are void in a program, and what happens one after the other."""
     said: list[str] = []
     rows = StepRows(6, (1, 2), torch.device("cpu"), planned=True)
     rows._arrived = [_Event(said) for _ in range(6)]
-    steps, void = ReceiveLadder(rungs(), lambda rung: None, lambda n: True), torch.zeros(())
+    steps, void = Steps(memory, layers=1), torch.zeros(())
 
     def run(batches: list[Tensor]) -> Tensor:
-        number, rung = int(batches[0]), steps.rung.number
+        number, program = int(batches[0]), steps.used[-1]
         batches[0].fill_(-1)  # as what stands for a graph on a CPU does
-        said.append(f"launch {number} on {rung}")
-        if (number, rung) in voids:
+        said.append(f"launch {number} on {program}")
+        load = SMALL
+        if (number, program) in voids or program is None:
+            load = (LARGE, LARGER)[program or 0]
+        if program is not None and load != SMALL:
             void.fill_(1.0)
         scalars = dict.fromkeys((*SCALARS, *RECEIVED), torch.tensor(float(number)))
-        return device_row({**scalars, "void": void}, torch.ones(1, 2, dtype=torch.int32))
+        counts_LE = torch.ones(1, 2, dtype=torch.int32)
+        return device_row({**scalars, "void": void}, counts_LE, received_L2=torch.tensor([load]))
 
-    heartbeat = SimpleNamespace(restart=lambda what: said.append(what))
-    return RetryingSteps(run, rows, void, heartbeat, steps), said, rows
+    heartbeat = SimpleNamespace(restart=said.append, slow=said.append)
+    return RetryingSteps(run, rows, void, heartbeat, steps.ladder), said, rows
 
 
 def start(run: RetryingSteps, *steps: int) -> Iterator[None]:
@@ -161,8 +256,8 @@ def start(run: RetryingSteps, *steps: int) -> Iterator[None]:
         run(step, (torch.tensor(number) for number in (step,)))
 
 
-def test_the_host_asks_for_a_step_only_when_the_next_was_launched(monkeypatch):
-    run, said, _ = launches(set(), monkeypatch)
+def test_the_host_asks_for_a_step_only_when_the_next_was_launched():
+    run, said, _ = launches(set())
     start(run, 1, 2, 3)
     assert said == ["launch 1 on 0", "launch 2 on 0", "wait 1 on 0", "launch 3 on 0", "wait 2 on 0"]
     run.settle()
@@ -171,8 +266,8 @@ def test_the_host_asks_for_a_step_only_when_the_next_was_launched(monkeypatch):
     assert len(said) == 6
 
 
-def test_void_steps_run_again_in_order_on_the_same_tokens(monkeypatch):
-    run, said, rows = launches({(2, 0), (2, 1)}, monkeypatch)
+def test_void_steps_run_again_in_order_on_the_same_tokens():
+    run, said, rows = launches({(2, 0), (2, 1)})
     start(run, 1, 2, 3)
     assert said[3:] == [
         "launch 3 on 0", "wait 2 on 0",
@@ -181,11 +276,23 @@ def test_void_steps_run_again_in_order_on_the_same_tokens(monkeypatch):
     ]  # fmt: skip
     run.settle()
     assert [(row.step, row.values["void"]) for row in rows.read()] == [(1, 0.0), (2, 0.0), (3, 0.0)]
-    run, said, rows = launches({(2, 0)}, monkeypatch)
+    run, said, rows = launches({(2, 0)})
     start(run, 1, 2)
     run.settle()  # nothing follows the void step
     assert said[3:] == ["wait 2 on 0", "step 2, again with more room", "launch 2 on 1", "wait 2 on 1"]
     assert [row.step for row in rows.read()] == [1, 2]
+
+
+def test_a_step_on_the_last_rung_is_confirmed_before_the_next_is_launched_with_planned_room():
+    run, said, rows = launches({(2, 0)}, memory=lambda rooms: False)
+    start(run, 1, 2, 3, 4)
+    run.settle()
+    assert said[3:] == [
+        "launch 3 on 0", "wait 2 on 0",
+        "step 2, again with more room", "launch 2 on None", "wait 2 on None", "launch 3 on 0",
+        "launch 4 on 0", "wait 3 on 0", "wait 4 on 0",
+    ]  # fmt: skip
+    assert [row.step for row in rows.read()] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["in steps", "fused"])
@@ -202,8 +309,7 @@ def test_kept_bytes_grow_with_the_room_by_the_formula(dtype, fused):
 def _of_one_layer(model, room: Load, dtype: torch.dtype, fused: bool) -> int:
     """Bytes that each further layer adds to the formula."""
     one, two = (
-        room_bytes(room, dataclasses.replace(model, num_layers=n), Layout(), dtype.itemsize, fused=fused)
-        for n in (1, 2)
+        room_bytes([room] * layers, model, Layout(), dtype.itemsize, fused=fused) for layers in (1, 2)
     )
     return two - one
 

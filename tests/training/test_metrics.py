@@ -232,18 +232,19 @@ def test_rows_of_void_steps_are_forgotten_and_their_time_is_that_of_the_next(mon
 
     def append(step: int, value: float) -> None:
         names = (*SCALARS, *RECEIVED)
-        rows.append(step, device_row({name: torch.tensor(value) for name in names}, counts))
+        scalars, received_L2 = {name: torch.tensor(value) for name in names}, torch.tensor([[step, 2 * step]])
+        rows.append(step, device_row(scalars, counts, received_L2=received_L2))
 
     for step in (1, 2, 3):
         append(step, 10.0 * step)
-    assert rows.values(2)["void"] == 20.0
+    assert rows.received(2) == (True, [(2, 4)])
     rows.drop(2)
     for step in (2, 3):
         append(step, 100.0 * step)
     assert [(row.step, row.values["loss"], row.seconds) for row in rows.read(2)] == [
         (1, 10.0, 1.0), (2, 200.0, 4.0)
     ]  # fmt: skip
-    assert len(rows) == 1 and rows.values(3)["receive_load"] == 300.0
+    assert len(rows) == 1 and rows.received(3) == (True, [(3, 6)])
     assert [(row.step, row.seconds, row.load) for row in rows.read()] == [(3, 4.0, [1.5])]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.symm import CollectivePeers, use_peers
-from graphmoe.plan.experts import Load, balanced_load, room_bytes, worst_load
+from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
@@ -22,7 +22,6 @@ from graphmoe.training.retry import RetryingSteps, has_bytes, levels_of
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 
-LAYOUT = Layout(dp=4, ep=4)
 SMALL, LARGE, LARGER, TOO_MUCH = Load(10, 20), Load(15, 30), Load(30, 60), Load(40, 80)
 ROOMS = Load(10, 20), Load(20, 40), Load(40, 80)
 
@@ -187,9 +186,9 @@ def test_levels_rise_by_a_quarter_from_the_budget_to_the_worst_case():
     def rooms(budget) -> list[Load | None]:
         return [each.capacity for each in levels_of(plan_of(run_config(f"moe.receive_budget={budget}"), 4))]
 
-    run = run_config()
-    worst, balanced = (of(run.model, LAYOUT, 32) for of in (worst_load, balanced_load))
-    assert worst == (128, 512) and balanced.slots == 128
+    plan = plan_of(run_config(), 4)
+    worst = plan.worst
+    assert worst == (128, 512) and plan.balanced.slots == 128
     assert rooms("worst_case") == rooms(4.0) == [worst]
     assert rooms(3.0) == [(128, 384), (128, 480), worst]
     assert rooms(1.5) == [(128, 192), (128, 240), (128, 300), (128, 375), (128, 469), worst]

@@ -246,9 +246,14 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
 
 def _replica_bytes(sizes: Sizes) -> int:
     """Bytes that a rank shares for replicas of a layer: its own experts, or fp32 gradients of its slots."""
-    owned = sizes.model.num_experts // sizes.layout.ep
-    per_number = max(owned * sizes.element_bytes, sizes.replica_slots * FP32)
-    return sizes.expert_elements * per_number if sizes.replica_slots else 0
+    from graphmoe.ops.replicas.exchange import room_bytes  # imports kernels
+
+    if not sizes.replica_slots:
+        return 0
+    model, ep = sizes.model, sizes.layout.ep
+    owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
+    shapes = (owned, 2 * inner, width), (owned, width, inner)
+    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots, ep)
 
 
 def _attention_work(sizes: Sizes) -> float:

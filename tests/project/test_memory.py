@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights
+from graphmoe.ops.symm.peers import Region, Sizes
 from graphmoe.optim.adamw import ADAMW
 from graphmoe.optim.flat_buffers import families_of
 from graphmoe.plan.layout import Layout
@@ -12,7 +14,7 @@ from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.memory import exact_memory, state_bytes
-from graphmoe.runtime.dispatch import make_dispatcher
+from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
@@ -21,6 +23,8 @@ from tests.runs import config, slow_but
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
 FP8 = "precision.fp8=rowwise"
+SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm")
+REPLICAS = (*SYMM, "moe.balance=replicas")
 PEAKS = {
     "one rank": (),
     "all again": ("recompute.all=true",),
@@ -28,8 +32,9 @@ PEAKS = {
     "tp": ("launch.fake_world=2", "parallel.tp=2"),
     "8 bits": (FP8,),
     "8 bits, all again": (FP8, "recompute.all=true"),
-    "8 bits, ep": (FP8, "launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm"),
+    "8 bits, ep": (FP8, *SYMM),
     "8 bits, tp": (FP8, "launch.fake_world=2", "parallel.tp=2"),
+    "replicas": (*REPLICAS,),
 }
 
 
@@ -38,7 +43,7 @@ def memory_of(*words: str, ranks: int = 1):
     return exact_memory(plan_of(run, ranks), on_nvidia=False)
 
 
-@pytest.mark.parametrize("words", slow_but(PEAKS, "ep", "8 bits, ep"))
+@pytest.mark.parametrize("words", slow_but(PEAKS, "ep", "8 bits, ep", "replicas"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
@@ -48,6 +53,44 @@ def test_the_total_is_near_the_peak_of_a_dry_run(words):
     assert memory.buffers["fp8_weights"] == forms
     peak = found["peak_bytes"] - forms
     assert memory.total - apart == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("again", [(), pytest.param(("recompute.all=true",), marks=pytest.mark.slow)])
+def test_each_slot_of_replicas_takes_the_weights_of_an_expert_as_in_a_dry_run(again):
+    """Fewer slots than a rank owns experts leave the room for rows as it is."""
+    found = []
+    for slots in (1, 3):
+        words = (*LARGER, *REPLICAS, f"moe.replica_slots={slots}", *again)
+        (memory,), dry = memory_of(*words, ranks=2), dry_run(config(*MODEL, *words))["memory"]
+        found.append((memory.buffers["working"], dry["at_peak_bytes"]["inside"], dry["peak_bytes"]))
+    of_an_expert = 2 * 3 * 512 * 320
+    more = [after - before for before, after in zip(*found, strict=True)]
+    assert more == pytest.approx([2 * of_an_expert] * 3, rel=1e-4)  # and the experts' numbers
+
+
+class Recorder:
+    """Peers that keep how many bytes they were asked to share."""
+
+    rank, size, num_bytes = 0, 2, 0
+
+    def __init__(self, replicas: "Recorder | None" = None) -> None:
+        self.replicas = replicas
+
+    def reserve(self, sizes: Sizes | int) -> None:
+        self.num_bytes = sizes if isinstance(sizes, int) else Region.with_room_for(sizes, 2).num_bytes
+
+
+@pytest.mark.parametrize("words", [SYMM, REPLICAS, (*REPLICAS, "moe.replica_slots=1")])
+def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
+    peers = Recorder(Recorder())
+    monkeypatch.setattr(graphmoe.runtime.dispatch, "make_peers", lambda mesh, device: peers)
+    plan = plan_of(config(*MODEL, *words), 2)
+    with fake_process_group(2, 0):
+        open_dispatcher(plan, Mesh(plan.layout), torch.device("cuda"))
+    close_dispatcher()
+    asked = peers.num_bytes, peers.replicas.num_bytes
+    assert (asked[1] > 0) == (words != SYMM) and asked[0] > 0
+    assert memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Speeds, default_rates, rates_of
+from graphmoe.plan.costs.segment_times import REPLICA_PLAN
 from graphmoe.plan.resolve import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
@@ -50,6 +51,28 @@ def test_zero_bubble_schedules_wait_less_than_1f1b():
         for name in ("gpipe", "1f1b", "zb1p")
     }
     assert 0 < bubbles["zb1p"] < bubbles["1f1b"] == pytest.approx(bubbles["gpipe"], rel=0.05)
+
+
+def test_replicas_cost_a_plan_and_their_traffic():
+    """Weights of one expert come in the forward and again in the backward, and a gradient goes home."""
+    words = (
+        "parallel.ep=8",
+        "moe.dispatcher=symm",
+        "moe.receive_budget=1.015625",
+    )  # as much room as with them
+    plain, balanced = (
+        document(ProjectArgs("h200"), *words, f"moe.balance={balance}") for balance in ("none", "replicas")
+    )
+
+    def more(way: str) -> dict[str, float]:
+        before, after = (found["time_s"][f"{way}_by_segment"] for found in (plain, balanced))
+        return {name: after[name] - before[name] for name in before if after[name] != before[name]}
+
+    forward, backward = more("forward"), more("backward")
+    of_expert = Speeds(H200, NVIDIA).pass_on(3 * 128 * 80, in_node=True)
+    assert forward == pytest.approx({"moe_preprocess": REPLICA_PLAN, "moe_experts": 2 * of_expert})
+    assert backward == pytest.approx({"moe_experts": (2 + 4) * of_expert})
+    assert balanced["buffers_gb"]["dispatch"] > plain["buffers_gb"]["dispatch"]
 
 
 def rate_of(schedule: str) -> float:

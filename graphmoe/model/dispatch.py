@@ -33,10 +33,10 @@ def has_load(dispatcher: Dispatcher | None) -> bool:
 class DispatchSegment(nn.Module):
     """Send tokens to the ranks of their experts, and receive those of other ranks."""
 
-    def __init__(self, dispatcher: Dispatcher, num_experts: int) -> None:
-        """``num_experts`` are those of this rank."""
+    def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
+        """``num_experts`` are those of this rank; weights of ``along`` come to replicas with rows."""
         super().__init__()
-        self.dispatcher, self.num_experts = dispatcher, num_experts
+        self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -46,8 +46,12 @@ class DispatchSegment(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of ``writes``, then the dispatcher's handle."""
-        received = self.dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
+        """The tensors of ``writes``, then the dispatcher's handle; experts of slots last, if ``along``."""
+        more = {}
+        if self.along is not None:
+            *plan, expert_RS = plan  # type: ignore[assignment]
+            more = {"along": (self.along.w_gate_up, self.along.w_down, expert_RS)}
+        received = self.dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan, **more)
         capacity = self.dispatcher.capacity
         if capacity is None:
             return received
@@ -58,16 +62,17 @@ class DispatchSegment(nn.Module):
 class CombineSegment(nn.Module):
     """Bring the experts' sums back to their tokens, and add routed, shared and residual."""
 
-    def __init__(self, dispatcher: Dispatcher, has_shared: bool) -> None:
+    def __init__(self, dispatcher: Dispatcher, has_shared: bool, along: Experts | None = None) -> None:
         super().__init__()
-        self.dispatcher, self.has_shared = dispatcher, has_shared
+        self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """-> [B, S, D]; after the plan and the handle, the sum of the shared experts is the last tensor."""
-        *plan_and_handle, last = tensors
-        shared = (last,) if self.has_shared else ()
-        routed_TD = self.dispatcher.combine(routed_ND, *(plan_and_handle if self.has_shared else tensors))
-        return combine(x_BSD, routed_TD, *shared)
+        """-> [B, S, D] of plan and handle, experts of slots if ``along``, and the shared experts' sum."""
+        rest, more = [*tensors], {}
+        shared = [rest.pop()] if self.has_shared else []
+        if self.along is not None:
+            more = {"along": (self.along.w_gate_up, self.along.w_down, rest.pop())}
+        return combine(x_BSD, self.dispatcher.combine(routed_ND, *rest, **more), *shared)
 
 
 class BoundedPath(nn.Module):

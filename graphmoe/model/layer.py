@@ -129,8 +129,10 @@ class MoELayer(nn.Module):
             self._paths[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
             return
         slots = self.moe_replicas.replica_slots if self.moe_replicas else 0
-        dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots)
-        self._paths[dispatcher] = dispatch, CombineSegment(dispatcher, self.shared_experts is not None)
+        along = self.moe_experts if self._brings_weights(dispatcher) else None
+        dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots, along)
+        back = CombineSegment(dispatcher, self.shared_experts is not None, along)
+        self._paths[dispatcher] = dispatch, back
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -168,8 +170,9 @@ class MoELayer(nn.Module):
         dispatch, combine_received = path
         dynamic = dispatcher.capacity is None
         preprocess = self.moe_replicas or self.moe_preprocess
-        reads = ("h", "weight", REPLICAS[0] if self.moe_replicas else "experts", *SEND_PLAN)
-        back = ("x", "routed", *SEND_PLAN, *dispatcher.handle)
+        along = REPLICAS[1:] if self._brings_weights(dispatcher) else ()
+        reads = ("h", "weight", REPLICAS[0] if self.moe_replicas else "experts", *SEND_PLAN, *along)
+        back = ("x", "routed", *SEND_PLAN, *dispatcher.handle, *along)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
         return [
             piece("moe_preprocess", preprocess, ("experts",), preprocess.writes),
@@ -178,6 +181,11 @@ class MoELayer(nn.Module):
             self._received(dynamic, piece),
             on_the_way("moe_combine", combine_received, (*back, *self._shared_sum), ("x",)),
         ]
+
+    @staticmethod
+    def _brings_weights(dispatcher: Dispatcher) -> bool:
+        """Return whether weights of replicas come along with rows."""
+        return getattr(dispatcher, "brings_weights", False)
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
         """The segments behind the router where memory must have a bound."""

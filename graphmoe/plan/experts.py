@@ -129,11 +129,15 @@ def travels_in_fp8(config: RunConfig) -> bool:
     return choice is DispatchDtype.fp8 or (choice is DispatchDtype.auto and why_no_fp8_rows(config) is None)
 
 
+def experts_in_fp8(config: RunConfig) -> bool:
+    """Return True where routed experts compute in 8 bits."""
+    return config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
+
+
 def fp8_vendor(config: RunConfig) -> str | None:
     """Return the library that was asked for and multiplies experts in 8 bits; None for our kernels."""
-    precision, experts = config.precision, config.moe.experts
-    in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
-    return experts if in_fp8 and experts == "turbo" else None
+    experts = config.moe.experts
+    return experts if experts_in_fp8(config) and experts == "turbo" else None
 
 
 def why_no_fp8_rows(config: RunConfig) -> str | None:

@@ -16,10 +16,12 @@ from graphmoe.plan.experts import (
     balanced_load,
     capacity,
     dispatcher_of,
+    experts_in_fp8,
     is_exact,
     reads_peers,
     replica_slots,
     routed_tokens,
+    runs_pass,
     transport_of_run,
     travels_in_fp8,
     worst_load,
@@ -101,6 +103,12 @@ class Plan:
     def replica_slots(self) -> int:
         """Experts of others that a rank can compute; 0 without replicas."""
         return replica_slots(self.config.moe, self.config.model, self.layout.ep)
+
+    @property
+    def brings_weights(self) -> bool:
+        """True where weights of replicas come along with rows, for the operation that fuse_experts makes."""
+        fuses = self.config.compile.enabled and runs_pass(self.config.passes, "fuse_experts")
+        return bool(self.replica_slots) and fuses and not experts_in_fp8(self.config)
 
     @property
     def exact_of(self) -> int | None:

@@ -60,7 +60,7 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block)
+    return Symm(room, experts, layout.etp, block, plan.brings_weights)
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
@@ -116,11 +116,14 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
     if isinstance(dispatcher, Symm):
         row_bytes, rows = model.hidden_size * plan.dtype.itemsize, dispatcher.capacity.rows
         slots = model.top_k + plan.travels_in_fp8  # a row's scale travels as the weight of one slot more
-        reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block))
+        weights = 0
         if plan.replica_slots:
             experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
             shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
-            replicas.reserve(replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots, ep), ep)
+            weights, room = replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots, ep)
+            replicas.reserve(room if plan.brings_weights else max(weights, room), ep)
+        weights *= plan.brings_weights
+        reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block, weights))
     elif isinstance(dispatcher, Nvshmem):
         open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
 

@@ -6,7 +6,7 @@ Suffixes: T tokens, K slots, P ranks of ``ep_etp``, N rows that there is room fo
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,13 +38,16 @@ class Symm:
     etp: int
     block: int = 0
     """Rows for each pair of ranks that copy engines move; what is beyond is pulled by a kernel."""
+    brings_weights: bool = False
+    """True where weights of replicas come along with rows, there and in the backward."""
 
     def dispatch(
-        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
+        self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``. No device sync."""
+        """As ``Dispatcher.dispatch``, with weights of own experts and experts of slots ``along``. No sync."""
+        sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
-            h_TD, weight_TK, expert_TK, *plan, self.capacity.rows, self.num_experts, self.etp, self.block
+            h_TD, weight_TK, expert_TK, *plan, *sizes, *along
         )
         alone = len(arrivals_PP) == 1
         here = arrivals_PP.new_zeros(1) if alone else index_along("ep_etp", arrivals_PP).view(1)
@@ -52,9 +55,9 @@ class Symm:
         room = len(arrived_P) * self.block + (arrived_P - self.block).clamp_min(0).sum()
         return h_ND, weight_NK, number_NK, room.int(), arrivals_PP
 
-    def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """As ``Dispatcher.combine``. No device sync."""
-        return torch.ops.graphmoe.symm_combine(sum_ND, *plan_and_handle, self.block)
+    def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor, along: Sequence[Tensor] = ()) -> Tensor:
+        """As ``Dispatcher.combine``; weights come ``along`` in the backward. No device sync."""
+        return torch.ops.graphmoe.symm_combine(sum_ND, *plan_and_handle, self.block, *along)
 
 
 def make_peers(mesh: Mesh, device: torch.device) -> Peers:

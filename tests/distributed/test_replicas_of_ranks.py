@@ -1,16 +1,22 @@
 """Traffic of replicas between processes by torch.distributed, and torch's checks of its operations."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from graphmoe.ops.replicas import exchange
 from graphmoe.ops.symm import CollectivePeers, use_peers
 from graphmoe.runtime.ranks import Ranks
-from tests.distributed.ranks import Job
-from tests.ops.replica_cases import HOLDERS, Case, Results, assert_traffic_is_that_of_the_definition
+from tests.distributed.layouts import REPLICAS, Case
+from tests.distributed.ranks import Job, run_ranks
+from tests.ops import replica_cases
+from tests.ops.replica_cases import HOLDERS, Results, assert_traffic_is_that_of_the_definition
 
 pytestmark = pytest.mark.slow
 RANKS = 3
@@ -20,7 +26,7 @@ RANKS = 3
 class Traffic:
     """All calls of a case, and torch's checks."""
 
-    case: Case
+    case: replica_cases.Case
 
     def __call__(self, ranks: Ranks, folder: Path) -> Results:
         use_peers(CollectivePeers(dist.group.WORLD))
@@ -31,7 +37,7 @@ class Traffic:
 
 
 def checks(ranks: Ranks, folder: Path) -> None:
-    case = Case(RANKS, 2, 2, "all")
+    case = replica_cases.Case(RANKS, 2, 2, "all")
     use_peers(CollectivePeers(dist.group.WORLD))
     weights = case.weights(ranks.rank, 0).nan_to_num()
     for op, arguments in {
@@ -44,7 +50,7 @@ def checks(ranks: Ranks, folder: Path) -> None:
 
 
 CASES = {
-    f"{holders} {dtype}": Case(RANKS, 2, 3, holders, dtype)
+    f"{holders} {dtype}": replica_cases.Case(RANKS, 2, 3, holders, dtype)
     for holders in HOLDERS
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 }
@@ -60,6 +66,27 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_get_what_the_definition_says(ranks, name):
     assert_traffic_is_that_of_the_definition(CASES[name], ranks[name])
+
+
+def brought(ranks: Ranks, folder: Path) -> tuple[int, int]:
+    """Train compiled, in turns; returns pulls that found weights that came along with rows, and all pulls."""
+    served, whole = [], exchange.pull
+
+    def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
+        before = len(exchange._came)
+        found = whole(weights, expert_RS, again=again)
+        served.append(len(exchange._came) == before - (not again))
+        return found
+
+    case = Case(2, "ep=2", "", (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]"))
+    with mock.patch.object(exchange, "pull", pull):
+        replace(case, mode="traced").training(ranks, folder)
+    return sum(served), len(served)
+
+
+def test_in_compiled_runs_all_weights_come_along_with_rows(tmp_path):
+    for served, pulls in run_ranks(tmp_path, {"brought": brought}, 2)["brought"]:
+        assert served == pulls > 0
 
 
 def test_operations_are_registered_as_torch_wants(ranks):

@@ -2,14 +2,19 @@
 
 import dataclasses
 import functools
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphmoe.ops.replicas import exchange, shared
+from graphmoe.ops.symm import exchange as symm
 from tests.emulated_peers import Emulation, GuardedMemory
+from tests.ops import symm_cases
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import INTERPRETING, KERNELS, device_of
 from tests.ops.replica_cases import HOLDERS, Case, assert_traffic_is_that_of_the_definition
@@ -64,7 +69,7 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
 
     def body(peers):
         memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
-        exchange.reserve(exchange.room_bytes(shapes, 4, case.slots, 2), 2)
+        exchange.reserve(max(exchange.room_bytes(shapes, 4, case.slots, 2)), 2)
         had = emulation.replicas.num_bytes
         weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
         totals = [torch.zeros_like(each) for each in weights]
@@ -81,6 +86,49 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
         return barriers
 
     assert emulation.run(body) == [[2, 2, 2, 2]] * 2
+
+
+class Kept(exchange.Along):
+    """Weights that go along, and those that came, on a rank of several in this process."""
+
+    def keep(self, pulled: Sequence[Tensor]) -> None:
+        came.value = pulled
+
+
+came = threading.local()
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("block", [0, 2])
+@pytest.mark.parametrize("holders", ["none", "hot", "all"])
+def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block, holders, few_programs):
+    device = device_of(backend)
+    case, rows = Case(3, 2, 3, holders, device=device), symm_cases.Case(3, 2, block=block, device=device)
+    emulation = Emulation(3, device)
+
+    def body(peers):
+        rank, found = peers.rank, []
+        plan, expert_RS = rows.plan_of(rank), case.expert_RS.to(device)
+        with GuardedMemory() as memory:
+            for seed in range(3):  # the last two follow each other, as those of two forwards may
+                along = Kept(tuple(case.weights(rank, i, seed).to(device) for i in range(2)), expert_RS)
+                bring = functools.partial(symm.bring, peers, rows.tokens_of(rank, seed), plan, along=along)
+                before = peers.barriers
+                slots = None if seed == 1 else rows.slots_of(rank)
+                received, *_ = bring(slots, None, rows.num_rows, block, rows.experts, 1)
+                assert peers.barriers - before == 1 + (seed > 0)
+                assert received[rows.live(rank)].equal(
+                    rows.arriving(rank, [rows.tokens_of(r, seed) for r in range(3)])
+                )
+                used = case.expert_RS[rank] >= 0
+                found.append([w_SX.cpu()[used] for w_SX in came.value])
+            memory.assert_guards_are_whole()
+        return found
+
+    for rank, found in enumerate(emulation.run(body)):
+        for seed, pulled in enumerate(found):
+            assert all(w_SX.equal(case.pulled(rank, i, seed)) for i, w_SX in enumerate(pulled))
+    emulation.assert_guards_are_whole()
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -136,13 +136,13 @@ def _hidden(
 
     The operation has no gradient.
     """
-    plan, more = Plan(slot_R, row_TK, ends_E), _pulled((w_gate_up,), expert_RS)
+    plan, more = Plan(slot_R, row_TK, ends_E), _pulled((w_gate_up,), expert_RS, again=True)
     return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, plan, *more)
 
 
-def _pulled(weights: Sequence[Tensor], expert_RS: Tensor | None) -> list[Tensor]:
+def _pulled(weights: Sequence[Tensor], expert_RS: Tensor | None, *, again: bool = False) -> list[Tensor]:
     """The weights of the experts in this rank's slots; none without replicas."""
-    return [] if expert_RS is None else exchange.pull(weights, expert_RS)
+    return [] if expert_RS is None else exchange.pull(weights, expert_RS, again=again)
 
 
 def _with_replicas(

@@ -10,8 +10,9 @@ all ranks; -1 is none, and what such a slot holds is never read.
 Suffixes: R ranks, E experts, L of a rank, S slots of a rank, X shape of an expert's weight.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +24,53 @@ from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, offsets, peers
 Shape = tuple[int, ...]
 
 
+class Along(NamedTuple):
+    """Weights of own experts that go along with rows, to the ranks that have replicas of them."""
+
+    weights: tuple[Tensor, ...]
+    expert_RS: Tensor
+
+    @classmethod
+    def of(cls, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None) -> "Along | None":
+        """None where there are no weights."""
+        if w_gate_up is None or w_down is None or expert_RS is None:
+            return None
+        return cls((w_gate_up.contiguous(), w_down.contiguous()), expert_RS)
+
+    @property
+    def num_bytes(self) -> int:
+        return offsets(w_LX.nbytes for w_LX in self.weights)[-1]
+
+    def keep(self, pulled: Sequence[Tensor]) -> None:
+        """Hold what came for this rank's slots until it is asked for, or two others have come."""
+        keys = [(w_LX.data_ptr(), self.expert_RS.data_ptr()) for w_LX in self.weights]
+        _came.append((self, dict(zip(keys, pulled, strict=True))))
+
+
+_came: deque[tuple[Along, dict[tuple[int, int], Tensor]]] = deque(maxlen=2)
+"""Weights that came along with rows of a forward, and with those of a backward beside it.
+
+What they are of is held too, so that no other tensor has its address.
+"""
+
+
 def gather_counts(counts_E: Tensor, ranks: int) -> Tensor:
     """Return the counts of all ranks, int32 [R, E]; of int32 counts of this rank's tokens."""
     return torch.ops.graphmoe.replica_counts(counts_E, ranks)
 
 
-def pull(weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """Return the weights [S, X] of the experts in this rank's slots, of weights [L, X] of its own experts."""
+def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
+    """Return the weights [S, X] of the experts in this rank's slots, of weights [L, X] of its own experts.
+
+    Those that came along with rows are at hand. They stay so where ``again`` says that they are read once
+    more.
+    """
+    keys = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights]
+    for i, (_, found) in enumerate(_came):
+        if found.keys() >= {*keys}:
+            if not again:
+                del _came[i]
+            return [found[key] for key in keys]
     form, of_ranks = _form(len(expert_RS))
     return form.pull(of_ranks, weights, expert_RS)
 
@@ -54,11 +95,11 @@ def home(expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) ->
     form.home(of_ranks, expert_RS, made, totals)
 
 
-def room_bytes(shapes: Sequence[Shape], element_bytes: int, slots: int, ranks: int) -> int:
-    """Bytes that each rank shares for weights [L, X] of these shapes, or gradients of their replicas."""
+def room_bytes(shapes: Sequence[Shape], element_bytes: int, slots: int, ranks: int) -> tuple[int, int]:
+    """Bytes that each rank shares for weights [L, X] of these shapes; for gradients of slots, or counts."""
     weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)
     gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)
-    return max(weights[-1], gradients[-1], 4 * ranks * max(shape[0] for shape in shapes))
+    return weights[-1], max(gradients[-1], 4 * ranks * max(shape[0] for shape in shapes))
 
 
 def reserve(num_bytes: int, ranks: int) -> None:

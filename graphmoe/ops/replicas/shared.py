@@ -14,11 +14,12 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.replicas import kernels
 from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
-from graphmoe.ops.symm.peers import SharedMemory, offsets
+from graphmoe.ops.symm.peers import MemoryPeers, SharedMemory, offsets
 
 HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
 """Numbers of a tile, 8 KiB, so that a link has 4 MiB under way, and registers are enough."""
 WORD_BYTES = 4
+Regions = SharedMemory | MemoryPeers
 TOTALS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,17 +40,26 @@ def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
 
 def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
     """As `exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
-    words = [_words(w_LX) for w_LX in weights]
-    *starts, end = offsets([w_LX.nbytes for w_LX in words])
-    memory.reserve(end)
+    memory.reserve(offsets([w_LX.nbytes for w_LX in weights])[-1])
     memory.barrier()
-    for start, w_LX in zip(starts, words, strict=True):
-        put_held(memory.view(memory.rank, start, tuple(w_LX.shape), w_LX.dtype), w_LX, expert_RS, memory.rank)
+    put(memory, 0, weights, expert_RS)
     memory.barrier()
-    pulled = [w_LX.new_empty(expert_RS.shape[1], *w_LX.shape[1:]) for w_LX in weights]
-    for start, w_SX in zip(starts, pulled, strict=True):
-        pull_slots(memory, start, _words(w_SX), expert_RS, len(weights[0]))
-    return pulled
+    return pulled(memory, 0, weights, expert_RS)
+
+
+def put(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> None:
+    """Put own experts that a slot holds into the own region, from byte ``first`` on."""
+    for start, w_LX in zip(offsets([w_LX.nbytes for w_LX in weights]), map(_words, weights), strict=False):
+        to_LN = memory.view(memory.rank, first + start, tuple(w_LX.shape), w_LX.dtype)
+        put_held(to_LN, w_LX, expert_RS, memory.rank)
+
+
+def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
+    """Return the experts in this rank's slots, [S, X], from where peers have `put` them."""
+    found = [w_LX.new_empty(expert_RS.shape[1], *w_LX.shape[1:]) for w_LX in weights]
+    for start, w_SX in zip(offsets([w_LX.nbytes for w_LX in weights]), found, strict=False):
+        pull_slots(memory, first + start, _words(w_SX), expert_RS, len(weights[0]))
+    return found
 
 
 def gradient_room(
@@ -86,7 +96,7 @@ def put_held(to_LN: Tensor, from_LN: Tensor, expert_RS: Tensor, rank: int) -> No
     )  # fmt: skip
 
 
-def pull_slots(memory: SharedMemory, start: int, to_SN: Tensor, expert_RS: Tensor, owned: int) -> None:
+def pull_slots(memory: Regions, start: int, to_SN: Tensor, expert_RS: Tensor, owned: int) -> None:
     """Copy the words of the experts in this rank's slots from where their owners have put them."""
     kernels.pull_kernel[(PULL.programs,)](
         memory.addresses, to_SN, expert_RS, start, to_SN.shape[1], memory.rank,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
+from graphmoe.ops.replicas.exchange import Along
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, peers_of, reserve, use_peers
 from graphmoe.ops.symm.stored import parts, words
@@ -38,16 +39,19 @@ def _dispatch(
     h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, send_ends_P: Tensor,
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int,
+    w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """received_ND, weight_NK, number_NK int32, arrivals_PP int32.
 
     ``number_NK`` counts this rank's ``experts`` experts from 0; slots of others have -1. ``etp`` ranks hold
-    parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`.
+    parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`. With weights, those that a plan
+    of replicas has in this rank's slots come too, for `graphmoe.ops.replicas.exchange.pull`.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    return run.bring(peers, h_TD, plan, (weight_TK, expert_TK), None, rows, block, experts, etp)
+    along = Along.of(w_gate_up, w_down, expert_RS)
+    return run.bring(peers, h_TD, plan, (weight_TK, expert_TK), None, rows, block, experts, etp, along=along)
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch_grad", mutates_args=())
@@ -65,8 +69,12 @@ def _combine(
     sum_ND: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
     arrivals_PP: Tensor,
     block: int,
+    w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once."""
+    """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once.
+
+    Weights come along in the backward, as in ``symm_dispatch``.
+    """
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, sum_ND, None, send_ends_P, send_row_TW, arrivals_PP, block)[0]
 
@@ -74,13 +82,14 @@ def _combine(
 @torch.library.custom_op("graphmoe::symm_combine_grad", mutates_args=())
 def _combine_grad(
     dy_TD: Tensor, send_counts_P: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, send_slot_R: Tensor,
-    arrivals_PP: Tensor,
+    arrivals_PP: Tensor, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None,
     rows: int, block: int,
 ) -> Tensor:  # fmt: skip
     """dsum_ND: the token of each live row."""
     run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    return run.bring(peers, dy_TD, plan, None, arrivals_PP, rows, block)[0]
+    along = Along.of(w_gate_up, w_down, expert_RS)
+    return run.bring(peers, dy_TD, plan, None, arrivals_PP, rows, block, along=along)[0]
 
 
 @torch.library.custom_op("graphmoe::symm_bring_fp8", mutates_args=())
@@ -146,7 +155,7 @@ register_exchange(
     _dispatch_grad,
     _combine,
     _combine_grad,
-    way_back=lambda inputs, output: (inputs[4], inputs[5], output[-1], inputs[-1]),
-    way_there=lambda inputs: (*inputs[1:-1], inputs[0].shape[0], inputs[-1]),
+    way_back=lambda inputs, output: (inputs[4], inputs[5], output[-1], inputs[10]),
+    way_there=lambda inputs: (*inputs[1:6], *inputs[7:], inputs[0].shape[0], inputs[6]),
     token_tensor=lambda way: way[1] if len(way) == 4 else way[2],
 )

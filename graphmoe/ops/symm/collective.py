@@ -10,6 +10,8 @@ from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
+from graphmoe.ops.replicas import collective as replicas
+from graphmoe.ops.replicas.exchange import Along
 from graphmoe.ops.symm.peers import CollectivePeers
 
 
@@ -24,11 +26,14 @@ def bring(
     experts: int = 1,
     etp: int = 1,
     into_ND: Tensor | None = None,
+    along: Along | None = None,
 ) -> tuple[Tensor, ...]:
     """Tokens [N, D]; with weights and experts of slots all results of ``graphmoe::symm_dispatch``.
 
-    Tokens are put into ``into_ND`` if there is one.
+    Tokens are put into ``into_ND`` if there is one; weights come ``along``.
     """
+    if along:
+        along.keep(replicas.pull(peers, along.weights, along.expert_RS))
     if arrivals_PP is None:
         arrivals_PP = plan.send_counts_P.new_empty(peers.size, peers.size)
         if peers.group is None:

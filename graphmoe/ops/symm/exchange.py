@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
+from graphmoe.ops.replicas import shared
+from graphmoe.ops.replicas.exchange import Along
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
@@ -40,6 +42,7 @@ def bring(
     experts: int = 1,
     etp: int = 1,
     into_ND: Tensor | None = None,
+    along: Along | None = None,
 ) -> tuple[Tensor, ...]:
     """As `collective.bring`; the arrivals are read from the peers each time."""
     x_TD = _checked(x_TD)
@@ -48,7 +51,8 @@ def bring(
     (tokens, columns), places = x_TD.shape, plan.send_row_TW.shape[1]
     slots = 0 if weight_TK is None else weight_TK.shape[1]
     row_bytes = columns * x_TD.element_size()
-    region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
+    weight_bytes = along.num_bytes if along else 0
+    region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block, weight_bytes))
     received_ND = x_TD.new_empty(rows, columns) if into_ND is None else into_ND
     with _first(block):
         _take(peers, "out")
@@ -57,11 +61,15 @@ def bring(
         else:
             peers.view(peers.rank, region.tokens, (tokens, columns), x_TD.dtype).copy_(x_TD)
         launches.put_records(peers, region, plan, weight_TK, expert_TK, experts, etp)
+        if along:
+            shared.put(peers, region.weights, along.weights, along.expert_RS)
         peers.barrier()
     of_ranks = received_ND[: peers.size * block].view(peers.size, block, columns)
     with _beside(peers, _blocks(peers, of_ranks, region.blocks)):
         from_N, *received, arrivals_PP = launches.receive(peers, region, rows, slots, row_bytes, block)
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
+        if along:
+            along.keep(shared.pulled(peers, region.weights, along.weights, along.expert_RS))
     return received_ND, *received, arrivals_PP
 
 

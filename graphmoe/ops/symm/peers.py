@@ -51,6 +51,8 @@ class Sizes:
     rows: int
     """Received, live and dead."""
     block: int = 0
+    weights: int = 0
+    """Bytes of the weights of a rank's experts that go along with rows."""
 
     def joined(self, other: Sizes) -> Sizes:
         """The least that has room for both."""
@@ -61,8 +63,9 @@ class Sizes:
 class Region:
     """Offsets of the parts of each rank's region, in bytes from its base; the same on all ranks.
 
-    The side "out" is tokens, blocks, records and counts, the side "back" is sums and weight gradients. Only
-    its owner writes to a region. A side is written while peers may still read the other.
+    The side "out" is tokens, blocks, records, counts and weights of experts, the side "back" is sums and
+    gradients of slots' weights. Only its owner writes to a region. A side is written while peers may still
+    read the other.
     """
 
     sizes: Sizes
@@ -74,6 +77,8 @@ class Region:
     """int32 [R, 1 + 2 K]: token, weights and expert numbers of each row sent."""
     counts: int
     """int32 [P]: rows for each rank."""
+    weights: int
+    """Weights of own experts, for ranks that have replicas of them."""
     sums: int
     """[rows, D]"""
     dweights: int
@@ -88,6 +93,7 @@ class Region:
             num_ranks * sizes.block * sizes.row_bytes,
             4 * sizes.tokens * sizes.places * (1 + 2 * sizes.slots),
             4 * num_ranks,
+            sizes.weights,
             sizes.rows * sizes.row_bytes,
             4 * sizes.rows * sizes.slots,
         )

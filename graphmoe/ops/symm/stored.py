@@ -50,7 +50,7 @@ def _(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: Any) -> tuple[Tensor, ...]:
     """Results of ``symm_dispatch`` of the same arguments with tokens in a carrier."""
-    *plan, rows, experts, etp, block = way
+    *plan, rows, experts, etp, block = way[:8]
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(h_TD)
     weights = torch.cat([weight_TK, scale_T1], dim=1)
     numbers = torch.nn.functional.pad(expert_TK, (0, 1), value=NO_EXPERT)
@@ -62,7 +62,7 @@ def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: An
 
 def combine_grad_stored(dy_TD: Tensor, *way: Any) -> Tensor:
     """``symm_combine_grad`` of the same arguments in a carrier."""
-    *plan, _, rows, block = way
+    *plan, rows, block = (*way[:4], *way[-2:])
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(dy_TD)
     numbers = torch.full_like(scale_T1, NO_EXPERT, dtype=torch.int32)
     carrier_ND: Tensor = torch.ops.graphmoe.symm_bring_fp8(

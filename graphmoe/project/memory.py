@@ -236,20 +236,21 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
         model, row_bytes = sizes.model, sizes.element_bytes * sizes.model.hidden_size
         places = model.top_k * sizes.layout.etp
         slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
-        room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block)
-        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes + _replica_bytes(sizes)
+        weights, gradients = _replica_bytes(sizes)
+        room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights)
+        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes + gradients
     raise ConfigError(
         f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
         f"moe.dispatcher=alltoall, or symm inside nodes"
     )
 
 
-def _replica_bytes(sizes: Sizes) -> int:
-    """Bytes that a rank shares for replicas of a layer: its own experts, or fp32 gradients of its slots."""
+def _replica_bytes(sizes: Sizes) -> tuple[int, int]:
+    """Bytes that a rank shares for a layer's replicas: its own experts, and fp32 gradients of its slots."""
     from graphmoe.ops.replicas.exchange import room_bytes  # imports kernels
 
     if not sizes.replica_slots:
-        return 0
+        return 0, 0
     model, ep = sizes.model, sizes.layout.ep
     owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
     shapes = (owned, 2 * inner, width), (owned, width, inner)

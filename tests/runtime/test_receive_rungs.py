@@ -128,20 +128,38 @@ def sequences() -> Iterator[list[bool]]:
         yield [step % period < min(20, period - 1) for step in range(2000)]
 
 
-@pytest.mark.parametrize("rooms", [2, 5])
-def test_with_memory_the_number_of_programs_is_bounded_and_no_step_is_slow(rooms):
-    """Loads of each layer and step are drawn, or as much over the room of one layer as an opponent may."""
-    draw = random.Random(rooms)
-    for case in range(30):
-        steps, spoil = Steps(layers=20), draw.choice((0.001, 0.02, 0.5))
-        for step in range(1, 1500):
+@pytest.mark.parametrize("every", [1, 7, 50, 60, None])
+def test_with_memory_the_number_of_programs_is_bounded_and_no_step_is_slow(every):
+    """Loads of each layer and step are drawn, or by an opponent who takes the layer with the least room."""
+    draw = random.Random(0)
+    for largest in (LARGE, LARGER, TOO_MUCH):
+        steps = Steps(layers=20)
+        for step in range(1, 3000):
             loads = [Load(1, 1)] * 20
-            if draw.random() < spoil:
-                layer = min(range(20), key=lambda i: steps.rooms[i]) if case % 2 else draw.randrange(20)
-                loads[layer] = draw.choice((LARGE, LARGER, TOO_MUCH)) if case % 3 else ROOMS[1]
+            if every is None and draw.random() < 0.03:
+                loads[draw.randrange(20)] = draw.choice((LARGE, LARGER, largest))
+            elif every is not None and step % every == 0:
+                tight = min(range(20), key=lambda layer: steps.rooms[layer])
+                loads[tight] = min(largest, Load(*(count + 1 for count in steps.rooms[tight])))
             steps.run(step, *loads)
         most = receive_ladder.MOST_ALONE + len(ROOMS)
-        assert len(steps.used) <= most and steps.num_void < most and steps.slow == []
+        assert 2 < len(steps.used) <= most and steps.num_void == len(steps.used) - 1 and steps.slow == []
+
+
+def test_programs_are_bounded_where_there_is_memory_for_some_layers_only():
+    steps = Steps(lambda rooms: len({*rooms}) > 1, layers=20)
+    for step in range(0, 6000, 60):
+        loads = [Load(1, 1)] * 20
+        loads[min(range(20), key=lambda layer: steps.rooms[layer])] = LARGE
+        steps.run(step, *loads)
+    assert {*steps.used} == {None, *range(receive_ladder.MOST_ALONE + 1)} and len(steps.slow) > 20
+
+
+def test_steps_that_fit_count_on_the_last_rung_where_they_come_in_a_row():
+    steps = Steps(lambda rooms: False, layers=1)
+    for step, tight in enumerate([*[True] * 15, False, True, False, False, False]):
+        steps.run(step, LARGE if tight else SMALL)
+    assert steps.slow == [*range(19)]  # two of the last three: 15 others needed it lately
 
 
 def test_without_memory_a_slow_step_in_50_is_all_that_one_void_step_in_50_costs():

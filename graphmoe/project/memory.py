@@ -254,7 +254,7 @@ def _replica_bytes(sizes: Sizes) -> tuple[int, int]:
     model, ep = sizes.model, sizes.layout.ep
     owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
     shapes = (owned, 2 * inner, width), (owned, width, inner)
-    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots, ep)
+    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots)
 
 
 def _attention_work(sizes: Sizes) -> float:

@@ -93,6 +93,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     """Open what a run's dispatcher needs beside process groups. A collective of all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice == "symm" else None)
+    replicas.forget()
     if not plan.reads_peers:
         return
     dispatcher = planned_dispatcher(plan)
@@ -120,8 +121,8 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
         if plan.replica_slots:
             experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
             shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
-            weights, room = replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots, ep)
-            replicas.reserve(room if plan.brings_weights else max(weights, room), ep)
+            weights, room = replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots)
+            replicas.reserve(room + (0 if plan.brings_weights else weights), ep)
         weights *= plan.brings_weights
         reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block, weights))
     elif isinstance(dispatcher, Nvshmem):

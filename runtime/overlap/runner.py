@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.gradients import PendingWeightGrads
+from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.runtime.compile.units import Unit
 from graphmoe.runtime.overlap.tape import OrderedUnit, Tape
@@ -77,8 +78,9 @@ class Overlap:
         self._beside = None
 
     def settle(self) -> None:
-        """Let the current stream wait for the transfers that are under way."""
+        """Let the current stream wait for the transfers that are under way, and for gradients of replicas."""
         self._transfers.wait_for_all()
+        replicas.settle()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
         """Return the results of a unit's forward, which runs when it is its turn."""
@@ -106,9 +108,10 @@ class Overlap:
             left.append(self._back(self._beside, number))
             if number not in self._beside.ends:
                 continue
-            for weights in left:
-                while weights:  # a unit that holds what its W reads would be a cycle, which nobody collects
-                    weights.pop(0)()
+            with replicas.homes_wait():
+                for weights in left:  # a unit that holds what its W reads would be a cycle, never collected
+                    while weights:
+                        weights.pop(0)()
             left.clear()
 
     def _back(self, backward: Backward, number: int) -> PendingWeightGrads:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops.replicas import collective, exchange
 from graphmoe.ops.symm import CollectivePeers, use_peers
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.layouts import REPLICAS, Case
@@ -68,8 +68,11 @@ def test_ranks_get_what_the_definition_says(ranks, name):
     assert_traffic_is_that_of_the_definition(CASES[name], ranks[name])
 
 
-def brought(ranks: Ranks, folder: Path) -> tuple[int, int]:
-    """Train compiled, in turns; returns pulls that found weights that came along with rows, and all pulls."""
+def brought(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
+    """Train compiled, in turns; returns pulls that found weights that came along with rows, and all pulls.
+
+    And how often gradients went home in an exchange of rows.
+    """
     served, whole = [], exchange.pull
 
     def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
@@ -79,14 +82,15 @@ def brought(ranks: Ranks, folder: Path) -> tuple[int, int]:
         return found
 
     case = Case(2, "ep=2", "", (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]"))
-    with mock.patch.object(exchange, "pull", pull):
+    at_home = mock.patch.object(collective, "add_made", wraps=collective.add_made)
+    with mock.patch.object(exchange, "pull", pull), at_home as added:
         replace(case, mode="traced").training(ranks, folder)
-    return sum(served), len(served)
+    return sum(served), len(served), added.call_count
 
 
-def test_in_compiled_runs_all_weights_come_along_with_rows(tmp_path):
-    for served, pulls in run_ranks(tmp_path, {"brought": brought}, 2)["brought"]:
-        assert served == pulls > 0
+def test_in_compiled_runs_weights_and_gradients_travel_with_rows(tmp_path):
+    for served, pulls, homes in run_ranks(tmp_path, {"brought": brought}, 2)["brought"]:
+        assert served == pulls > 0 and homes > 0
 
 
 def test_operations_are_registered_as_torch_wants(ranks):

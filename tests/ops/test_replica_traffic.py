@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphmoe.ops.replicas import exchange, shared
 from graphmoe.ops.symm import exchange as symm
+from graphmoe.ops.symm.peers import COUNT_BYTES
 from tests.emulated_peers import Emulation, GuardedMemory
 from tests.ops import symm_cases
 from tests.ops.ahead_of_time import launches_of
@@ -69,7 +70,7 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
 
     def body(peers):
         memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
-        exchange.reserve(max(exchange.room_bytes(shapes, 4, case.slots, 2)), 2)
+        exchange.reserve(sum(exchange.room_bytes(shapes, 4, case.slots)), 2)
         had = emulation.replicas.num_bytes
         weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
         totals = [torch.zeros_like(each) for each in weights]
@@ -138,7 +139,8 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
     weights = case.values(3, 0).to(case.device)
     emulation.run(lambda peers: exchange.pull([weights], case.expert_RS.to(case.device)))
     put = [
-        peers.replicas.view(peers.rank, 0, (3, weights[0].nbytes), torch.uint8) for peers in emulation.peers
+        peers.replicas.view(peers.rank, COUNT_BYTES, (3, weights[0].nbytes), torch.uint8)
+        for peers in emulation.peers
     ]
     is_put = torch.stack([(of_rank != 255).any(1) for of_rank in put])
     assert is_put.tolist() == [[False, False, True], *[[False] * 3] * 2]

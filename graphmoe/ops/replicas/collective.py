@@ -47,6 +47,13 @@ def gradient_room(
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
+def add_made(
+    peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
+) -> None:
+    """As `shared.add_made`."""
+    home(peers, expert_RS, made, totals)
+
+
 def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
     """As `exchange.home`."""
     held, owned = expert_RS.tolist(), len(totals[0])

@@ -11,7 +11,9 @@ Suffixes: R ranks, E experts, L of a rank, S slots of a rank, X shape of an expe
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from graphmoe.ops import register_gradient
 from graphmoe.ops.replicas import collective
-from graphmoe.ops.symm.peers import CollectivePeers, MemoryPeers, offsets, peers_of
+from graphmoe.ops.symm.peers import COUNT_BYTES, CollectivePeers, MemoryPeers, offsets, peers_of
 
 Shape = tuple[int, ...]
 
@@ -54,6 +56,81 @@ What they are of is held too, so that no other tensor has its address.
 """
 
 
+@dataclass
+class _Owed:
+    """Gradients that are to go home behind the barrier of the next exchange of rows."""
+
+    expert_RS: Tensor
+    made: Sequence[Tensor]
+    totals: Sequence[Tensor]
+    added: list[Callable[[], None]] = field(default_factory=list)
+    """Calls for when a stream has waited until they are at home."""
+
+
+_waits = False
+"""True where gradients may wait for an exchange of rows, beside which they then travel."""
+_owed: _Owed | None = None
+_on_the_way: list[tuple[torch.cuda.Event | None, list[Callable[[], None]]]] = []
+"""Ends of what another stream brings home."""
+
+
+@contextmanager
+def homes_wait() -> Iterator[None]:
+    """Let `home` of gradients in a `gradient_room` wait inside for the next exchange of rows, or `settle`."""
+    global _waits
+    before, _waits = _waits, True
+    try:
+        yield
+    finally:
+        _waits = before
+
+
+def bring_home() -> None:
+    """Add what waits, in an exchange of rows: behind its barrier all ranks have made theirs."""
+    global _owed
+    if _owed is None:
+        return
+    owed, _owed = _owed, None
+    form, of_ranks = _form(len(owed.expert_RS))
+    form.add_made(of_ranks, owed.expert_RS, owed.made, owed.totals)
+    event = torch.cuda.Event() if owed.expert_RS.is_cuda else None
+    if event:
+        event.record()
+    _on_the_way.append((event, owed.added))
+
+
+def settle() -> None:
+    """Let the current stream have all gradients at home. A collective where any waits."""
+    global _owed
+    if _owed is not None:
+        owed, _owed = _owed, None
+        form, of_ranks = _form(len(owed.expert_RS))
+        form.home(of_ranks, owed.expert_RS, owed.made, owed.totals)
+        _on_the_way.append((None, owed.added))
+    while _on_the_way:
+        event, added = _on_the_way.pop(0)
+        if event:
+            event.wait()
+        for call in added:
+            call()
+
+
+def forget() -> None:
+    """Drop what an earlier run has left, which was ended in the midst of a step."""
+    global _owed
+    _owed = None
+    _on_the_way.clear()
+    _came.clear()
+
+
+def when_home(totals: Sequence[Tensor], call: Callable[[], None]) -> None:
+    """Call when these totals have all that was given to `home`: at once, or when a stream has waited."""
+    if _owed is not None and {*map(Tensor.data_ptr, totals)} & {*map(Tensor.data_ptr, _owed.totals)}:
+        _owed.added.append(call)
+    else:
+        call()
+
+
 def gather_counts(counts_E: Tensor, ranks: int) -> Tensor:
     """Return the counts of all ranks, int32 [R, E]; of int32 counts of this rank's tokens."""
     return torch.ops.graphmoe.replica_counts(counts_E, ranks)
@@ -71,6 +148,7 @@ def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -
             if not again:
                 del _came[i]
             return [found[key] for key in keys]
+    settle()  # weights of their own lie where gradients do
     form, of_ranks = _form(len(expert_RS))
     return form.pull(of_ranks, weights, expert_RS)
 
@@ -82,24 +160,33 @@ def gradient_room(
 
     The next call is `home` of them all, which then need not copy them. Kernels have fp32 only.
     """
+    settle()
     form, of_ranks = _form(len(expert_RS))
     return form.gradient_room(of_ranks, shapes, expert_RS, dtype)
 
 
-def home(expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+def home(
+    expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor], *, may_wait: bool = False
+) -> None:
     """Add the gradients [S, X] of all ranks' slots to the totals [L, X] of their owners, in place.
 
     In the order of ranks, then slots, in fp32 (fp64 where a total is), rounded once to the total's dtype.
+    With ``may_wait`` later, where `homes_wait`: nobody may read the totals before `when_home` says so.
     """
+    global _owed
+    if may_wait and _waits:
+        assert _owed is None
+        _owed = _Owed(expert_RS, made, totals)
+        return
     form, of_ranks = _form(len(expert_RS))
     form.home(of_ranks, expert_RS, made, totals)
 
 
-def room_bytes(shapes: Sequence[Shape], element_bytes: int, slots: int, ranks: int) -> tuple[int, int]:
-    """Bytes that each rank shares for weights [L, X] of these shapes; for gradients of slots, or counts."""
+def room_bytes(shapes: Sequence[Shape], element_bytes: int, slots: int) -> tuple[int, int]:
+    """Bytes that each rank shares for weights [L, X] of these shapes; for counts and gradients of slots."""
     weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)
     gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)
-    return weights[-1], max(gradients[-1], 4 * ranks * max(shape[0] for shape in shapes))
+    return weights[-1], COUNT_BYTES + gradients[-1]
 
 
 def reserve(num_bytes: int, ranks: int) -> None:

@@ -1,7 +1,7 @@
 """Traffic of replicas by kernels over memory that ranks share: no device sync, to be captured.
 
-Each call is: barrier (all have read what lay there), write what is one's own, barrier, read. So all calls use
-the same place. Suffixes as in `exchange`.
+Each call is: barrier (all have read what lay there), write what is one's own, barrier, read. Counts have a
+place of their own; weights and gradients share the one behind it. Suffixes as in `exchange`.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.replicas import kernels
 from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
-from graphmoe.ops.symm.peers import MemoryPeers, SharedMemory, offsets
+from graphmoe.ops.symm.peers import COUNT_BYTES, MemoryPeers, SharedMemory, offsets
 
 HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
 """Numbers of a tile, 8 KiB, so that a link has 4 MiB under way, and registers are enough."""
@@ -30,7 +30,8 @@ def reserve(memory: SharedMemory, num_bytes: int) -> None:
 
 def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
     """As `exchange.gather_counts`."""
-    memory.reserve(counts_E.nbytes)
+    assert counts_E.nbytes <= COUNT_BYTES, counts_E.shape
+    memory.reserve(COUNT_BYTES)
     of_ranks = [memory.view(rank, 0, tuple(counts_E.shape), counts_E.dtype) for rank in range(memory.size)]
     memory.barrier()
     of_ranks[memory.rank].copy_(counts_E)
@@ -40,11 +41,11 @@ def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
 
 def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
     """As `exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
-    memory.reserve(offsets([w_LX.nbytes for w_LX in weights])[-1])
+    memory.reserve(COUNT_BYTES + offsets([w_LX.nbytes for w_LX in weights])[-1])
     memory.barrier()
-    put(memory, 0, weights, expert_RS)
+    put(memory, COUNT_BYTES, weights, expert_RS)
     memory.barrier()
-    return pulled(memory, 0, weights, expert_RS)
+    return pulled(memory, COUNT_BYTES, weights, expert_RS)
 
 
 def put(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> None:
@@ -75,15 +76,21 @@ def gradient_room(
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
     """As `exchange.home`."""
     shapes = [tuple(made_SX.shape) for made_SX in made]
-    *starts, end = _starts(shapes)
-    memory.reserve(end)
+    memory.reserve(_starts(shapes)[-1])
     room = _room(memory, shapes)
     if [each.data_ptr() for each in room] != [made_SX.data_ptr() for made_SX in made]:
         memory.barrier()
         for to_SX, made_SX in zip(room, made, strict=True):
             to_SX.copy_(made_SX)
     memory.barrier()
-    for start, total_LX in zip(starts, totals, strict=True):
+    add_made(memory, expert_RS, made, totals)
+
+
+def add_made(
+    memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
+) -> None:
+    """Add gradients of slots, which all ranks have made in their regions, to the totals of owners."""
+    for start, total_LX in zip(_starts([tuple(made_SX.shape) for made_SX in made]), totals, strict=False):
         add_home(memory, start, total_LX, expert_RS)
 
 
@@ -124,7 +131,8 @@ def _words(w_LX: Tensor) -> Tensor:
 
 
 def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    return offsets([4 * torch.Size(shape).numel() for shape in shapes])
+    """Starts of gradients of these shapes, and the end of the last."""
+    return [COUNT_BYTES + each for each in offsets([4 * torch.Size(shape).numel() for shape in shapes])]
 
 
 def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

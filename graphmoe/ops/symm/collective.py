@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import collective as replicas
-from graphmoe.ops.replicas.exchange import Along
+from graphmoe.ops.replicas.exchange import Along, bring_home
 from graphmoe.ops.symm.peers import CollectivePeers
 
 
@@ -32,6 +32,7 @@ def bring(
 
     Tokens are put into ``into_ND`` if there is one; weights come ``along``.
     """
+    bring_home()
     if along:
         along.keep(replicas.pull(peers, along.weights, along.expert_RS))
     if arrivals_PP is None:
@@ -71,6 +72,7 @@ def sums(
     block: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over each token's places of the ranks' rows, and that of gradients of weights if given."""
+    bring_home()
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < len(y_ND)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import shared
-from graphmoe.ops.replicas.exchange import Along
+from graphmoe.ops.replicas.exchange import Along, bring_home
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
 
@@ -70,6 +70,7 @@ def bring(
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
         if along:
             along.keep(shared.pulled(peers, region.weights, along.weights, along.expert_RS))
+        bring_home()
     return received_ND, *received, arrivals_PP
 
 
@@ -99,7 +100,9 @@ def sums(
         from_TW, dweight_from_TW = launches.way_back(peers, region, way, staged_PBD, y_ND, dweight_NK)
         if dweight_NK is not None:
             dweight_TK = launches.sum_places(dweight_from_TW, slots, dweight_NK.dtype)
-    return launches.sum_places(from_TW, columns, y_ND.dtype), dweight_TK
+    summed_TD = launches.sum_places(from_TW, columns, y_ND.dtype)
+    bring_home()
+    return summed_TD, dweight_TK
 
 
 def _checked(x: Tensor) -> Tensor:

@@ -112,6 +112,10 @@ def offsets(parts: Iterable[int]) -> list[int]:
     return found
 
 
+COUNT_BYTES = 16 << 10
+"""Bytes of a place for counts of 4,096 experts."""
+
+
 class SharedMemory(Peers, Protocol):
     """Memory of each rank that all of them read, its region. Calls are alike on all ranks.
 

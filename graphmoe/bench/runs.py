@@ -230,14 +230,15 @@ def rung_numbers(config: RunConfig, ranks: int, steps: Sequence[Row], summary: R
     """Numbers of the timed rows of metrics.jsonl and of the run's summary.
 
     ``receive_load`` is the most that arrived at any rank in a layer and micro-batch, over what a balanced
-    routing sends. ``loss`` is the same for all rungs with the same micro-batches, but for rounding.
+    routing sends, ``planned_rank_load`` the most slots over the mean by a plan of replicas. ``loss`` is the
+    same for all rungs with the same micro-batches, but for rounding.
     """
-    row = numbers_of_run(config, ranks, steps, summary)
+    row, most = numbers_of_run(config, ranks, steps, summary), ("receive_load", "planned_rank_load")
     return {
         **row,
         "mfu": row["tflops"] / PEAK_TFLOPS,
         "rank_load": statistics.fmean(step["rank_load"] for step in steps),
-        "receive_load": max((s["receive_load"] for s in steps if "receive_load" in s), default=None),
+        **{name: max((s[name] for s in steps if name in s), default=None) for name in most},
         "first_step_s": summary["time_to_first_step_s"],
         "loss": steps[-1]["loss"],
     }
@@ -252,6 +253,7 @@ def take_gains(rows: Sequence[Row]) -> None:
         before = rate or before
 
 
+_OF_RANKS = ("rank_load", "planned_rank_load")
 _LADDER_COLUMNS: dict[str, Cell] = {
     "rung": "{rung}",
     "gain": "{gain:.3f}",
@@ -259,7 +261,7 @@ _LADDER_COLUMNS: dict[str, Cell] = {
     **COLUMNS,
     "TFLOP/s/GPU": "{tflops:.1f}",
     "MFU %": lambda row: f"{100 * row['mfu']:.1f}",
-    "slowest rank's load": "{rank_load:.2f}",
+    "slowest rank's load": lambda row: " -> ".join(f"{row[k]:.2f}" for k in _OF_RANKS if row.get(k)),
     "received / balanced": "{receive_load:.2f}",
     "first step s": "{first_step_s:.0f}",
 }
@@ -273,8 +275,9 @@ def _ladder_legend(document: dict[str, Any]) -> Iterator[str]:
         f"{FLOPS_PER_S / 1e12:.0f} TFLOP/s; MFU of {PEAK_TFLOPS:.0f}. Neither counts recomputation."
     )
     yield (
-        "Slowest rank's load: slots of the rank with most over the mean, mean of layers and steps. Received: "
-        "the most that arrived at a rank at once over what a balanced routing sends."
+        "Slowest rank's load: slots of the rank with most over the mean, mean of layers and steps. Behind "
+        "an arrow: the most in a layer and micro-batch with moe.balance=replicas. Received: the most "
+        "that arrived at a rank at once over what a balanced routing sends."
     )
     yield MEMORY
 

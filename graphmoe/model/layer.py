@@ -32,7 +32,7 @@ from graphmoe.plan.experts import replica_slots
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
 
-OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load")
+OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load", "replicas")
 """Names of the tensors of a `MoEOutput`, in its order."""
 PLAN = ("counts", "ends", "row", "slot")
 
@@ -51,6 +51,8 @@ class MoEOutput(NamedTuple):
     """Slots that the balance loss counts, int32; None where these are ``counts_E``, or nobody reads them."""
     received_load: Tensor | None = None
     """A `graphmoe.plan.experts.Load` of what was sent to this rank, int32; None where none is planned."""
+    expert_RS: Tensor | None = None
+    """Experts in the slots of all ranks, int32, -1 for none; None where there are no replicas."""
 
     @classmethod
     def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
@@ -137,8 +139,13 @@ class MoELayer(nn.Module):
     @property
     def writes(self) -> tuple[str, ...]:
         """The tensors of a `MoEOutput`."""
-        absent = {"load": not has_load(self.dispatcher), "counted": not self.moe_router.counts_apart}
-        return tuple(name for name in OUTPUTS if not absent.get(name))
+        replicates = self.moe_replicas and self.dispatcher and self.dispatcher.chunk is None
+        there = {
+            "counted": self.moe_router.counts_apart,
+            "load": has_load(self.dispatcher),
+            "replicas": replicates,
+        }
+        return tuple(name for name in OUTPUTS if there.get(name, True))
 
     def segments(self, index: int | None = None) -> list[Segment]:
         """The segments of the layer at a place of the model."""

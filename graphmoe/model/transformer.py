@@ -52,6 +52,8 @@ class LossOutput(NamedTuple):
     """Slots that the balance loss counts, int32; None where these are ``counts_LE``, or nobody reads them."""
     received_L2: Tensor | None = None
     """The load of each MoE layer, int32; None where nothing is measured."""
+    replicas: Tensor | None = None
+    """Copies of experts on further ranks, of all ranks and MoE layers, int64; None where there are none."""
     carried: tuple[Tensor, ...] = ()
     """Tensors for the next stage, [B, S, D] each: the state after the last layer so far, or from the final
     norm on the normed states from which each depth predicts."""
@@ -204,9 +206,11 @@ class Transformer(nn.Module):
         counted_LE = torch.stack(counted) if counted else None
         loads = [output.received_load for output in outputs if output.received_load is not None]
         received_L2 = torch.stack(loads) if loads else self._no_load(tokens_BS.device)
+        slots = [output.expert_RS for output in outputs if output.expert_RS is not None]
+        replicas = (torch.stack(slots) >= 0).sum() if slots else None
         handed = () if pieces.loss else carried
         detached = cross_entropy.detach(), mtp.detach()
-        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_L2, handed)
+        return LossOutput(total, *detached, stats_L3, counts_LE, counted_LE, received_L2, replicas, handed)
 
     def _predict(
         self,

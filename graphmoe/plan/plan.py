@@ -111,6 +111,12 @@ class Plan:
         return bool(self.replica_slots) and fuses and not experts_in_fp8(self.config)
 
     @property
+    def replica_bytes(self) -> int:
+        """Bytes that a replica moves in a micro-batch: weights twice, and an fp32 gradient home."""
+        numbers = 3 * self.config.model.hidden_size * self.config.model.expert_ffn_size
+        return numbers * (2 * self.dtype.itemsize + 4)
+
+    @property
     def exact_of(self) -> int | None:
         """Tokens of each rank where all that can arrive by a plan of replicas has room; else None."""
         return self.tokens if is_exact(self.config.moe, self.config.model, self.layout) else None

@@ -153,13 +153,25 @@ def _of_cores(run: RunData, of_steps: float) -> Iterator[Cause]:
 
 def _of_ranks(run: RunData, of_steps: float) -> Iterator[Cause]:
     last = run.steps[-max(1, len(run.steps) // 4) :]
-    loads = [row["rank_load"] for row in last if row.get("rank_load")]
-    if loads and (load := statistics.fmean(loads)) > 1 + MANY:
+    found = [row.get("planned_rank_load") or row.get("rank_load") for row in last]
+    if (loads := [load for load in found if load]) and (load := statistics.fmean(loads)) > 1 + MANY:
         said = (
-            f"The rank with the most tokens has {load:.2f} times the mean, and the others wait for it: see "
-            f"the load of experts, and `model.aux_loss_coef`."
+            f"The rank with the most tokens has {load:.2f} times the mean, and the others wait for it: "
+            f"{_balance(run)}see the load of experts, and `model.aux_loss_coef`."
         )
         yield Cause(of_steps * (1 - 1 / load), "an overfull rank", said)
+
+
+def _balance(run: RunData) -> str:
+    """Name what gives all ranks as many rows, whatever the router says, where it can; ends with a comma."""
+    ep, of_node = run.of("parallel.ep") or 1, run.environment.get("workers_of_node") or 1
+    has_symm = run.of("moe.dispatcher") == "symm"
+    if run.of("moe.balance") == "replicas":
+        return "more `moe.replica_slots` even it out, "
+    if run.of("moe.balance") is None or run.of("parallel.etp") != 1 or not (has_symm or ep <= of_node):
+        return ""
+    words = "" if has_symm else " with `moe.dispatcher=symm`"
+    return f"`moe.balance=replicas`{words} gives all of them as many, "
 
 
 def _uneven(run: RunData, of_steps: float) -> Iterator[Cause]:

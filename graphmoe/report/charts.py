@@ -133,13 +133,25 @@ def expert_charts(run: RunData) -> list[Chart]:
         curves.append(curve("worst layer", routed, lambda row: max(row["load_max_over_mean"])))
     of_ranks = curve("fullest rank", run.steps, "rank_load")
     if any(load != 1 for load in of_ranks.values):  # ranks share the experts
-        curves.append(of_ranks)
+        planned = curve("fullest rank with replicas", run.steps, "planned_rank_load")
+        curves += [of_ranks, planned] if planned.steps else [of_ranks]
     entropy = [curve("mean of layers", run.steps, "router_entropy")] if routed else []
     if (experts := run.of("model.num_experts")) and entropy and entropy[0].steps:
         entropy.append(level(math.log(experts), f"even: ln {experts}", entropy[0]))
     entropies = curves_chart("Router entropy", "nats", entropy)
     loads = loads_chart(run.expert_loads)
-    return [*loads, *curves_chart("Fullest expert", "load / mean", curves), *entropies]
+    replicas = curve("all MoE layers", run.steps, "replicas")
+    copies = curves_chart("Replicas of experts", "in a micro-batch", [replicas], note=_moved(run))
+    return [*loads, *curves_chart("Fullest expert", "load / mean", curves), *copies, *entropies]
+
+
+def _moved(run: RunData) -> str:
+    """Say how much the replicas moved; empty without any."""
+    moved = [row["replica_gb"] for row in run.steps if row.get("replica_gb") is not None]
+    if not moved:
+        return ""
+    size = statistics.fmean(moved)
+    return f"They moved {size:.3g} GB in a micro-batch, the mean of all steps: weights and gradients."
 
 
 def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:

@@ -22,7 +22,7 @@ from graphmoe.run.files import EXPERT_LOADS_FILE, METRICS_FILE
 from graphmoe.run.machine import device_name
 from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
-from graphmoe.training.step_rows import StepRow
+from graphmoe.training.step_rows import RECEIVED, REPLICATED, StepRow
 from graphmoe.training.trackers import Trackers
 
 
@@ -139,9 +139,7 @@ def to_json(
         "skipped": bool(values["skipped"]),
         "skipped_total": int(values["skipped_total"]),
     }
-    if "receive_load" in values:
-        found["receive_load"] = values["receive_load"]
-    return found
+    return found | {name: values[name] for name in (RECEIVED[0], *REPLICATED) if name in values}
 
 
 def _finite(value: Any) -> Any:

@@ -17,7 +17,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.ranks import Mesh, sums
 from graphmoe.segments import profiler_range
 from graphmoe.training.micro_batches import OneAfterTheOther, one_of_all, rooms_of
-from graphmoe.training.step_rows import RECEIVED, device_row
+from graphmoe.training.step_rows import device_row
 
 
 class ForcedLoads:
@@ -114,6 +114,7 @@ class TrainStep:
         model = self.model
         shape, device = (model.num_moe_layers, model.config.num_experts), self.micro_batches.device
         received_L2 = torch.zeros(model.num_moe_layers, 2, dtype=torch.int32, device=device)
+        replicas = torch.zeros((), dtype=torch.int64, device=device)
         losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
         counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
         apart = any(router.counts_apart for router in model.routers())
@@ -129,6 +130,8 @@ class TrainStep:
             if output.received_L2 is not None:
                 most_L2 = received_L2[layers.start : layers.stop]
                 most_L2.copy_(torch.maximum(most_L2, output.received_L2))
+            if output.replicas is not None:
+                replicas.add_(output.replicas)
             self._tell_routers(counted_LE, layers)
 
         self.optimizer.start_gather()
@@ -138,9 +141,15 @@ class TrainStep:
         axes: list[tuple[Axis, Tensor]] = [("dp_pp", losses), ("world", counts_LE)]
         if has_load(model.dispatcher):
             axes.append(("world", one_of_all(received_L2, self.mesh)))
-        total, slots_LE, *most = self._summed(axes)
-        named = zip(("loss", "mtp_loss", *ROUTER_STATS), total / self.plan.global_micro_batches, strict=True)
-        return dict(named), slots_LE, most[0].amax(dim=0) if most else None
+            if self.plan.replica_slots:
+                axes.append(("world", replicas))
+        total, slots_LE, *more = self._summed(axes)
+        means = total / self.plan.global_micro_batches
+        named = dict(zip(("loss", "mtp_loss", *ROUTER_STATS), means, strict=True))
+        if len(more) > 1:  # each rank that shares a stage has counted those of its exchanges
+            named["replicas"] = more[1] / (self.mesh.layout.size("stage") * self.plan.num_micro_batches)
+            named["replica_gb"] = named["replicas"] * (self.plan.replica_bytes / 1e9)
+        return named, slots_LE, more[0].amax(dim=0) if more else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
         """Sum each over the ranks of its axis; tensors of the same ranks are sent together."""
@@ -152,15 +161,16 @@ class TrainStep:
         return [found[i] for i in range(len(tensors))]
 
     def _received(self, received_L2: Tensor) -> dict[str, Tensor]:
-        """Return the values of ``RECEIVED``; make the step void where a layer has too little room."""
+        """Return the loads of ranks as ``device_row`` names them; the step is void if a layer lacks room."""
         dispatchers, void = self.model.dispatchers, self.optimizer.void
         if dispatchers[0].capacity is not None:
             if self._rooms_of != dispatchers:  # before any capture: each program runs uncaptured first
                 self._rooms_of, self._rooms_L2 = dispatchers, rooms_of(dispatchers, void.device)
             void.copy_(torch.maximum(void, (received_L2 > self._rooms_L2).any().float()))
         rows, slots = received_L2.amax(dim=0).unbind()
-        of_balanced = torch.maximum(rows / self.plan.balanced.rows, slots / self.plan.balanced.slots)
-        return dict(zip(RECEIVED, (of_balanced, void), strict=True))
+        of_mean = slots / self.plan.balanced.slots
+        load = {"receive_load": torch.maximum(rows / self.plan.balanced.rows, of_mean), "void": void}
+        return load | ({"planned_rank_load": of_mean} if self.plan.replica_slots else {})
 
     def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
         """Give this rank's counts of the step so far to the routers that read them."""

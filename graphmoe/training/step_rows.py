@@ -19,6 +19,9 @@ SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "void")
 """Scalars of a run that makes room for arriving rows without a count: the most that arrived at any rank at
 once, over a balanced routing, and 1.0 where there was no room."""
+REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
+"""Scalars of such a run with replicas of experts: the most slots that arrived at a rank at once, over the
+mean; replicas in a micro-batch, of all MoE layers and ranks of ep together; and the GB that they move."""
 
 
 Mark = torch.cuda.Event | float
@@ -33,7 +36,7 @@ class StepRow(NamedTuple):
     step: int
     seconds: float
     values: dict[str, float]
-    """By the names in ``SCALARS``, and in ``RECEIVED`` where there are such."""
+    """By the names in ``SCALARS``, and in ``RECEIVED`` and ``REPLICATED`` where there are such."""
     load_LE: Tensor
     """Load of each expert over the mean of its MoE layer, fp32 on the host."""
 
@@ -49,7 +52,8 @@ def device_row(
 ) -> Tensor:
     """Return a step's fp32 row: ``SCALARS``, loads of all experts; with ``RECEIVED`` where room is planned.
 
-    There ``received_L2``, the `plan.experts.Load` of each MoE layer, is behind all.
+    There ``received_L2``, the `plan.experts.Load` of each MoE layer, is behind all. ``REPLICATED`` follow
+    ``RECEIVED`` with replicas.
 
     A load is over the mean of its MoE layer. The scalar ``rank_load`` is the largest of the ``ep`` ranks that
     share the experts, copies together, the mean of all layers: the one with most is waited for.
@@ -57,7 +61,7 @@ def device_row(
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
     scalars = {**scalars, "rank_load": of_ranks_L.mean() if len(of_ranks_L) else load_LE.new_ones(())}
-    names = names_of(RECEIVED[0] in scalars)
+    names = names_of(RECEIVED[0] in scalars, REPLICATED[0] in scalars)
     row = [torch.stack([scalars[name].float() for name in names]), load_LE.flatten()]
     return torch.cat(row if received_L2 is None else [*row, received_L2.flatten().float()])
 
@@ -67,9 +71,9 @@ def over_mean(counts_LX: Tensor) -> Tensor:
     return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
-def names_of(planned: bool) -> tuple[str, ...]:
-    """Names of a row's scalars; ``planned`` says whether room is made for what arrives."""
-    return SCALARS + RECEIVED if planned else SCALARS
+def names_of(planned: bool, replicated: bool) -> tuple[str, ...]:
+    """Names of a row's scalars; ``planned``: there is room for what arrives, ``replicated``: of replicas."""
+    return SCALARS + RECEIVED * planned + REPLICATED * replicated
 
 
 class StepRows:
@@ -79,10 +83,16 @@ class StepRows:
     """
 
     def __init__(
-        self, capacity: int, experts: tuple[int, int], device: torch.device, *, planned: bool = False
+        self,
+        capacity: int,
+        experts: tuple[int, int],
+        device: torch.device,
+        *,
+        planned: bool = False,
+        replicated: bool = False,
     ) -> None:
         """``capacity`` rows at most are there between two reads; ``experts``: MoE layers, experts of each."""
-        self._names, self._experts = names_of(planned), experts
+        self._names, self._experts = names_of(planned, replicated), experts
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
         """Place behind the loads of experts."""

@@ -103,6 +103,7 @@ class Trainer:
             (self.model.num_moe_layers, config.model.num_experts),
             device,
             planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
+            replicated=self.model.dispatcher is not None and plan.replica_slots > 0,
         )
         self.throughput = Throughput.of_run(plan, device)
         self.stop_flag = StopFlag(ranks)

@@ -27,7 +27,7 @@ from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
 from graphmoe.runtime.pipeline.stages import Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
-from graphmoe.training.step_rows import RECEIVED, SCALARS
+from graphmoe.training.step_rows import RECEIVED, REPLICATED, SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Change, Outcome, Training, gathered, without_rank_load
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
@@ -91,7 +91,7 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
     parts = zip(of_ranks(case, wanted.weights), of_ranks(case, wanted.gradients), strict=True)
     expected = without_rank_load(wanted.rows).nan_to_num(9.0)
     for of_rank, (weights, gradients) in zip(found, parts, strict=True):
-        rows = without_rank_load(_common(of_rank.rows, wanted.rows)).nan_to_num(9.0)
+        rows = without_rank_load(_common(case, of_rank.rows, wanted.rows)).nan_to_num(9.0)
         assert_forward_close(rows, expected)
         assert torch.equal(of_rank.rows.nan_to_num(9.0), found[0].rows.nan_to_num(9.0))
         assert_forward_close(of_rank.val_losses, wanted.val_losses)
@@ -304,11 +304,20 @@ def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]
         yield {name: own_part(whole[name], mark, layout, rank) for name, mark in marks.items()}
 
 
-def _common(rows: Tensor, like: Tensor) -> Tensor:
+def replicated(rows: Tensor) -> list[dict[str, float]]:
+    """Values of ``REPLICATED`` in rows of steps that have them."""
+    begin = len(SCALARS + RECEIVED)
+    return [
+        dict(zip(REPLICATED, row, strict=True)) for row in rows[:, begin : begin + len(REPLICATED)].tolist()
+    ]
+
+
+def _common(case: Case, rows: Tensor, like: Tensor) -> Tensor:
     """Rows of steps that count, without the columns of arriving rows."""
     received = len(RECEIVED) * (rows.shape[1] > like.shape[1])
     if received:
         rows = rows[rows[:, len(SCALARS) + RECEIVED.index("void")] == 0]
+        received += len(REPLICATED) * ({*REPLICAS} <= {*case.overrides})
     return torch.cat(
         [rows[:, : len(SCALARS)], rows[:, len(SCALARS) + received : like.shape[1] + received]], 1
     )

@@ -15,6 +15,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.training.step_rows import SCALARS
 from tests.distributed.layouts import (
     BUDGET,
     FSDP,
@@ -29,6 +30,7 @@ from tests.distributed.layouts import (
     an_expert_without_tokens,
     assert_same,
     gradient_errors,
+    replicated,
     some_labels_ignored,
 )
 from tests.distributed.ranks import Job, selected
@@ -47,6 +49,8 @@ GQA = ("model.attention=gqa", "model.head_dim=6", "model.num_kv_heads=2", "model
 LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
 NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
+HOT = Case(4, "ep=4", overrides=REPLICAS, change=all_on_two_experts)
+HOT_STAGE = Case(4, "pp=2 ep=2", "1f1b", REPLICAS, change=all_on_two_experts)
 FOUR = (
     Case(4, "", model=("model.mtp_depth=1",), overrides=(BF16, *FULL)),
     Case(4, "tp=4 etp=2", model=(TIED, MTP)),
@@ -55,7 +59,7 @@ FOUR = (
     Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)),
     Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
-    Case(4, "ep=4", overrides=REPLICAS, change=all_on_two_experts),
+    HOT,
 )
 LANES = Case(
     2, "pp=2", "zbv", ("graph.scope=partial", "graph.warmup_steps=1", "train.micro_batch_size=2"),
@@ -92,6 +96,7 @@ TWO = (
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
+    HOT_STAGE,
     Case(4, "ep=2 etp=2", model=(MTP,)),
     Case(4, "tp=2 ep=2", model=GQA[:3]), Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)),
     Case(4, "tp=2", model=(DENSE,)), Case(4, "tp=2", model=("model.selection_bias=false", NOT_SHARED)),
@@ -185,6 +190,23 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("case", CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(on_ranks, alone, case):
     assert_same(case, on_ranks(case), alone(case.alone))
+
+
+@pytest.mark.parametrize("case", [HOT, pytest.param(HOT_STAGE, marks=pytest.mark.slow)], ids=str)
+def test_metrics_say_how_many_replicas_there_are_and_what_load_they_leave(on_ranks, case):
+    """All rows are of experts of one rank, so each other rank gets one replica in each MoE layer."""
+    run, ranks, place = case.training.config, 2 if "pp" in case.layout else 4, SCALARS.index("rank_load")
+    model = run.model
+    layers, of_expert = (
+        model.num_layers - model.num_dense_layers,
+        3 * model.hidden_size * model.expert_ffn_size,
+    )
+    copies = layers * (ranks - 1)
+    for found in on_ranks(case):
+        assert found.rows[:, place].tolist() == [ranks] * len(found.rows)
+        for row in replicated(found.rows):
+            assert row["replicas"] == copies and 1 <= row["planned_rank_load"] <= 65 / 64
+            assert row["replica_gb"] == pytest.approx(copies * of_expert * (4 + 4 + 4) / 1e9)
 
 
 @pytest.mark.slow

@@ -7,8 +7,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.config.choices import SEGMENT_NAMES
-from graphmoe.config.schema import MoEConfig
+from graphmoe.config.schema import Balance, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
+from graphmoe.plan.experts import Load
+from graphmoe.plan.layout import Layout
+from graphmoe.runtime.dispatch.alltoall import AllToAll
+from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.runtime.ranks import Mesh
 from tests.model.models import MLA, B, S, filled
 from tests.tolerances import assert_gradient_close
 
@@ -130,3 +135,15 @@ def test_micro_batches_in_turns_share_nothing_and_pass_gradients_through_the_dec
     for parameter_name, parameter in layer.named_parameters():
         assert bool(parameter.grad.any()), parameter_name
         assert_gradient_close(parameter.grad, expected[parameter_name])
+
+
+def test_a_layer_hands_out_the_plan_of_replicas_unless_rows_go_in_chunks():
+    """In chunks each row goes to the owner of its expert."""
+    room = Load(64, 128)
+    layer = MoELayer(CONFIG, MoEConfig(balance=Balance.replicas), dispatcher=Symm(room, 16, 1))
+    planned = layer.writes
+    layer.use(AllToAll(Mesh(Layout()), 8, chunk=room))
+    assert {*planned} - {*layer.writes} == {"replicas"}
+    for dispatcher in layer._paths:
+        layer.use(dispatcher)
+        assert {*layer.writes} <= {name for segment in layer.segments() for name in segment.writes}

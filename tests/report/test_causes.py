@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from graphmoe.report.causes import causes, likely, more
-from graphmoe.report.charts import speed_charts
+from graphmoe.report.charts import expert_charts, speed_charts
 from graphmoe.report.page import segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, times
 from graphmoe.report.run_data import RunData, read_run
@@ -73,6 +73,54 @@ def test_uneven_steps_and_full_ranks_count_by_the_time_that_they_cost(tmp_path):
     assert [each.short for each in causes(run_of(tmp_path, late, {}))] == ["uneven steps"]
     late = rows(*[1.0] * 20, *[3.0] * 5, rank_load=4.0)
     assert [each.short for each in causes(run_of(tmp_path, late, {}))] == ["an overfull rank", "uneven steps"]
+
+
+@pytest.mark.parametrize(
+    ("moe", "ranks", "said"),
+    [
+        ({"balance": "none", "dispatcher": "symm"}, 8, "wait for it: `moe.balance=replicas` gives all of"),
+        (
+            {"balance": "none", "dispatcher": "auto"},
+            8,
+            "`moe.balance=replicas` with `moe.dispatcher=symm` gives",
+        ),
+        ({"balance": "none", "dispatcher": "auto"}, 4, None),  # experts are on two nodes
+        ({"balance": "replicas", "dispatcher": "symm"}, 8, "wait for it: more `moe.replica_slots` even it"),
+        ({"dispatcher": "symm"}, 8, None),  # an older run
+    ],
+)
+def test_replicas_are_named_where_an_overfull_rank_could_have_them(tmp_path, moe, ranks, said):
+    run = run_of(tmp_path, rows(*[2.0] * 21, rank_load=1.5), {}, workers_of_node=ranks)
+    for etp in (1, 2):
+        run.config.update(moe=moe, parallel={"ep": 8 // etp, "etp": etp})
+        (found,) = causes(run)
+        assert found.short == "an overfull rank" and "`model.aux_loss_coef`" in found.said
+        if said is None or (etp > 1 and moe["balance"] == "none"):
+            assert "replica" not in found.said
+        else:
+            assert said in found.said
+
+
+def test_a_rank_that_replicas_relieve_is_no_loss_of_time(tmp_path):
+    def found(planned: float) -> list[str]:
+        steps = rows(*[2.0] * 21, rank_load=1.5, planned_rank_load=planned)
+        return [each.said for each in causes(run_of(tmp_path, steps, {}))]
+
+    assert found(1.02) == [] and "has 1.20 times the mean" in found(1.2)[0]
+
+
+def test_replicas_are_drawn_with_the_load_that_they_leave(tmp_path):
+    def charts(**more: float) -> dict[str, list[str]]:
+        steps = rows(*[2.0] * 4, rank_load=1.5, load_max_over_mean=[2.0], **more)
+        found = {chart.title: chart for chart in expert_charts(run_of(tmp_path, steps, {}))}
+        assert ("moved 0.25 GB" in "".join(chart.note for chart in found.values())) == bool(more)
+        return {title: [trace["name"] for trace in chart.traces] for title, chart in found.items()}
+
+    assert charts() == {"Fullest expert": ["mean of layers", "fullest rank"]}
+    assert charts(planned_rank_load=1.01, replicas=14.0, replica_gb=0.25) == {
+        "Fullest expert": ["mean of layers", "fullest rank", "fullest rank with replicas"],
+        "Replicas of experts": ["all MoE layers"],
+    }
 
 
 def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):

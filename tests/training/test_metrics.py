@@ -24,6 +24,7 @@ from graphmoe.training.profile import PipelineProfile
 from graphmoe.training.step_rows import (
     OF_STEP,
     RECEIVED,
+    REPLICATED,
     SCALARS,
     StepClock,
     StepRow,
@@ -65,9 +66,11 @@ def test_a_line_of_steps_has_the_values_of_the_last_and_the_rate_of_all_but_the_
 def test_lines_of_a_run_fit_a_hundred_columns_with_the_time_before_them():
     row = row_of(123456, loss=12.3456, grad_norm=1234.5, skipped_total=99.0, rank_load=3.25)
     row |= {"tokens_per_s": 123.4e6, "memory_gib": 178.25, "receive_load": 3.25}
+    replicated = row | {"planned_rank_load": 1.25, "replicas": 1234.0}
     for line in (
         step_line([row], 200000, 1e6),
         experts_line(row, torch.rand(60, 256) * 30, blocks=True),
+        experts_line(replicated, torch.rand(60, 256) * 30, blocks=True),
     ):
         assert len(f"23:59:59 {line}") <= 100 and "left" not in line
     assert "loss 12.3456" in step_line([row], 200000, 1e6)
@@ -82,6 +85,9 @@ def test_the_line_of_experts_draws_the_fullest_layer():
     assert "  .#+0  " in str(experts_line(row, load_LE, blocks=False))
     ranks = experts_line(row_of(rank_load=1.25) | {"receive_load": 2.0}, load_LE, blocks=True)
     assert ranks is not None and ranks.endswith("entropy 1.75  rank load 1.25  receive load 2.00")
+    replicated = row_of(rank_load=1.28, planned_rank_load=1.0078, replicas=13.5, receive_load=1.02)
+    line = str(experts_line(replicated, load_LE, blocks=True))
+    assert line.endswith("entropy 1.75  rank load 1.28 -> 1.01, 14 replicas")  # no room for the receive load
     assert experts_line(row, load_LE[:0], blocks=True) is None
 
 
@@ -199,6 +205,20 @@ def test_the_load_of_ranks_is_the_mean_of_layers_of_the_most_over_the_mean():
     of_two, of_four = (device_row(scalars, counts_LE, ep)[place].item() for ep in (2, 4))
     assert of_two == (1.0 + 1.5) / 2 and of_four == (1.5 + 3.0) / 2
     assert device_row(scalars, counts_LE[:0], 2)[place].item() == 1.0  # no MoE layer
+
+
+def test_only_rows_of_runs_with_replicas_have_them():
+    names, counts_LE = (*SCALARS, *RECEIVED, *REPLICATED), torch.tensor([[3, 1]], dtype=torch.int32)
+    values = dict(zip(names, torch.arange(1.0, len(names) + 1).unbind(), strict=True))
+    rows = StepRows(1, (1, 2), torch.device("cpu"), planned=True, replicated=True)
+    rows.append(1, device_row(values, counts_LE, received_L2=torch.tensor([[5, 7]])))
+    assert rows.received(1)[1] == [(5, 7)]
+    (row,) = rows.read()
+    assert row.values == {name: value.item() for name, value in values.items()} | {"rank_load": 1.0}
+    assert row.load_LE.tolist() == [[1.5, 0.5]]
+    written = to_json(row, THROUGHPUT, tokens=7000, epoch=0.25, memory_gib=3.0)
+    assert {name: written[name] for name in REPLICATED} == {name: values[name].item() for name in REPLICATED}
+    assert not {*REPLICATED} & row_of(receive_load=1.0).keys()
 
 
 def test_loads_of_experts_are_means_up_to_multiples_of_as_many_steps_as_keep_the_file_short(tmp_path):

@@ -43,6 +43,8 @@ class StepLog:
             log.info(line)
             if found := self._watch.add(last["step"], len(read), load_LE.tolist()):
                 log.warning("%s", found)
+        if line := ranks_line(last):
+            log.info(line)
 
 
 def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]) -> str:
@@ -118,20 +120,26 @@ def experts_line(row: dict[str, Any], load_LE: Tensor, blocks: bool) -> str | No
     layer = int(load_LE.amax(dim=1).argmax())
     loads: list[float] = load_LE[layer].tolist()
     where = f" in layer {layer}" if len(load_LE) > 1 else ""
-    received, planned = row.get("receive_load"), row.get("planned_rank_load")
-    of_ranks = f"rank load {row['rank_load']:.2f}"
-    if planned is not None:
-        of_ranks += f" -> {planned:.2f}, {row['replicas']:.0f} replicas"
+    received, has_line = row.get("receive_load"), "planned_rank_load" in row
     parts = (
         (0, True, f"experts  load max {max(loads):.1f}{where}"),
         (0, True, load_bar(loads, BLOCKS if blocks else ASCII)),
         (0, True, f"entropy {row['router_entropy']:.2f}"),
         (3, row["balance_loss"], f"balance {row['balance_loss']:.3f}"),
-        (1, row["rank_load"] > 1, of_ranks),
-        (1 if planned is None else 2, received is not None, f"receive load {received or 0:.2f}"),
+        (1, row["rank_load"] > 1 and not has_line, f"rank load {row['rank_load']:.2f}"),
+        (1, received is not None, f"receive load {received or 0:.2f}"),
         (2, row["z_loss"], f"z {row['z_loss']:.3f}"),
     )
     return _fitted(parts)
+
+
+def ranks_line(row: dict[str, Any]) -> str | None:
+    """Format the load of the busiest rank before and by a plan of replicas, and these; None without any."""
+    if "planned_rank_load" not in row:
+        return None
+    loads = f"{row['rank_load']:.2f} -> {row['planned_rank_load']:.2f}"
+    moved = f"{row['replicas']:.0f} replicas, {row['replica_gb']:.2g} GB in a micro-batch"
+    return f"ranks    load {loads}  {moved}"
 
 
 def quantity(number: float) -> str:

@@ -18,7 +18,7 @@ from graphmoe.plan.layout import Layout
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, render, summarise
 from graphmoe.training import profile as pipeline_profile
-from graphmoe.training.log_lines import duration, experts_line, quantity, step_line
+from graphmoe.training.log_lines import duration, experts_line, quantity, ranks_line, step_line
 from graphmoe.training.metrics import MAX_LINES, ExpertLoads, MetricsWriter, Throughput, to_json
 from graphmoe.training.profile import PipelineProfile
 from graphmoe.training.step_rows import (
@@ -66,11 +66,11 @@ def test_a_line_of_steps_has_the_values_of_the_last_and_the_rate_of_all_but_the_
 def test_lines_of_a_run_fit_a_hundred_columns_with_the_time_before_them():
     row = row_of(123456, loss=12.3456, grad_norm=1234.5, skipped_total=99.0, rank_load=3.25)
     row |= {"tokens_per_s": 123.4e6, "memory_gib": 178.25, "receive_load": 3.25}
-    replicated = row | {"planned_rank_load": 1.25, "replicas": 1234.0}
+    replicated = row | {"planned_rank_load": 1.25, "replicas": 1234.0, "replica_gb": 123.4}
     for line in (
         step_line([row], 200000, 1e6),
         experts_line(row, torch.rand(60, 256) * 30, blocks=True),
-        experts_line(replicated, torch.rand(60, 256) * 30, blocks=True),
+        str(ranks_line(replicated)),
     ):
         assert len(f"23:59:59 {line}") <= 100 and "left" not in line
     assert "loss 12.3456" in step_line([row], 200000, 1e6)
@@ -85,10 +85,19 @@ def test_the_line_of_experts_draws_the_fullest_layer():
     assert "  .#+0  " in str(experts_line(row, load_LE, blocks=False))
     ranks = experts_line(row_of(rank_load=1.25) | {"receive_load": 2.0}, load_LE, blocks=True)
     assert ranks is not None and ranks.endswith("entropy 1.75  rank load 1.25  receive load 2.00")
-    replicated = row_of(rank_load=1.28, planned_rank_load=1.0078, replicas=13.5, receive_load=1.02)
-    line = str(experts_line(replicated, load_LE, blocks=True))
-    assert line.endswith("entropy 1.75  rank load 1.28 -> 1.01, 14 replicas")  # no room for the receive load
     assert experts_line(row, load_LE[:0], blocks=True) is None
+
+
+def test_a_line_of_ranks_says_what_replicas_leave_of_their_load():
+    row = row_of(rank_load=1.28, receive_load=1.02)
+    replicated = row_of(
+        rank_load=1.28, receive_load=1.02, planned_rank_load=1.0078, replicas=13.6, replica_gb=0.2468
+    )
+    said = "ranks    load 1.28 -> 1.01  14 replicas, 0.25 GB in a micro-batch"
+    assert ranks_line(replicated) == said and ranks_line(row) is None
+    lines = [str(experts_line(each, torch.tensor(LOADS), blocks=True)) for each in (row, replicated)]
+    assert ["  rank load 1.28" in line for line in lines] == [True, False]
+    assert all("receive load 1.02" in line for line in lines)
 
 
 def test_times_and_quantities_are_short():

@@ -36,13 +36,16 @@ from graphmoe.passes.matching import (
 ops = torch.ops.graphmoe
 
 
-def fuse_experts(graph: fx.Graph, *, backend: str = "torch") -> Rewrites:
-    """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`."""
+def fuse_experts(graph: fx.Graph, *, backend: str = "torch", keep: bool = False) -> Rewrites:
+    """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`.
+
+    With ``keep`` weights of replicas are kept for the backward, which else gets them once more.
+    """
     absent = f"{len(calls(graph, ops.grouped_mm))} grouped products, and no unpermute behind one"
-    return rewrite(_replace, ((call, backend) for call in calls(graph, ops.unpermute)), absent)
+    return rewrite(_replace, ((call, backend, keep) for call in calls(graph, ops.unpermute)), absent)
 
 
-def _replace(unpermute: Node, backend: str) -> str | None:
+def _replace(unpermute: Node, backend: str, keep: bool) -> str | None:
     found = _experts(unpermute)
     if isinstance(found, str):
         return found
@@ -50,6 +53,9 @@ def _replace(unpermute: Node, backend: str) -> str | None:
     weight = viewed(unpermute, weight, *shape(plan[1]))
     weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
     (w_gate_up, w_down), replicas = _own_and_replicas(_straight(w_gate_up), _straight(w_down))
+    # Their gradients go home by the operation.
+    more = [put(unpermute, aten.detach.default, each) for each in replicas[1:]] if keep else []
+    replicas = [*replicas[:1], *more]
     weights, call = (w_gate_up, w_down, weight), ops.grouped_mlp.default
     y, _ = put_parts(unpermute, call, x, *weights, *plan, backend, *replicas, like=unpermute)
     unpermute.replace_all_uses_with(y)
@@ -66,7 +72,7 @@ def hidden_only(graph: fx.Graph) -> None:
             continue
         given, in_fp8 = operands(call), is_op(call, ops.fp8_mlp_forward)
         target = ops.fp8_mlp_hidden.default if in_fp8 else ops.grouped_mlp_hidden.default
-        read = (*given[:4], *given[7:11]) if in_fp8 else (*given[:2], *given[4:])
+        read = (*given[:4], *given[7:11]) if in_fp8 else (*given[:2], *given[4:10])
         hidden = put(call, target, *read)
         hidden.meta = {**call.meta, **hidden.meta}
         for piece in [piece for piece in call.users if piece.args[1]]:
@@ -113,8 +119,8 @@ def _straight(weight: Node) -> Node:
 
 
 def _own_and_replicas(*weights: Node) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Weights without those of replicas, and the experts in the slots of all ranks; none without replicas."""
-    own, slots = [], []
+    """Weights without those of replicas; the experts in the slots of all ranks, and weights of replicas."""
+    own, slots, more = list[Node](), list[Node](), list[Node]()
     for weight in weights:
         parts: Sequence[Node] = ()
         if is_op(weight, aten.cat) and argument(weight, 1, "dim", 0) == 0:
@@ -122,8 +128,9 @@ def _own_and_replicas(*weights: Node) -> tuple[Sequence[Node], Sequence[Node]]:
         if len(parts) == 2 and is_op(parts[1], ops.replica_weights) and operand(parts[1]) is parts[0]:
             own.append(parts[0])
             slots.append(operand(parts[1], 1))
+            more.append(parts[1])
     alike = len(own) == len(weights) and all(each is slots[0] for each in slots)
-    return (own, slots[:1]) if alike else (weights, ())
+    return (own, [*slots[:1], *more]) if alike else (weights, ())
 
 
 def _swapped(transpose: Any) -> set[int]:

@@ -77,6 +77,8 @@ class MoEConfig:
     replica_slots: Any = "auto"
     """Experts of others that a rank can compute, > 0; auto is as many as it owns, with which no rank ever has
     more than its share of rows."""
+    replica_keep: bool = False
+    """Keep the weights of replicas from forward to backward, which else gets them once more."""
     sync_free_stage: Any = "auto"
     """Parts of a MoE layer that never wait for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest

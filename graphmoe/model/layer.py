@@ -133,7 +133,8 @@ class MoELayer(nn.Module):
         slots = self.moe_replicas.replica_slots if self.moe_replicas else 0
         along = self.moe_experts if self._brings_weights(dispatcher) else None
         dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots, along)
-        back = CombineSegment(dispatcher, self.shared_experts is not None, along)
+        again = along if self._brings_weights(dispatcher, again=True) else None
+        back = CombineSegment(dispatcher, self.shared_experts is not None, again)
         self._paths[dispatcher] = dispatch, back
 
     @property
@@ -179,7 +180,8 @@ class MoELayer(nn.Module):
         preprocess = self.moe_replicas or self.moe_preprocess
         along = REPLICAS[1:] if self._brings_weights(dispatcher) else ()
         reads = ("h", "weight", REPLICAS[0] if self.moe_replicas else "experts", *SEND_PLAN, *along)
-        back = ("x", "routed", *SEND_PLAN, *dispatcher.handle, *along)
+        again = along if self._brings_weights(dispatcher, again=True) else ()
+        back = ("x", "routed", *SEND_PLAN, *dispatcher.handle, *again)
         on_the_way = functools.partial(piece, stream="comm", dynamic=dynamic)
         return [
             piece("moe_preprocess", preprocess, ("experts",), preprocess.writes),
@@ -190,9 +192,10 @@ class MoELayer(nn.Module):
         ]
 
     @staticmethod
-    def _brings_weights(dispatcher: Dispatcher) -> bool:
-        """Return whether weights of replicas come along with rows."""
-        return getattr(dispatcher, "brings_weights", False)
+    def _brings_weights(dispatcher: Dispatcher, *, again: bool = False) -> bool:
+        """Return whether weights of replicas come along with rows; ``again`` in the backward too."""
+        kept = again and getattr(dispatcher, "keeps_weights", False)
+        return not kept and getattr(dispatcher, "brings_weights", False)
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
         """The segments behind the router where memory must have a bound."""

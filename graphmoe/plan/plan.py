@@ -112,9 +112,10 @@ class Plan:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes that a replica moves in a micro-batch: weights twice, and an fp32 gradient home."""
+        """Bytes that a replica moves in a micro-batch: weights twice, or once, and an fp32 gradient home."""
         numbers = 3 * self.config.model.hidden_size * self.config.model.expert_ffn_size
-        return numbers * (2 * self.dtype.itemsize + 4)
+        times = 1 if self.config.moe.replica_keep else 2
+        return numbers * (times * self.dtype.itemsize + 4)
 
     @property
     def exact_of(self) -> int | None:

@@ -264,7 +264,7 @@ def pass_runner(
     """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
     knobs: dict[str, dict[str, Any]] = {
         "fuse_loss": {"needs_grad": trains},
-        "fuse_experts": {"backend": experts},
+        "fuse_experts": {"backend": experts, "keep": config.moe.replica_keep},
     }
     in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)
     specs = select_passes(config.passes, knobs | in_fp8)

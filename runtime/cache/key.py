@@ -42,6 +42,7 @@ SINGLE_KEYS = (
     "moe.receive_budget",
     "moe.balance",
     "moe.replica_slots",
+    "moe.replica_keep",
     "parallel.tp",
     "parallel.cp",
     "parallel.cp_method",

@@ -60,7 +60,7 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block, plan.brings_weights)
+    return Symm(room, experts, layout.etp, block, plan.brings_weights, plan.config.moe.replica_keep)
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:

@@ -39,7 +39,9 @@ class Symm:
     block: int = 0
     """Rows for each pair of ranks that copy engines move; what is beyond is pulled by a kernel."""
     brings_weights: bool = False
-    """True where weights of replicas come along with rows, there and in the backward."""
+    """True where weights of replicas come along with rows."""
+    keeps_weights: bool = False
+    """True where they do not come once more in the backward."""
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()

@@ -77,6 +77,8 @@ LIKE = {
     replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): replace(ONE_BY_ONE, overrides=(*ROOM, *RECOMPUTED)),
     replace(COPIED, overrides=(*REPLICAS, *FULL)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, SENT_TWICE)): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, "moe.replica_keep=true")): COPIED,
+    replace(COPIED, overrides=(*REPLICAS, "moe.replica_keep=true", *TURNS[-1:], *FULL)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:])): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *FULL)): COPIED,
 }

@@ -58,6 +58,7 @@ def _forward(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None,
+    more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sum over a token's experts of weight * down(silu(gate) * up) -> y [T, D], and h [R, H], of no gradient.
 
@@ -69,9 +70,11 @@ def _forward(
     Raises ConfigError where the package of a backend is missing.
 
     ``expert_RS`` [ranks, S] are the experts in the slots of each rank, by `ops.replicas.plan`; then
-    ``ends_E`` has S more entries, of the rows of this rank's slots, and all ranks make the same calls.
+    ``ends_E`` has S more entries, of the rows of this rank's slots, and all ranks make the same calls. The
+    weights of the slots come by that, here and in the backward, or are given and kept: ``more_gate_up``
+    [S, 2F, D] and ``more_down`` [S, D, F].
     """
-    more = _pulled((w_gate_up, w_down), expert_RS)
+    more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
     return _kernels(backend, "forward", x_TD).forward(x_TD, experts)
 
@@ -81,9 +84,10 @@ def _dgrad(
     dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
     row_TK: Tensor, ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None,
+    more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
-    more = _pulled((w_gate_up, w_down), expert_RS)
+    more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
 
@@ -130,19 +134,27 @@ def _wgrad_into(
 @torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
 def _hidden(
     x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    backend: str, expert_RS: Tensor | None = None,
+    backend: str, expert_RS: Tensor | None = None, more_gate_up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that recomputes it.
 
     The operation has no gradient.
     """
-    plan, more = Plan(slot_R, row_TK, ends_E), _pulled((w_gate_up,), expert_RS, again=True)
+    plan = Plan(slot_R, row_TK, ends_E)
+    more = _pulled((w_gate_up,), expert_RS, (more_gate_up,), again=True)
     return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, plan, *more)
 
 
-def _pulled(weights: Sequence[Tensor], expert_RS: Tensor | None, *, again: bool = False) -> list[Tensor]:
-    """The weights of the experts in this rank's slots; none without replicas."""
-    return [] if expert_RS is None else exchange.pull(weights, expert_RS, again=again)
+def _pulled(
+    weights: Sequence[Tensor],
+    expert_RS: Tensor | None,
+    given: Sequence[Tensor | None],
+    *,
+    again: bool = False,
+) -> list[Tensor]:
+    """The weights of the experts in this rank's slots, those given if any are; none without replicas."""
+    kept = [more for more in given if more is not None]
+    return kept if kept or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
 
 
 def _with_replicas(
@@ -193,29 +205,30 @@ def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *rest: Any) -> t
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.backend, expert_RS = inputs
-    ctx.save_for_backward(*tensors, expert_RS, output[1])
+    *tensors, ctx.backend, expert_RS, more_gate_up, more_down = inputs
+    ctx.save_for_backward(*tensors, expert_RS, more_gate_up, more_down, output[1])
     ctx.set_materialize_grads(False)  # the gradient of h would be zeros of the largest size here
 
 
 def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
     """dx_TD, dweight_TK, and arguments of the weight gradients but for the backend, expert_RS apart."""
-    x_TD, *experts, expert_RS, h_RH = ctx.saved_tensors
+    x_TD, *experts, expert_RS, more_gate_up, more_down, h_RH = ctx.saved_tensors
+    replicas = expert_RS, more_gate_up, more_down
     dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
-    dx_TD, dweight_TK, *made = dgrad(dy_TD, h_RH, *experts, ctx.backend, expert_RS)
+    dx_TD, dweight_TK, *made = dgrad(dy_TD, h_RH, *experts, ctx.backend, *replicas)
     return dx_TD, dweight_TK, (dy_TD, x_TD, *made, *experts[3:]), expert_RS
 
 
 def _backward(ctx: Any, dy_TD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
-        return (None,) * 9
+        return (None,) * 11
     dx_TD, dweight_TK, made, expert_RS = _row_gradients(ctx, dy_TD.contiguous())
     dw_gate_up = dw_down = None
     if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
         dw_gate_up, dw_down = torch.ops.graphmoe.grouped_mlp_wgrad(*made, ctx.backend, expert_RS)
     gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
     wanted = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=False)]
-    return *wanted, None, None, None, None, None
+    return *wanted, *[None] * 7
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -229,7 +242,7 @@ class _Accumulating(torch.autograd.Function):
         ctx: Any, totals: Sequence[Gradient], backend: str, expert_RS: Tensor | None, *arguments: Tensor
     ) -> Tensor:
         y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend, expert_RS)
-        ctx.save_for_backward(*arguments, expert_RS, h_RH)
+        ctx.save_for_backward(*arguments, expert_RS, None, None, h_RH)
         ctx.totals, ctx.backend = totals, backend
         return y_TD
 

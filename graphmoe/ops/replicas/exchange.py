@@ -145,9 +145,10 @@ def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -
     keys = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights]
     for i, (_, found) in enumerate(_came):
         if found.keys() >= {*keys}:
-            if not again:
+            came = [found[key] if again else found.pop(key) for key in keys]
+            if not found:
                 del _came[i]
-            return [found[key] for key in keys]
+            return came
     settle()  # weights of their own lie where gradients do
     form, of_ranks = _form(len(expert_RS))
     return form.pull(of_ranks, weights, expert_RS)

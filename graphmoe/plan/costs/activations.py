@@ -293,6 +293,8 @@ def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
     else:
         yield Kept("moe_dispatch" if again else "moe_experts", 4 * rows * k)
     yield Kept("moe_experts", slots * _gate_up_bytes(sizes, inner))
+    if sizes.keeps_replicas:
+        yield Kept("moe_experts", sizes.replica_slots * sizes.expert_elements * e)
 
 
 def _embed(sizes: Sizes) -> Iterator[Kept]:

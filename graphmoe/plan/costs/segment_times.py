@@ -185,7 +185,9 @@ def _moe(
     pulled = (
         REPLICAS * sizes.expert_elements * speeds.pass_on(1, in_node=True) if sizes.replica_slots else 0.0
     )
-    of_experts = _segment("moe_experts", [products], 0, (pulled * sizes.element_bytes,) * 2, speeds)
+    pulled *= 1 - hidden
+    there, again = pulled * sizes.element_bytes, 0.0 if sizes.keeps_replicas else pulled * sizes.element_bytes
+    of_experts = _segment("moe_experts", [products], 0, (there, again), speeds)
     yield replace(of_experts, weights=of_experts.weights + pulled * FP32)
     yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, travel), speeds)
 

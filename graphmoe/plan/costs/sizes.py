@@ -63,6 +63,8 @@ class Sizes:
     """True where rows travel to their experts in 8 bits."""
     replica_slots: int = 0
     """Experts of others that a rank can compute."""
+    keeps_replicas: bool = False
+    """True where their weights are kept from forward to backward."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -105,6 +107,7 @@ class Sizes:
             precision.fp8_wgrad is Fp8WeightGrad.bf16,
             travels_in_fp8(config),
             replica_slots(config.moe, model, layout.ep),
+            config.moe.replica_keep,
         )
 
     @functools.cached_property

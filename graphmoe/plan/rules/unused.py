@@ -71,7 +71,7 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
     if plan.dispatcher != "symm":
         yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
     if config.moe.balance is Balance.none:
-        yield _Unused("moe", ("replica_slots",), "with moe.balance=none")
+        yield _Unused("moe", ("replica_slots", "replica_keep"), "with moe.balance=none")
     elif plan.exact_of:
         yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
     if config.parallel.dp_shard is not DpShard.zero1:

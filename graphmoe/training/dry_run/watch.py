@@ -210,9 +210,10 @@ def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down
     return of_rows + _of_replicas(rest[5:], w_gate_up, w_down)
 
 
-def _of_replicas(expert_RS: Sequence[Tensor | None], *weights: Tensor) -> int:
-    """Weights of the experts in this rank's slots, where there are replicas."""
-    slots = expert_RS[0].shape[1] if expert_RS and expert_RS[0] is not None else 0
+def _of_replicas(replicas: Sequence[Tensor | None], *weights: Tensor) -> int:
+    """Weights of the experts in this rank's slots, where there are replicas whose weights are not given."""
+    expert_RS, given = (*replicas, None, None)[:2]
+    slots = expert_RS.shape[1] if expert_RS is not None and given is None else 0
     return sum(slots * w[0].nbytes for w in weights)
 
 

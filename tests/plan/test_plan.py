@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from graphmoe.config.schema import Transport
+from graphmoe.plan.experts import blocks_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
@@ -57,6 +58,31 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     assert not travels(fp8, "precision.fp8_products=[attn]")
     in_32s = "model.hidden_size=32", "model.expert_ffn_size=32"
     assert travels(fp8, *in_32s) and not travels("precision.fp8=mxfp8", *in_32s)
+
+
+def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():
+    words = (
+        "parallel.ep=4", "moe.dispatcher=symm", "moe.balance=replicas", "model.top_k=3",
+        "model.num_experts=8", "train.global_batch_size=8", "data.seq_len=64", "model.context_length=64",
+    )  # fmt: skip
+    plan, few = (plan_of(config(*words, *more), 4) for more in ((), ("moe.replica_slots=1",)))
+    tokens, share = plan.tokens, plan.tokens * 3
+    assert plan.room() == plan.room(2.0) == plan.worst == (share + share // 64, share + share // 64)
+    assert (plan.replica_slots, plan.exact_of) == (2, tokens) and (few.replica_slots, few.exact_of) == (
+        1,
+        None,
+    )
+    assert few.room().slots == 1.5 * few.balanced.slots
+
+    block, rows = blocks_of(plan.balanced, plan.room(), 4, plan.exact_of)
+    generator, most = torch.Generator().manual_seed(0), 0
+    for _ in range(200):  # rows from each rank, none of which has more than its tokens
+        arrived = (tokens * torch.rand(4, generator=generator) ** 0.2).int().tolist()
+        arrived[0] -= max(sum(arrived) - plan.room().rows, 0)
+        most = max(most, 4 * block + sum(max(each - block, 0) for each in arrived))
+        assert most <= rows
+    full = [tokens] * 3 + [plan.room().rows - 3 * tokens]
+    assert 4 * block + sum(max(each - block, 0) for each in full) == rows
 
 
 def called_in(file: Path) -> set[str]:

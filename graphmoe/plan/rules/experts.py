@@ -109,7 +109,9 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
     moe, slots = config.moe, config.moe.replica_slots
     owned = config.model.num_experts // max(config.parallel.ep, 1)
     if moe.balance is Balance.replicas and (why := why_no_replicas(config)):
-        yield f"moe.balance=replicas computes experts on further ranks, and {why}; use moe.balance=none"
+        shared = config.parallel.ep > 1 and dispatcher_of(moe, config.parallel) != "symm"
+        instead = "moe.dispatcher=symm, or moe.balance=none" if shared else "moe.balance=none"
+        yield f"moe.balance=replicas computes experts on further ranks, and {why}; use {instead}"
     if slots != "auto" and not (type(slots) is int and 0 < slots <= owned):
         yield (
             f"moe.replica_slots={slots!r} must be auto, or 1 to {owned}, the experts that a rank owns: more "

@@ -12,6 +12,7 @@ SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
 SHORT = {
     "PIPELINE": "launch.nproc=2 launch.nodes=1 parallel.pp=2",
     "OVERLAP": "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true",
+    "REPLICAS": "parallel.ep=2 moe.dispatcher=symm moe.balance=replicas",
     "FP8_ROWS": "parallel.ep=2 moe.dispatcher=symm precision.fp8=rowwise compile.enabled=true "
     "moe.dispatch_dtype=fp8",
     "VENDOR": "model.hidden_size=2048 model.num_experts=64 launch.nproc=8 train.global_batch_size=96 "
@@ -25,6 +26,15 @@ parallel.pp=2 pipeline.schedule=zb1p passes.disabled=[split_backward] | let the 
 parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | inputs; let the pass split_backward run
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greater than 0, or worst_case
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most | must be a number greater than 0, or worst_case
+parallel.ep=2 moe.balance=replicas
+    | sends rows to the rank that owns their expert; use moe.dispatcher=symm, or moe.balance=none
+moe.balance=replicas | moe.dispatcher=local sends rows to the rank that owns their expert; use moe.balance
+parallel.ep=2 parallel.etp=2 moe.dispatcher=symm moe.balance=replicas
+    | parallel.etp=2 shares each expert out to several ranks; use moe.balance=none
+REPLICAS model.layer=graphmoe.model.layer:MoELayer | MoELayer may have other experts; use moe.balance=none
+REPLICAS moe.replica_slots=0 | moe.replica_slots=0 must be auto, or 1 to 4, the experts that a rank owns
+REPLICAS moe.replica_slots=5 | moe.replica_slots=5 must be auto, or 1 to 4, the experts that a rank owns
+REPLICAS moe.replica_slots=few | moe.replica_slots='few' must be auto, or 1 to 4, the experts that a rank owns
 moe.force_balance=true moe.expert_load=burst | both replace the router's choice; use one
 moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, balanced, hot_experts, hot_rank,
 moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read

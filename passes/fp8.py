@@ -54,8 +54,8 @@ SENT: dict[Any, Any] = {
 """Ways of tokens, and of their gradients, to the experts; those that end in sums are not among them."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
 """Operations, beside elementwise ones, through which an operand is made of a cat."""
-NUM_LAYER_TENSORS = 7
-"""Tensors of a layer of `ops.fp8_mlp`: x first, row_TK last but one."""
+X_AT = {mlp: 0, mlp_gradients: 3}
+"""Place of x among the tensors of each; the others of the layer follow, row_TK as the fifth."""
 DENSE = ("attn", "mlp", "shared_experts")
 
 
@@ -106,12 +106,10 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
     if vendor is not None:
         call.args = (*layer, f"{vendor}.{recipe}", *replicas)
         return None
-    if replicas:
-        return "replicas of its experts have no weights in 8 bits"
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"
-    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, like=y))
+    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, *replicas, like=y))
     return None
 
 
@@ -133,7 +131,8 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = Fal
     for call in sent:
         _put_results(call, _spelt(call, SENT))
     for call in found:
-        *given, recipe = operands(call)
+        given = [each for each in operands(call) if isinstance(each, Node)]
+        recipe = next(each for each in operands(call) if each in RECIPES)
         words = {"recipe": recipe, "carries": travels}
         zeros = has_room and recipe == "tensorwise"
         if is_op(call, ops.fp8_mlp):
@@ -162,9 +161,8 @@ def _experts(
     What is there counts for no product, but would count as the largest number of a tensor.
     """
     if zeros:
-        *_, row_TK, _ = tensors
-        is_token, places = (row_TK >= 0).any(1, keepdim=True), (0, len(tensors) - NUM_LAYER_TENSORS)
-        tensors = tuple(x.where(is_token, 0) if i in places else x for i, x in enumerate(tensors))
+        is_token = (tensors[X_AT[run] + 5] >= 0).any(1, keepdim=True)
+        tensors = tuple(x.where(is_token, 0) if i in (0, X_AT[run]) else x for i, x in enumerate(tensors))
     return run(*tensors, **words)
 
 

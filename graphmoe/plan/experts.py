@@ -191,8 +191,6 @@ def why_no_replicas(config: RunConfig) -> str | None:
         return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
     if config.parallel.etp > 1:
         return f"parallel.etp={config.parallel.etp} shares each expert out to several ranks"
-    if config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products:
-        return f"replicas of experts compute in bf16, not by precision.fp8={config.precision.fp8.value}"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may have other experts"
     return None

@@ -271,9 +271,9 @@ def _experts_work(sizes: Sizes) -> float:
     travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
     work = e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
     if "experts" in sizes.fp8:  # as much, but that rows of each expert fill whole tiles of a weight gradient
-        unused = model.num_experts // sizes.layout.ep * (BLOCK_R - 1)
+        unused = (model.num_experts // sizes.layout.ep + sizes.replica_slots) * (BLOCK_R - 1)
         work += unused * (3 * inner + 2 * model.hidden_size)
-    return work + sizes.replica_slots * sizes.expert_elements * e  # weights of the slots, as they were pulled
+    return work + sizes.replica_slots * sizes.pulled_bytes  # weights of the slots
 
 
 def _loss_work(sizes: Sizes) -> float:

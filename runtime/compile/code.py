@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -310,9 +309,9 @@ def _without_experts(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
 ) -> list[tuple[fx.Node, fx.Node]]:
     """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
-    into = {
-        ops.grouped_mlp_wgrad.default: ops.grouped_mlp_wgrad_into.default,
-        ops.fp8_mlp_wgrad.default: ops.fp8_mlp_wgrad_into.default,
+    into = {  # each with the number of tensors before the backend, which one of them has, and the replicas
+        ops.grouped_mlp_wgrad.default: (ops.grouped_mlp_wgrad_into.default, 7, 1),
+        ops.fp8_mlp_wgrad.default: (ops.fp8_mlp_wgrad_into.default, 11, 0),
     }
     for node in [node for node in graph.nodes if node.target in into]:
         found = {value: _before_rounding(value) for value, _ in pairs}
@@ -320,10 +319,10 @@ def _without_experts(
         of_node.sort(key=lambda pair: found[pair[0]].args[1])  # type: ignore[arg-type, return-value]
         places = [found[value].args[1] for value, _ in of_node]
         if places == [0, 1] and not any(value.users for value, _ in of_node):
-            tensors = [*itertools.takewhile(lambda argument: isinstance(argument, fx.Node), node.args)]
-            backend, replicas = node.args[len(tensors) :][:1], node.args[len(tensors) + 1 :]
-            totals = [buffer for _, buffer in of_node]  # only grouped_mlp has those two
-            call = graph.call_function(into[node.target], (*tensors, *totals, *backend, add, *replicas))
+            (target, count, words), totals = into[node.target], [buffer for _, buffer in of_node]
+            tensors, backend = node.args[:count], node.args[count:][:words]
+            replicas = node.args[count + words :]
+            call = graph.call_function(target, (*tensors, *totals, *backend, add, *replicas))
             call.meta["val"] = None
             pairs = [pair for pair in pairs if pair not in of_node]
     return pairs

@@ -7,6 +7,9 @@ A token is stored once, before its rows are gathered; h by blocks, which a tile 
 the activation, and the gradients of rows, by rows, unless their scale is known before. The products contract
 the last axis of both sides. Weight gradients contract rows: `ops.fp8_linear` says how their scales become
 one. Scales that are bytes are those of mxfp8: `ops.mx_mlp` has what is computed with them.
+
+With ``expert_RS`` they compute on replicas of experts of other ranks too, as `ops.grouped_mlp` does: numbers
+and scales of weights are got as their owners have stored them.
 """
 
 from collections.abc import Sequence
@@ -21,6 +24,7 @@ from graphmoe.ops.fp8_linear import RECIPES, Stored, stored
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.mx_mlp import reference as mx_reference
+from graphmoe.ops.replicas import exchange
 
 DTYPE = torch.float32
 """Dtype of scales, of the weights of slots, and of sums."""
@@ -42,6 +46,14 @@ def _kernels(x: Tensor, scale: Tensor | None = None) -> Any:
 
 def _known(scale: Tensor | None, largest: Tensor | None) -> tuple[Tensor, Tensor] | None:
     return None if scale is None or largest is None else (scale, largest.clone())
+
+
+def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> dict[str, Any]:
+    """``more`` of the kernels, where there are replicas: numbers and scales of the experts in own slots."""
+    if expert_RS is None:
+        return {}
+    parts = exchange.pull(weights, expert_RS)
+    return {"more": [*zip(parts[::2], parts[1::2], strict=True)]}
 
 
 def _largest(known: tuple[Tensor, Tensor] | None, like: Tensor) -> Tensor:
@@ -84,6 +96,7 @@ def _forward(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype, known_a: Tensor | None = None, largest_a: Tensor | None = None,
+    expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
 
@@ -92,7 +105,8 @@ def _forward(
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
-    made = _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype, *[known] * bool(known))
+    more, given = _pulled(expert_RS, *gate_up, *down), [known] * bool(known)
+    made = _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype, *given, **more)
     return *made, _largest(known, xs_T1)
 
 
@@ -100,11 +114,11 @@ def _forward(
 def _hidden(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor,
     slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """hq and hs of `_forward`, for a backward that computes them again."""
-    plan = Plan(slot_R, row_TK, ends_E)
-    return _kernels(xq_TD, xs_T1).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype)
+    plan, more = Plan(slot_R, row_TK, ends_E), _pulled(expert_RS, gate_up_q, gate_up_s)
+    return _kernels(xq_TD, xs_T1).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype, **more)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_dgrad", mutates_args=())
@@ -114,6 +128,7 @@ def _dgrad(
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype,
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
+    expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx [T, D] of a dtype, dweight [T, K]; for the weight gradients dh [R, H] and the activation [R, F].
 
@@ -122,8 +137,8 @@ def _dgrad(
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
-    more = (known_a, known) if known else ()
-    made = _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, *more)
+    more, given = _pulled(expert_RS, *gate_up, *down), (known_a, known) if known else ()
+    made = _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, *given, **more)
     return *made, _largest(known, dys_T1)
 
 
@@ -131,10 +146,14 @@ def _dgrad(
 def _wgrad(
     dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
     aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
+    expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
-    dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    return _kernels(xq_TD, xs_T1).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E))
+    sizes = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
+    up, down = (dys_T1.new_empty(size, dtype=DTYPE) for size in sizes)
+    sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
+    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), (up, down), False, expert_RS)
+    return up, down
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_wgrad_into", mutates_args=("of_gate_up", "of_down"))
@@ -142,11 +161,34 @@ def _wgrad_into(
     dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
     aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     of_gate_up: Tensor, of_down: Tensor,
-    add: bool,
+    add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
-    dy, x, dh, a = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    _kernels(xq_TD, xs_T1).wgrad(dy, x, dh, a, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add=add)
+    sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
+    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down), add, expert_RS)
+
+
+def _store_gradients(
+    sides: Sequence[tuple[Tensor, Tensor]], plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
+    expert_RS: Tensor | None,
+) -> None:  # fmt: skip
+    """Store or add own weight gradients, and send those of slots home, where they are added."""
+    wgrad = _kernels(*sides[0]).wgrad
+    if expert_RS is None:
+        wgrad(*sides, plan, totals, add=add)
+        return
+    shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
+    made = exchange.gradient_room(shapes, expert_RS)
+    wgrad(*sides, plan, totals, add=add, of_more=made)
+    exchange.home(expert_RS, made, totals)
+
+
+def _weight_sizes(
+    xq_TD: Tensor, dhq_RH: Tensor, aq_RF: Tensor, ends_E: Tensor, expert_RS: Tensor | None
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    D, H, F = xq_TD.shape[1], dhq_RH.shape[1], aq_RF.shape[1]
+    E = ends_E.shape[0] - (0 if expert_RS is None else expert_RS.shape[1])
+    return (E, H, D), (E, D, F)
 
 
 def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> Stored:
@@ -161,14 +203,14 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """y, hq and hs of a layer, by the operations that the forward consists of.
 
-    With ``carries`` x is a carrier of `ops.symm.stored`.
+    With ``carries`` x is a carrier of `ops.symm.stored`. The last tensor may be ``expert_RS``.
     """
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, RECIPES[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
     known = getattr(ops, INPUT)(w_down) if by.rows is None else (None, None)
     weights = *by.weight(w_gate_up), *by.weight(w_down)
-    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest, x_TD.dtype, *known)
+    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest[:4], x_TD.dtype, *known, *rest[4:])
     return y_TD, hq_RH, hs_RB
 
 
@@ -180,6 +222,7 @@ def mlp_gradients(
     With ``carries`` x and dy are carriers.
     """
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
+    plan, replicas = plan[:3], plan[3:]
     ops, by, dtype = torch.ops.graphmoe, RECIPES[recipe], x_TD.dtype
     dy = _stored_tokens(dy_TD, w_down, GRADIENT, recipe, carries)
     known = (None,) * 3
@@ -187,33 +230,39 @@ def mlp_gradients(
         known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
     weights = *by.turned(w_gate_up), *by.turned(w_down)
     dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
-        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, *known
+        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, *known, *replicas
     )
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan, *replicas)
     return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp", mutates_args=())
 def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
-    ends_E: Tensor, recipe: str,
+    ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out.
 
     ``recipe`` is one of `ops.fp8_linear.RECIPES`.
     """
-    return mlp(x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, recipe=recipe)[0]
+    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
+    return mlp(*layer, recipe=recipe)[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_grad", mutates_args=())
 def _grad(
     dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
-    row_TK: Tensor, ends_E: Tensor, recipe: str,
+    row_TK: Tensor, ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`mlp_gradients` behind a forward that is computed again."""
-    layer, by = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E), {"recipe": recipe}
-    return mlp_gradients(dy_TD, *mlp(*layer, **by)[1:], *layer, **by)  # type: ignore[return-value, arg-type]
+    layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
+    h = mlp(*layer, recipe=recipe)[1:]
+    return mlp_gradients(dy_TD, *h, *layer, recipe=recipe)  # type: ignore[return-value]
+
+
+def _if_any(expert_RS: Tensor | None) -> tuple[Tensor, ...]:
+    return () if expert_RS is None else (expert_RS,)
 
 
 for _of_rows in (rows, whole_rows):
@@ -262,8 +311,9 @@ def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
 
 @_wgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    D, H, F, E = xq_TD.shape[1], rest[1].shape[1], rest[3].shape[1], rest[-1].shape[0]
-    return dys_T1.new_empty(E, H, D, dtype=DTYPE), dys_T1.new_empty(E, D, F, dtype=DTYPE)
+    _, dhq_RH, _, aq_RF, *_, ends_E, expert_RS = (*rest, None)[:9]
+    up, down = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
+    return dys_T1.new_empty(up, dtype=DTYPE), dys_T1.new_empty(down, dtype=DTYPE)
 
 
 _whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))
@@ -271,13 +321,14 @@ _grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for e
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *layer, ctx.recipe = inputs
-    ctx.save_for_backward(*layer)
+    *layer, ctx.recipe, expert_RS = inputs
+    ctx.save_for_backward(*layer, expert_RS)
 
 
 def _backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *ctx.saved_tensors, ctx.recipe)
-    return *found, None, None, None, None
+    *layer, expert_RS = ctx.saved_tensors
+    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *layer, ctx.recipe, expert_RS)
+    return *found, None, None, None, None, None
 
 
 _whole.register_autograd(_backward, setup_context=_save)

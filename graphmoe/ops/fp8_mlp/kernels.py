@@ -15,7 +15,8 @@ must lie along what is contracted (CUTLASS, sm90 GMMA), hence the transposed cop
 import triton
 import triton.language as tl
 
-from graphmoe.ops.grouped_mlp.rows_kernel import halves, in_turns, sigmoid_of, store
+from graphmoe.ops.grouped_mlp.rows_kernel import add_tile, halves, in_turns, sigmoid_of, store
+from graphmoe.ops.grouped_mlp.weight_grad_kernel import with_rows
 
 WIDEST = tl.constexpr(57344.0)
 """Largest number of e5m2, which gradients have where scales are known."""
@@ -341,17 +342,20 @@ def transpose_kernel(
 def weight_grad_kernel(
     left_ptr, right_ptr, scale_ptr, tile_ptr, out_ptr,
     E, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, DESCRIBED: tl.constexpr,
+    BEHIND: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
 
     Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]. DESCRIBED says
-    that ``out`` is one too, which nothing is added to.
+    that ``out`` is one too, which nothing is added to; BEHIND that experts after the last one that has rows
+    are left as they are.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0)):
+    experts = with_rows(tile_ptr + 1, E, BLOCK_E) if BEHIND else E
+    for tile in tl.range(tl.program_id(0), experts * TM * TN, tl.num_programs(0)):
         expert, within = tile // (TM * TN), tile % (TM * TN)
         m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
         product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -370,24 +374,6 @@ def weight_grad_kernel(
                 add_tile(product, inside, n, to, N, BLOCK_M, BLOCK_N, (SUBTILES + 1) // 2)
             else:
                 store(product, inside, n, to, N, BLOCK_M, BLOCK_N, SUBTILES)
-
-
-@triton.jit
-def add_tile(
-    product, inside, column, to_ptr,
-    N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
-):  # fmt: skip
-    """Add to fp32 in SUBTILES parts of the columns, as `store`."""
-    if SUBTILES == 1:
-        columns = column + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (columns < N)[None, :]
-        places = to_ptr + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
-        tl.store(places, tl.load(places, mask, other=0.0) + product, mask)
-    else:
-        left, right = halves(product, BLOCK_M, COLUMNS)
-        HALF: tl.constexpr = COLUMNS // 2
-        add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
-        add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK, fp8_dtype, rounding_of
 from graphmoe.ops.fp8_mlp.reference import Known, Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
 ROWS = {
@@ -72,33 +72,41 @@ def forward(
     plan: Plan,
     dtype: torch.dtype,
     known: Known | None = None,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h by blocks; the scale of the activation may be ``known``."""
-    R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
+    """y_TD, and h by blocks; the scale of the activation may be ``known``.
+
+    ``more`` are both weights of further experts, whose rows follow: replicas of those of other ranks.
+    """
+    R, (E, D, F) = len(plan.slot_R), w_down[0].shape
+    parts = parts_of(plan.ends_E, R, E)
     a, y_RD = (x[0].new_empty(R, F), x[1].new_empty(R, 1)), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a), known)
-    _product(a, w_down, y_RD, plan, tiles)
+    h = _hidden(x, (w_gate_up, *more[:1]), plan, dtype, parts, (weight_TK.contiguous(), *a), known)
+    _product(a, (w_down, *more[1:]), y_RD, plan, parts)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
 
-def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+def hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
+) -> Scaled:
     """h by blocks, as `forward` makes it."""
-    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
+    parts = parts_of(plan.ends_E, len(plan.slot_R), len(w_gate_up[0]))
+    return _hidden(x, (w_gate_up, *more), plan, dtype, parts, (None,) * 3)
 
 
 def _hidden(
     x: Scaled,
-    w_gate_up: Scaled,
+    w_gate_up: Sequence[Scaled],
     plan: Plan,
     dtype: torch.dtype,
-    tiles: Any,
+    parts: Sequence[Part],
     activation: Sequence[Any],
     known: Known | None = None,
 ) -> Scaled:
     """h by blocks; and the weights of slots for, numbers and scales of, the activation, or three None."""
-    R, H = len(plan.slot_R), w_gate_up[0].shape[1]
+    R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
     h_RH = x[0].new_empty(R, H, dtype=dtype)
-    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
+    _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
     h = x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))
     weight, *a = activation
     scale, largest = known or (None, None)
@@ -117,6 +125,7 @@ def dgrad(
     dtype: torch.dtype,
     known_a: Tensor | None = None,
     known: Known | None = None,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
 
@@ -124,25 +133,29 @@ def dgrad(
     """
     (hq_RH, _), (dyq_TD, dys_T1) = h, dy
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
-    tiles = row_tiles(plan.ends_E, R)
+    parts = parts_of(plan.ends_E, R, len(w_down[0]))
     da_RF, dx_RD = (hq_RH.new_empty(R, width, dtype=dtype) for width in (H // 2, D))
-    _product(dy, w_down, da_RF, plan, tiles, gathers=True)
+    _product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
     dh = dyq_TD.new_empty(R, H), dys_T1.new_empty(R, 1)
     a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
     dweight_1R = dys_T1.new_empty(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
     scale, largest = known or (None, None)
     _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, H // 2, 16)
-    _product(dh, w_gate_up, dx_RD, plan, tiles)
+    _product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
 
 
 def wgrad(
     dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
+    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``.
+
+    Those of further experts are stored in the two of ``of_more``, where such without rows may be left as they
+    are.
+    """
     import triton
 
     from graphmoe.ops.fp8_mlp.kernels import expert_scales_kernel
@@ -162,26 +175,39 @@ def wgrad(
         "a": _transposed(a, dy[1], scale_2E[1], plan, table),
     }
     sizes = (dh[0].shape[1], x[0].shape[1]), (dy[0].shape[1], a[0].shape[1])
-    up, down = totals or [torch.empty(E, *size, dtype=torch.float32, device=device) for size in sizes]
-    _weight_grad(sides["dh"], sides["x"], scale_2E[0], tile_E1, up, add=add)
-    _weight_grad(sides["dy"], sides["a"], scale_2E[1], tile_E1, down, add=add)
+    own = E - (len(of_more[0]) if of_more else 0)
+    up, down = totals or [torch.empty(own, *size, dtype=torch.float32, device=device) for size in sizes]
+    results = (up, *of_more[:1]), (down, *of_more[1:])
+    for names, scale_E, (total, *more) in zip((("dh", "x"), ("dy", "a")), scale_2E, results, strict=True):
+        left, right = (sides[name] for name in names)
+        _weight_grad(left, right, scale_E, tile_E1, total, add=add)
+        for each in more:
+            _weight_grad(left, right, scale_E[own:], tile_E1[own:], each, behind=True)
     return up, down
 
 
-def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False) -> None:
-    """Launch `rows_kernel`; a side that ``gathers`` has tokens for rows."""
+def _product(
+    x: Scaled, weights: Sequence[Scaled], out: Tensor, plan: Plan, parts: Sequence[Part],
+    *, gathers: bool = False,
+) -> None:  # fmt: skip
+    """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows.
+
+    The tile is that of the first part, as in `grouped_mlp.triton_backend`.
+    """
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
-    (q, scale), (w_q, w_s) = x, w
-    E, N, C = w_q.shape
+    (q, scale), E = x, len(weights[0][0])
     tile = _with_height(in_8_bits(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
-    table = tiles(tile.block_m)
-    max_tiles = len(table) // 2
-    count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
-    if count:
+    for (ends_E, tiles), (w_q, w_s) in zip(parts, weights, strict=True):
+        _, N, C = w_q.shape
+        table = tiles(tile.block_m)
+        max_tiles = len(table) // 2
+        count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
+        if not count:
+            continue
         rows_kernel[(count,)](
             q, scale, descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
-            plan.slot_R, plan.ends_E, table, max_tiles,
+            plan.slot_R, ends_E, table, max_tiles,
             C=C, N=N, K=plan.row_TK.shape[1], GATHER=gathers,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
             FLATTEN=tile.flatten, UPCAST=not q.is_cuda, num_warps=num_warps(tile.threads),
@@ -236,8 +262,11 @@ def _transposed(
 
 
 def _weight_grad(
-    left: Tensor, right: Tensor, scale_E: Tensor, tile_E1: Tensor, total: Tensor, *, add: bool
-) -> None:
+    left: Tensor, right: Tensor, scale_E: Tensor, tile_E1: Tensor, total: Tensor,
+    *, add: bool = False, behind: bool = False,
+) -> None:  # fmt: skip
+    import triton
+
     from graphmoe.ops.fp8_mlp.kernels import weight_grad_kernel
 
     (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(left.device))
@@ -251,6 +280,7 @@ def _weight_grad(
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
         descriptor(left, [tile.block_m, BLOCK_R]), descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
         tile_E1, out, E, M=M, N=N, ADD=add, DESCRIBED=described,
+        BEHIND=behind, BLOCK_E=triton.next_power_of_2(E),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
         UPCAST=not left.is_cuda,
         num_warps=num_warps(tile.threads), num_stages=tile.stages,

@@ -3,7 +3,7 @@
 Suffixes as in the package. Dead rows are left zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,13 @@ def forward(
     plan: Plan,
     dtype: torch.dtype,
     known: Known | None = None,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h by blocks; the scale of the activation may be ``known``."""
+    """y_TD, and h by blocks; the scale of the activation may be ``known``.
+
+    ``more`` are both weights of further experts, whose rows follow: replicas of those of other ranks.
+    """
+    w_gate_up, w_down = joined((w_gate_up, w_down), more)
     h_RH, kind = _hidden(x, w_gate_up, plan, dtype), x[0].dtype
     gate_RF, up_RF = h_RH.chunk(2, -1)
     a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
@@ -47,8 +52,11 @@ def forward(
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *_by_halves(h_RH, kind)
 
 
-def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+def hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
+) -> Scaled:
     """h by blocks, as `forward` makes it."""
+    (w_gate_up,) = joined((w_gate_up,), more)
     return _by_halves(_hidden(x, w_gate_up, plan, dtype), x[0].dtype)
 
 
@@ -67,11 +75,13 @@ def dgrad(
     dtype: torch.dtype,
     known_a: Tensor | None = None,
     known: Known | None = None,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
 
     The scales of the activation and of dh may be ``known``.
     """
+    w_gate_up, w_down = joined((w_gate_up, w_down), more)
     (dyq_TD, dy_scale_T1), token_R = dy, token_of_rows(plan)
     kind, weight_R = dyq_TD.dtype, row_weights(weight_TK, plan.slot_R)
     da_RF = _rows((dyq_TD[token_R], dy_scale_T1[token_R]), w_down, plan).to(dtype).float()
@@ -86,20 +96,43 @@ def dgrad(
 
 def wgrad(
     dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
+    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``.
+
+    Those of further experts are stored in the two of ``of_more``, where such without rows may be left as they
+    are.
+    """
     token_R = token_of_rows(plan)
     (dyq_RD, dy_scale_R1), (xq_RD, x_scale_R1) = ([part[token_R] for part in of] for of in (dy, x))
     up = _weight_grad(dh[0], xq_RD, dh[1] * x_scale_R1, plan)
     down = _weight_grad(a[0], dyq_RD, a[1] * dy_scale_R1, plan).mT.contiguous()
-    return into((up, down), totals, add=add)
+    return into((up, down), totals, add=add, of_more=of_more)
+
+
+def joined(weights: Sequence[Scaled], more: Sequence[Scaled]) -> Sequence[Scaled]:
+    """Weights of experts with those of further ones behind them, if there are any."""
+    if not more:
+        return weights
+    pairs = zip(weights, more, strict=True)
+    return [(torch.cat([q, q_more]), torch.cat([s, s_more])) for (q, s), (q_more, s_more) in pairs]
 
 
 def into(
-    gradients: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor] | None, *, add: bool
+    gradients: tuple[Tensor, Tensor],
+    totals: tuple[Tensor, Tensor] | None,
+    *,
+    add: bool,
+    of_more: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Store gradients in ``totals`` where there are any, or add to these; return the gradients."""
+    """Store gradients in ``totals`` where there are any, or add to these; return the gradients.
+
+    The last ones are stored in ``of_more``, if there are such, and not returned.
+    """
+    for gradient, more in zip(gradients, of_more, strict=False):
+        more.copy_(gradient[-len(more) :])
+    if of_more:
+        gradients = gradients[0][: -len(of_more[0])], gradients[1][: -len(of_more[1])]
     for total, gradient in zip(totals or (), gradients, strict=False):
         total.copy_(total + gradient if add else gradient)
     return gradients

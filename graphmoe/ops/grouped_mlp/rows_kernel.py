@@ -226,6 +226,24 @@ def store(
 
 
 @triton.jit
+def add_tile(
+    product, inside, column, to_ptr,
+    N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
+):  # fmt: skip
+    """Add to fp32 in SUBTILES parts of the columns, as `store`."""
+    if SUBTILES == 1:
+        columns = column + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (columns < N)[None, :]
+        places = to_ptr + tl.arange(0, BLOCK_M)[:, None] * N + columns[None, :]
+        tl.store(places, tl.load(places, mask, other=0.0) + product, mask)
+    else:
+        left, right = halves(product, BLOCK_M, COLUMNS)
+        HALF: tl.constexpr = COLUMNS // 2
+        add_tile(left, inside, column, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+        add_tile(right, inside, column + HALF, to_ptr, N, BLOCK_M, HALF, SUBTILES // 2)
+
+
+@triton.jit
 def sigmoid_of(x):
     """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`: no product runs beside an epilogue."""
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))

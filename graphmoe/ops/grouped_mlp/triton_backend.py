@@ -41,7 +41,7 @@ def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) ->
 def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """y_TD and h_RH."""
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
-    parts = _parts(experts.ends_E, len(slot_R), E)
+    parts = parts_of(experts.ends_E, len(slot_R), E)
     h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
     of_rows: dict[str, Any] = {"h": h_RH, "a": a_RF, "weight": experts.weight_TK, "slot": slot_R}
     _rows("up", parts, x_TD, (experts.w_gate_up, experts.more_gate_up), (D, F), **of_rows)
@@ -53,7 +53,7 @@ def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | N
     """h_RH as `forward` makes it, by its config and with its sums."""
     E, H, D = w_gate_up.shape
     slot_R, row_TK, ends_E = plan
-    parts, h_RH = _parts(ends_E, len(slot_R), E), x_TD.new_empty(len(slot_R), H)
+    parts, h_RH = parts_of(ends_E, len(slot_R), E), x_TD.new_empty(len(slot_R), H)
     weights, of_rows = (w_gate_up, more_gate_up), {"h": h_RH, "slot": slot_R}
     _rows("hidden", parts, x_TD, weights, (D, H // 2), row_TK.shape[1], **of_rows)
     return h_RH
@@ -62,7 +62,7 @@ def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | N
 def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_TD, dweight_TK, dh_RH, a_RF. Each column tile gives a part of the gradient of the weights."""
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
-    parts = _parts(experts.ends_E, len(slot_R), E)
+    parts = parts_of(experts.ends_E, len(slot_R), E)
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
     columns = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
     partial = torch.empty(columns, len(h_RH), dtype=torch.float32, device=h_RH.device)
@@ -101,7 +101,7 @@ Part = tuple[Tensor, Tiles]
 """Ends of neighbouring experts, whose weights are one tensor, and the tables of their row tiles."""
 
 
-def _parts(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
+def parts_of(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
     """The first experts, and those behind them, if there are any."""
     parts = [(ends_E[:own], row_tiles(ends_E[:own], num_rows))]
     if len(ends_E) > own:

@@ -52,7 +52,7 @@ def weight_grad_kernel(
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = M_TILES * N_TILES
-    experts = _with_rows(ends_ptr, E, BLOCK_E) if BEHIND else E
+    experts = with_rows(ends_ptr, E, BLOCK_E) if BEHIND else E
     steps = 0
     for tile in range(tl.program_id(0), experts * TILES, tl.num_programs(0)):
         expert = tile // TILES
@@ -101,7 +101,7 @@ def weight_grad_kernel(
 
 
 @triton.jit
-def _with_rows(ends_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
+def with_rows(ends_ptr, E, BLOCK_E: tl.constexpr):
     """Number of the first experts up to the last that has rows, where ends of others stand before."""
     experts = tl.arange(0, BLOCK_E)
     last = tl.load(ends_ptr + E - 1)

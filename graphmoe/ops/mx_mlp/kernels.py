@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from graphmoe.ops.fp8_blocks.kernels import add_product, load_mx, store_mx, store_turned
-from graphmoe.ops.fp8_mlp.kernels import add_tile, live_rows
-from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, sigmoid_of, store
+from graphmoe.ops.fp8_mlp.kernels import live_rows
+from graphmoe.ops.grouped_mlp.rows_kernel import add_tile, in_turns, sigmoid_of, store
+from graphmoe.ops.grouped_mlp.weight_grad_kernel import with_rows
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -141,29 +142,31 @@ def turned_kernel(
 
 @triton.jit
 def weight_grad_kernel(
-    left_ptr, ls_ptr, right_ptr, rs_ptr, ends_ptr, out_ptr, E, padded,
-    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BLOCK_E: tl.constexpr,
+    left_ptr, ls_ptr, right_ptr, rs_ptr, ends_ptr, out_ptr, E, in_front, padded,
+    M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BLOCK_E: tl.constexpr, BEHIND: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """``out`` [E, M, N] = the product of an expert's rows; ADD adds to what is there.
 
     Both sides are what `turned_kernel` makes, [M, padded] and [N, padded], in which an expert begins a tile
-    of BLOCK_R rows.
+    of BLOCK_R rows. With BEHIND those of experts ``in_front`` come first there and in ``ends``, and experts
+    after the last one that has rows are left as they are.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     IN_TILE: tl.constexpr = BLOCK_R // BLOCK
     blocks, known = padded // BLOCK, tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + known, known < E, other=0)
-    starts = tl.load(ends_ptr + known - 1, (known < E) & (known > 0), other=0)
+    experts = with_rows(ends_ptr + in_front, E, BLOCK_E) if BEHIND else E
+    ends = tl.load(ends_ptr + known, known < in_front + E, other=0)
+    starts = tl.load(ends_ptr + known - 1, (known < in_front + E) & (known > 0), other=0)
     tiles = (ends - starts + BLOCK_R - 1) // BLOCK_R
     r_range, b_range = tl.arange(0, BLOCK_R), tl.arange(0, IN_TILE)[None, :]
-    for tile in tl.range(tl.program_id(0), E * TM * TN, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), experts * TM * TN, tl.num_programs(0)):
         expert, within = tile // (TM * TN), tile % (TM * TN)
         m, n = within % TM * BLOCK_M, within // TM * BLOCK_N
-        first = tl.sum(tl.where(known < expert, tiles, 0))
-        count = tl.sum(tl.where(known == expert, tiles, 0))
+        first = tl.sum(tl.where(known < in_front + expert, tiles, 0))
+        count = tl.sum(tl.where(known == in_front + expert, tiles, 0))
         m_near = tl.minimum(m + tl.arange(0, BLOCK_M), M - 1).to(tl.int64)
         n_near = tl.minimum(n + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
         left_from = left_ptr + m_near[:, None] * padded + r_range[None, :]

@@ -13,7 +13,7 @@ from graphmoe.ops import num_warps
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
 from graphmoe.ops.fp8_mlp.reference import Scaled
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.grouped_mlp.triton_backend import row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
 COLUMNS = 128
@@ -30,28 +30,43 @@ WEIGHTS = {
 
 
 def forward(
-    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+    x: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h."""
-    R, (D, F), tiles = len(plan.slot_R), w_down[0].shape[1:], row_tiles(plan.ends_E, len(plan.slot_R))
+    """y_TD, and h; ``more`` as in `ops.fp8_mlp.launches`."""
+    R, (E, D, F) = len(plan.slot_R), w_down[0].shape
+    parts = parts_of(plan.ends_E, R, E)
     a, y_RD = _empty(x, R, F), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, w_gate_up, plan, dtype, tiles, (weight_TK.contiguous(), *a))
-    _product(a, w_down, y_RD, plan, tiles)
+    h = _hidden(x, (w_gate_up, *more[:1]), plan, dtype, parts, (weight_TK.contiguous(), *a))
+    _product(a, (w_down, *more[1:]), y_RD, plan, parts)
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
 
 
-def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+def hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
+) -> Scaled:
     """h, as `forward` makes it."""
-    return _hidden(x, w_gate_up, plan, dtype, row_tiles(plan.ends_E, len(plan.slot_R)), (None,) * 3)
+    parts = parts_of(plan.ends_E, len(plan.slot_R), len(w_gate_up[0]))
+    return _hidden(x, (w_gate_up, *more), plan, dtype, parts, (None,) * 3)
 
 
 def _hidden(
-    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, tiles: Any, activation: Sequence[Any]
+    x: Scaled,
+    w_gate_up: Sequence[Scaled],
+    plan: Plan,
+    dtype: torch.dtype,
+    parts: Sequence[Part],
+    activation: Sequence[Any],
 ) -> Scaled:
     """h; and the weights of slots for, numbers and scales of, the activation, or three None."""
-    R, H = len(plan.slot_R), w_gate_up[0].shape[1]
+    R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
     h_RH, h = x[0].new_empty(R, H, dtype=dtype), _empty(x, R, H)
-    _product(x, w_gate_up, h_RH, plan, tiles, gathers=True)
+    _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
     weight, *a = activation
     _by_tiles("swiglu_kernel", (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a), plan, H // 2, 128)
     return h
@@ -65,33 +80,39 @@ def dgrad(
     weight_TK: Tensor,
     plan: Plan,
     dtype: torch.dtype,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
-    (R, H), D, tiles = h[0].shape, dy[0].shape[1], row_tiles(plan.ends_E, len(plan.slot_R))
-    F = H // 2
+    (R, H), D = h[0].shape, dy[0].shape[1]
+    F, parts = H // 2, parts_of(plan.ends_E, R, len(w_down[0]))
     da_RF, dx_RD = (h[0].new_empty(R, width, dtype=dtype) for width in (F, D))
-    _product(dy, w_down, da_RF, plan, tiles, gathers=True)
+    _product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
     dh, a = _empty(dy, R, H), _empty(dy, R, F)
     partial = weight_TK.new_empty(-(-F // COLUMNS), R)
     of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
     _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256)
-    _product(dh, w_gate_up, dx_RD, plan, tiles)
+    _product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
     dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
     return dx_TD, weight_sums(partial, plan.row_TK), *dh, *a
 
 
 def wgrad(
     dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
-    E, sides = len(plan.ends_E), ((dh, x), (dy, a))
+    E, sides = len(plan.ends_E) - (len(of_more[0]) if of_more else 0), ((dh, x), (dy, a))
     sizes = [(E, left[0].shape[1], right[0].shape[1]) for left, right in sides]
     up, down = totals or [dh[0].new_empty(size, dtype=torch.float32) for size in sizes]
     table = row_tiles(plan.ends_E, len(plan.slot_R))(BLOCK_R)
-    for (left, right), total, of_left in zip(sides, (up, down), (False, True), strict=True):
-        turned = turned_rows(left, plan, table, gathers=of_left)
-        _weight_grad(turned, turned_rows(right, plan, table, gathers=not of_left), plan, total, add=add)
+    results = (up, *of_more[:1]), (down, *of_more[1:])
+    for pair, (total, *more), of_left in zip(sides, results, (False, True), strict=True):
+        left = turned_rows(pair[0], plan, table, gathers=of_left)
+        right = turned_rows(pair[1], plan, table, gathers=not of_left)
+        _weight_grad(left, right, plan, total, add=add)
+        for each in more:
+            _weight_grad(left, right, plan, each, in_front=E)
+        del left, right  # before those of the next product
     return up, down
 
 
@@ -115,19 +136,23 @@ def _empty(like: Scaled, rows: int, columns: int) -> Scaled:
     return like[0].new_empty(rows, columns), like[1].new_empty(rows, columns // MX_BLOCK)
 
 
-def _product(x: Scaled, w: Scaled, out: Tensor, plan: Plan, tiles: Any, *, gathers: bool = False) -> None:
-    """Launch `rows_kernel`; a side that ``gathers`` has tokens for rows."""
+def _product(
+    x: Scaled, weights: Sequence[Scaled], out: Tensor, plan: Plan, parts: Sequence[Part],
+    *, gathers: bool = False,
+) -> None:  # fmt: skip
+    """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows."""
     from graphmoe.ops.mx_mlp.kernels import rows_kernel
 
-    (q, scale), (w_q, w_s) = x, w
-    _, N, C = w_q.shape
-    tile = in_8_bits(ROWS, kind_of(q.device))
-    table = tiles(tile.block_m)
-    max_tiles = len(table) // 2
-    count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
-    if count:
+    (q, scale), tile = x, in_8_bits(ROWS, kind_of(x[0].device))
+    for (ends_E, tiles), (w_q, w_s) in zip(parts, weights, strict=True):
+        _, N, C = w_q.shape
+        table = tiles(tile.block_m)
+        max_tiles = len(table) // 2
+        count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
+        if not count:
+            continue
         rows_kernel[(count,)](
-            q.contiguous(), scale.contiguous(), w_q, w_s, out, plan.slot_R, plan.ends_E, table, max_tiles, C,
+            q.contiguous(), scale.contiguous(), w_q, w_s, out, plan.slot_R, ends_E, table, max_tiles, C,
             N=N, K=plan.row_TK.shape[1], GATHER=gathers, EVEN=C % tile.block_k == 0,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, BLOCK=MX_BLOCK, GROUP=8,
             SUBTILES=tile.subtiles, FLATTEN=tile.flatten, UPCAST=not q.is_cuda,
@@ -147,7 +172,10 @@ def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, t
         )  # fmt: skip
 
 
-def _weight_grad(left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add: bool) -> None:
+def _weight_grad(
+    left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add: bool = False, in_front: int = 0
+) -> None:
+    """Launch `weight_grad_kernel` for experts behind those ``in_front``."""
     import triton
 
     from graphmoe.ops.mx_mlp.kernels import weight_grad_kernel
@@ -159,8 +187,8 @@ def _weight_grad(left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add:
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
     weight_grad_kernel[(min(across, units_of(total.device) * tile.per_unit),)](
-        *left, *right, plan.ends_E, total, E, left[0].shape[1],
-        M=M, N=N, ADD=add, BLOCK_E=triton.next_power_of_2(E),
+        *left, *right, plan.ends_E, total, E, in_front, left[0].shape[1],
+        M=M, N=N, ADD=add, BLOCK_E=triton.next_power_of_2(in_front + E), BEHIND=in_front > 0,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, BLOCK=MX_BLOCK, SUBTILES=tile.subtiles,
         UPCAST=not total.is_cuda, num_warps=num_warps(tile.threads), num_stages=tile.stages,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 Suffixes as in the package. Dead rows are left zero.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,6 +13,7 @@ from graphmoe.ops.fp8_blocks.reference import quantise_mx, turned, values
 from graphmoe.ops.fp8_mlp.reference import (
     Scaled,
     into,
+    joined,
     live_rows,
     rows_of_experts,
     swiglu_gradients,
@@ -20,9 +23,16 @@ from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 
 def forward(
-    x: Scaled, w_gate_up: Scaled, w_down: Scaled, weight_TK: Tensor, plan: Plan, dtype: torch.dtype
+    x: Scaled,
+    w_gate_up: Scaled,
+    w_down: Scaled,
+    weight_TK: Tensor,
+    plan: Plan,
+    dtype: torch.dtype,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h."""
+    """y_TD, and h; ``more`` as in `ops.fp8_mlp.reference`."""
+    w_gate_up, w_down = joined((w_gate_up, w_down), more)
     h_RH = _hidden(x, w_gate_up, plan, dtype)
     gate_RF, up_RF = h_RH.chunk(2, -1)
     a_RF = F.silu(gate_RF) * up_RF * row_weights(weight_TK, plan.slot_R)[:, None]
@@ -30,8 +40,11 @@ def forward(
     return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *quantise_mx(h_RH)
 
 
-def hidden(x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype) -> Scaled:
+def hidden(
+    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
+) -> Scaled:
     """h, as `forward` makes it."""
+    (w_gate_up,) = joined((w_gate_up,), more)
     return quantise_mx(_hidden(x, w_gate_up, plan, dtype))
 
 
@@ -47,8 +60,10 @@ def dgrad(
     weight_TK: Tensor,
     plan: Plan,
     dtype: torch.dtype,
+    more: Sequence[Scaled] = (),
 ) -> tuple[Tensor, ...]:
     """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
+    w_gate_up, w_down = joined((w_gate_up, w_down), more)
     da_RF = _rows(_of_rows(dy, plan), w_down, plan).to(dtype).float()
     gate_RF, up_RF = values(*h).chunk(2, -1)
     weight_R = row_weights(weight_TK, plan.slot_R)
@@ -62,11 +77,11 @@ def dgrad(
 
 def wgrad(
     dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False,
+    totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
     gradients = _weight_grad(dh, _of_rows(x, plan), plan), _weight_grad(_of_rows(dy, plan), a, plan)
-    return into(gradients, totals, add=add)
+    return into(gradients, totals, add=add, of_more=of_more)
 
 
 def _of_rows(x: Scaled, plan: Plan) -> Scaled:

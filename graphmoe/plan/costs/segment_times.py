@@ -182,13 +182,12 @@ def _moe(
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
-    pulled = (
-        REPLICAS * sizes.expert_elements * speeds.pass_on(1, in_node=True) if sizes.replica_slots else 0.0
-    )
-    pulled *= 1 - hidden
-    there, again = pulled * sizes.element_bytes, 0.0 if sizes.keeps_replicas else pulled * sizes.element_bytes
-    of_experts = _segment("moe_experts", [products], 0, (there, again), speeds)
-    yield replace(of_experts, weights=of_experts.weights + pulled * FP32)
+    copies = REPLICAS * (1 - hidden) if sizes.replica_slots else 0
+    pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
+    again = 0.0 if sizes.keeps_replicas else pulled
+    of_experts = _segment("moe_experts", [products], 0, (pulled, again), speeds)
+    home = copies * speeds.pass_on(sizes.expert_elements * FP32, in_node=True)
+    yield replace(of_experts, weights=of_experts.weights + home)
     yield _segment("moe_combine", [], arriving + 2 * sizes.state, (sums, travel), speeds)
 
 

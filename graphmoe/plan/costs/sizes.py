@@ -121,6 +121,11 @@ class Sizes:
         """Numbers of an expert's weights."""
         return 3 * self.model.hidden_size * self.model.expert_ffn_size // self.layout.etp
 
+    @property
+    def pulled_bytes(self) -> int:
+        """Bytes of an expert's weights as a rank with a replica gets them."""
+        return self.expert_elements * (1 if "experts" in self.fp8 else self.element_bytes)
+
     def of_layer(self, index: int) -> Sizes:
         """Return the sizes of a layer, which may have no products in 8 bits."""
         return self.plain if index in self.fp8_skips else self

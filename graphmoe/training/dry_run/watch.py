@@ -220,18 +220,21 @@ def _of_replicas(replicas: Sequence[Tensor | None], *weights: Tensor) -> int:
 def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
     """Gate, up and results of the rows, and the activation in 8 bits (graphmoe/ops/fp8_mlp/launches.py)."""
     (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[7].itemsize
-    return int(R * (size * (H + D) + H // 2))
+    return int(R * (size * (H + D) + H // 2)) + _of_replicas(rest[10:], gate_up_q, *rest[:3])
 
 
-def _fp8_hidden(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, __: Tensor, slot_R: Tensor, *rest: Any) -> int:
+def _fp8_hidden(
+    xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, slot_R: Tensor, *rest: Any
+) -> int:
     """Gate and up of the rows."""
-    return int(slot_R.shape[0] * gate_up_q.shape[1] * rest[-1].itemsize)
+    of_rows = int(slot_R.shape[0] * gate_up_q.shape[1] * rest[2].itemsize)
+    return of_rows + _of_replicas(rest[3:], gate_up_q, gate_up_s)
 
 
 def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
     """Gradients of activations and of rows."""
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
-    return int(R * (H // 2 + D) * rest[9].itemsize)
+    return int(R * (H // 2 + D) * rest[9].itemsize) + _of_replicas(rest[13:], *rest[1:5])
 
 
 def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:

@@ -259,7 +259,10 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         turned = launches.columns(gate_up), launches.columns(down)
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
-        launches.wgrad(*sides, launches.wgrad(*sides), add=True)
+        totals = launches.wgrad(*sides)
+        launches.wgrad(*sides, totals, add=True)
+        of_both = plan._replace(ends_E=meta(2 * E, dtype=torch.int32))
+        launches.wgrad(*sides[:4], of_both, totals, of_more=totals)
         gradient, known = (rows[0].to(wide_dtype()), rows[1]), (scale, (scale, scale))
         _, _, *made = launches.dgrad(gradient, tuple(h), *turned, weight_TK, plan, torch.bfloat16, *known)
         launches.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan)

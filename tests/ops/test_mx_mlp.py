@@ -263,7 +263,10 @@ def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
         turned = [blocks.turned(w, None) for w in (gate_up, down)]
         _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
-        launches.wgrad(*sides, launches.wgrad(*sides), add=True)
+        totals = launches.wgrad(*sides)
+        launches.wgrad(*sides, totals, add=True)
+        of_both = plan._replace(ends_E=meta(2 * E, dtype=torch.int32))
+        launches.wgrad(*sides[:4], of_both, totals, of_more=totals)
 
 
 @pytest.mark.slow
@@ -274,6 +277,6 @@ def test_products_are_compiled_to_matrix_instructions_with_scales(target):
         for name, facts in compiled("tests.ops.test_mx_mlp", target).items()
         if name.startswith(("rows_kernel", "weight_grad_kernel"))
     }
-    assert len(products) == 9 * len(COMPILED)
+    assert len(products) == 13 * len(COMPILED)
     for name, facts in products.items():
         assert not facts.error and facts.scaled_ops == facts.matrix_ops > 0, (name, facts)

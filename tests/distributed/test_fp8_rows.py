@@ -1,13 +1,18 @@
-"""Rows that go to the ranks of their experts in 8 bits: a training has the bits of rounding at arrival."""
+"""Rows that go to the ranks of their experts in 8 bits: a training has the bits of rounding at arrival.
+
+Replicas of experts in 8 bits: a training is that without, but for the order of sums.
+"""
 
 from dataclasses import replace
 
 import pytest
 
+from graphmoe.training.step_rows import RECEIVED, SCALARS
 from tests.distributed.layouts import all_on_two_experts
 from tests.distributed.ranks import Job, selected
-from tests.distributed.training import Change, Graphs, Training
+from tests.distributed.training import Change, Graphs, Outcome, Training
 from tests.runs import assert_same_state, slow_but
+from tests.tolerances import relative_error
 
 WORDS = (
     "model.hidden_size=32", "model.expert_ffn_size=32", "model.shared_ffn_size=16", "model.dense_ffn_size=16",
@@ -18,6 +23,7 @@ WORDS = (
 TURNS, FULL = "pipeline.ep_overlap=true", ("graph.scope=full_iteration", "graph.warmup_steps=1")
 BLOCKS, BF16 = "moe.transport=copy_engine", "precision.compute=bf16"
 SKIPS = "precision.fp8_skip_layers=[1]"
+REPLICAS = "moe.balance=replicas"
 TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
 
 
@@ -33,6 +39,7 @@ CASES = {
     "in turns, captured": case(TURNS, BLOCKS, *FULL),
     "dispatch and combine captured": case("graph.scope=[moe_dispatch,moe_combine]", "graph.warmup_steps=1"),
     "computed twice": case(TWICE, BF16),
+    "with replicas": case(REPLICAS, BLOCKS, TURNS, *FULL, change=all_on_two_experts),
 }
 INDUCTOR = "by Inductor, in turns"
 NAMES = [*slow_but({name: name for name in CASES}, "blocks, the whole step captured")]
@@ -78,3 +85,46 @@ def assert_rows_are_sent_in_8_bits(found: Graphs, plain: Graphs, words: tuple[st
     # x in F, which is kept in 8 bits, and dy in I; of a forward that is computed again x in I too.
     counts = [text.count("graphmoe.fp8_arrived.default]") for text in calling(found, "fp8_arrived")]
     assert set(counts) == ({1, 2} if TWICE in words else {1})
+
+
+EXPERTS = "precision.fp8_products=[experts]"
+COPIED = {
+    "rowwise": (),
+    "rowwise, computed twice": (TWICE,),
+    "rowwise, in turns, captured": (TURNS, *FULL),
+    "rowwise, rows in bf16": ("moe.dispatch_dtype=bf16", BF16),
+    "tensorwise": ("precision.fp8=tensorwise",),
+    "mxfp8": ("precision.fp8=mxfp8", EXPERTS),
+    "a layer in bf16": (SKIPS,),
+}
+
+
+@pytest.fixture(scope="module")
+def copied(request, tmp_path_factory):
+    """Outcomes of each case with replicas and without, and rank."""
+    cases = {}
+    for name in selected(request, "kind"):
+        for balance in (REPLICAS, "moe.balance=none"):
+            cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
+    return Job(tmp_path_factory.mktemp("copied"), cases).results(seconds=900)
+
+
+@pytest.mark.parametrize(
+    "kind", slow_but({name: name for name in COPIED}, "rowwise", "rowwise, computed twice")
+)
+def test_replicas_change_a_training_by_the_order_of_sums_only(copied, kind):
+    with_copies, without = copied[f"{kind}: {REPLICAS}"], copied[f"{kind}: moe.balance=none"]
+    assert receive_load(with_copies[0]) < 1.3 < 1.9 < receive_load(without[0])
+    most = 0.05 if kind == "mxfp8" else 1e-5  # there blocks of a sum begin with the first row of a copy
+    for found, plain in zip(with_copies, without, strict=True):
+        scalars = [outcome.rows[:, : len(SCALARS)] for outcome in (found, plain)]
+        assert relative_error(*scalars) < most and relative_error(found.val_losses, plain.val_losses) < most
+        for name, gradient in found.gradients.items():
+            assert relative_error(gradient, plain.gradients[name]) < most, name
+        assert found.graphs is not None
+        text = "".join(found.graphs.code)
+        assert "fp8_mlp_wgrad" in text and ("grouped_mlp" in text) == (SKIPS in COPIED[kind])
+
+
+def receive_load(outcome: Outcome) -> float:
+    return float(outcome.rows[:, len(SCALARS) + RECEIVED.index("receive_load")].max())

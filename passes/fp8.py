@@ -109,7 +109,7 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
     y = next((piece for piece in call.users if piece.args[1] == 0), None)
     if y is None or len(call.users) > 1:
         return "more than the sum of its experts is read"
-    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, *replicas, like=y))
+    y.replace_all_uses_with(put(call, ops.fp8_mlp.default, *layer, recipe, *replicas[:1], like=y))
     return None
 
 

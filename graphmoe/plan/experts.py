@@ -140,6 +140,11 @@ def fp8_vendor(config: RunConfig) -> str | None:
     return experts if experts_in_fp8(config) and experts == "turbo" else None
 
 
+def keeps_replicas(config: RunConfig) -> bool:
+    """Return True where weights of replicas are kept for the backward; in 8 bits that reads others."""
+    return config.moe.replica_keep and not experts_in_fp8(config)
+
+
 def why_no_fp8_rows(config: RunConfig) -> str | None:
     """Return why rows cannot go to their experts in 8 bits; None where they can."""
     dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
@@ -191,6 +196,8 @@ def why_no_replicas(config: RunConfig) -> str | None:
         return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
     if config.parallel.etp > 1:
         return f"parallel.etp={config.parallel.etp} shares each expert out to several ranks"
+    if vendor := fp8_vendor(config):
+        return f"moe.experts={vendor} in 8 bits takes scales over weights of free slots too"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may have other experts"
     return None

@@ -18,6 +18,7 @@ from graphmoe.plan.experts import (
     dispatcher_of,
     experts_in_fp8,
     is_exact,
+    keeps_replicas,
     reads_peers,
     replica_slots,
     routed_tokens,
@@ -114,8 +115,8 @@ class Plan:
     def replica_bytes(self) -> int:
         """Bytes that a replica moves in a micro-batch: weights twice, or once, and an fp32 gradient home."""
         numbers = 3 * self.config.model.hidden_size * self.config.model.expert_ffn_size
-        times = 1 if self.config.moe.replica_keep else 2
-        return numbers * (times * self.dtype.itemsize + 4)
+        times = 1 if keeps_replicas(self.config) else 2
+        return numbers * (times * (1 if experts_in_fp8(self.config) else self.dtype.itemsize) + 4)
 
     @property
     def exact_of(self) -> int | None:

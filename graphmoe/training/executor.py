@@ -23,7 +23,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import fp8_vendor, has_experts
+from graphmoe.plan.experts import fp8_vendor, has_experts, keeps_replicas
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -264,7 +264,7 @@ def pass_runner(
     """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
     knobs: dict[str, dict[str, Any]] = {
         "fuse_loss": {"needs_grad": trains},
-        "fuse_experts": {"backend": experts, "keep": config.moe.replica_keep},
+        "fuse_experts": {"backend": experts, "keep": keeps_replicas(config)},
     }
     in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)
     specs = select_passes(config.passes, knobs | in_fp8)

@@ -12,7 +12,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts
+from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts, keeps_replicas
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -60,7 +60,7 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block, plan.brings_weights, plan.config.moe.replica_keep)
+    return Symm(room, experts, layout.etp, block, plan.brings_weights, keeps_replicas(plan.config))
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:

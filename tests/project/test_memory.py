@@ -35,6 +35,7 @@ PEAKS = {
     "8 bits, ep": (FP8, *SYMM),
     "8 bits, tp": (FP8, "launch.fake_world=2", "parallel.tp=2"),
     "replicas": (*REPLICAS,),
+    "8 bits, replicas": (FP8, *REPLICAS),
 }
 
 
@@ -80,7 +81,7 @@ class Recorder:
         self.num_bytes = sizes if isinstance(sizes, int) else Region.with_room_for(sizes, 2).num_bytes
 
 
-@pytest.mark.parametrize("words", [SYMM, REPLICAS, (*REPLICAS, "moe.replica_slots=1")])
+@pytest.mark.parametrize("words", [SYMM, REPLICAS, (*REPLICAS, "moe.replica_slots=1"), (*REPLICAS, FP8)])
 def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     peers = Recorder(Recorder())
     monkeypatch.setattr(graphmoe.runtime.dispatch, "make_peers", lambda mesh, device: peers)

@@ -53,13 +53,15 @@ def test_zero_bubble_schedules_wait_less_than_1f1b():
     assert 0 < bubbles["zb1p"] < bubbles["1f1b"] == pytest.approx(bubbles["gpipe"], rel=0.05)
 
 
-def test_replicas_cost_a_plan_and_their_traffic():
+@pytest.mark.parametrize(("recipe", "size"), [("none", 2), ("rowwise", 1)])
+def test_replicas_cost_a_plan_and_their_traffic(recipe, size):
     """Weights of one expert come in the forward and again in the backward, and a gradient goes home."""
     words = (
         "parallel.ep=8",
         "moe.dispatcher=symm",
-        "moe.receive_budget=1.015625",
-    )  # as much room as with them
+        "moe.receive_budget=1.015625",  # as much room as with them
+        f"precision.fp8={recipe}",
+    )
     plain, balanced = (
         document(ProjectArgs("h200"), *words, f"moe.balance={balance}") for balance in ("none", "replicas")
     )
@@ -70,8 +72,8 @@ def test_replicas_cost_a_plan_and_their_traffic():
 
     forward, backward = more("forward"), more("backward")
     of_expert = Speeds(H200, NVIDIA).pass_on(3 * 128 * 80, in_node=True)
-    assert forward == pytest.approx({"moe_preprocess": REPLICA_PLAN, "moe_experts": 2 * of_expert})
-    assert backward == pytest.approx({"moe_experts": (2 + 4) * of_expert})
+    assert forward == pytest.approx({"moe_preprocess": REPLICA_PLAN, "moe_experts": size * of_expert})
+    assert backward == pytest.approx({"moe_experts": (size + 4) * of_expert})
     assert balanced["buffers_gb"]["dispatch"] > plain["buffers_gb"]["dispatch"]
 
 

@@ -182,6 +182,24 @@ def test_weights_of_replicas_count_while_experts_run():
         assert none == without == found - added
 
 
+def test_weights_of_replicas_in_8_bits_count_with_their_scales():
+    ops, (T, K, D, H, G, S) = torch.ops.graphmoe, (5, 2, 32, 64, 7, 3)
+    q, s = functools.partial(torch.zeros, dtype=torch.uint8), functools.partial(torch.zeros)
+    weights = q(4, H, D), s(4, H, 1), q(4, D, H // 2), s(4, D, 1)
+    slots, experts = torch.zeros(T, K), torch.zeros(2, S, dtype=torch.int32)
+    plan = [torch.zeros(size, dtype=torch.int32) for size in ((T * K,), (T, K), (G,))]
+    of_gate_up, of_down = S * (H * D + 4 * H), S * (D * H // 2 + 4 * D)
+    forward = (q(T, D), s(T, 1), *weights, slots, *plan, torch.bfloat16)
+    dgrad = (q(T, D), s(T, 1), q(T * K, H), s(T * K, 2), *weights, slots, *plan, torch.bfloat16)
+    for op, given, more, added in (
+        (ops.fp8_mlp_forward, forward, (None, None), of_gate_up + of_down),
+        (ops.fp8_mlp_hidden, (*forward[:4], *plan, torch.bfloat16), (), of_gate_up),
+        (ops.fp8_mlp_dgrad, dgrad, (None,) * 3, of_gate_up + of_down),
+    ):
+        without, found = bytes_inside(op.default, given), bytes_inside(op.default, (*given, *more, experts))
+        assert found - without == added
+
+
 @pytest.mark.slow
 def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
     found: dict[str, dict[str, int]] = {"rowwise": {}, "tensorwise": {}}

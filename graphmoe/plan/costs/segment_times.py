@@ -182,7 +182,8 @@ def _moe(
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
-    copies = REPLICAS * (1 - hidden) if sizes.replica_slots else 0
+    shown = 1 if "experts" in sizes.fp8 else 1 - hidden  # weights in 8 bits do not come along with rows
+    copies = REPLICAS * shown if sizes.replica_slots else 0
     pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
     again = 0.0 if sizes.keeps_replicas else pulled
     of_experts = _segment("moe_experts", [products], 0, (pulled, again), speeds)

@@ -24,6 +24,7 @@ from graphmoe.plan.experts import (
     capacity,
     fp8_vendor,
     is_exact,
+    keeps_replicas,
     replica_slots,
     routed_tokens,
     transport_of,
@@ -107,7 +108,7 @@ class Sizes:
             precision.fp8_wgrad is Fp8WeightGrad.bf16,
             travels_in_fp8(config),
             replica_slots(config.moe, model, layout.ep),
-            config.moe.replica_keep,
+            keeps_replicas(config),
         )
 
     @functools.cached_property

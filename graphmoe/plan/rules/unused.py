@@ -8,6 +8,7 @@ from typing import NamedTuple
 from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
+from graphmoe.plan.experts import experts_in_fp8
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.plan.rules.run import as_typed
@@ -74,6 +75,9 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
         yield _Unused("moe", ("replica_slots", "replica_keep"), "with moe.balance=none")
     elif plan.exact_of:
         yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
+    if config.moe.balance is Balance.replicas and experts_in_fp8(config):
+        recipe = config.precision.fp8.value
+        yield _Unused("moe", ("replica_keep",), f"with precision.fp8={recipe}: a backward reads other forms")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
     elif num_ranks == 1:

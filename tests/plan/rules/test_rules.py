@@ -99,6 +99,8 @@ precision.fp8=mxfp8 model.hidden_size=128 model.expert_ffn_size=48
 precision.fp8=blockwise model.hidden_size=128 moe.experts=turbo
     | needs multiples of 128, and model.expert_ffn_size of a rank is 176; use 256
 moe.experts=te precision.fp8=rowwise | moe.experts=te multiplies in bf16 only, not by precision.fp8=rowwise
+FP8_ROWS moe.dispatch_dtype=bf16 moe.experts=turbo moe.balance=replicas
+    | and moe.experts=turbo in 8 bits takes scales over weights of free slots too; use moe.balance=none
 FP8_ROWS moe.experts=turbo | and moe.experts=turbo stores them in a form of its own; use moe.dispatch_dtype=
 precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
     | use precision.fp8=rowwise, or parallel.dp_shard=zero1

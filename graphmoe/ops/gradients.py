@@ -50,10 +50,15 @@ def have_begun(gradients: Sequence[Gradient]) -> bool:
     return begun
 
 
-def report_added(gradients: Sequence[Gradient]) -> None:
-    """Report that each ``total`` has more of this step; all were written before any is reported."""
+def begin(gradients: Sequence[Gradient]) -> None:
+    """Let what comes later in the step be added to each ``total``."""
     for gradient in gradients:
         gradient.begun = True
+
+
+def report_added(gradients: Sequence[Gradient]) -> None:
+    """Report that each ``total`` has more of this step; all were written before any is reported."""
+    begin(gradients)
     for gradient in gradients:
         if gradient.on_added is not None:
             gradient.on_added()

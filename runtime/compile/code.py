@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
+from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added
 from graphmoe.ops.replicas.exchange import when_home
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.host.files import FileLock, dispensable
@@ -199,6 +199,7 @@ class UnitCode:
                 return list(code(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
+        begin(sums)  # the next micro-batch may come before all of this one is at home
         when_home([gradient.total for gradient in sums], functools.partial(report_added, sums))
         return [None] * len(wanted)
 

@@ -70,6 +70,7 @@ RECOMPUTED = ("recompute.ops=[layernorm,shared_experts]", "recompute.segments=[m
 KEPT = "moe.replica_keep=true"
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1", "moe.receive_budget=1.0")
 COPIED = Case(2, "ep=2", "", REPLICAS, ("model.mtp_depth=1",), "traced")
+ONE_LAYER = Case(2, "ep=2", "", REPLICAS, ("model.num_layers=2",), "traced")
 LIKE = {
     Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
     Case(2, "pp=2", "1f1b", (ROUTED_TWICE,), mode="traced"): Case(2, "pp=2", "1f1b", mode="traced"),
@@ -85,6 +86,7 @@ LIKE = {
     replace(COPIED, overrides=(*REPLICAS, KEPT, *TURNS[-1:], *FULL)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:])): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *FULL)): COPIED,
+    replace(ONE_LAYER, overrides=(*REPLICAS, *TURNS[-1:])): ONE_LAYER,
 }
 """Cases that are bitwise others: routed again in the backward, or with backwards in turns with forwards."""
 TWO = (

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,21 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
     ]
     is_put = torch.stack([(of_rank != 255).any(1) for of_rank in put])
     assert is_put.tolist() == [[False, False, True], *[[False] * 3] * 2]
+
+
+def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer):
+    expert_RS, total_LX = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 3)
+    made = exchange.gradient_room([(1, 3)], expert_RS)
+    made[0].fill_(2.0)
+    with exchange.homes_wait():
+        exchange.home(expert_RS, made, [total_LX], may_wait=True)
+    held, called = weakref.ref(expert_RS), list[bool]()
+    exchange.when_home([total_LX], lambda: called.append(True))
+    del expert_RS
+    exchange.bring_home()
+    assert held() is not None and not called
+    exchange.settle()
+    assert held() is None and called and total_LX.tolist() == [[3.0] * 3]
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:

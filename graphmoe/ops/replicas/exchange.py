@@ -70,8 +70,8 @@ class _Owed:
 _waits = False
 """True where gradients may wait for an exchange of rows, beside which they then travel."""
 _owed: _Owed | None = None
-_on_the_way: list[tuple[torch.cuda.Event | None, list[Callable[[], None]]]] = []
-"""Ends of what another stream brings home."""
+_on_the_way: list[tuple[torch.cuda.Event | None, _Owed]] = []
+"""Ends of what another stream brings home; what it reads must stay until then."""
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def bring_home() -> None:
     event = torch.cuda.Event() if owed.expert_RS.is_cuda else None
     if event:
         event.record()
-    _on_the_way.append((event, owed.added))
+    _on_the_way.append((event, owed))
 
 
 def settle() -> None:
@@ -106,12 +106,12 @@ def settle() -> None:
         owed, _owed = _owed, None
         form, of_ranks = _form(len(owed.expert_RS))
         form.home(of_ranks, owed.expert_RS, owed.made, owed.totals)
-        _on_the_way.append((None, owed.added))
+        _on_the_way.append((None, owed))
     while _on_the_way:
-        event, added = _on_the_way.pop(0)
+        event, owed = _on_the_way.pop(0)
         if event:
             event.wait()
-        for call in added:
+        for call in owed.added:
             call()
 
 

@@ -179,7 +179,7 @@ def own_buffer_bytes(
     return {
         "tables": of_rotation + of_router * moe,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
-        "dispatch": dispatch_bytes(sizes, config.moe.dispatcher) if moe else 0,
+        "dispatch": dispatch_bytes(sizes, config.moe.dispatcher, config.graph.scope) if moe else 0,
         "working": working,
         "graph_pool": _graph_pool(
             config.graph.scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), working
@@ -225,7 +225,7 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     return max(found)
 
 
-def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
+def dispatch_bytes(sizes: Sizes, dispatcher: str, scope: str | list[str]) -> float:
     """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
     if not dispatcher_facts(dispatcher).reads_peers:
         return 0
@@ -236,7 +236,7 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
         model, row_bytes = sizes.model, sizes.element_bytes * sizes.model.hidden_size
         places = model.top_k * sizes.layout.etp
         slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
-        weights, gradients = _replica_bytes(sizes)
+        weights, gradients = _replica_bytes(sizes, captures_units=bool(segments_of(scope)))
         room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights)
         return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes + gradients
     raise ConfigError(
@@ -245,16 +245,20 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str) -> float:
     )
 
 
-def _replica_bytes(sizes: Sizes) -> tuple[int, int]:
-    """Bytes that a rank shares for a layer's replicas: its own experts, and fp32 gradients of its slots."""
-    from graphmoe.ops.replicas.exchange import room_bytes  # imports kernels
+def _replica_bytes(sizes: Sizes, *, captures_units: bool) -> tuple[int, int]:
+    """Bytes that a rank shares for a layer's replicas: its own experts, and fp32 gradients of its slots.
+
+    The place of gradients has room for the experts too where units are captured.
+    """
+    from graphmoe.ops.replicas.exchange import COUNT_BYTES, room_bytes  # imports kernels
 
     if not sizes.replica_slots:
         return 0, 0
     model, ep = sizes.model, sizes.layout.ep
     owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
     shapes = (owned, 2 * inner, width), (owned, width, inner)
-    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots)
+    weights, gradients = room_bytes(shapes, sizes.element_bytes, sizes.replica_slots)
+    return weights, max(gradients, COUNT_BYTES + weights) if captures_units else gradients
 
 
 def _attention_work(sizes: Sizes) -> float:

@@ -12,6 +12,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm import Sizes, reserve, use_peers
+from graphmoe.ops.symm.peers import COUNT_BYTES
 from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts, keeps_replicas
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
@@ -122,6 +123,8 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
             experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
             shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
             weights, room = replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots)
+            if plan.captured:  # a graph of experts takes no weights that came outside of it
+                room = max(room, COUNT_BYTES + weights)
             replicas.reserve(room + (0 if plan.brings_weights else weights), ep)
         weights *= plan.brings_weights
         reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block, weights))

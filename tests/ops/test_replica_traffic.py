@@ -162,6 +162,21 @@ def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer)
     assert held() is None and called and total_LX.tolist() == [[3.0] * 3]
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_graph_reads_no_weights_that_came_outside_of_it(captured, one_peer, monkeypatch):
+    """A replay would find them gone: then they come by a call of their own, inside."""
+    capturing = [captured]
+    monkeypatch.setattr(exchange, "is_capturing", lambda: capturing[0])
+    w_LX, expert_RS = torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int32)
+    exchange.forget()
+    for number in (7.0, 8.0):  # of the same plan's tensor, as those of two steps are
+        exchange.Along((w_LX,), expert_RS).keep([torch.full((1, 3), number)])
+    assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[8.0] * 3]
+    capturing[0] = not captured
+    assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[1.0] * 3]
+    exchange.forget()
+
+
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """Kernels of 8 ranks with 32 experts, in bf16 and 8 bits."""
     meta = functools.partial(torch.empty, device="meta")

@@ -25,6 +25,7 @@ LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layer
 FP8 = "precision.fp8=rowwise"
 SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm")
 REPLICAS = (*SYMM, "moe.balance=replicas")
+FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1")
 PEAKS = {
     "one rank": (),
     "all again": ("recompute.all=true",),
@@ -81,7 +82,9 @@ class Recorder:
         self.num_bytes = sizes if isinstance(sizes, int) else Region.with_room_for(sizes, 2).num_bytes
 
 
-@pytest.mark.parametrize("words", [SYMM, REPLICAS, (*REPLICAS, "moe.replica_slots=1"), (*REPLICAS, FP8)])
+@pytest.mark.parametrize(
+    "words", [SYMM, REPLICAS, FEW_SLOTS, (*FEW_SLOTS, "graph.scope=layer"), (*REPLICAS, FP8)]
+)
 def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     peers = Recorder(Recorder())
     monkeypatch.setattr(graphmoe.runtime.dispatch, "make_peers", lambda mesh, device: peers)
@@ -90,6 +93,9 @@ def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
         open_dispatcher(plan, Mesh(plan.layout), torch.device("cuda"))
     close_dispatcher()
     asked = peers.num_bytes, peers.replicas.num_bytes
+    if plan.captured:  # a graph may have to pull the weights of all own experts
+        of_expert = 3 * plan.config.model.hidden_size * plan.config.model.expert_ffn_size
+        assert asked[1] > plan.config.model.num_experts // 2 * of_expert * plan.dtype.itemsize
     assert (asked[1] > 0) == (words != SYMM) and asked[0] > 0
     assert memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)
 

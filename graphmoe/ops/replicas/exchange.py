@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphmoe.ops import register_gradient
 from graphmoe.ops.replicas import collective
-from graphmoe.ops.symm.peers import COUNT_BYTES, CollectivePeers, MemoryPeers, offsets, peers_of
+from graphmoe.ops.symm.peers import COUNT_BYTES, CollectivePeers, MemoryPeers, is_capturing, offsets, peers_of
 
 Shape = tuple[int, ...]
 
@@ -46,14 +46,21 @@ class Along(NamedTuple):
     def keep(self, pulled: Sequence[Tensor]) -> None:
         """Hold what came for this rank's slots until it is asked for, or two others have come."""
         keys = [(w_LX.data_ptr(), self.expert_RS.data_ptr()) for w_LX in self.weights]
-        _came.append((self, dict(zip(keys, pulled, strict=True))))
+        _came.append(_Came(self, is_capturing(), dict(zip(keys, pulled, strict=True))))
 
 
-_came: deque[tuple[Along, dict[tuple[int, int], Tensor]]] = deque(maxlen=2)
-"""Weights that came along with rows of a forward, and with those of a backward beside it.
+class _Came(NamedTuple):
+    """Weights that came along with rows."""
 
-What they are of is held too, so that no other tensor has its address.
-"""
+    of: Along
+    """Held so that no other tensor has its address."""
+    captured: bool
+    """A replay writes them where they lie; a graph must not read those that came outside of one."""
+    found: dict[tuple[int, int], Tensor]
+
+
+_came: deque[_Came] = deque(maxlen=2)
+"""Weights of a forward, and of a backward beside it."""
 
 
 @dataclass
@@ -142,9 +149,9 @@ def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -
     Those that came along with rows are at hand. They stay so where ``again`` says that they are read once
     more.
     """
-    keys = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights]
-    for i, (_, found) in enumerate(_came):
-        if found.keys() >= {*keys}:
+    keys, captured = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights], is_capturing()
+    for i, (_, came_in, found) in reversed([*enumerate(_came)]):
+        if came_in == captured and found.keys() >= {*keys}:
             came = [found[key] if again else found.pop(key) for key in keys]
             if not found:
                 del _came[i]

@@ -25,7 +25,7 @@ from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import shared
 from graphmoe.ops.replicas.exchange import Along, bring_home
 from graphmoe.ops.symm import launches
-from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products
+from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products, is_capturing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
 """int32 are words of stored rows, which nobody sums."""
@@ -118,7 +118,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _take(peers: MemoryPeers, side: Side) -> None:
     """Make sure that no peer still reads what this side of the region held."""
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing()
     other: Side = "back" if side == "out" else "out"
     if peers.last not in (None, (other, capturing)):
         peers.barrier()

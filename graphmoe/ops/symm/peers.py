@@ -200,6 +200,11 @@ def peers_of(size: int) -> Peers:
     return _in_use
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream is being captured into a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 _products: torch.cuda.Stream | None = None
 """Stream of this process, not of a thread: autograd runs gradients in a thread of its own."""
 

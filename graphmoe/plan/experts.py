@@ -27,6 +27,7 @@ from graphmoe.config.schema import (
     Transport,
 )
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.recompute import Recompute
 
 INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 """Dispatchers that need no package."""
@@ -141,8 +142,18 @@ def fp8_vendor(config: RunConfig) -> str | None:
 
 
 def keeps_replicas(config: RunConfig) -> bool:
-    """Return True where weights of replicas are kept for the backward; in 8 bits that reads others."""
-    return config.moe.replica_keep and not experts_in_fp8(config)
+    """Return True where weights of replicas are kept for the backward.
+
+    In 8 bits that reads others, and a backward that computes experts again would get the weights again.
+    """
+    return config.moe.replica_keep and not (experts_in_fp8(config) or recomputes_experts(config))
+
+
+def recomputes_experts(config: RunConfig) -> bool:
+    """Return True where the backward of any MoE layer computes its routed experts again."""
+    recompute, model = Recompute.of(config.recompute), config.model
+    layers = range(model.num_dense_layers, model.num_layers + model.mtp_depth)
+    return any(recompute.covers("moe_experts", layer) for layer in layers)
 
 
 def why_no_fp8_rows(config: RunConfig) -> str | None:

@@ -1,5 +1,6 @@
 """Traffic of replicas between processes by torch.distributed, and torch's checks of its operations."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_ranks_get_what_the_definition_says(ranks, name):
     assert_traffic_is_that_of_the_definition(CASES[name], ranks[name])
 
 
-def brought(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
+def brought(more: Sequence[str], ranks: Ranks, folder: Path) -> tuple[int, int, int]:
     """Train compiled, in turns; returns pulls that found weights that came along with rows, and all pulls.
 
     And how often gradients went home in an exchange of rows.
@@ -81,15 +82,18 @@ def brought(ranks: Ranks, folder: Path) -> tuple[int, int, int]:
         served.append(len(exchange._came) == before - (not again))
         return found
 
-    case = Case(2, "ep=2", "", (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]"))
+    words = (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]", *more)
+    case = Case(2, "ep=2", "", words)
     at_home = mock.patch.object(collective, "add_made", wraps=collective.add_made)
     with mock.patch.object(exchange, "pull", pull), at_home as added:
         replace(case, mode="traced").training(ranks, folder)
     return sum(served), len(served), added.call_count
 
 
-def test_in_compiled_runs_weights_and_gradients_travel_with_rows(tmp_path):
-    for served, pulls, homes in run_ranks(tmp_path, {"brought": brought}, 2)["brought"]:
+@pytest.mark.parametrize("more", [(), ("moe.replica_keep=true",)])
+def test_in_compiled_runs_weights_and_gradients_travel_with_rows(tmp_path, more):
+    found = run_ranks(tmp_path, {"brought": functools.partial(brought, more)}, 2)
+    for served, pulls, homes in found["brought"]:
         assert served == pulls > 0 and homes > 0
 
 

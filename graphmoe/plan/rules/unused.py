@@ -8,7 +8,7 @@ from typing import NamedTuple
 from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
-from graphmoe.plan.experts import experts_in_fp8
+from graphmoe.plan.experts import experts_in_fp8, recomputes_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.plan.rules.run import as_typed
@@ -78,6 +78,8 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
     if config.moe.balance is Balance.replicas and experts_in_fp8(config):
         recipe = config.precision.fp8.value
         yield _Unused("moe", ("replica_keep",), f"with precision.fp8={recipe}: a backward reads other forms")
+    elif config.moe.balance is Balance.replicas and recomputes_experts(config):
+        yield _Unused("moe", ("replica_keep",), "where recompute covers moe_experts, which reads them again")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
     elif num_ranks == 1:

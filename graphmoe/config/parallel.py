@@ -78,8 +78,8 @@ class MoEConfig:
     """Experts of others that a rank can compute, > 0; auto is as many as it owns, with which no rank ever has
     more than its share of rows."""
     replica_keep: bool = False
-    """Keep the weights of replicas from forward to backward, which else gets them once more; without effect on
-    experts in 8 bits, and where recompute covers moe_experts."""
+    """Keep the weights of replicas from forward to backward, which else gets them once more; without effect
+    on experts in 8 bits, and where recompute covers moe_experts."""
     sync_free_stage: Any = "auto"
     """Parts of a MoE layer that never wait for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest

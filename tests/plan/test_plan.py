@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 
 from graphmoe.config.schema import Transport
-from graphmoe.plan.experts import blocks_of
+from graphmoe.plan.experts import blocks_of, keeps_replicas
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.recompute import Recompute
+from graphmoe.plan.rules.unused import without_effect
 from tests.runs import ROOT, config
 
 DECISIONS = {
@@ -83,6 +84,20 @@ def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():
         assert most <= rows
     full = [tokens] * 3 + [plan.room().rows - 3 * tokens]
     assert 4 * block + sum(max(each - block, 0) for each in full) == rows
+
+
+def test_a_backward_that_computes_experts_again_keeps_no_weights_of_replicas():
+    words = ("parallel.ep=2", "moe.dispatcher=symm", "moe.balance=replicas", "moe.replica_keep=true")
+    for more, kept in (
+        ((), True),
+        (("recompute.segments=[moe_router]",), True),
+        (("recompute.layer_ids=[0]",), True),  # a dense one
+        (("recompute.segments=[moe_experts]",), False),
+        (("recompute.all=true",), False),
+    ):
+        plan = plan_of(config(*words, "model.num_dense_layers=1", *more), 2)
+        said = [line for line in without_effect(plan, 2) if line.startswith("moe.replica_keep=true")]
+        assert (keeps_replicas(plan.config), not said) == (kept, kept), more
 
 
 def called_in(file: Path) -> set[str]:

@@ -379,11 +379,6 @@ def test_what_a_preset_sets_has_an_effect(option):
             "parallel.ep=2 moe.replica_keep=true",
             ["moe.replica_keep=true has no effect with precision.fp8=", "precision.fp8_wgrad=bf16 has no"],
         ),
-        (
-            "moe.balance=replicas moe.dispatcher=symm parallel.ep=2 moe.replica_keep=true compile.enabled=true "
-            "recompute.segments=[moe_experts]",
-            ["moe.replica_keep=true has no effect where recompute covers moe_experts"],
-        ),
         ("moe.receive_budget=worst_case moe.transport=pull", ["moe.receive_budget=", "moe.transport=pull"]),
         ("moe.receive_budget=worst_case moe.dispatcher=symm parallel.ep=2", []),
         ("moe.expert_load=burst", ["MOE.EXPERT_LOAD=burst IS ON: THE ROUTER IS IGNORED"]),

@@ -20,14 +20,13 @@ from graphmoe.bench.jobs import compose_config
 from graphmoe.model.sizes import attention_weights
 from graphmoe.ops import replicas
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
+from graphmoe.plan.experts import slack_of
 from graphmoe.plan.forced_loads import BURST_STEPS, LOADS, UNIT, ends, fitted, load
 
 RANKS, EXPERTS = (8, 16, 64), (64, 128, 256, 384)
 TOKENS, TOP_K, SEQ_LEN = 8192, 8, 4096
 IMBALANCES = (1.5, 2.0, 3.0)
 """Rows of the busiest rank over the mean in loads as of trained routers; UltraEP published such."""
-SLACK = 64
-"""Rows of a rank over those beyond the mean that a plan with slack lets be."""
 TRAINED = "trained_"
 SHARE_OF_RATE = 0.7
 MODELS = ("deepseek_v3", "deepseek_v2_lite")
@@ -63,7 +62,7 @@ def _case(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> Case:
         imbalance = float(which.removeprefix(TRAINED)) if is_trained else 0
         share = trained_load(imbalance, E, R) if is_trained else load(which, BURST_STEPS, 0, E, TOP_K, R)
         counts_RE = drawn_counts(share, R)
-        return [planned(counts_RE, slack, sizes) for slack in (0, TOKENS * TOP_K // SLACK)]
+        return [planned(counts_RE, slack, sizes) for slack in (0, slack_of(TOKENS * TOP_K))]
 
     name = f"ep{R}/e{E}/{which}"
     return Case(name, {"case": name, "ranks": R, "experts": E, "load": which}, run)
@@ -113,7 +112,7 @@ def planned(counts_RE: Tensor, slack: int, sizes: dict[str, Sizes]) -> Row:
     total, is_used = int(counts_RE.sum()), expert_RS >= 0
     copies_RE = torch.zeros_like(counts_RE).scatter_add_(1, expert_RS.clamp(min=0).long(), rows_RS)
     copies_RE[owner_E, torch.arange(E)] += home_E
-    # A row stays on its rank as far as there is a copy that takes it (`graphmoe.ops.replicas.split`).
+    # A row stays on its rank as far as there is a copy that takes it (`ops.replicas.reference.split`).
     stayed = int(counts_RE[owner_E, torch.arange(E)].sum())
     stays = int(torch.minimum(counts_RE, copies_RE).sum())
     sent_R = torch.bincount(owner_E[expert_RS[is_used].long()], minlength=R)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from graphmoe.config.schema import RecomputeConfig
 from graphmoe.ops.gradients import Gradient
-from graphmoe.ops.grouped_mlp import grouped_mlp_into
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.ops.symm import CollectivePeers, use_peers
@@ -76,15 +75,13 @@ class Experts(nn.Module):
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
         return unpermute(grouped_mm(F.silu(gate) * up * weight_R1, down, ends_E), slot_R, row_TK)
 
-    def fused(self, totals: list[Gradient], *tensors: Tensor) -> Tensor:
+    def fused(self, *tensors: Tensor) -> Tensor:
         x, weight_TK, ends_E, row_TK, slot_R, expert_RS = tensors
         given = (x, self.gate_up, self.down, weight_TK, slot_R, row_TK, ends_E)
-        if totals:
-            return grouped_mlp_into(totals, "torch", *given, expert_RS=expert_RS)
         return torch.ops.graphmoe.grouped_mlp(*given, "torch", expert_RS)[0]
 
 
-FORMS = ("eager", "operation", "operation into sums", "compiled", "compiled into sums", "compiled again")
+FORMS = ("eager", "operation", "compiled", "compiled into sums", "compiled again")
 
 
 def by_form(form: str, ranks: Ranks, folder: Path) -> list[list[Tensor]]:
@@ -97,10 +94,8 @@ def by_form(form: str, ranks: Ranks, folder: Path) -> list[list[Tensor]]:
         Segment("moe_preprocess", Preprocess(), ("places",), PARTS, stream="comm"),
         Segment("moe_experts", experts, ("x", "weight", *PARTS, "experts"), ("y",)),
     ]
-    if form.startswith("operation"):
-        segments[1] = Segment(
-            "moe_experts", functools.partial(experts.fused, totals), segments[1].reads, ("y",)
-        )
+    if form == "operation":
+        segments[1] = Segment("moe_experts", experts.fused, segments[1].reads, ("y",))
     run = run_segments
     if form.startswith("compiled"):
         passes = select_passes(config("compile.enabled=true").passes, {})

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from graphmoe.ops.gradients import Gradient
-from graphmoe.ops.grouped_mlp import grouped_mlp_into
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
@@ -129,18 +127,15 @@ def test_the_operation_with_replicas_has_the_results_and_gradients_of_the_expert
 @pytest.mark.parametrize("begun", [False, True])
 def test_sums_of_gradients_hold_what_came_home(one_peer, begun):
     p, plan = with_replicas("skewed, dead rows", torch.float32)
-    x, w_gate_up, w_down, weight = leaves_of(p)
-    y, _ = ops.grouped_mlp(x, w_gate_up, w_down, weight, *plan, "torch", EXPERT_RS)
-    expected = torch.autograd.grad(y, [x, w_gate_up, w_down, weight], p.dy_TD)
-    totals = [Gradient(torch.full(w.shape, 7.0 if begun else NAN)) for w in (w_gate_up, w_down)]
-    for total in totals:
-        total.begun = begun
-    given = (x, w_gate_up, w_down, weight, *plan)
-    y_TD = grouped_mlp_into(totals, "torch", *given, expert_RS=EXPERT_RS)
-    dx, dweight = torch.autograd.grad(y_TD, [x, weight], p.dy_TD)
-    assert y_TD.equal(y) and dx.equal(expected[0]) and dweight.equal(expected[3])
-    for total, gradient in zip(totals, expected[1:3], strict=True):
-        torch.testing.assert_close(total.total, gradient + 7.0 * begun)
+    leaves = leaves_of(p)
+    y, h = ops.grouped_mlp(*leaves, *plan, "torch", EXPERT_RS)
+    expected = torch.autograd.grad(y, leaves[1:3], p.dy_TD)
+    _, _, *made = ops.grouped_mlp_dgrad(p.dy_TD, h.detach(), *p.inputs[1:], *plan, "torch", EXPERT_RS)
+    totals = [torch.full(w.shape, 7.0 if begun else NAN) for w in leaves[1:3]]
+    given = (p.dy_TD, p.x_TD, *made, *plan)
+    ops.grouped_mlp_wgrad_into(*given, *totals, "torch", begun, EXPERT_RS)
+    for total, gradient in zip(totals, expected, strict=True):
+        torch.testing.assert_close(total, gradient + 7.0 * begun)
 
 
 def test_the_first_product_alone_has_the_bits_of_the_whole(one_peer):

@@ -238,30 +238,26 @@ class _Accumulating(torch.autograd.Function):
     """``graphmoe::grouped_mlp`` with sums of its weight gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, totals: Sequence[Gradient], backend: str, expert_RS: Tensor | None, *arguments: Tensor
-    ) -> Tensor:
-        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend, expert_RS)
-        ctx.save_for_backward(*arguments, expert_RS, None, None, h_RH)
+    def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
+        y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
+        ctx.save_for_backward(*arguments, None, None, None, h_RH)
         ctx.totals, ctx.backend = totals, backend
         return y_TD
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        dx_TD, dweight_TK, made, expert_RS = _row_gradients(ctx, dy_TD.contiguous())
+        dx_TD, dweight_TK, made, _ = _row_gradients(ctx, dy_TD.contiguous())
         totals = [gradient.total for gradient in ctx.totals]
         add = have_begun(ctx.totals)
-        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add, expert_RS)
+        torch.ops.graphmoe.grouped_mlp_wgrad_into(*made, *totals, ctx.backend, add)
         report_added(ctx.totals)
-        return None, None, None, dx_TD, None, None, dweight_TK, None, None, None
+        return None, None, dx_TD, None, None, dweight_TK, None, None, None
 
 
-def grouped_mlp_into(
-    totals: Sequence[Gradient], backend: str, *arguments: Tensor, expert_RS: Tensor | None = None
-) -> Tensor:
+def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
     """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
 
     ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
     graph holds: compiled units add by their graphs (`runtime.compile.code`).
     """
-    return _Accumulating.apply(totals, backend, expert_RS, *arguments)
+    return _Accumulating.apply(totals, backend, *arguments)

@@ -78,7 +78,7 @@ _waits = False
 """True where gradients may wait for an exchange of rows, beside which they then travel."""
 _owed: _Owed | None = None
 _on_the_way: list[tuple[torch.cuda.Event | None, _Owed]] = []
-"""Ends of what another stream brings home; what it reads must stay until then."""
+"""Events at which another stream has brought gradients home; their tensors stay in memory until then."""
 
 
 @contextmanager

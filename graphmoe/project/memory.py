@@ -246,19 +246,17 @@ def dispatch_bytes(sizes: Sizes, dispatcher: str, scope: str | list[str]) -> flo
 
 
 def _replica_bytes(sizes: Sizes, *, captures_units: bool) -> tuple[int, int]:
-    """Bytes that a rank shares for a layer's replicas: its own experts, and fp32 gradients of its slots.
-
-    The place of gradients has room for the experts too where units are captured.
-    """
-    from graphmoe.ops.replicas.exchange import COUNT_BYTES, room_bytes  # imports kernels
+    """Bytes that a rank shares for a layer's replicas, with rows and apart from them."""
+    from graphmoe.ops.replicas.exchange import room_bytes  # imports kernels
 
     if not sizes.replica_slots:
         return 0, 0
     model, ep = sizes.model, sizes.layout.ep
     owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
     shapes = (owned, 2 * inner, width), (owned, width, inner)
-    weights, gradients = room_bytes(shapes, sizes.element_bytes, sizes.replica_slots)
-    return weights, max(gradients, COUNT_BYTES + weights) if captures_units else gradients
+    along = "experts" not in sizes.fp8
+    apart = not along or captures_units
+    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots, along=along, apart=apart)
 
 
 def _attention_work(sizes: Sizes) -> float:

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.config.schema import Fp8Recipe
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.plan.experts import Load, room_bytes
+from graphmoe.plan.experts import Load, experts_in_fp8, room_bytes
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib, reachable_bytes
 from graphmoe.runtime.capture.capture import Capture
@@ -136,8 +135,7 @@ def receive_ladder(
             log.warning("more room needs %.2f GiB, which not every rank has left", more / 2**30)
         return all(found)
 
-    precision, last = plan.config.precision, bounded_dispatcher(plan, mesh)
-    in_fp8 = precision.fp8 is not Fp8Recipe.none and "experts" in precision.fp8_products
+    last, in_fp8 = bounded_dispatcher(plan, mesh), experts_in_fp8(plan.config)
     words = f"the counts of the host{', where experts are not in 8 bits' * in_fp8}"
     return ReceiveLadder(levels, last, model.num_moe_layers, use, has_memory, words)
 

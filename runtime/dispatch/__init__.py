@@ -12,7 +12,6 @@ from graphmoe.config.schema import ConfigError, ModelConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.ops.symm.peers import COUNT_BYTES
 from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts, keeps_replicas
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
@@ -122,11 +121,11 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
         if plan.replica_slots:
             experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
             shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
-            weights, room = replicas.room_bytes(shapes, plan.dtype.itemsize, plan.replica_slots)
-            if plan.captured:  # a graph of experts takes no weights that came outside of it
-                room = max(room, COUNT_BYTES + weights)
-            replicas.reserve(room + (0 if plan.brings_weights else weights), ep)
-        weights *= plan.brings_weights
+            along = plan.brings_weights
+            apart = not along or bool(plan.captured)  # a graph takes no weights that came outside of it
+            sizes = plan.dtype.itemsize, plan.replica_slots
+            weights, room = replicas.room_bytes(shapes, *sizes, along=along, apart=apart)
+            replicas.reserve(room, ep)
         reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block, weights))
     elif isinstance(dispatcher, Nvshmem):
         open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
@@ -135,6 +134,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 def close_dispatcher() -> None:
     """Give back what is open, at the end of a run that went well. A collective of all ranks."""
     use_peers(None)
+    replicas.forget()
     deepep.close_buffer()
     nvshmem.use_rows(None)
 

@@ -108,7 +108,7 @@ class Overlap:
             left.append(self._back(self._beside, number))
             if number not in self._beside.ends:
                 continue
-            with replicas.homes_wait():
+            with replicas.homes_deferred():
                 for weights in left:  # a unit that holds what its W reads would be a cycle, never collected
                     while weights:
                         weights.pop(0)()

@@ -77,9 +77,9 @@ def brought(more: Sequence[str], ranks: Ranks, folder: Path) -> tuple[int, int, 
     served, whole = [], exchange.pull
 
     def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
-        before = len(exchange._came)
+        before = len(exchange._prefetched)
         found = whole(weights, expert_RS, again=again)
-        served.append(len(exchange._came) == before - (not again))
+        served.append(len(exchange._prefetched) == before - (not again))
         return found
 
     words = (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]", *more)

@@ -52,7 +52,7 @@ class CapturedTraffic:
 
         def step() -> list[Tensor]:
             """Send weights away as gradients of their own."""
-            counts_RE = exchange.gather_counts(counts_E, case.ranks)
+            counts_RE = torch.ops.graphmoe.replica_counts(counts_E, case.ranks)
             pulled = exchange.pull(weights, expert_RS)
             room = exchange.gradient_room([tuple(w_SX.shape) for w_SX in pulled], expert_RS)
             for to_SX, w_SX in zip(room, pulled, strict=True):

@@ -101,8 +101,8 @@ class Case:
         on = functools.partial(torch.Tensor.to, device=self.device)
         expert_RS, both = on(self.expert_RS), range(len(self.shapes))
         used = self.expert_RS[rank] >= 0
-        found = {"counts": exchange.gather_counts(on(self.counts_RE[rank]), self.ranks)}
-        found["counts again"] = exchange.gather_counts(on(self.counts_RE[rank] + 1), self.ranks)
+        found = {"counts": torch.ops.graphmoe.replica_counts(on(self.counts_RE[rank]), self.ranks)}
+        found["counts again"] = torch.ops.graphmoe.replica_counts(on(self.counts_RE[rank] + 1), self.ranks)
         for seed, weights in enumerate((both, both[:1], both)):
             pulled = exchange.pull([on(self.weights(rank, i, seed)) for i in weights], expert_RS)
             assert all(w_SX.dtype == self.dtype for w_SX in pulled)

@@ -71,12 +71,12 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
 
     def body(peers):
         memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
-        exchange.reserve(sum(exchange.room_bytes(shapes, 4, case.slots)), 2)
+        exchange.reserve(exchange.room_bytes(shapes, 4, case.slots, along=False, apart=True)[1], 2)
         had = emulation.replicas.num_bytes
         weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
         totals = [torch.zeros_like(each) for each in weights]
         for call in (
-            lambda: exchange.gather_counts(case.counts_RE[peers.rank].to(case.device), 2),
+            lambda: torch.ops.graphmoe.replica_counts(case.counts_RE[peers.rank].to(case.device), 2),
             lambda: exchange.pull(weights, expert_RS),
             lambda: exchange.home(expert_RS, exchange.gradient_room(of_slots, expert_RS), totals),
             lambda: exchange.home(expert_RS, weights, totals),
@@ -90,7 +90,7 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
     assert emulation.run(body) == [[2, 2, 2, 2]] * 2
 
 
-class Kept(exchange.Along):
+class Kept(exchange.Prefetch):
     """Weights that go along, and those that came, on a rank of several in this process."""
 
     def keep(self, pulled: Sequence[Tensor]) -> None:
@@ -151,12 +151,12 @@ def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer)
     expert_RS, total_LX = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 3)
     made = exchange.gradient_room([(1, 3)], expert_RS)
     made[0].fill_(2.0)
-    with exchange.homes_wait():
-        exchange.home(expert_RS, made, [total_LX], may_wait=True)
+    with exchange.homes_deferred():
+        exchange.home(expert_RS, made, [total_LX], may_defer=True)
     held, called = weakref.ref(expert_RS), list[bool]()
     exchange.when_home([total_LX], lambda: called.append(True))
     del expert_RS
-    exchange.bring_home()
+    exchange.add_deferred()
     assert held() is not None and not called
     exchange.settle()
     assert held() is None and called and total_LX.tolist() == [[3.0] * 3]
@@ -170,7 +170,7 @@ def test_a_graph_reads_no_weights_that_came_outside_of_it(captured, one_peer, mo
     w_LX, expert_RS = torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int32)
     exchange.forget()
     for number in (7.0, 8.0):  # of the same plan's tensor, as those of two steps are
-        exchange.Along((w_LX,), expert_RS).keep([torch.full((1, 3), number)])
+        exchange.Prefetch((w_LX,), expert_RS).keep([torch.full((1, 3), number)])
     assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[8.0] * 3]
     capturing[0] = not captured
     assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[1.0] * 3]

@@ -152,7 +152,7 @@ def _wgrad(
     sizes = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     up, down = (dys_T1.new_empty(size, dtype=DTYPE) for size in sizes)
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), (up, down), False, expert_RS, may_wait=False)
+    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), (up, down), False, expert_RS, may_defer=False)
     return up, down
 
 
@@ -166,12 +166,12 @@ def _wgrad_into(
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
     totals = of_gate_up, of_down
-    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), totals, add, expert_RS, may_wait=True)
+    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), totals, add, expert_RS, may_defer=True)
 
 
 def _store_gradients(
     sides: Sequence[tuple[Tensor, Tensor]], plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
-    expert_RS: Tensor | None, *, may_wait: bool,
+    expert_RS: Tensor | None, *, may_defer: bool,
 ) -> None:  # fmt: skip
     """Store or add own weight gradients, and send those of slots home, where they are added."""
     wgrad = _kernels(*sides[0]).wgrad
@@ -181,7 +181,7 @@ def _store_gradients(
     shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
     made = exchange.gradient_room(shapes, expert_RS)
     wgrad(*sides, plan, totals, add=add, of_more=made)
-    exchange.home(expert_RS, made, totals, may_wait=may_wait)
+    exchange.home(expert_RS, made, totals, may_defer=may_defer)
 
 
 def _weight_sizes(

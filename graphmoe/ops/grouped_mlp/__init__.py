@@ -109,7 +109,7 @@ def _wgrad(
     shapes = _weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
     dtype = torch.promote_types(dh_RH.dtype, torch.float32)
     of_gate_up, of_down = (dh_RH.new_empty(shape, dtype=dtype) for shape in shapes)
-    _with_replicas(kernels, given, plan, (of_gate_up, of_down), False, expert_RS, may_wait=False)
+    _with_replicas(kernels, given, plan, (of_gate_up, of_down), False, expert_RS, may_defer=False)
     return of_gate_up.to(dh_RH.dtype), of_down.to(dh_RH.dtype)
 
 
@@ -128,7 +128,7 @@ def _wgrad_into(
     if expert_RS is None:
         kernels.wgrad(*given, plan, totals, add)
     else:
-        _with_replicas(kernels, given, plan, totals, add, expert_RS, may_wait=True)
+        _with_replicas(kernels, given, plan, totals, add, expert_RS, may_defer=True)
 
 
 @torch.library.custom_op("graphmoe::grouped_mlp_hidden", mutates_args=())
@@ -165,14 +165,14 @@ def _with_replicas(
     add: bool,
     expert_RS: Tensor,
     *,
-    may_wait: bool,
+    may_defer: bool,
 ) -> None:
     """Store or add own weight gradients, and send those of slots home, where they are added."""
     slots = expert_RS.shape[1]
     shapes = [(slots, *total.shape[1:]) for total in totals]
     made = exchange.gradient_room(shapes, expert_RS, totals[0].dtype)
     kernels.wgrad(*given, plan, totals, add, made)
-    exchange.home(expert_RS, made, totals, may_wait=may_wait)
+    exchange.home(expert_RS, made, totals, may_defer=may_defer)
 
 
 def _weight_shapes(

@@ -18,7 +18,7 @@ def reserve(peers: CollectivePeers, num_bytes: int) -> None:
 
 
 def gather_counts(peers: CollectivePeers, counts_E: Tensor) -> Tensor:
-    """As `exchange.gather_counts`."""
+    """Counts of all ranks, int32 [R, E]."""
     counts_RE = counts_E.new_empty(peers.size, len(counts_E))
     if peers.group is None:
         return counts_RE.copy_(counts_E)

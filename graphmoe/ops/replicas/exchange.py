@@ -26,14 +26,16 @@ from graphmoe.ops.symm.peers import COUNT_BYTES, CollectivePeers, MemoryPeers, i
 Shape = tuple[int, ...]
 
 
-class Along(NamedTuple):
+class Prefetch(NamedTuple):
     """Weights of own experts that go along with rows, to the ranks that have replicas of them."""
 
     weights: tuple[Tensor, ...]
     expert_RS: Tensor
 
     @classmethod
-    def of(cls, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None) -> "Along | None":
+    def of(
+        cls, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None
+    ) -> "Prefetch | None":
         """None where there are no weights."""
         if w_gate_up is None or w_down is None or expert_RS is None:
             return None
@@ -46,25 +48,25 @@ class Along(NamedTuple):
     def keep(self, pulled: Sequence[Tensor]) -> None:
         """Hold what came for this rank's slots until it is asked for, or two others have come."""
         keys = [(w_LX.data_ptr(), self.expert_RS.data_ptr()) for w_LX in self.weights]
-        _came.append(_Came(self, is_capturing(), dict(zip(keys, pulled, strict=True))))
+        _prefetched.append(_Prefetched(self, is_capturing(), dict(zip(keys, pulled, strict=True))))
 
 
-class _Came(NamedTuple):
+class _Prefetched(NamedTuple):
     """Weights that came along with rows."""
 
-    of: Along
+    of: Prefetch
     """Held so that no other tensor has its address."""
     captured: bool
     """A replay writes them where they lie; a graph must not read those that came outside of one."""
     found: dict[tuple[int, int], Tensor]
 
 
-_came: deque[_Came] = deque(maxlen=2)
+_prefetched: deque[_Prefetched] = deque(maxlen=2)
 """Weights of a forward, and of a backward beside it."""
 
 
 @dataclass
-class _Owed:
+class _Deferred:
     """Gradients that are to go home behind the barrier of the next exchange of rows."""
 
     expert_RS: Tensor
@@ -74,73 +76,68 @@ class _Owed:
     """Calls for when a stream has waited until they are at home."""
 
 
-_waits = False
+_defers = False
 """True where gradients may wait for an exchange of rows, beside which they then travel."""
-_owed: _Owed | None = None
-_on_the_way: list[tuple[torch.cuda.Event | None, _Owed]] = []
+_deferred: _Deferred | None = None
+_on_the_way: list[tuple[torch.cuda.Event | None, _Deferred]] = []
 """Events at which another stream has brought gradients home; their tensors stay in memory until then."""
 
 
 @contextmanager
-def homes_wait() -> Iterator[None]:
+def homes_deferred() -> Iterator[None]:
     """Let `home` of gradients in a `gradient_room` wait inside for the next exchange of rows, or `settle`."""
-    global _waits
-    before, _waits = _waits, True
+    global _defers
+    before, _defers = _defers, True
     try:
         yield
     finally:
-        _waits = before
+        _defers = before
 
 
-def bring_home() -> None:
+def add_deferred() -> None:
     """Add what waits, in an exchange of rows: behind its barrier all ranks have made theirs."""
-    global _owed
-    if _owed is None:
+    global _deferred
+    if _deferred is None:
         return
-    owed, _owed = _owed, None
-    form, of_ranks = _form(len(owed.expert_RS))
-    form.add_made(of_ranks, owed.expert_RS, owed.made, owed.totals)
-    event = torch.cuda.Event() if owed.expert_RS.is_cuda else None
+    deferred, _deferred = _deferred, None
+    form, of_ranks = _form(len(deferred.expert_RS))
+    form.add_made(of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
+    event = torch.cuda.Event() if deferred.expert_RS.is_cuda else None
     if event:
         event.record()
-    _on_the_way.append((event, owed))
+    _on_the_way.append((event, deferred))
 
 
 def settle() -> None:
     """Let the current stream have all gradients at home. A collective where any waits."""
-    global _owed
-    if _owed is not None:
-        owed, _owed = _owed, None
-        form, of_ranks = _form(len(owed.expert_RS))
-        form.home(of_ranks, owed.expert_RS, owed.made, owed.totals)
-        _on_the_way.append((None, owed))
+    global _deferred
+    if _deferred is not None:
+        deferred, _deferred = _deferred, None
+        form, of_ranks = _form(len(deferred.expert_RS))
+        form.home(of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
+        _on_the_way.append((None, deferred))
     while _on_the_way:
-        event, owed = _on_the_way.pop(0)
+        event, deferred = _on_the_way.pop(0)
         if event:
             event.wait()
-        for call in owed.added:
+        for call in deferred.added:
             call()
 
 
 def forget() -> None:
     """Drop what an earlier run has left, which was ended in the midst of a step."""
-    global _owed
-    _owed = None
+    global _deferred
+    _deferred = None
     _on_the_way.clear()
-    _came.clear()
+    _prefetched.clear()
 
 
 def when_home(totals: Sequence[Tensor], call: Callable[[], None]) -> None:
     """Call when these totals have all that was given to `home`: at once, or when a stream has waited."""
-    if _owed is not None and {*map(Tensor.data_ptr, totals)} & {*map(Tensor.data_ptr, _owed.totals)}:
-        _owed.added.append(call)
+    if _deferred is not None and {*map(Tensor.data_ptr, totals)} & {*map(Tensor.data_ptr, _deferred.totals)}:
+        _deferred.added.append(call)
     else:
         call()
-
-
-def gather_counts(counts_E: Tensor, ranks: int) -> Tensor:
-    """Return the counts of all ranks, int32 [R, E]; of int32 counts of this rank's tokens."""
-    return torch.ops.graphmoe.replica_counts(counts_E, ranks)
 
 
 def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
@@ -150,11 +147,11 @@ def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -
     more.
     """
     keys, captured = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights], is_capturing()
-    for i, (_, came_in, found) in reversed([*enumerate(_came)]):
+    for i, (_, came_in, found) in reversed([*enumerate(_prefetched)]):
         if came_in == captured and found.keys() >= {*keys}:
             came = [found[key] if again else found.pop(key) for key in keys]
             if not found:
-                del _came[i]
+                del _prefetched[i]
             return came
     settle()  # weights of their own lie where gradients do
     form, of_ranks = _form(len(expert_RS))
@@ -174,27 +171,32 @@ def gradient_room(
 
 
 def home(
-    expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor], *, may_wait: bool = False
+    expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor], *, may_defer: bool = False
 ) -> None:
     """Add the gradients [S, X] of all ranks' slots to the totals [L, X] of their owners, in place.
 
     In the order of ranks, then slots, in fp32 (fp64 where a total is), rounded once to the total's dtype.
-    With ``may_wait`` later, where `homes_wait`: nobody may read the totals before `when_home` says so.
+    With ``may_defer`` later, where `homes_deferred`: nobody may read the totals before `when_home` says so.
     """
-    global _owed
-    if may_wait and _waits:
-        assert _owed is None
-        _owed = _Owed(expert_RS, made, totals)
+    global _deferred
+    if may_defer and _defers:
+        assert _deferred is None
+        _deferred = _Deferred(expert_RS, made, totals)
         return
     form, of_ranks = _form(len(expert_RS))
     form.home(of_ranks, expert_RS, made, totals)
 
 
-def room_bytes(shapes: Sequence[Shape], element_bytes: int, slots: int) -> tuple[int, int]:
-    """Bytes that each rank shares for weights [L, X] of these shapes; for counts and gradients of slots."""
-    weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)
-    gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)
-    return weights[-1], COUNT_BYTES + gradients[-1]
+def room_bytes(
+    shapes: Sequence[Shape], element_bytes: int, slots: int, *, along: bool, apart: bool
+) -> tuple[int, int]:
+    """Bytes that each rank shares with rows, for weights [L, X] that come ``along`` with them; and apart.
+
+    Apart are counts, then gradients of slots, or weights where any are pulled ``apart``.
+    """
+    weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)[-1]
+    gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)[-1]
+    return weights * along, COUNT_BYTES + max(gradients, weights * apart)
 
 
 def reserve(num_bytes: int, ranks: int) -> None:

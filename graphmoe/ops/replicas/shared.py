@@ -29,7 +29,7 @@ def reserve(memory: SharedMemory, num_bytes: int) -> None:
 
 
 def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
-    """As `exchange.gather_counts`."""
+    """Counts of all ranks, int32 [R, E]."""
     assert counts_E.nbytes <= COUNT_BYTES, counts_E.shape
     memory.reserve(COUNT_BYTES)
     of_ranks = [memory.view(rank, 0, tuple(counts_E.shape), counts_E.dtype) for rank in range(memory.size)]

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
-from graphmoe.ops.replicas.exchange import Along
+from graphmoe.ops.replicas.exchange import Prefetch
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, peers_of, reserve, use_peers
 from graphmoe.ops.symm.stored import parts, words
@@ -50,7 +50,7 @@ def _dispatch(
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    along = Along.of(w_gate_up, w_down, expert_RS)
+    along = Prefetch.of(w_gate_up, w_down, expert_RS)
     return run.bring(peers, h_TD, plan, (weight_TK, expert_TK), None, rows, block, experts, etp, along=along)
 
 
@@ -88,7 +88,7 @@ def _combine_grad(
     """dsum_ND: the token of each live row."""
     run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
-    along = Along.of(w_gate_up, w_down, expert_RS)
+    along = Prefetch.of(w_gate_up, w_down, expert_RS)
     return run.bring(peers, dy_TD, plan, None, arrivals_PP, rows, block, along=along)[0]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import collective as replicas
-from graphmoe.ops.replicas.exchange import Along, bring_home
+from graphmoe.ops.replicas.exchange import Prefetch, add_deferred
 from graphmoe.ops.symm.peers import CollectivePeers
 
 
@@ -26,13 +26,13 @@ def bring(
     experts: int = 1,
     etp: int = 1,
     into_ND: Tensor | None = None,
-    along: Along | None = None,
+    along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:
     """Tokens [N, D]; with weights and experts of slots all results of ``graphmoe::symm_dispatch``.
 
     Tokens are put into ``into_ND`` if there is one; weights come ``along``.
     """
-    bring_home()
+    add_deferred()
     if along:
         along.keep(replicas.pull(peers, along.weights, along.expert_RS))
     if arrivals_PP is None:
@@ -72,7 +72,7 @@ def sums(
     block: int,
 ) -> tuple[Tensor, Tensor | None]:
     """The sum over each token's places of the ranks' rows, and that of gradients of weights if given."""
-    bring_home()
+    add_deferred()
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < len(y_ND)

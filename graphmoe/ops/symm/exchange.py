@@ -23,7 +23,7 @@ from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import shared
-from graphmoe.ops.replicas.exchange import Along, bring_home
+from graphmoe.ops.replicas.exchange import Prefetch, add_deferred
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products, is_capturing
 
@@ -42,7 +42,7 @@ def bring(
     experts: int = 1,
     etp: int = 1,
     into_ND: Tensor | None = None,
-    along: Along | None = None,
+    along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:
     """As `collective.bring`; the arrivals are read from the peers each time."""
     x_TD = _checked(x_TD)
@@ -70,7 +70,7 @@ def bring(
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
         if along:
             along.keep(shared.pulled(peers, region.weights, along.weights, along.expert_RS))
-        bring_home()
+        add_deferred()
     return received_ND, *received, arrivals_PP
 
 
@@ -101,7 +101,7 @@ def sums(
         if dweight_NK is not None:
             dweight_TK = launches.sum_places(dweight_from_TW, slots, dweight_NK.dtype)
     summed_TD = launches.sum_places(from_TW, columns, y_ND.dtype)
-    bring_home()
+    add_deferred()
     return summed_TD, dweight_TK
 
 

@@ -8,7 +8,6 @@ from graphmoe.config.schema import (
     ComputeDtype,
     DispatchDtype,
     DpShard,
-    Fp8Recipe,
     ModelConfig,
     PassesConfig,
     RunConfig,
@@ -20,6 +19,7 @@ from graphmoe.plan.experts import (
     BufferLimits,
     dispatcher_facts,
     dispatcher_of,
+    experts_in_fp8,
     has_experts,
     reads_peers,
     runs_pass,
@@ -64,8 +64,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
             "moe.dispatcher=symm exchanges between ranks that share the experts, and parallel.ep * "
             "parallel.etp is 1; use moe.dispatcher=auto or local"
         )
-    in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
-    if moe.experts == "te" and in_fp8 and has_experts(model):
+    if moe.experts == "te" and experts_in_fp8(config) and has_experts(model):
         yield (
             f"moe.experts=te multiplies in bf16 only, not by precision.fp8={config.precision.fp8.value}: "
             f"Transformer Engine has no scales of rows, and by blocks takes multiples of 128 rows of each "

@@ -225,7 +225,7 @@ class Checks(Trip):
             back = (*plan, arrivals, self.block)
             _checked(ops.symm_dispatch_grad, received, of_slots, *plan[1:3], arrivals, self.block)
             _checked(ops.symm_combine, received.clone().requires_grad_(), *back)
-            _checked(ops.symm_combine_grad, dy, *plan, arrivals, self.num_rows, self.block)
+            _checked(ops.symm_combine_grad, dy, *plan, arrivals, None, None, None, self.num_rows, self.block)
             return 4
         detached = [x.detach() for x in tokens]
         if self.kind == "nvshmem":

@@ -88,6 +88,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "micro_batch_size": config.train.micro_batch_size,
         "global_batch_size": config.train.global_batch_size,
         "micro_batches": micro_batches,
+        "replica_slots": plan.replica_slots,
         "compute": config.precision.compute.value,
         **precision_of(config.precision),
         "pipeline": pipeline

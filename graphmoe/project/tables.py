@@ -49,6 +49,11 @@ def render(document: dict[str, Any]) -> Group:
         f"data-parallel rank has {document['micro_batches']} micro-batches of {document['micro_batch_size']}",
         f"{document['compute']}, {precision_words(document)}",
     ]
+    if slots := document["replica_slots"]:
+        shown.append(
+            f"{slots} slots for replicas on each rank: their cost is in the time below, which is that of "
+            f"balanced routing; what they gain is not"
+        )
     if pipeline := document["pipeline"]:
         layout = str(pipeline["layout"]).replace("[", r"\[")
         shown.append(f"{pipeline['schedule']}, {pipeline['virtual_stages']} stages a rank, layout {layout}")

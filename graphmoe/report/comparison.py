@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, escaped, over, reached
 from graphmoe.report.run_data import RunData
 from graphmoe.run.files import REPORT_FILE
+from graphmoe.run.metrics_file import Row
 from graphmoe.web_page import COLOURS, Link, chips, controls, grid, paragraph, table, write_page
 
 COMPARISON_FILE = "comparison.html"
@@ -24,11 +26,18 @@ NUMBERS: dict[str, tuple[Number, str]] = {
     "tokens/s each": (RunData.tokens_per_s_per_rank, ",.0f"),
     "MFU": (lambda run: run.median("mfu"), ".1%"),
     "s per step": (lambda run: run.median("step_s"), ".4g"),
+    "rank load": (lambda run: _rank_load(run.steps), ".2f"),
     "peak GiB": (lambda run: run.summary.get("peak_memory_gib"), ",.2f"),
     "first step s": (lambda run: run.summary.get("time_to_first_step_s"), ",.1f"),
     "steps": (lambda run: run.summary.get("steps"), "d"),
 }
 """Numbers of a run in a table of several, with their form."""
+
+
+def _rank_load(steps: Sequence[Row]) -> float | None:
+    """Median load of the busiest rank over the mean, by the plan of replicas if any; None if always 1."""
+    loads = [row.get("planned_rank_load") or row.get("rank_load") or 1 for row in steps]
+    return statistics.median(loads) if loads and max(loads) > 1 else None
 
 
 def write_comparison(runs: Sequence[RunData], path: Path) -> None:

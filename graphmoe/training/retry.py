@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.ops.symm import forget_graphs
 from graphmoe.plan.experts import Load, experts_in_fp8, room_bytes
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib, reachable_bytes
@@ -121,8 +122,8 @@ def receive_ladder(
         return None
 
     def use(dispatchers: tuple[Dispatcher, ...], program: int | None) -> None:
-        if capture:
-            capture.use(program)  # first, so that graphs of another have given back what they held
+        if capture and capture.use(program):  # first, so that graphs of another give back what they held
+            forget_graphs()
         if program is not None:
             make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
         model.use(dispatchers)

@@ -104,15 +104,17 @@ class Capture:
         """Watch tensors, by name, whose addresses at the first captured step graphs keep."""
         self._names, self._slots = list(slots), list(slots.values())
 
-    def use(self, program: int | None) -> None:
+    def use(self, program: int | None) -> bool:
         """Let later steps run this program; each program warms up before its first graphs.
 
-        A new one ends the graphs of the one before for good. A step on the way to None and back ends none.
+        Return whether it is a new one, which ends all graphs for good. None and back again ends none.
         """
         self.program = program
-        if program is not None and program != self.planned:
-            self.planned = program
-            self.maker.drop()
+        if program is None or program == self.planned:
+            return False
+        self.planned = program
+        self.maker.drop()
+        return True
 
     @property
     def ready(self) -> bool:

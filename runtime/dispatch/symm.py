@@ -112,6 +112,11 @@ class SymmetricMemory:
         self.num_bytes, self._captured = num_bytes, False
         log.info("symm: %.0f MiB that %d ranks share for %s", num_bytes / 2**20, self.size, self._purpose)
 
+    def forget_graphs(self) -> None:
+        """Give back earlier regions: the graphs that hold their addresses have ended."""
+        self._of_graphs.clear()
+        self._captured = False
+
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As `SharedMemory.view`."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
@@ -143,6 +148,11 @@ class SymmetricPeers:
     def addresses(self) -> Tensor:
         """As `MemoryPeers.addresses`."""
         return self._rows.addresses
+
+    def forget_graphs(self) -> None:
+        """As `MemoryPeers.forget_graphs`."""
+        self._rows.forget_graphs()
+        self.replicas.forget_graphs()
 
     def reserve(self, sizes: Sizes) -> Region:
         """As `MemoryPeers.reserve`. Waits for the device where the region grows."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -93,7 +94,15 @@ def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, 
     device.capturing = False
     pair.reserve(dataclasses.replace(SIZES, rows=31))
     pair.reserve(dataclasses.replace(SIZES, rows=32))
-    assert [buffers for buffers, *_ in pair._rows._of_graphs] == [device.made[0]]
+    first, second = (weakref.ref(buffers[0]) for buffers in device.made[:2])
+    device.made.clear()
+    assert first() is not None and second() is None
+    symm.use_peers(pair)
+    try:
+        symm.forget_graphs()
+    finally:
+        symm.use_peers(None)
+    assert first() is None
 
 
 def test_replicas_have_a_memory_of_their_own_that_grows_where_it_must(pair, device):

@@ -28,10 +28,10 @@ import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
 from graphmoe.ops.replicas.exchange import Prefetch
 from graphmoe.ops.symm import collective
-from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, peers_of, reserve, use_peers
+from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, forget_graphs, peers_of, reserve, use_peers
 from graphmoe.ops.symm.stored import parts, words
 
-__all__ = ["CollectivePeers", "Sizes", "reserve", "use_peers"]
+__all__ = ["CollectivePeers", "Sizes", "forget_graphs", "reserve", "use_peers"]
 
 
 @torch.library.custom_op("graphmoe::symm_dispatch", mutates_args=())

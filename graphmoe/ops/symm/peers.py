@@ -121,7 +121,8 @@ class SharedMemory(Peers, Protocol):
 
     Used on one stream, or on streams that wait for each other; two memories do not wait for each other.
 
-    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is.
+    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is until
+    ``forget_graphs``.
     """
 
     addresses: Tensor
@@ -164,6 +165,9 @@ class MemoryPeers(Peers, Protocol):
         As `SharedMemory.reserve`.
         """
 
+    def forget_graphs(self) -> None:
+        """As ``forget_graphs``, of both memories."""
+
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As `SharedMemory.view`."""
 
@@ -184,6 +188,12 @@ def reserve(sizes: Sizes) -> None:
     """Let the peers in use have memory in common for exchanges of these sizes. A collective of them."""
     if _in_use is not None and not isinstance(_in_use, CollectivePeers):
         cast(MemoryPeers, _in_use).reserve(sizes)
+
+
+def forget_graphs() -> None:
+    """Let the peers in use give back memory that they kept for graphs, all of which have ended."""
+    if _in_use is not None and not isinstance(_in_use, CollectivePeers):
+        cast(MemoryPeers, _in_use).forget_graphs()
 
 
 def peers_of(size: int) -> Peers:

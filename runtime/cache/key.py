@@ -23,6 +23,7 @@ import torch
 from graphmoe.config.schema import RunConfig
 from graphmoe.passes.base import PassSpec
 from graphmoe.passes.table import PASSES
+from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]
@@ -36,7 +37,6 @@ SINGLE_KEYS = (
     "train.micro_batch_size",
     "moe.experts",
     "moe.force_balance",
-    "moe.expert_load",
     "moe.dispatcher",
     "moe.transport",
     "moe.receive_budget",
@@ -65,6 +65,7 @@ def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device
     They contain the number of threads, so call this after the number is set.
     """
     facts = {key: _plain(value) for key, value in _settings(config)}
+    facts["moe.expert_load"] = config.moe.expert_load != NO_LOAD  # a buffer has the load itself
     facts["passes.enabled"] = [spec.name for spec in passes]
     for spec in passes:
         prefix = OWN_PASS if spec.name in (own.name for own in PASSES) else EXTRA_PASS

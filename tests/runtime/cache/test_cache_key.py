@@ -109,6 +109,8 @@ def test_a_key_that_is_no_fact_leaves_the_cache_key_as_it_is():
     before = facts()
     assert [name for name in NO_FACTS.split() if facts(changed(name)) != before] == []
     assert {*OTHERWISE.split(), *NO_FACTS.split()} < {*every_key()}
+    forced = (facts(resolved(f"moe.expert_load={load}")) for load in ("burst", "hot_rank"))
+    assert next(forced) == next(forced) != before
 
 
 def test_other_knobs_of_a_pass_give_another_key_and_the_same_ones_the_same():

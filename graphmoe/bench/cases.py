@@ -33,7 +33,7 @@ BYTES_PER_S = 4.3e12
 RATES = {"FLOPs": FLOPS_PER_S, "fp8 FLOPs": FP8_FLOPS_PER_S, "bytes": BYTES_PER_S}
 TOLERANCE = 0.03
 """Largest relative difference (Frobenius) of right results; bf16 sums in another order differ by 0.005."""
-MOST_NAMED = 40
+MOST_NAMED = 30
 """Names of cases that an error lists; of more, their beginnings."""
 SKEW = 4
 """Rows of the largest expert over the mean, in a skewed routing."""
@@ -205,7 +205,8 @@ def run_cases(
     if unknown:
         names = [case.name for case in cases]
         if len(names) > MOST_NAMED:
-            names = [f"{start}/..." for start in dict.fromkeys(name.rpartition("/")[0] for name in names)]
+            parts = (name.rpartition("/") for name in names)
+            names = [*dict.fromkeys(f"{start}/..." if start else name for start, _, name in parts)]
         raise ConfigError(f"only={','.join(unknown)}: no case starts with that; cases are {', '.join(names)}")
     cases = [case for case in cases if not only or case.name.startswith(tuple(only))]
     rows: list[Row] = []

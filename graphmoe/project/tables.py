@@ -51,7 +51,7 @@ def render(document: dict[str, Any]) -> Group:
     ]
     if slots := document["replica_slots"]:
         shown.append(
-            f"{slots} slots for replicas on each rank: their cost is in the time below, which is that of "
+            f"slots for replicas on each rank: {slots}; their cost is in the time below, which is that of "
             f"balanced routing; what they gain is not"
         )
     if pipeline := document["pipeline"]:

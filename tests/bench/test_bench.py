@@ -101,6 +101,7 @@ WRONG = (
     ("suite=model", "suite=model: expected one of ops"),
     ("device=cpu shapes=full", "use shapes=tiny or shapes=auto"),
     ("device=cpu only=permute,gemm", "only=gemm: no case starts with that; cases are grouped_mlp/v2_lite"),
+    ("device=cpu only=gemm", "grouped_mlp/v3_ep8_skewed/..., routing_plan, permute, unpermute, unpermute_"),
     ("device=cpu out=no_such_folder/ops.json", "out=no_such_folder/ops.json: there is no folder"),
     ("repeat=3", "did you mean 'repeats'?"),
     ("limit_s=9", "limit_s=9 has no effect with suite=ops; use suite=step or suite=ladder"),

@@ -41,7 +41,7 @@ ROWS = [
     *(
         {"step": n, "loss": 9.0 - n, "lr": 0.5, "grad_norm": 2.0, "step_s": n, "tokens_per_s": 800.0 / n,
          "tflops": 1.0, "mfu": None, "memory_gib": float(n), "balance_loss": 1.0, "router_entropy": 1.25,
-         "load_max_over_mean": [1.5, 2.0], "rank_load": 1.0625, "skipped_total": 0}
+         "load_max_over_mean": [1.5, 2.0], "rank_load": 1.0, "skipped_total": 0}
         for n in (1, 2, 3)
     ),
 ]  # fmt: skip
@@ -342,19 +342,19 @@ def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):
 def test_a_comparison_names_what_differs(tmp_path):
     runs = [read_run(run_in(tmp_path / name / "run", lr)) for name, lr in (("a", "0.1"), ("b", "0.2"))]
     assert names_of(runs) == ["a/run", "b/run"]
-    differences = config_differences(runs)
-    assert differences == [["optim.lr", "0.1", "0.2"]]
+    assert (differences := config_differences(runs)) == [["optim.lr", "0.1", "0.2"]]
     assert names_of([runs[0], runs[0]]) != [names_of(runs)[0]] * 2
     named = [["model.name", "a", "b"], ["model.top_k", "1", "2"], ["run.name", "a", "b"], *differences]
     assert column_keys(named) == ["model.name", "optim.lr"]  # a preset by its name
     assert column_keys(named, {"optim.lr", "train.steps"}) == ["optim.lr"]  # what was typed
     assert column_keys(named, {"model"}) == ["model.name"] and column_keys(named, {"a"})[1:] == ["optim.lr"]
     write_report(tmp_path / "b" / "run")
+    runs[0].steps[:] = [row | {"rank_load": 1.5, "planned_rank_load": 1.0625} for row in runs[0].steps]
     write_comparison(runs, tmp_path / "both.html")
     head, first, second = re.findall("<tr>.*</tr>", outside_scripts(tmp_path / "both.html"))[:3]
-    words = [re.sub("<.*?>", " ", row).split() for row in (first, second)]
+    said = [re.sub("<.*?>", " ", row).split() for row in (first, second)]
     assert re.sub("<.*?>", "", head).startswith("runoptim.lrlosstokens/s eachs per steprank load")  # no MFU
-    assert words[0][:6] == ["a/run", "0.1", "6.0000", "83", "2.5", "1.06"] and words[1][1] == "0.2"
+    assert said[0][:6] == ["a/run", "0.1", "6.0000", "83", "2.5", "1.06"] and said[1][:2] == ["b/run", "0.2"]
     assert "href" not in first and '<a href="b/run/report.html">b/run</a>' in second
 
 

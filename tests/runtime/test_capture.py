@@ -142,7 +142,7 @@ def test_a_new_program_warms_up_and_ends_the_graph_before_it_and_one_without_gra
     run, capture = captured(lambda batches: batches[0].sum())
     monkeypatch.setattr(capture.maker, "drop", lambda: dropped.append(capture.report.sums()["graphs"]))
     for number, program in enumerate((0, 0, None, 0, 0, 1, None, 1, 1)):
-        capture.use(program)
+        assert capture.use(program) == (number == 5)
         assert run(tokens(number)).item() == 6 * number
         run_by.append((capture.ready, capture.report.sums()["graphs"]))
     assert [ready for ready, _ in run_by] == [*(False, True, False, True, True), *(False, False, True, True)]

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from graphmoe.model.layer import MoELayer
-from graphmoe.ops.symm import CollectivePeers, use_peers
 from graphmoe.plan.experts import Load, room_bytes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.dispatch.symm import Symm
+from graphmoe.training import retry
 from graphmoe.training.retry import RetryingSteps, has_bytes, levels_of
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
@@ -231,6 +231,21 @@ def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(mon
     assert has_bytes(10**15, torch.device("cpu"), pool_unused=0)
 
 
+def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
+    plan, said = plan_of(config("parallel.ep=2", "moe.dispatcher=symm"), 2), list[object]()
+    monkeypatch.setattr(retry, "forget_graphs", lambda: said.append("forget"))
+    monkeypatch.setattr(retry, "make_room", lambda *_: said.append("room"))
+    model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)
+    maker = SimpleNamespace(pool_unused_bytes=lambda: 0)
+    capture = SimpleNamespace(use=lambda program: said.append(program) or program == 1, maker=maker)
+    monkeypatch.setattr(retry, "bounded_dispatcher", lambda *_: SimpleNamespace(capacity=None))
+    ranks = SimpleNamespace(gather=lambda has: [has])
+    ladder = retry.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
+    for step in (1, 2):
+        ladder.climb(step, [plan.worst] * 2)
+    assert said == [1, "forget", "room", None]
+
+
 class _Event:
     """Event that says when it is recorded and when the host waits for it."""
 
@@ -314,7 +329,7 @@ def test_a_step_on_the_last_rung_is_confirmed_before_the_next_is_launched_with_p
 
 @pytest.mark.parametrize("fused", [False, True], ids=["in steps", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kept_bytes_grow_with_the_room_by_the_formula(dtype, fused):
+def test_kept_bytes_grow_with_the_room_by_the_formula(one_peer, dtype, fused):
     run = run_config("model.num_layers=1", "model.num_dense_layers=0")
     rooms = Load(40, 100), Load(60, 100), Load(40, 160)
     kept = [_kept(run.model, dtype, room, fused) for room in rooms]
@@ -340,10 +355,8 @@ def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
     if fused:
 
         def planned(h_ND, weight_NK, ends_L, row_NK, slot_R):
-            weights = experts.w_gate_up, experts.w_down
-            return torch.ops.graphmoe.grouped_mlp(h_ND, *weights, weight_NK, slot_R, row_NK, ends_L, "torch")[
-                0
-            ]
+            given = h_ND, experts.w_gate_up, experts.w_down, weight_NK, slot_R, row_NK, ends_L
+            return torch.ops.graphmoe.grouped_mlp(*given, "torch")[0]
 
         experts.planned = planned
     found: dict[int, Tensor] = {}
@@ -353,10 +366,6 @@ def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
         return tensor
 
     x = torch.randn(2, 16, model.hidden_size, dtype=dtype, requires_grad=True)
-    use_peers(CollectivePeers(None))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            layer(x, torch.ones(16, 2), torch.zeros(16, 2))
-    finally:
-        use_peers(None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x, torch.ones(16, 2), torch.zeros(16, 2))
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

@@ -86,23 +86,24 @@ def test_a_view_is_a_part_of_a_rank_s_memory(pair, device):
 
 def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, device):
     pair.reserve(SIZES)
+    pair.replicas.reserve(100)
     device.capturing = True
     assert pair.reserve(SIZES).sizes == SIZES
     pair.barrier()
+    pair.replicas.barrier()
     with pytest.raises(RuntimeError, match="no capture can make more"):
         pair.reserve(dataclasses.replace(SIZES, rows=31))
     device.capturing = False
     pair.reserve(dataclasses.replace(SIZES, rows=31))
     pair.reserve(dataclasses.replace(SIZES, rows=32))
-    first, second = (weakref.ref(buffers[0]) for buffers in device.made[:2])
+    pair.replicas.reserve(200)
+    rows, replicas, of_no_graph = (weakref.ref(buffers[0]) for buffers in device.made[:3])
     device.made.clear()
-    assert first() is not None and second() is None
+    assert rows() is not None and replicas() is not None and of_no_graph() is None
     symm.use_peers(pair)
-    try:
-        symm.forget_graphs()
-    finally:
-        symm.use_peers(None)
-    assert first() is None
+    symm.forget_graphs()
+    symm.use_peers(None)
+    assert rows() is replicas() is None
 
 
 def test_replicas_have_a_memory_of_their_own_that_grows_where_it_must(pair, device):
@@ -144,19 +145,15 @@ def test_a_cpu_and_a_rank_alone_need_no_memory_in_common():
 
 
 @pytest.mark.parametrize("block", [0, 1, 4])
-def test_a_rank_alone_sends_rows_to_itself(block):
+def test_a_rank_alone_sends_rows_to_itself(one_peer, block):
     h, weight = torch.randn(3, 5, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     expert, dy = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32), torch.randn(3, 5)
     plan = send_plan(expert, 3, 1, 1)
-    symm.use_peers(symm.CollectivePeers(None))
-    try:
-        sent = torch.ops.graphmoe.symm_dispatch(h, weight, expert, *plan, 6, 3, 1, block)
-        received, of_slots, numbers, arrivals = sent
-        made = received * of_slots.sum(1, keepdim=True)
-        out = torch.ops.graphmoe.symm_combine(made, *plan, arrivals, block)
-        dh, dweight = torch.autograd.grad(out, (h, weight), dy)
-    finally:
-        symm.use_peers(None)
+    sent = torch.ops.graphmoe.symm_dispatch(h, weight, expert, *plan, 6, 3, 1, block)
+    received, of_slots, numbers, arrivals = sent
+    made = received * of_slots.sum(1, keepdim=True)
+    out = torch.ops.graphmoe.symm_combine(made, *plan, arrivals, block)
+    dh, dweight = torch.autograd.grad(out, (h, weight), dy)
     assert arrivals.tolist() == [[3]] and numbers.tolist() == [*expert.tolist(), *[[-1, -1]] * 3]
     total = weight.detach().sum(1, keepdim=True)
     assert out.equal(h * total) and dh.equal(dy * total)
@@ -164,18 +161,14 @@ def test_a_rank_alone_sends_rows_to_itself(block):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(dtype):
+def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(one_peer, dtype):
     h, weight = torch.randn(3, 32, dtype=dtype), torch.rand(3, 2)
     expert = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
     q, scale = quantise(h, fp8_dtype())
     slots = torch.cat([weight, scale], 1), torch.nn.functional.pad(expert, (0, 1), value=-1)
     sent = q, *slots, *send_plan(expert, 3, 1, 1), 6, 3, 1, 0, dtype
-    symm.use_peers(symm.CollectivePeers(None))
-    try:
-        carrier = torch.ops.graphmoe.symm_bring_fp8(*sent)[0]
-        torch.library.opcheck(torch.ops.graphmoe.symm_bring_fp8, sent, test_utils="test_faketensor")
-    finally:
-        symm.use_peers(None)
+    carrier = torch.ops.graphmoe.symm_bring_fp8(*sent)[0]
+    torch.library.opcheck(torch.ops.graphmoe.symm_bring_fp8, sent, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.graphmoe.fp8_arrived, (carrier,), test_utils="test_faketensor")
     numbers, scales = torch.ops.graphmoe.fp8_arrived(carrier)
     assert carrier.shape == (6, 32) and carrier.dtype == dtype
@@ -183,18 +176,14 @@ def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(dty
     assert numbers[3:].float().isnan().all() and scales[3:].isnan().all()
 
 
-def test_operations_say_what_is_missing():
+def test_operations_say_what_is_missing(one_peer):
     plan = torch.ops.graphmoe.routing_plan(torch.tensor([[0, 1]], dtype=torch.int32), 2)
     arguments = (torch.ones(1, 3), torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int32), *plan, 4, 1, 1, 0)
+    with pytest.raises(RuntimeError, match="a send plan for 2 ranks, and there are 1 peers"):
+        torch.ops.graphmoe.symm_dispatch(*arguments)
     symm.use_peers(None)
     with pytest.raises(RuntimeError, match="no peers; call graphmoe.ops.symm.use_peers"):
         torch.ops.graphmoe.symm_dispatch(*arguments)
-    symm.use_peers(symm.CollectivePeers(None))
-    try:
-        with pytest.raises(RuntimeError, match="a send plan for 2 ranks, and there are 1 peers"):
-            torch.ops.graphmoe.symm_dispatch(*arguments)
-    finally:
-        symm.use_peers(None)
 
 
 def test_torch_has_what_symmetric_memory_calls():

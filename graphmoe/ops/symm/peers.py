@@ -121,8 +121,7 @@ class SharedMemory(Peers, Protocol):
 
     Used on one stream, or on streams that wait for each other; two memories do not wait for each other.
 
-    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is until
-    ``forget_graphs``.
+    A captured graph holds addresses, so memory that ``reserve`` replaced stays until ``forget_graphs``.
     """
 
     addresses: Tensor
@@ -146,7 +145,7 @@ class MemoryPeers(Peers, Protocol):
 
     One exchange at a time, on one stream or on streams that wait for each other.
 
-    A captured graph holds addresses, so memory that ``reserve`` replaced stays where it is.
+    A captured graph holds addresses, so memory that ``reserve`` replaced stays until ``forget_graphs``.
     """
 
     last: tuple[Side, bool] | None

@@ -16,8 +16,8 @@ LOADS = ("balanced", "hot_experts", "hot_rank", "one_expert", "rotating", "burst
 HOT_EXPERTS, HOT_SHARE = 4, 0.4
 """Neighbouring experts of hot_experts and rotating, or an eighth of all if that is less, and their share."""
 BURST_STEPS = 10
-UNIT = 1 << 32
-"""The share 1 in whole numbers, in which a router draws."""
+UNIT = 1 << 24
+"""The share 1 in whole numbers, in which a router draws; kernels of 32 bits hold top_k of them."""
 LARGEST_BYTES = 1 << 28
 
 Counts = list[list[list[float]]]

@@ -6,6 +6,8 @@ Suffixes as in graphmoe/ops/router.py.
 import pytest
 import torch
 
+from graphmoe.ops.router import draw_experts
+from graphmoe.plan.forced_loads import ends, load
 from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
 from tests.ops.test_router import SIGMOID, Case, by_autograd, differentiable, written_out
 from tests.tolerances import assert_forward_close, assert_gradient_close
@@ -104,3 +106,9 @@ def test_a_captured_router_replays_on_new_logits(name):
             yield seed
 
     assert_replays(lambda: results_and_gradient(case, logits, bias, incoming), changes())
+
+
+def test_a_compiled_draw_of_a_forced_load_is_the_plain_one():
+    end_E = torch.tensor(ends(load("hot_experts", 1, 0, 64, 6, 2)), device="cuda")
+    compiled = torch.compile(draw_experts, fullgraph=True, dynamic=False)
+    assert compiled(16384, 6, end_E).equal(draw_experts(16384, 6, end_E))

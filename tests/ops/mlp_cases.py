@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphmoe.ops.grouped_mlp import wgrad_in_two
 from graphmoe.ops.grouped_mlp.reference import TORCH, Experts, Plan
 from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
 from tests.tolerances import TOLERANCES, relative_error
@@ -97,18 +98,15 @@ def in_two_lists(backend: str, own: int) -> Directions:
     def wgrad_into(*given: Any) -> None:
         totals, add, plan = given[7:9], given[9], Plan(*given[4:7])
         of_more = [torch.full_like(total[own:], NAN) for total in totals]
-        kernels.wgrad(*given[:4], plan, tuple(total[:own] for total in totals), add, of_more)
+        wgrad_in_two(kernels, given[:4], plan, tuple(total[:own] for total in totals), add, of_more)
         is_empty = torch.diff(plan.ends_E, prepend=plan.ends_E.new_zeros(1))[own:] == 0
         for total, more in zip(totals, of_more, strict=True):
             more[is_empty] = more[is_empty].nan_to_num(0.0)
             total[own:] = total[own:] + more if add else more
 
     def wgrad(*given: Any) -> tuple[torch.Tensor, ...]:
-        widths, wide = (
-            (given[2].shape[1], given[1].shape[1]),
-            torch.promote_types(given[2].dtype, torch.float32),
-        )
-        sizes = widths, (widths[1], given[3].shape[1])
+        (H, D), F = (given[2].shape[1], given[1].shape[1]), given[3].shape[1]
+        sizes, wide = ((H, D), (D, F)), torch.promote_types(given[2].dtype, torch.float32)
         totals = [given[2].new_empty(len(given[6]), *size, dtype=wide) for size in sizes]
         wgrad_into(*given, *totals, False)
         return tuple(total.to(given[2].dtype) for total in totals)

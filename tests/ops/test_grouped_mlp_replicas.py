@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from graphmoe.ops.grouped_mlp import triton_backend, wgrad_in_two
+from graphmoe.ops.grouped_mlp.reference import TORCH, Plan
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
@@ -74,17 +76,17 @@ def test_two_lists_give_the_bits_of_one(backend, case, own, dtype):
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("stepwise", [False, True])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_gradients_of_further_experts_end_with_the_last_that_has_rows(backend):
-    from graphmoe.ops.grouped_mlp import triton_backend
-    from graphmoe.ops.grouped_mlp.reference import Plan
-
+def test_gradients_of_further_experts_end_with_the_last_that_has_rows(monkeypatch, backend, stepwise):
+    monkeypatch.setattr(triton_backend, "reason_against", lambda *_: None)
     p = make_problem("all tokens on one expert", torch.float32, device_of(backend))
     h, a = (torch.ones(len(p.plan[0]), w.shape[1 + i], device=w.device) for i, w in enumerate(p.inputs[1:3]))
     own = 2  # the expert with rows is 3 of 7: the second of the further ones
     totals = tuple(torch.full_like(w[:own], NAN) for w in p.inputs[1:3])
     of_more = tuple(torch.full_like(w[own:], NAN) for w in p.inputs[1:3])
-    triton_backend.wgrad(p.dy_TD, p.x_TD, h, a, Plan(*p.plan), totals, False, of_more)
+    given, kernels = (p.dy_TD, p.x_TD, h, a), TORCH if stepwise else triton_backend
+    wgrad_in_two(kernels, given, Plan(*p.plan), totals, False, of_more)
     for total, more in zip(totals, of_more, strict=True):
         assert not total.any() and not more[0].any() and more[1].all()
         assert not more[1].isnan().any() and bool(more[2:].isnan().all())

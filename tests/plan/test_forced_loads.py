@@ -73,11 +73,8 @@ def test_recorded_counts_are_taken_in_turns(tmp_path):
     path = tmp_path / "loads.json"
     path.write_text(json.dumps([[[1, 3, 0]], [[0, 0, 1.5]], [[2, 2, 2]]]))
     counts = read_counts(str(path), 3)
-    assert [recorded(counts, step, 5, 1) for step in (1, 2, 4)] == [
-        [0.25, 0.75, 0],
-        [0, 0, 1],
-        [0.25, 0.75, 0],
-    ]
+    found = [recorded(counts, step, 5, 1) for step in (1, 2, 4)]
+    assert found == [[0.25, 0.75, 0], [0, 0, 1], [0.25, 0.75, 0]]
 
 
 @pytest.mark.parametrize(

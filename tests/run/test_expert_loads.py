@@ -17,9 +17,7 @@ def test_an_expert_is_warned_of_while_it_stays_dead_or_overfull_and_not_for_one_
     assert not watch_rows(rows(EVEN, ONE_DEAD, EVEN, FULL, EVEN, ONE_DEAD), top_k=2)
     found = watch_rows(rows(ONE_DEAD, ONE_DEAD, ONE_DEAD, EVEN), top_k=2)
     assert [(each.first, each.last, each.dead) for each in found] == [(11, 20, [(0, 0)]), (21, 30, [(0, 0)])]
-    assert str(found[0]).startswith(
-        "steps 11 to 20: 1 of 16 experts get no tokens (MoE layer 0: 0); a larger"
-    )
+    assert str(found[0]).startswith("steps 11 to 20: 1 of 16 experts get no tokens (MoE layer 0: 0); a")
     (full,) = watch_rows(rows(FULL, FULL), top_k=2)
     assert "1 of 16 get up to 4.0 times the mean, at most 4.0 (MoE layer 0: 0)" in str(full)
     assert not watch_rows(rows(FULL, FULL), top_k=1), "half of all tokens are not too many"
@@ -33,13 +31,9 @@ def test_a_window_has_ten_steps_however_often_they_are_read():
 
 @pytest.mark.parametrize(
     ("loads", "expected"),
-    [
-        ((), (0, 0, 0)),
-        ((EVEN,), (0, 0, 0)),
-        ((FULL, FULL), (0, 1, 10)),
-        ((ONE_DEAD, ONE_DEAD, EVEN), (0, 0, 10)),
-    ],
-)
+    [((), (0, 0, 0)), ((EVEN,), (0, 0, 0)), ((FULL, FULL), (0, 1, 10)),
+     ((ONE_DEAD, ONE_DEAD, EVEN), (0, 0, 10))],
+)  # fmt: skip
 def test_a_summary_counts_experts_at_the_end_and_steps_with_any(loads, expected):
     assert tuple(summary_of(rows(*loads), top_k=2).values()) == expected
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from graphmoe.config.choices import look_up
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.ops.grouped_mlp import triton_backend, vendor
-from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan
+from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan, store
 from graphmoe.ops.replicas import exchange
 
 BACKENDS: dict[str, Backend] = {
@@ -32,6 +32,8 @@ BACKENDS: dict[str, Backend] = {
 FP8_BACKENDS: dict[str, Backend] = {f"turbo.{recipe}": each for recipe, each in vendor.TURBO_FP8.items()}
 """Vendors' products in 8 bits by recipe: the pass fp8_experts names them, no key does."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
+Sides = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Both sides of the two products that give weight gradients: dy_TD, x_TD, dh_RH, a_RF."""
 
 
 def row_of(name: str) -> Backend:
@@ -158,21 +160,34 @@ def _pulled(
 
 
 def _with_replicas(
-    kernels: Backend,
-    given: tuple[Tensor, Tensor, Tensor, Tensor],
-    plan: Plan,
-    totals: tuple[Tensor, Tensor],
-    add: bool,
-    expert_RS: Tensor,
-    *,
-    may_defer: bool,
-) -> None:
+    kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
+    expert_RS: Tensor, *, may_defer: bool,
+) -> None:  # fmt: skip
     """Store or add own weight gradients, and send those of slots home, where they are added."""
     slots = expert_RS.shape[1]
     shapes = [(slots, *total.shape[1:]) for total in totals]
     made = exchange.gradient_room(shapes, expert_RS, totals[0].dtype)
-    kernels.wgrad(*given, plan, totals, add, made)
+    wgrad_in_two(kernels, given, plan, totals, add, made)
     exchange.home(expert_RS, made, totals, may_defer=may_defer)
+
+
+def wgrad_in_two(
+    kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
+    of_more: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Store or add the weight gradients of the first experts, and store those of the last in ``of_more``.
+
+    On a GPU our kernels make the latter, whatever the backend: most of these experts have no rows, and other
+    products would write zeros for each. There those behind the last with rows are left as they are.
+    """
+    first = -len(of_more[0])
+    if kernels is triton_backend or not triton_backend.reason_against(given[0].dtype, given[0].device, True):
+        triton_backend.wgrad_of_more(*given, plan, of_more)
+        kernels.wgrad(*given, plan._replace(ends_E=plan.ends_E[:first]), totals, add)
+    else:
+        gradients = kernels.wgrad(*given, plan)
+        store(of_more, [each[first:] for each in gradients], add=False)
+        store(totals, [each[:first] for each in gradients], add=add)
 
 
 def _weight_shapes(

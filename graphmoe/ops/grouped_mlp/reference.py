@@ -77,21 +77,10 @@ class Backend(Protocol):
         """dx_TD, dweight_TK, dh_RH, a_RF."""
 
     def wgrad(
-        self,
-        dy_TD: Tensor,
-        x_TD: Tensor,
-        dh_RH: Tensor,
-        a_RF: Tensor,
-        plan: Plan,
-        totals: tuple[Tensor, Tensor] | None = None,
-        add: bool = False,
-        of_more: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold.
-
-        Those of further experts are stored in the two of ``of_more``, where such without rows may be left
-        as they are.
-        """
+        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
+        totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold."""
 
 
 class Stepwise:
@@ -129,25 +118,14 @@ class Stepwise:
         return ops.unpermute(dx_RD, *plan, None), slot_values(dweight_R, plan.row_TK), dh_RH, a_RF
 
     def wgrad(
-        self,
-        dy_TD: Tensor,
-        x_TD: Tensor,
-        dh_RH: Tensor,
-        a_RF: Tensor,
-        plan: Plan,
-        totals: tuple[Tensor, Tensor] | None = None,
-        add: bool = False,
-        of_more: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals`` or ``of_more``."""
+        self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
+        totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals``."""
         ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
         dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
         dw_down = products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
-        if of_more:
-            own = len(dw_gate_up) - len(of_more[0])
-            _store(of_more, (dw_gate_up[own:], dw_down[own:]), add=False)
-            dw_gate_up, dw_down = dw_gate_up[:own], dw_down[:own]
-        _store(totals or (), (dw_gate_up, dw_down), add=add)
+        store(totals or (), (dw_gate_up, dw_down), add=add)
         return dw_gate_up, dw_down
 
 
@@ -155,7 +133,8 @@ def _joined(w: Tensor, more: Tensor | None) -> Tensor:
     return w if more is None else torch.cat([w, more])
 
 
-def _store(totals: Sequence[Tensor], gradients: tuple[Tensor, Tensor], *, add: bool) -> None:
+def store(totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool) -> None:
+    """Store gradients of any dtype in fp32, or add them."""
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):
             from graphmoe.ops.grouped_mlp.weight_grad_kernel import into

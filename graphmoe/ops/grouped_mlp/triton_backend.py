@@ -76,25 +76,23 @@ def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor
 
 
 def wgrad(
-    dy_TD: Tensor,
-    x_TD: Tensor,
-    dh_RH: Tensor,
-    a_RF: Tensor,
-    plan: Plan,
-    totals: tuple[Tensor, Tensor] | None = None,
-    add: bool = False,
-    of_more: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
+    dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
+    totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up and dw_down; in ``totals`` from the fp32 sums."""
     of_up, of_down = totals or (None, None)
-    own = len(plan.ends_E) - (len(of_more[0]) if of_more else 0)
-    more, plan = plan._replace(ends_E=plan.ends_E[own:]), plan._replace(ends_E=plan.ends_E[:own])
     dw_gate_up = _weight_grad("up_wgrad", dh_RH, x_TD, plan, of_up, add=add)
     dw_down = _weight_grad("down_wgrad", dy_TD, a_RF, plan, of_down, add=add)
-    if of_more:
-        _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
-        _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
     return dw_gate_up, dw_down
+
+
+def wgrad_of_more(
+    dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan, of_more: Sequence[Tensor]
+) -> None:
+    """Store those of the last experts of the plan; those behind the last with rows are left as they are."""
+    more = plan._replace(ends_E=plan.ends_E[-len(of_more[0]) :])
+    _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
+    _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
 
 
 Part = tuple[Tensor, Tiles]

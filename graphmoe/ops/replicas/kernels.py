@@ -97,14 +97,16 @@ def put_kernel(
 @triton.jit(do_not_specialize=["rank"])
 def pull_kernel(
     address_R, to_SN, expert_RS, offset, words, rank,
-    H: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
+    H: tl.constexpr, S: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Copy the ``words`` of the expert in each slot of a rank, from ``offset`` in its owner's region.
 
     Ranks begin with different slots, so they read from different owners.
     """
     word_bytes: tl.constexpr = to_SN.dtype.element_ty.primitive_bitwidth // 8
-    for i in range(0, S):
+    lane = tl.arange(0, BLOCK_S)
+    held = tl.load(expert_RS + rank * S + lane, lane < S, other=-1) >= 0
+    for i in range(0, S if tl.max(held.to(tl.int32), 0) > 0 else 0):
         slot = (i + rank) % S
         expert = tl.load(expert_RS + rank * S + slot)
         if expert >= 0:

@@ -107,7 +107,7 @@ def pull_slots(memory: Regions, start: int, to_SN: Tensor, expert_RS: Tensor, ow
     """Copy the words of the experts in this rank's slots from where their owners have put them."""
     kernels.pull_kernel[(PULL.programs,)](
         memory.addresses, to_SN, expert_RS, start, to_SN.shape[1], memory.rank,
-        H=owned, S=len(to_SN), TILE=PULL.tile_bytes // WORD_BYTES,
+        H=owned, S=len(to_SN), BLOCK_S=triton.next_power_of_2(len(to_SN)), TILE=PULL.tile_bytes // WORD_BYTES,
         ALIGNMENT=math.gcd(WIDEST, to_SN[:1].nbytes), num_warps=num_warps(PULL.threads),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 from graphmoe.plan.forced_loads import UNIT
 
-GOLDEN = round(UNIT * (5**0.5 - 1) / 2)
+GOLDEN = round(UNIT * (5**0.5 - 1) / 2) | 1
 LOG_FLOOR = 1e-30
 """Smallest share whose logarithm the entropy takes."""
 

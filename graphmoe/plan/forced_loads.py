@@ -17,7 +17,7 @@ HOT_EXPERTS, HOT_SHARE = 4, 0.4
 """Neighbouring experts of hot_experts and rotating, or an eighth of all if that is less, and their share."""
 BURST_STEPS = 10
 UNIT = 1 << 24
-"""The share 1 in whole numbers, in which a router draws; kernels of 32 bits hold top_k of them."""
+"""The share 1 in whole numbers, in which a router draws; kernels of 32 bits hold up to 127 of them."""
 LARGEST_BYTES = 1 << 28
 
 Counts = list[list[list[float]]]
@@ -75,6 +75,7 @@ def fitted(weights: Sequence[float], top_k: int) -> list[float]:
 def ends(share: Sequence[float]) -> list[int]:
     """Return the sums of a load up to each expert in `UNIT`, none more than one unit after the one before."""
     top_k = round(math.fsum(share))
+    assert top_k * UNIT < 2**31, top_k
     found = [min(round(total * UNIT), top_k * UNIT) for total in itertools.accumulate(share)]
     found[-1] = top_k * UNIT
     for expert in range(len(found) - 2, -1, -1):

@@ -26,15 +26,9 @@ from tests.ops.row_cases import brute_force_plan, fresh_memory_is_nan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SPLIT = {  # case: number of own experts
-    "random": 3,
-    "odd sizes": 1,
-    "skewed, dead rows": 2,
-    "empty experts": 11,
-    "some slots are not routed here": 6,
-    "no slot is routed here": 2,
-    "one token, one slot": 1,
-    "no token": 2,
-}
+    "random": 3, "odd sizes": 1, "skewed, dead rows": 2, "empty experts": 11, "no token": 2,
+    "some slots are not routed here": 6, "no slot is routed here": 2, "one token, one slot": 1,
+}  # fmt: skip
 ONE_EXPERT = {"of the second list": 3, "of the first list": 4, "the last of the first list": 6}
 """Own experts, where all rows are those of expert 3 of 7."""
 ALL_CASES = [*SPLIT.items(), *(("all tokens on one expert", own) for own in ONE_EXPERT.values())]
@@ -74,6 +68,14 @@ def test_two_lists_give_the_bits_of_one(backend, case, own, dtype):
             run.wgrad_into(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan, *totals, add)
         results.append([y_TD, dx_TD, dweight_TK, *rows, *totals])
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("case", "own"), ALL_CASES[:4], ids=str)
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_by_torch_and_of_further_experts_by_kernels_match_fp64(monkeypatch, backend, case, own):
+    monkeypatch.setattr(triton_backend, "reason_against", lambda *_: None)
+    p = make_problem(case, torch.bfloat16, device_of(backend))
+    assert_directions_match(in_two_lists(backend, own, by_torch=True), p, interpreter_slack(p.x_TD.dtype))
 
 
 @pytest.mark.parametrize("stepwise", [False, True])

@@ -123,7 +123,8 @@ def _wgrad_into(
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
 
-    triton does so from its fp32 sums; the others round to the dtype of x first.
+    triton does so from its fp32 sums, and so does any backend on a GPU for replicas; else the others round to
+    the dtype of x first.
     """
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)
@@ -175,10 +176,10 @@ def wgrad_in_two(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     of_more: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Store or add the weight gradients of the first experts, and store those of the last in ``of_more``.
+    """Store or add weight gradients of the first experts; store those of the last in ``of_more``.
 
     On a GPU our kernels make the latter, whatever the backend: most of these experts have no rows, and other
-    products would write zeros for each. There those behind the last with rows are left as they are.
+    products would write zeros for each. There ``of_more`` is left as it is behind the last one with rows.
     """
     first = -len(of_more[0])
     if kernels is triton_backend or not triton_backend.reason_against(given[0].dtype, given[0].device, True):

@@ -80,7 +80,10 @@ class Backend(Protocol):
         self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold."""
+        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold.
+
+        Rows behind the plan's last end are not read: on a GPU they may be those of replicas.
+        """
 
 
 class Stepwise:

@@ -89,7 +89,7 @@ def wgrad(
 def wgrad_of_more(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan, of_more: Sequence[Tensor]
 ) -> None:
-    """Store those of the last experts of the plan; those behind the last with rows are left as they are."""
+    """Store weight gradients of the plan's last experts, up to the last one that has rows."""
     more = plan._replace(ends_E=plan.ends_E[-len(of_more[0]) :])
     _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
     _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)

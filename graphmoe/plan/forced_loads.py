@@ -75,7 +75,6 @@ def fitted(weights: Sequence[float], top_k: int) -> list[float]:
 def ends(share: Sequence[float]) -> list[int]:
     """Return the sums of a load up to each expert in `UNIT`, none more than one unit after the one before."""
     top_k = round(math.fsum(share))
-    assert top_k * UNIT < 2**31, top_k
     found = [min(round(total * UNIT), top_k * UNIT) for total in itertools.accumulate(share)]
     found[-1] = top_k * UNIT
     for expert in range(len(found) - 2, -1, -1):

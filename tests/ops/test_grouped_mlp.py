@@ -356,6 +356,5 @@ def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_e
         kernels.hidden(x, experts.w_gate_up[:own], plan, experts.w_gate_up[own:])
         _, _, dh, a = kernels.dgrad(x, h, experts)
         kernels.wgrad(x, x, dh, a, plan)
-        of_own = plan._replace(ends_E=plan.ends_E[:own]), (gate_up[:own], down[:own])
-        kernels.wgrad(x, x, dh, a, *of_own, True)
+        kernels.wgrad(x, x, dh, a, plan._replace(ends_E=plan.ends_E[:own]), (gate_up[:own], down[:own]), True)
         kernels.wgrad_of_more(x, x, dh, a, plan, (gate_up[own:], down[own:]))

@@ -72,23 +72,21 @@ def test_two_lists_give_the_bits_of_one(backend, case, own, dtype):
 
 @pytest.mark.parametrize(("case", "own"), ALL_CASES[:4], ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
-def test_gradients_by_torch_and_of_further_experts_by_kernels_match_fp64(monkeypatch, backend, case, own):
-    monkeypatch.setattr(triton_backend, "reason_against", lambda *_: None)
+def test_gradients_by_torch_and_of_further_experts_by_kernels_match_fp64(backend, case, own):
     p = make_problem(case, torch.bfloat16, device_of(backend))
     assert_directions_match(in_two_lists(backend, own, by_torch=True), p, interpreter_slack(p.x_TD.dtype))
 
 
-@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("kernels", [TORCH, triton_backend], ids=["torch", "triton"])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_gradients_of_further_experts_end_with_the_last_that_has_rows(monkeypatch, backend, stepwise):
+def test_gradients_of_further_experts_end_with_the_last_that_has_rows(monkeypatch, backend, kernels):
     monkeypatch.setattr(triton_backend, "reason_against", lambda *_: None)
     p = make_problem("all tokens on one expert", torch.float32, device_of(backend))
     h, a = (torch.ones(len(p.plan[0]), w.shape[1 + i], device=w.device) for i, w in enumerate(p.inputs[1:3]))
     own = 2  # the expert with rows is 3 of 7: the second of the further ones
     totals = tuple(torch.full_like(w[:own], NAN) for w in p.inputs[1:3])
     of_more = tuple(torch.full_like(w[own:], NAN) for w in p.inputs[1:3])
-    given, kernels = (p.dy_TD, p.x_TD, h, a), TORCH if stepwise else triton_backend
-    wgrad_in_two(kernels, given, Plan(*p.plan), totals, False, of_more)
+    wgrad_in_two(kernels, (p.dy_TD, p.x_TD, h, a), Plan(*p.plan), totals, False, of_more)
     for total, more in zip(totals, of_more, strict=True):
         assert not total.any() and not more[0].any() and more[1].all()
         assert not more[1].isnan().any() and bool(more[2:].isnan().all())

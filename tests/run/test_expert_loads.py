@@ -15,9 +15,9 @@ def rows(*loads: list[float], steps: int = 10) -> list[dict]:
 
 def test_an_expert_is_warned_of_while_it_stays_dead_or_overfull_and_not_for_one_window():
     assert not watch_rows(rows(EVEN, ONE_DEAD, EVEN, FULL, EVEN, ONE_DEAD), top_k=2)
-    found = watch_rows(rows(ONE_DEAD, ONE_DEAD, ONE_DEAD, EVEN), top_k=2)
-    assert [(each.first, each.last, each.dead) for each in found] == [(11, 20, [(0, 0)]), (21, 30, [(0, 0)])]
-    assert str(found[0]).startswith("steps 11 to 20: 1 of 16 experts get no tokens (MoE layer 0: 0); a")
+    seen = watch_rows(rows(ONE_DEAD, ONE_DEAD, ONE_DEAD, EVEN), top_k=2)
+    assert [(each.first, each.last, each.dead) for each in seen] == [(11, 20, [(0, 0)]), (21, 30, [(0, 0)])]
+    assert str(seen[0]).startswith("steps 11 to 20: 1 of 16 experts get no tokens (MoE layer 0: 0); a larger")
     (full,) = watch_rows(rows(FULL, FULL), top_k=2)
     assert "1 of 16 get up to 4.0 times the mean, at most 4.0 (MoE layer 0: 0)" in str(full)
     assert not watch_rows(rows(FULL, FULL), top_k=1), "half of all tokens are not too many"

@@ -182,7 +182,7 @@ def wgrad_in_two(
     products would write zeros for each. There ``of_more`` is left as it is behind the last one with rows.
     """
     first = -len(of_more[0])
-    if kernels is triton_backend or not triton_backend.reason_against(given[0].dtype, given[0].device, True):
+    if triton_backend.reason_against(given[0].dtype, given[0].device, True) is None:
         triton_backend.wgrad_of_more(*given, plan, of_more)
         kernels.wgrad(*given, plan._replace(ends_E=plan.ends_E[:first]), totals, add)
     else:

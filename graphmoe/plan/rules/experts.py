@@ -26,7 +26,7 @@ from graphmoe.plan.experts import (
     why_no_fp8_rows,
     why_no_replicas,
 )
-from graphmoe.plan.forced_loads import LOADS, NO_LOAD, read_counts
+from graphmoe.plan.forced_loads import LOADS, NO_LOAD, UNIT, read_counts
 from graphmoe.plan.layout import divisors
 from graphmoe.segments import (
     CAPTURABLE,
@@ -85,9 +85,11 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
 
 def load_rules(config: RunConfig) -> Iterator[str]:
     """Yield violated rules of ``moe.expert_load``, whose file is read."""
-    moe, name = config.moe, config.moe.expert_load
+    moe, name, top_k, most = config.moe, config.moe.expert_load, config.model.top_k, 2**31 // UNIT - 1
     if name == NO_LOAD:
         return
+    if top_k > most:
+        yield f"model.top_k={top_k} must be at most {most} where moe.expert_load={name} chooses"
     if moe.force_balance:
         yield f"moe.force_balance=true and moe.expert_load={name} both replace the router's choice; use one"
     if not has_experts(config.model):

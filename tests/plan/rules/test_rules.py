@@ -37,6 +37,7 @@ REPLICAS moe.replica_slots=5 | moe.replica_slots=5 must be auto, or 1 to 4, the 
 REPLICAS moe.replica_slots=few | moe.replica_slots='few' must be auto, or 1 to 4, the experts that a rank owns
 moe.force_balance=true moe.expert_load=burst | both replace the router's choice; use one
 moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, balanced, hot_experts, hot_rank,
+model.num_experts=256 model.top_k=128 moe.expert_load=burst | must be at most 127 where moe.expert_load=burst
 moe.expert_load=/no/loads.json | moe.expert_load: /no/loads.json cannot be read
 parallel.ep=2 pipeline.ep_overlap=true | moe.dispatcher=alltoall has none; use moe.dispatcher=symm
 OVERLAP graph.scope=layer | those that graph.scope=layer captures; use graph.scope=full_iteration or none

@@ -111,12 +111,15 @@ class Plan:
         fuses = self.config.compile.enabled and runs_pass(self.config.passes, "fuse_experts")
         return bool(self.replica_slots) and fuses and not experts_in_fp8(self.config)
 
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes that a replica moves in a micro-batch: weights twice, or once, and an fp32 gradient home."""
+    def replica_bytes(self, backends: str) -> int:
+        """Bytes that a replica moves in a micro-batch: weights twice, or once, and its gradient home.
+
+        ``backends`` are those of the fused experts, empty where none run. Sums in fp32 travel so.
+        """
         numbers = 3 * self.config.model.hidden_size * self.config.model.expert_ffn_size
-        times = 1 if keeps_replicas(self.config) else 2
-        return numbers * (times * (1 if experts_in_fp8(self.config) else self.dtype.itemsize) + 4)
+        times, in_fp8 = 1 if keeps_replicas(self.config) else 2, experts_in_fp8(self.config)
+        of_gradient = 4 if in_fp8 or backends.endswith("triton") else self.dtype.itemsize
+        return numbers * (times * (1 if in_fp8 else self.dtype.itemsize) + of_gradient)
 
     @property
     def exact_of(self) -> int | None:

@@ -70,8 +70,11 @@ class TrainStep:
         optimizer: StepOptimizer,
         micro_batches: OneAfterTheOther,
         mesh: Mesh,
+        backends: str = "",
     ) -> None:
+        """``backends`` are those of the fused experts, of which metrics tell the bytes of replicas."""
         self.plan, self.optimizer, self.micro_batches, self.mesh = plan, optimizer, micro_batches, mesh
+        self._replica_gb = plan.replica_bytes(backends) / 1e9
         self.model = model = micro_batches.model
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
@@ -148,7 +151,7 @@ class TrainStep:
         named = dict(zip(("loss", "mtp_loss", *ROUTER_STATS), means, strict=True))
         if len(more) > 1:  # each rank that shares a stage has counted those of its exchanges
             named["replicas"] = more[1] / (self.mesh.layout.size("stage") * self.plan.num_micro_batches)
-            named["replica_gb"] = named["replicas"] * (self.plan.replica_bytes / 1e9)
+            named["replica_gb"] = named["replicas"] * self._replica_gb
         return named, slots_LE, more[0].amax(dim=0) if more else None
 
     def _summed(self, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:

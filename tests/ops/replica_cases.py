@@ -14,6 +14,8 @@ from torch import Tensor
 from graphmoe.ops.replicas import exchange
 
 HOLDERS = ("none", "plan", "hot", "all")
+SENT = (torch.float32, torch.bfloat16)
+"""Dtypes in which gradients travel, in turns."""
 Results = dict[str, Tensor]
 
 
@@ -72,10 +74,10 @@ class Case:
         return w_LX.to(self.dtype)
 
     def gradients(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
-        """Gradients of a rank's slots, fp32; NaN those of slots without an expert."""
+        """Gradients of a rank's slots as they travel; NaN those of slots without an expert."""
         d_SX = self.values(self.slots, weight, 3, rank, seed, whole=whole)
         d_SX[self.expert_RS[rank] < 0] = float("nan")
-        return d_SX
+        return d_SX.to(SENT[seed % len(SENT)])
 
     def totals(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
         return self.values(self.owned, weight, 4, rank, seed, whole=whole)
@@ -107,9 +109,9 @@ class Case:
             pulled = exchange.pull([on(self.weights(rank, i, seed)) for i in weights], expert_RS)
             assert all(w_SX.dtype == self.dtype for w_SX in pulled)
             found |= {f"pulled {i} {seed}": _bytes(w_SX[used]) for i, w_SX in enumerate(pulled)}
-        for seed in range(2):
+        for seed, dtype in enumerate(SENT):
             shapes = [(self.slots, *shape) for shape in self.shapes]
-            room = exchange.gradient_room(shapes, expert_RS)
+            room = exchange.gradient_room(shapes, expert_RS, dtype)
             for i, to_SX in enumerate(room):
                 to_SX[used] = on(self.gradients(rank, i, seed))[used]  # the others are never written
             totals = [on(self.totals(rank, i, seed)) for i in both]
@@ -138,7 +140,7 @@ class Case:
         for seed, weights in enumerate((both, both[:1], both)):
             found |= {f"pulled {i} {seed}": _bytes(self.pulled(rank, i, seed)) for i in weights}
         for i in both:
-            for seed in range(2):
+            for seed in range(len(SENT)):
                 found[f"home {i} {seed}"] = self.came_home(rank, i, seed)
             found[f"home of bf16 {i}"] = self.came_home(rank, i, 2, whole=True).bfloat16()
         if self.dtype.is_floating_point and self.dtype.itemsize > 1:

@@ -296,6 +296,17 @@ def test_a_bf16_gradient_is_stored_in_fp32_or_added(backend, size):
     assert torch.equal(total, 2 * gradient.float())
 
 
+@pytest.mark.parametrize(("live", "ends"), [(0, [7, 7, 7, 7]), (2, [7, 8, 9, 9]), (3, [3, 5, 6, 8])])
+@pytest.mark.parametrize("numbers", [15, 8192])
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_of_experts_behind_the_last_with_rows_are_not_stored(backend, numbers, live, ends):
+    device = device_of(backend)
+    gradient = torch.randn(3, numbers, device=device).bfloat16()
+    total = torch.full_like(gradient, torch.nan)
+    into(total, gradient, add=False, ends_E=torch.tensor(ends, device=device, dtype=torch.int32)[1:])
+    assert torch.equal(total[:live], gradient[:live]) and bool(total[live:].isnan().all())
+
+
 @pytest.mark.parametrize("height", [16, 64])
 @pytest.mark.parametrize(
     "counts", [[0, 70, 0, 0, 5, 64, 0], [1, 0] * 256, [0, 0, 0], [129]], ids=lambda c: str(c)[:20]
@@ -340,7 +351,9 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
                     case["constexprs"]["UPCAST"] = False
                     cases.append(case | {"name": name, "only": targets})
     gradient, total = (torch.empty(4096, device="meta", dtype=d) for d in (torch.bfloat16, torch.float32))
-    return cases + launches_of("", lambda: into(total, gradient, add=True))
+    ends_E = torch.empty(2, device="meta", dtype=torch.int32)
+    cases += launches_of("", lambda: into(total, gradient, add=True))
+    return cases + launches_of("of more", lambda: into(gradient, gradient, add=False, ends_E=ends_E))
 
 
 def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_expert: int) -> None:

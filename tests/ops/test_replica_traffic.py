@@ -188,6 +188,12 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
         words = shared._words(x)
         cases += launches_of(name, functools.partial(shared.put_held, words, words, expert_RS, 3))
         cases += launches_of(name, functools.partial(shared.pull_slots, memory, 2**31, words, expert_RS, 32))
-    for name, total_LX in (("", w_LX.float()), ("of bf16", w_LX)):
-        cases += launches_of(name, functools.partial(shared.add_home, memory, 2**31, total_LX, expert_RS))
+    wide_LX = w_LX.float()
+    for name, made_SX, total_LX in (
+        ("", wide_LX, wide_LX),
+        ("of bf16", wide_LX, w_LX),
+        ("from bf16", w_LX, wide_LX),
+    ):
+        call = functools.partial(shared.add_home, memory, 2**31, made_SX, total_LX, expert_RS)
+        cases += launches_of(name, call)
     return cases

@@ -165,9 +165,10 @@ def _with_replicas(
     expert_RS: Tensor, *, may_defer: bool,
 ) -> None:  # fmt: skip
     """Store or add own weight gradients, and send those of slots home, where they are added."""
-    slots = expert_RS.shape[1]
-    shapes = [(slots, *total.shape[1:]) for total in totals]
-    made = exchange.gradient_room(shapes, expert_RS, totals[0].dtype)
+    shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
+    # Other backends round to the dtype of the model, so their gradients travel in that.
+    dtype = totals[0].dtype if kernels is triton_backend else given[0].dtype
+    made = exchange.gradient_room(shapes, expert_RS, dtype)
     wgrad_in_two(kernels, given, plan, totals, add, made)
     exchange.home(expert_RS, made, totals, may_defer=may_defer)
 
@@ -178,17 +179,22 @@ def wgrad_in_two(
 ) -> None:  # fmt: skip
     """Store or add weight gradients of the first experts; store those of the last in ``of_more``.
 
-    On a GPU our kernels make the latter, whatever the backend: most of these experts have no rows, and other
-    products would write zeros for each. There ``of_more`` is left as it is behind the last one with rows.
+    Only those up to the last one with rows are sure to be stored in ``of_more``. A backend other than triton
+    writes zeros for each expert without rows. So on a GPU it makes half of ``of_more``, which are seldom all
+    in use, and kernels that skip what has no rows the others.
     """
-    first = -len(of_more[0])
-    if triton_backend.reason_against(given[0].dtype, given[0].device, True) is None:
-        triton_backend.wgrad_of_more(*given, plan, of_more)
-        kernels.wgrad(*given, plan._replace(ends_E=plan.ends_E[:first]), totals, add)
+    own, slots = len(plan.ends_E) - len(of_more[0]), len(of_more[0])
+    skips = triton_backend.reason_against(given[0].dtype, given[0].device, True) is None
+    until = own + (0 if kernels is triton_backend else slots // 2 if skips else slots)
+    if until == own:
+        kernels.wgrad(*given, plan._replace(ends_E=plan.ends_E[:own]), totals, add)
     else:
-        gradients = kernels.wgrad(*given, plan)
-        store(of_more, [each[first:] for each in gradients], add=False)
-        store(totals, [each[:first] for each in gradients], add=add)
+        gradients = kernels.wgrad(*given, plan._replace(ends_E=plan.ends_E[:until]))
+        store(totals, [each[:own] for each in gradients], add=add)
+        first = [each[: until - own] for each in of_more]
+        store(first, [each[own:] for each in gradients], add=False, ends_E=plan.ends_E[own:until])
+    if until < own + slots:
+        triton_backend.wgrad_of_more(*given, plan, [each[until - own :] for each in of_more])
 
 
 def _weight_shapes(

@@ -136,13 +136,19 @@ def _joined(w: Tensor, more: Tensor | None) -> Tensor:
     return w if more is None else torch.cat([w, more])
 
 
-def store(totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool) -> None:
-    """Store gradients of any dtype in fp32, or add them."""
+def store(
+    totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool, ends_E: Tensor | None = None
+) -> None:
+    """Store gradients of any dtype in totals of another, or add them.
+
+    On a GPU those behind the last expert with rows are left out where ``ends_E`` are given, which continue
+    other ends as those of `triton_backend.row_tiles` do.
+    """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):
             from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
 
-            into(total, gradient, add=add)
+            into(total, gradient, add=add, ends_E=ends_E)
         elif add:
             total.add_(gradient)
         else:

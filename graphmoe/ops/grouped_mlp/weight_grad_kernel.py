@@ -18,19 +18,24 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
 
-INTO_BLOCK = 4096
-"""Elements of a gradient that a program stores in fp32."""
+INTO_BLOCK, INTO_PROGRAMS = 4096, 1024
+"""Elements of a gradient that a program stores at once, and programs where most experts may have none."""
 
 
-def into(total: Tensor, gradient: Tensor, *, add: bool) -> None:
-    """Store a gradient of any dtype in fp32, or add it; torch's copies between dtypes take twice as long."""
+def into(total: Tensor, gradient: Tensor, *, add: bool, ends_E: Tensor | None = None) -> None:
+    """Store a gradient in another dtype, or add it: `reference.store` with one launch.
+
+    torch's copies between dtypes take twice as long.
+    """
     assert total.is_contiguous() and total.shape == gradient.shape
-    size = total.numel()
+    size, E = total.numel(), 0 if ends_E is None else len(ends_E)
     if size:
-        gradient = gradient.contiguous()
-        into_kernel[(triton.cdiv(size, INTO_BLOCK),)](
-            gradient, total, size, ADD=add, BLOCK=INTO_BLOCK, num_warps=num_warps(256)
-        )
+        programs = triton.cdiv(size, INTO_BLOCK)
+        into_kernel[(min(programs, INTO_PROGRAMS) if E else programs,)](
+            gradient.contiguous(), total, ends_E, size // max(E, 1),
+            E=E, BLOCK_E=triton.next_power_of_2(max(E, 1)), ADD=add, BLOCK=INTO_BLOCK,
+            num_warps=num_warps(256),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -110,14 +115,22 @@ def with_rows(ends_ptr, E, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
-def into_kernel(gradient_ptr, total_ptr, size, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """Store a gradient in fp32, or add it."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
-    value = tl.load(gradient_ptr + index, mask=mask).to(tl.float32)
-    if ADD:
-        value += tl.load(total_ptr + index, mask=mask)
-    tl.store(total_ptr + index, value, mask=mask)
+def into_kernel(
+    gradient_ptr, total_ptr, ends_ptr, numbers,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store ``numbers`` of a gradient, or add them; with E as many of each up to the last with rows."""
+    end = tl.cast(numbers, tl.int64)
+    if E > 0:
+        end *= with_rows(ends_ptr, E, BLOCK_E)
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(tl.program_id(0).to(tl.int64) * BLOCK, end, step):
+        index = start + tl.arange(0, BLOCK)
+        mask = index < end
+        value = tl.load(gradient_ptr + index, mask=mask).to(tl.float32)
+        if ADD:
+            value += tl.load(total_ptr + index, mask=mask).to(tl.float32)
+        tl.store(total_ptr + index, value.to(total_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -62,9 +62,7 @@ def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], tota
     for made_SX, total_LX in zip(made, totals, strict=True):
         wide = torch.promote_types(total_LX.dtype, torch.float32)
         sums_LX = total_LX.to(wide)
-        for e, gradient in zip(
-            _flat(experts), _transfer(peers, made_SX.to(wide), sent, experts), strict=True
-        ):
+        for e, gradient in zip(_flat(experts), _transfer(peers, made_SX, sent, experts), strict=True):
             sums_LX[e] += gradient
         total_LX.copy_(sums_LX)
 

@@ -163,7 +163,7 @@ def gradient_room(
 ) -> list[Tensor]:
     """Return tensors [S, X] of these shapes for the gradients of this rank's slots.
 
-    The next call is `home` of them all, which then need not copy them. Kernels have fp32 only.
+    The next call is `home` of them all, which then need not copy them. Kernels have fp32, bf16 and fp16.
     """
     settle()
     form, of_ranks = _form(len(expert_RS))
@@ -192,7 +192,7 @@ def room_bytes(
 ) -> tuple[int, int]:
     """Bytes that each rank shares with rows, for weights [L, X] that come ``along`` with them; and apart.
 
-    Apart are counts, then gradients of slots, or weights where any are pulled ``apart``.
+    Apart are counts, then gradients of slots, fp32 at most, or weights where any are pulled ``apart``.
     """
     weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)[-1]
     gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)[-1]

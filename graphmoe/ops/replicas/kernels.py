@@ -121,14 +121,16 @@ def pull_kernel(
 
 @triton.jit(do_not_specialize=["rank"])
 def home_kernel(
-    address_R, total_HN, expert_RS, offset, numbers, rank,
+    address_R, made_SN, total_HN, expert_RS, offset, numbers, rank,
     H: tl.constexpr, S: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add to each own expert's total the fp32 ``numbers`` of its slots, at ``offset`` in their regions.
+    """Add to each own expert's total the ``numbers`` of its slots, at ``offset`` in their regions, in fp32.
 
-    In the order of ranks and slots; experts in no slot are left as they are.
+    They are of the dtype of ``made_SN``, those of this rank. In the order of ranks and slots; experts in no
+    slot are left as they are.
     """
+    number_bytes: tl.constexpr = made_SN.dtype.element_ty.primitive_bitwidth // 8
     held, lane = _held(expert_RS, rank, H, RS, BLOCK_RS), tl.arange(0, BLOCK_RS)
     if tl.max(held, 0) >= 0:
         for expert in range(0, H):
@@ -141,9 +143,9 @@ def home_kernel(
                     place = first
                     while place < BLOCK_RS:
                         base = tl.load(address_R + place // S) + offset
-                        base += tl.cast(numbers, tl.int64) * 4 * (place % S)
-                        made = tl.multiple_of(base.to(tl.pointer_type(tl.float32)), ALIGNMENT)
-                        total += tl.load(made + at, at < numbers, other=0.0)
+                        base += tl.cast(numbers, tl.int64) * number_bytes * (place % S)
+                        made = tl.multiple_of(base.to(made_SN.dtype), ALIGNMENT)
+                        total += tl.load(made + at, at < numbers, other=0.0).to(tl.float32)
                         place = tl.min(tl.where((held == expert) & (lane > place), lane, BLOCK_RS), 0)
                     tl.store(total_N + at, total.to(total_HN.dtype.element_ty), at < numbers)
 

@@ -17,10 +17,10 @@ from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
 from graphmoe.ops.symm.peers import COUNT_BYTES, MemoryPeers, SharedMemory, offsets
 
 HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
-"""Numbers of a tile, 8 KiB, so that a link has 4 MiB under way, and registers are enough."""
+"""Numbers of a tile, 8 KiB in fp32, so that a link has 4 MiB under way, and registers are enough."""
 WORD_BYTES = 4
 Regions = SharedMemory | MemoryPeers
-TOTALS = (torch.float32, torch.bfloat16, torch.float16)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reserve(memory: SharedMemory, num_bytes: int) -> None:
@@ -67,17 +67,16 @@ def gradient_room(
     memory: SharedMemory, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
     """As `exchange.gradient_room`, in the own region."""
-    assert dtype == torch.float32, dtype
-    memory.reserve(_starts(shapes)[-1])
+    memory.reserve(_starts(shapes, dtype)[-1])
     memory.barrier()
-    return _room(memory, shapes)
+    return _room(memory, shapes, dtype)
 
 
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
     """As `exchange.home`."""
-    shapes = [tuple(made_SX.shape) for made_SX in made]
-    memory.reserve(_starts(shapes)[-1])
-    room = _room(memory, shapes)
+    shapes, dtype = [tuple(made_SX.shape) for made_SX in made], made[0].dtype
+    memory.reserve(_starts(shapes, dtype)[-1])
+    room = _room(memory, shapes, dtype)
     if [each.data_ptr() for each in room] != [made_SX.data_ptr() for made_SX in made]:
         memory.barrier()
         for to_SX, made_SX in zip(room, made, strict=True):
@@ -90,8 +89,9 @@ def add_made(
     memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> None:
     """Add gradients of slots, which all ranks have made in their regions, to the totals of owners."""
-    for start, total_LX in zip(_starts([tuple(made_SX.shape) for made_SX in made]), totals, strict=False):
-        add_home(memory, start, total_LX, expert_RS)
+    starts = _starts([tuple(made_SX.shape) for made_SX in made], made[0].dtype)
+    for start, made_SX, total_LX in zip(starts, made, totals, strict=False):
+        add_home(memory, start, made_SX, total_LX, expert_RS)
 
 
 def put_held(to_LN: Tensor, from_LN: Tensor, expert_RS: Tensor, rank: int) -> None:
@@ -112,14 +112,15 @@ def pull_slots(memory: Regions, start: int, to_SN: Tensor, expert_RS: Tensor, ow
     )  # fmt: skip
 
 
-def add_home(memory: SharedMemory, start: int, total_LX: Tensor, expert_RS: Tensor) -> None:
-    """Add the gradients of all slots of own experts, which their ranks have at ``start``."""
-    assert total_LX.dtype in TOTALS and total_LX.is_contiguous(), total_LX.dtype
+def add_home(memory: SharedMemory, start: int, made_SX: Tensor, total_LX: Tensor, expert_RS: Tensor) -> None:
+    """Add the gradients of all slots of own experts, which ranks have at ``start``; this one ``made_SX``."""
+    assert made_SX.dtype in GRADIENTS and total_LX.dtype in GRADIENTS, (made_SX.dtype, total_LX.dtype)
+    assert total_LX.is_contiguous()
     total_LN = total_LX.view(len(total_LX), -1)
     kernels.home_kernel[(HOME_PROGRAMS,)](
-        memory.addresses, total_LN, expert_RS, start, total_LN.shape[1], memory.rank,
+        memory.addresses, made_SX, total_LN, expert_RS, start, total_LN.shape[1], memory.rank,
         H=len(total_LN), S=expert_RS.shape[1], TILE=HOME_TILE,
-        ALIGNMENT=math.gcd(WIDEST, 4 * total_LN.shape[1]),
+        ALIGNMENT=math.gcd(WIDEST, made_SX[:1].nbytes),
         num_warps=num_warps(HOME_THREADS), **_slots(expert_RS),
     )  # fmt: skip
 
@@ -130,17 +131,17 @@ def _words(w_LX: Tensor) -> Tensor:
     return bytes_LN if bytes_LN.shape[1] % WORD_BYTES else bytes_LN.view(torch.int32)
 
 
-def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+def _starts(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
     """Starts of gradients of these shapes, and the end of the last."""
-    return [COUNT_BYTES + each for each in offsets([4 * torch.Size(shape).numel() for shape in shapes])]
+    sizes = [dtype.itemsize * torch.Size(shape).numel() for shape in shapes]
+    return [COUNT_BYTES + each for each in offsets(sizes)]
 
 
-def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
     """Gradients of these shapes in the own region."""
-    starts = _starts(shapes)[:-1]
+    starts = _starts(shapes, dtype)[:-1]
     return [
-        memory.view(memory.rank, start, shape, torch.float32)
-        for start, shape in zip(starts, shapes, strict=True)
+        memory.view(memory.rank, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)
     ]
 
 

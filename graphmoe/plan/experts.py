@@ -214,6 +214,13 @@ def why_no_replicas(config: RunConfig) -> str | None:
     return None
 
 
+def balance_of(config: RunConfig) -> Balance:
+    """Return the balance of ranks that a configuration asks for; never auto."""
+    if config.moe.balance is not Balance.auto:
+        return config.moe.balance
+    return Balance.replicas if config.parallel.ep > 1 and why_no_replicas(config) is None else Balance.none
+
+
 def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:
     """Return how many experts of others a rank can compute; 0 without replicas."""
     if moe.balance is not Balance.replicas:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphmoe.config.schema import (
+    Balance,
     ConfigError,
     ContextMethod,
     Fp8Recipe,
@@ -16,7 +17,7 @@ from graphmoe.config.schema import (
     RunConfig,
 )
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE
-from graphmoe.plan.experts import dispatcher_of, has_experts
+from graphmoe.plan.experts import balance_of, dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules.check import violations
@@ -46,7 +47,9 @@ class Candidates:
     """Candidates of a search. Keys in ``fixed`` stay as they are in the configuration."""
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
-        self.config, self.num_ranks, self.fixed = config, args.num_ranks, fixed
+        self.num_ranks, self.fixed = args.num_ranks, fixed
+        balance = config.moe.balance if "moe.balance" in fixed else Balance.auto
+        self.config = config = replace(config, moe=replace(config.moe, balance=balance))
         self._launch = replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()
@@ -75,6 +78,7 @@ class Candidates:
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
                 for moe, word in self._dispatchers(parallel, precision):
                     made = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
+                    made = replace(made, moe=replace(moe, balance=balance_of(made)))
                     words = _joined(self._words(parallel), word, in_fp8)
                     yield Candidate(words, made, layout), self._problems(made, layout)
         if not count:

@@ -42,8 +42,8 @@ BASE = (
 PIPELINE = ("model.num_layers=4",)
 FSDP = "dp_shard=fsdp2"
 MTP, TIED, COMPILED = "model.mtp_depth=2", "model.tie_embeddings=true", "compile.enabled=true"
-BUDGET = ("moe.dispatcher=symm", "moe.receive_budget=1.0")
-ROOM = ("moe.dispatcher=symm", "moe.receive_budget=worst_case")
+BUDGET = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=1.0")
+ROOM = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case")
 REPLICAS = ("moe.dispatcher=symm", "moe.balance=replicas")
 TURNS = (*ROOM, "pipeline.ep_overlap=true")
 

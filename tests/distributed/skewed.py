@@ -16,7 +16,7 @@ from tests.distributed.training import Change, Outcome, Training, on_rank
 
 MICRO_BATCHES = 4
 WORDS = (
-    "moe.dispatcher=symm", "model.num_experts=8", "model.top_k=2", "model.num_layers=2",
+    "moe.dispatcher=symm", "moe.balance=none", "model.num_experts=8", "model.top_k=2", "model.num_layers=2",
     "model.num_dense_layers=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "train.steps=6",
     "train.val_batches=0", "checkpoint.enabled=false", "checkpoint.interval=0", "train.log_interval=2",
 )  # fmt: skip

@@ -18,7 +18,7 @@ WORDS = (
 LAYOUTS = {
     "dp": (),
     "tp": ("parallel.tp=2",),
-    "ep": ("parallel.ep=2", "moe.dispatcher=symm", "moe.receive_budget=worst_case"),
+    "ep": ("parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case"),
     "pp": ("parallel.pp=2", "pipeline.schedule=interleaved"),
 }
 """Layouts of two ranks; with pp each has two stages, and both have the embedding."""

@@ -17,8 +17,9 @@ from tests.tolerances import relative_error
 WORDS = (
     "model.hidden_size=32", "model.expert_ffn_size=32", "model.shared_ffn_size=16", "model.dense_ffn_size=16",
     "model.num_experts=8", "model.top_k=2", "model.num_layers=3", "moe.dispatcher=symm",
-    "moe.receive_budget=worst_case", "compile.enabled=true", "precision.fp8=rowwise", "parallel.ep=2",
-    "train.global_batch_size=8", "train.steps=3", "checkpoint.enabled=false", "checkpoint.interval=0",
+    "moe.balance=none", "moe.receive_budget=worst_case", "compile.enabled=true", "precision.fp8=rowwise",
+    "parallel.ep=2", "train.global_batch_size=8", "train.steps=3", "checkpoint.enabled=false",
+    "checkpoint.interval=0",
 )  # fmt: skip
 TURNS, FULL = "pipeline.ep_overlap=true", ("graph.scope=full_iteration", "graph.warmup_steps=1")
 BLOCKS, BF16 = "moe.transport=copy_engine", "precision.compute=bf16"

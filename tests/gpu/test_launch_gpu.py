@@ -13,7 +13,7 @@ from tests.runs import TINY, Command, command, numbers
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL takes one a rank")
 
-SYMM = ("moe.dispatcher=symm", "moe.receive_budget=worst_case")
+SYMM = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case")
 WORDS = (
     *TINY, *GPU, *SYMM, "launch.nproc=2", "parallel.ep=2", "train.steps=8", "graph.scope=full_iteration",
     "compile.enabled=true", "precision.deterministic=true", "hydra.run.dir=run", *FAULTY,

@@ -54,7 +54,7 @@ COMMON = (
     COMPILED, f"parallel.ep={RANKS}", "train.steps=5", "train.global_batch_size=16",
     "train.micro_batch_size=1", "graph.warmup_steps=2",
 )  # fmt: skip
-SYMM = (*COMMON, "moe.dispatcher=symm", "moe.receive_budget=worst_case")
+SYMM = (*COMMON, "moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case")
 COPIES, TURNS = (*SYMM, "moe.transport=copy_engine"), "pipeline.ep_overlap=true"
 REPLICAS = (*COMMON, "moe.dispatcher=symm", "moe.balance=replicas", "moe.transport=pull")
 REPLICAS_COPIED = (*REPLICAS[:-1], "moe.transport=copy_engine")

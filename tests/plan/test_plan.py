@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 
 from graphmoe.config.schema import Transport
@@ -37,7 +38,7 @@ def test_a_plan_is_of_ranks_that_share_experts_layers_and_matrices():
     words = (
         "parallel.pp=2", "parallel.tp=2", "parallel.ep=2", "moe.dispatcher=symm", "model.num_layers=4",
         "pipeline.layout=Ett|ttL", "train.global_batch_size=16", "data.seq_len=16",
-        "model.tie_embeddings=true", "graph.scope=[attn,loss]", "compile.enabled=true",
+        "model.tie_embeddings=true", "graph.scope=[attn,loss]", "compile.enabled=true", "moe.balance=none",
     )  # fmt: skip
     plan = plan_of(config(*words, "launch.nproc=8"), 8)
     assert (plan.layout.dp, plan.layout.tp, plan.layout.pp, plan.layout.embed_on) == (2, 2, 2, (0, 1))
@@ -59,6 +60,35 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     assert not travels(fp8, "precision.fp8_products=[attn]")
     in_32s = "model.hidden_size=32", "model.expert_ffn_size=32"
     assert travels(fp8, *in_32s) and not travels("precision.fp8=mxfp8", *in_32s)
+
+
+@pytest.mark.parametrize(
+    ("words", "balance"),
+    [
+        ("moe.dispatcher=symm parallel.ep=2", "replicas"),
+        ("moe.dispatcher=symm parallel.ep=2 moe.balance=none", "none"),
+        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise compile.enabled=true", "replicas"),
+        ("moe.dispatcher=symm parallel.etp=2", "none"),
+        ("parallel.ep=2", "none"),
+        ("", "none"),
+    ],
+)
+def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
+    assert config(*words.split(), "model.expert_ffn_size=16").moe.balance == balance
+
+
+@pytest.mark.parametrize(
+    ("words", "backends", "size"),
+    [
+        ("", "", 3 * 2), ("", "triton,triton,torch", 3 * 2), ("", "triton", 2 * 2 + 4),
+        ("moe.replica_keep=true", "torch,torch,triton", 2 + 4), ("precision.compute=fp32", "torch", 3 * 4),
+        ("precision.fp8=rowwise compile.enabled=true", "", 2 * 1 + 4),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_replica_are_of_its_weights_and_of_a_gradient_as_it_travels(words, backends, size):
+    given = "precision.compute=bf16", "moe.dispatcher=symm", "parallel.ep=2", *words.split()
+    plan = plan_of(config("model.hidden_size=32", "model.expert_ffn_size=16", *given), 2)
+    assert plan.replica_bytes(backends) == 3 * 32 * 16 * size
 
 
 def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():

@@ -23,8 +23,8 @@ from tests.runs import config, slow_but
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
 FP8 = "precision.fp8=rowwise"
-SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm")
-REPLICAS = (*SYMM, "moe.balance=replicas")
+SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
+REPLICAS = (*SYMM[:-1], "moe.balance=replicas")
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1")
 PEAKS = {
     "one rank": (),

@@ -139,7 +139,8 @@ def test_the_table_of_products_in_8_bits_has_what_is_projected_beside_the_raw_ru
                 runs.setdefault((ranks, words), []).append(run)
     rows = rows_below(ROOT / "docs/projection.md", "| `deepseek_v2_lite` | projected")
     for row, ((ranks, words), measured) in zip(rows, runs.items(), strict=True):
-        places, step = projected_run(compose_config(*words, "run.device=cuda"), H200, None, ranks)
+        words = *words, "run.device=cuda", "moe.balance=none"  # the default when these ran
+        places, step = projected_run(compose_config(*words), H200, None, ranks)
         gib, seconds = max(map(allocated_bytes, places)) / 2**30, step["step_time_s"]
         times = [seconds, *(run["median_step_ms"] / 1e3 for run in measured)]
         rates = [f"{round(tokens / time, -2):,.0f}" for time in times]

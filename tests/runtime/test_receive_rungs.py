@@ -197,7 +197,8 @@ def test_the_rung_without_limit_is_used_for_a_while_only():
 
 
 def run_config(*words: str):
-    return config("moe.dispatcher=symm", "model.num_experts=16", "model.top_k=4", "parallel.ep=4", *words)
+    sizes = "model.num_experts=16", "model.top_k=4", "parallel.ep=4"
+    return config("moe.dispatcher=symm", "moe.balance=none", *sizes, *words)
 
 
 def test_levels_rise_by_a_quarter_from_the_budget_to_the_worst_case():
@@ -232,7 +233,8 @@ def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(mon
 
 
 def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
-    plan, said = plan_of(config("parallel.ep=2", "moe.dispatcher=symm"), 2), list[object]()
+    words = "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"
+    plan, said = plan_of(config(*words), 2), list[object]()
     monkeypatch.setattr(retry, "forget_graphs", lambda: said.append("forget"))
     monkeypatch.setattr(retry, "make_room", lambda *_: said.append("room"))
     model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)

@@ -123,8 +123,7 @@ def _wgrad_into(
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
 
-    triton does so from its fp32 sums, and so does any backend on a GPU for replicas; else the others round to
-    the dtype of x first.
+    triton does so from its fp32 sums; the others round to the dtype of x first.
     """
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)

@@ -1,7 +1,6 @@
 """Help of the commands that read a run's configuration: groups, and keys with their values."""
 
 import dataclasses
-import enum
 import shlex
 import textwrap
 import typing
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from graphmoe.command.errors import explain, groups, options, parsed
 from graphmoe.command.words import OTHER_SOURCES, composed, own_folders, run_words
 from graphmoe.config.arguments import COMMANDS, field_docs, typed_as
+from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError, RunConfig
 
 OFTEN_SET = """
@@ -103,16 +103,7 @@ def _keys(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
             continue
         for name, doc in field_docs(typing.cast(type, kind)).items():
             key = f"{section}.{name}"
-            yield key, (f"{key}={_shown(given[key])}", doc)
-
-
-def _shown(value: Any) -> str:
-    """Return a value as it is typed."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(_shown, value))}]" if isinstance(value, list) else str(value)
+            yield key, (f"{key}={spelled(given[key])}", doc)
 
 
 def _key_lines(word: str, doc: str, width: int) -> list[str]:

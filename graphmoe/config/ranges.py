@@ -105,6 +105,15 @@ def own_code(config: Any) -> Iterator[tuple[str, str]]:
     yield from (("passes.extra", path) for path in config.passes.extra)
 
 
+def spelled(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"[{','.join(map(spelled, value))}]" if isinstance(value, list) else str(value)
+
+
 @functools.cache
 def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Type and marks of each field; those of ``RankCount | None`` stand inside the union."""

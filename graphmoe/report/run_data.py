@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
 from graphmoe.run.files import (
@@ -173,13 +174,5 @@ def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(value, dict):
-        return [(prefix.removesuffix("."), _spelled(value))]
+        return [(prefix.removesuffix("."), spelled(value))]
     return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}{key}.")]
-
-
-def _spelled(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{','.join(map(_spelled, value))}]"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import RunConfig
 from graphmoe.passes.base import PassSpec
 from graphmoe.passes.table import PASSES
@@ -161,14 +162,7 @@ def _difference(name: str, before: Any, now: Any) -> str:
         moves = [f"+ {item}" for item in now if item not in before]
         moves += [f"- {item}" for item in before if item not in now]
         return f"{name} changed: {' '.join(moves) or 'another order'}"
-    return f"{name} changed: {_shown(before)} -> {_shown(now)}"
-
-
-def _shown(value: Any) -> str:
-    """Write a value as it is typed on a command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
+    return f"{name} changed: {spelled(before)} -> {spelled(now)}"
 
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.ops import register_gradient
 from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, fp8_dtype, rounded
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
 from graphmoe.ops.fp8_linear import RECIPES, Stored, stored
@@ -321,15 +322,9 @@ _whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))
 _grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for each in layer[:4]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *layer, ctx.recipe, expert_RS = inputs
-    ctx.save_for_backward(*layer, expert_RS)
+def _backward(dy_TD: Tensor, *kept: Any) -> tuple[Tensor, ...]:
+    *layer, expert_RS, recipe = kept
+    return torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *layer, recipe, expert_RS)
 
 
-def _backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    *layer, expert_RS = ctx.saved_tensors
-    found = torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *layer, ctx.recipe, expert_RS)
-    return *found, None, None, None, None, None
-
-
-_whole.register_autograd(_backward, setup_context=_save)
+register_gradient(_whole, _backward, lambda inputs, _: inputs)

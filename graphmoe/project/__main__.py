@@ -33,12 +33,7 @@ EXAMPLES = [
 ]
 
 
-def main() -> None:
-    """Run the command line."""
-    run_tool(run)
-
-
-def run(argv: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Read the tool's own words here and all others by Hydra, and project the run."""
     with_all = "--help=all" in argv
     if with_all or wants_help(argv):
@@ -102,4 +97,4 @@ def _shown_progress() -> Iterator[Callable[[str], None]]:
 
 
 if __name__ == "__main__":
-    main()
+    run_tool(main)

@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from graphmoe.command.errors import known_keys
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
-from graphmoe.project.__main__ import EXAMPLES, run
+from graphmoe.project.__main__ import EXAMPLES, main
 from graphmoe.project.arguments import check_words
 from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import verdict
@@ -38,7 +38,7 @@ def project(tmp_path, monkeypatch, capsys):
         GlobalHydra.instance().clear()
         status = 0
         try:
-            run_tool(run)
+            run_tool(main)
         except SystemExit as end:
             status = int(end.code or 0)
         finally:

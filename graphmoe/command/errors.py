@@ -115,13 +115,7 @@ def _misfit(key: str, cause: BaseException, where: str) -> str:
 
 def known_keys() -> list[str]:
     """Return every key of the schema, dotted."""
-    hints = typing.get_type_hints(RunConfig)
-    keys: list[str] = []
-    for section, kind in hints.items():
-        keys.append(section)
-        if dataclasses.is_dataclass(kind):
-            keys += [f"{section}.{field.name}" for field in dataclasses.fields(kind)]
-    return keys
+    return [*typing.get_type_hints(RunConfig), *(field.key for field in fields_of(RunConfig()))]
 
 
 USUAL_NAMES = {

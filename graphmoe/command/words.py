@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from graphmoe.command.errors import groups, with_plain_groups, wrong_words
 from graphmoe.config.arguments import key_value_words
+from graphmoe.config.ranges import fields_of
 from graphmoe.config.schema import ConfigError, RunConfig
 
 FLAGS = {
@@ -69,14 +70,9 @@ def own_folders(words: Sequence[str]) -> Iterator[Path]:
 
 def run_hints() -> dict[str, Any]:
     """Return the type of each key of a run, and of each group, which takes a name."""
-    hints: dict[str, Any] = dict.fromkeys(groups(), str)
-    for section, kind in typing.get_type_hints(RunConfig).items():
-        if dataclasses.is_dataclass(kind):
-            types = typing.get_type_hints(kind)
-            hints |= {f"{section}.{f.name}": types[f.name] for f in dataclasses.fields(kind)}
-        else:
-            hints[section] = kind
-    return hints
+    sections = typing.get_type_hints(RunConfig)
+    plain = {name: kind for name, kind in sections.items() if not dataclasses.is_dataclass(kind)}
+    return dict.fromkeys(groups(), str) | plain | {field.key: field.hint for field in fields_of(RunConfig())}
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -60,7 +60,10 @@ class Family:
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
         self.weight = torch.zeros(size, dtype=dtype, device=device)
         """Whole weights that the model reads, with the parts of other ranks as last gathered."""
-        self._adopt_weights()
+        with torch.no_grad():  # move the parameters into it
+            for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
+                view.copy_(weight)
+                weight.data = view
         self.grad = torch.zeros(size, device=device)
         """fp32, whole: what this rank has computed."""
         self.weight_shard = self._own(self.weight)
@@ -126,13 +129,6 @@ class Family:
     def _own(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole buffer; a copy on several ranks."""
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
-
-    @torch.no_grad()
-    def _adopt_weights(self) -> None:
-        """Move the parameters into their flat buffer."""
-        for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
-            view.copy_(weight)
-            weight.data = view
 
 
 def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: Sequence[str]) -> list[Family]:

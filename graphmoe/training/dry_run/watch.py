@@ -199,11 +199,6 @@ def _expert_rows(
     return of_rows + _of_replicas(rest[3:], w_gate_up, w_down)
 
 
-def _first_product(x_TD: Tensor, w_gate_up: Tensor, *rest: Any) -> int:
-    """Weights of replicas; its result is seen."""
-    return _of_replicas(rest[4:], w_gate_up)
-
-
 def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, *rest: Any) -> int:
     """Gradients of the rows, before their sum."""
     of_rows = h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
@@ -255,7 +250,8 @@ def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
 _OF_OURS: dict[str, Callable[..., int]] = {
     "linear_cross_entropy": _logits,
     "grouped_mlp": _expert_rows,
-    "grouped_mlp_hidden": _first_product,
+    # weights of replicas; its result is seen
+    "grouped_mlp_hidden": lambda _, w_gate_up, *rest: _of_replicas(rest[4:], w_gate_up),
     "grouped_mlp_dgrad": _expert_row_gradients,
     "fp8_mlp_forward": _fp8_rows,
     "fp8_mlp_hidden": _fp8_hidden,

@@ -33,7 +33,7 @@ from rich.text import Text
 from graphmoe.config.choices import OutputFormat
 from graphmoe.config.packages import version_of
 from graphmoe.config.progress import counting, shown_in, starting
-from graphmoe.config.ranges import ConfigError
+from graphmoe.config.ranges import ConfigError, spelled
 
 Args = TypeVar("Args")
 
@@ -199,10 +199,8 @@ def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
         lines += [title, "Keys, each as key=value, --key=value or --key value:"]
     for key in _keys(cls):
         default = key.default
-        if isinstance(default, enum.Enum):
-            default = default.name
-        elif isinstance(default, bool):
-            default = str(default).lower()
+        if isinstance(default, (enum.Enum, bool)):
+            default = spelled(default)
         elif isinstance(default, list):
             default = ",".join(map(str, default)) or None
         shown = f"{key.word}=..." if default in (None, dataclasses.MISSING) else f"{key.word}={default}"

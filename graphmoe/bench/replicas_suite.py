@@ -5,8 +5,6 @@ Nothing is timed: counts are drawn, the plan is that of `graphmoe.ops.replicas`,
 Suffixes: R ranks, E experts, S slots of a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

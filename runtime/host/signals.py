@@ -6,8 +6,6 @@ send ahead of time and several times, does not. Workers of torch elastic hear on
 launcher forwards what reached them too: within two seconds that counts once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import progress
@@ -118,9 +117,7 @@ class Progress:
             self._words.enter_context(shown_in(self._describe))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._words.close()
         self._bar.stop()
 

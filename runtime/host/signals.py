@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -66,9 +66,7 @@ class StopSignal:
     def ending(self, name: str) -> None:
         """Do what the end of the process needs."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

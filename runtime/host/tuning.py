@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -125,9 +124,7 @@ class GarbageCollection:
                 gc.freeze()
         self._began = True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         gc.unfreeze()
         gc.enable()
 

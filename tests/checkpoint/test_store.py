@@ -6,6 +6,7 @@ import struct
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,7 +287,8 @@ def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monke
 def test_an_error_in_the_background_is_raised_once_by_the_next_call(tmp_path, monkeypatch):
     store = make_store(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("graphmoe.checkpoint.folders.publish", _fail)
+        fail = Mock(side_effect=OSError(errno.EIO, "disk on fire"))
+        patch.setattr("graphmoe.checkpoint.folders.publish", fail)
         store.save(1, {"x": 1})
         store._writer.join()
     with pytest.raises(CheckpointError, match="disk on fire"):
@@ -312,7 +314,3 @@ def test_a_small_disk_that_runs_full_keeps_its_checkpoints(tmp_path):
         assert store.latest() == steps and len(list(tmp_path.iterdir())) == len(steps)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def _fail(*arguments):
-    raise OSError(errno.EIO, "disk on fire")

@@ -5,6 +5,7 @@ import logging
 import shlex
 from dataclasses import fields, replace
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,9 +121,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_
 
 
 def test_a_disk_that_takes_no_weights_is_one_line(run, tmp_path, monkeypatch):
-    def full(*arguments, **named):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
+    full = Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
     monkeypatch.setattr("graphmoe.checkpoint.hf.tensor_files.save_file", full)
     with pytest.raises(ConfigError, match=r"out/model.safetensors cannot be written: .*No space left"):
         main([f"from={run[0]}", f"to={tmp_path / 'out'}"])

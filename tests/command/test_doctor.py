@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from importlib.metadata import version
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -68,9 +69,7 @@ def test_a_compiler_that_is_not_there_fails_or_hangs_is_reported(tmp_path, monke
 
 
 def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
-    def fail() -> float:
-        raise RuntimeError("CUDA error: operation not permitted\nlong advice")
-
+    fail = Mock(side_effect=RuntimeError("CUDA error: operation not permitted\nlong advice"))
     monkeypatch.setattr(doctor, "_num_gpus", lambda: 1)
     for replay, why in (
         (fail, "CUDA error: operation not permitted"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -80,9 +81,7 @@ def test_input_without_text_is_an_error_that_keeps_the_files_of_before(folder):
 
 
 def test_a_full_disk_is_an_error_that_names_the_output(folder, monkeypatch):
-    def fail(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr("graphmoe.data.tokenise.write_index", fail)
     with pytest.raises(ConfigError, match="cannot write output=out/tokens: .*No space left"):
         main(ARGS)

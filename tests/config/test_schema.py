@@ -5,6 +5,7 @@ import pwd
 import typing
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -99,11 +100,8 @@ def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
 
 def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path):
     """The user id is one that a container does not know."""
-
-    def unknown(user):
-        raise KeyError(f"getpwuid(): uid not found: {user}")
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    unknown = KeyError("getpwuid(): uid not found: 4242")
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=unknown))
     for name in ("HOME", "GRAPHMOE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="no home folder .*; set HOME, or GRAPHMOE_CACHE="):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -87,9 +88,7 @@ def test_a_build_removes_what_killed_builders_of_other_entries_left_and_nothing_
 
 
 def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
-    def fail(folder):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a: .*No space left on device; .* data.cache_dir="):
         cached(tmp_path, "a", fail)
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
@@ -85,9 +86,7 @@ def test_a_tokenizer_is_taken_by_its_name_on_the_hub(folder, hub, cache, tmp_pat
 
 
 def test_a_name_without_a_hub_is_one_line_at_once(monkeypatch):
-    def unreachable(*words):
-        raise OSError("[Errno -2] Name or service not known")
-
+    unreachable = Mock(side_effect=OSError("[Errno -2] Name or service not known"))
     monkeypatch.setattr("graphmoe.data.tokenizer.reach_hub", unreachable)
     said = r"data.tokenizer=me/mine is no file here, and the .* hub .*service not known\); give the path"
     with pytest.raises(ConfigError, match=said):

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,9 +68,7 @@ def test_times_are_taken_once_for_each_product_and_remembered(timer, caplog):
 
 
 def test_too_little_memory_to_time_a_product_is_told_in_one_line(monkeypatch):
-    def fail(*_):
-        raise torch.OutOfMemoryError("9 GiB")
-
+    fail = Mock(side_effect=torch.OutOfMemoryError("9 GiB"))
     monkeypatch.setattr(fp8_choice, "time_in_turns", fail)
     with pytest.raises(
         ConfigError, match=r"no memory to time attn 32x16 \(9 GiB\); use precision.fp8_measure=none"

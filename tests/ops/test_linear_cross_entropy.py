@@ -6,6 +6,7 @@ Suffixes as in graphmoe/ops/linear_cross_entropy.py.
 import functools
 import math
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,18 +177,12 @@ def test_views_and_int32_labels_are_taken(backend, small_blocks):
 def test_refused_fp32_products_are_named_once_but_no_lack_of_memory(backend, monkeypatch, caplog):
     from graphmoe.ops import linear_cross_entropy_kernels as kernels
 
-    def refuse(error):
-        def product(*args, **kwargs):
-            raise error
-
-        return product
-
     kernels._has_fp32_products.cache_clear()
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(torch, "mm", refuse(torch.OutOfMemoryError("full")))
+        patch.setattr(torch, "mm", Mock(side_effect=torch.OutOfMemoryError("full")))
         kernels._has_fp32_products(device_of(backend), torch.bfloat16)
     assert kernels._has_fp32_products.cache_info().currsize == 0
-    monkeypatch.setattr(torch, "addmm", refuse(RuntimeError("no such kernel")))
+    monkeypatch.setattr(torch, "addmm", Mock(side_effect=RuntimeError("no such kernel")))
     for _ in range(2):
         case = CASES["odd sizes, three chunks"]
         assert_matches_fp64(kernels.forward, case, torch.bfloat16, device_of(backend))

@@ -3,6 +3,7 @@
 import math
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,9 +29,7 @@ WANDB = {"tensorboard": False, "wandb": True}
 def test_weights_and_biases_that_is_not_there_or_refuses_says_what_to_do(
     tmp_path, monkeypatch, caplog, wandb
 ):
-    def refuse(*words, **named):
-        raise ValueError("api_key not configured\nand more")
-
+    refuse = Mock(side_effect=ValueError("api_key not configured\nand more"))
     with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"pip install 'graphmoe\[wandb\]'"):
         patch.setitem(sys.modules, "wandb", None)
         writer(tmp_path / "run", 0, **WANDB)

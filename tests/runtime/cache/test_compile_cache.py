@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -221,11 +222,8 @@ def test_torch_finds_its_code_in_another_work_folder_and_makes_again_what_is_dam
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_the_first_answer_that_is_remembered_holds(cache, monkeypatch, caplog, has_links):
-    def refuse(*arguments):
-        raise OSError(errno.EPERM, "no links here")
-
     if not has_links:
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "no links here")))
     assert cache.recall("fastest", FACTS) is None
     assert cache.remember("fastest", FACTS, {"choice": "one"}) == {"choice": "one"}
     assert cache.remember("fastest", FACTS, {"choice": "two"}) == {"choice": "one"}

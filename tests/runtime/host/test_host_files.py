@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,10 +56,8 @@ def test_a_file_that_could_not_be_replaced_stays_and_its_draft_takes_no_room(tmp
 
 @pytest.fixture(params=[errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS])
 def no_flock(monkeypatch, request):
-    def refuse(descriptor, operation):
-        raise OSError(request.param, os.strerror(request.param))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    refused = OSError(request.param, os.strerror(request.param))
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=refused))
     files._say_once.cache_clear()
 
 
@@ -139,7 +138,7 @@ def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
 
 def test_a_disk_that_takes_no_more_is_not_held(tmp_path, no_flock, monkeypatch):
     with monkeypatch.context() as full:
-        full.setattr(json, "dumps", lambda holder: (_ for _ in ()).throw(OSError(28, "No space left")))
+        full.setattr(json, "dumps", Mock(side_effect=OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space"):
             FileLock.acquire(tmp_path / "run.lock")
     lock = FileLock.acquire(tmp_path / "run.lock")
@@ -148,10 +147,7 @@ def test_a_disk_that_takes_no_more_is_not_held(tmp_path, no_flock, monkeypatch):
 
 
 def test_another_error_of_flock_is_not_passed_over(tmp_path, monkeypatch):
-    def fail(descriptor, operation):
-        raise OSError(errno.EIO, "bad disk")
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "bad disk")))
     with pytest.raises(OSError, match="bad disk"):
         FileLock.acquire(tmp_path / "run.lock")
 

@@ -15,7 +15,7 @@ from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
 from graphmoe.runtime.ranks import Ranks
-from tests.damage import flip_bit
+from tests.damage import dead_pid, flip_bit
 from tests.distributed.ranks import run_ranks
 
 
@@ -244,9 +244,7 @@ SPELLINGS = ("step_000000002", "step_\u0661" + "\u0660" * 7, "step_2", "step_000
 
 def test_leftovers_of_dead_processes_go_and_others_stay_and_are_passed_over(tmp_path):
     save_steps(make_store(tmp_path), 1)
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    gone = [f"step_00000002.tmp-{pid}" for pid in (dead.pid, os.getpid(), 10**30)]
+    gone = [f"step_00000002.tmp-{pid}" for pid in (dead_pid(), os.getpid(), 10**30)]
     gone.append("step_00000001.replaced")
     stay = ["step_00000003.tmp-1", "notes", *SPELLINGS]
     for name in [*gone, *stay]:

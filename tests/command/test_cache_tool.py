@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.resolve import resolve
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.cache.store import CompileCache
+from tests.damage import dead_pid
 from tests.runs import document_of, refusal
 from tests.runtime.cache.cache_contents import empty_cache
 
@@ -153,9 +153,7 @@ def test_prune_leaves_files_that_a_job_may_be_about_to_name(cache, capsys):
 def test_prune_removes_damage_and_work_folders_of_killed_jobs(cache, capsys):
     (cache.folder / "damaged").mkdir()
     (cache.folder / "damaged" / "blob").write_text("x" * 7)
-    child = subprocess.Popen(["true"])
-    child.wait()
-    dead = cache.folder / "work" / f"{os.uname().nodename}-{child.pid}-ab"
+    dead = cache.folder / "work" / f"{os.uname().nodename}-{dead_pid()}-ab"
     dead.mkdir()
     os.utime(dead, (0, 0))
     document = run(cache, capsys, "action=prune")

@@ -3,7 +3,6 @@ import fcntl
 import multiprocessing
 import os
 import socket
-import subprocess
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,7 +11,7 @@ import pytest
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.cache import cached
-from tests.damage import limited
+from tests.damage import dead_pid, limited
 
 FORK = multiprocessing.get_context("fork")
 
@@ -65,11 +64,9 @@ def test_a_killed_builder_leaves_no_entry_and_the_next_one_cleans_up(tmp_path):
 
 
 def test_a_build_removes_what_killed_builders_of_other_entries_left_and_nothing_that_lives(tmp_path):
-    ended = subprocess.Popen(["true"])
-    ended.wait()
     here, now = socket.gethostname(), time.time()
     ages = {
-        f"one.tmp-{here}-{ended.pid}": 0,
+        f"one.tmp-{here}-{dead_pid()}": 0,
         f"two.tmp-{here}-{os.getppid()}": 0,
         "three.tmp-elsewhere-7": 0,
         "four.tmp-elsewhere-7": 2 * 24 * 3600,

@@ -12,6 +12,7 @@ import pytest
 from graphmoe.runtime.cache import folders as work_folders
 from graphmoe.runtime.cache.store import CompileCache, point_torch_at
 from graphmoe.runtime.host.files import is_dead
+from tests.damage import dead_pid
 from tests.runtime.cache.cache_contents import (
     FACTS,
     KERNEL,
@@ -145,14 +146,6 @@ def old(folder: Path, days: float = 1.0) -> Path:
     then = time.time() - days * 86400
     os.utime(folder, (then, then))
     return folder
-
-
-def dead_pid() -> int:
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child
 
 
 def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):

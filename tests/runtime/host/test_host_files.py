@@ -15,7 +15,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.host import files
 from graphmoe.runtime.host.files import FileLock, LineFile, dispensable, replace_text
 from graphmoe.runtime.host.logs import LogFile
-from tests.damage import no_file_beyond
+from tests.damage import dead_pid, no_file_beyond
 from tests.runs import ROOT, TINY
 
 
@@ -105,9 +105,7 @@ def test_processes_that_race_without_flock_exclude_each_other(tmp_path):
 
 
 def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    for pid, started in ((dead.pid, "1 of x"), (os.getpid(), "another start")):
+    for pid, started in ((dead_pid(), "1 of x"), (os.getpid(), "another start")):
         holder = {**files._holder(pid), "started": started}
         (tmp_path / "run.lock.held").write_text(json.dumps(holder))
         lock = FileLock.acquire(tmp_path / "run.lock")

@@ -106,27 +106,23 @@ def open_pair(prefix, **changes):
     return open_data(asked, seq_len=10, vocab_size=1000, check=True)
 
 
-def state_of(prefix):
-    return Loader(open_pair(prefix).train, micro_batch_size=1, global_batch_size=1).state_dict()
-
-
-def resume(prefix, state):
-    Loader(open_pair(prefix).train, micro_batch_size=1, global_batch_size=1).load_state_dict(state)
+def loader_of(prefix):
+    return Loader(open_pair(prefix).train, micro_batch_size=1, global_batch_size=1)
 
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_file_exchanged_for_one_of_the_same_lengths_is_not_gone_on_with(prefix, summed):
     if summed:
         contents.write_sums(prefix)
-    state = state_of(prefix)
-    resume(prefix, state)
+    state = loader_of(prefix).state_dict()
+    loader_of(prefix).load_state_dict(state)
     write_token_file(prefix, [np.arange(20) + 1] * 30, np.uint16)
     if summed:
         contents.write_sums(prefix)
     with pytest.raises(ConfigError, match="as long as those of the checkpoint, with other tokens"):
-        resume(prefix, state)
+        loader_of(prefix).load_state_dict(state)
     del state["contents"]  # a checkpoint of before
-    resume(prefix, state)
+    loader_of(prefix).load_state_dict(state)
 
 
 def test_blocks_lie_over_the_whole_of_a_large_file(prefix, monkeypatch):

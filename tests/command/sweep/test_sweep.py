@@ -264,13 +264,9 @@ def config_of(*, nproc: int = 1, gpus: int | None = None, device: str = "cuda") 
     return found
 
 
-@pytest.fixture
-def leases(tmp_path, monkeypatch):
+def test_jobs_side_by_side_have_gpus_of_their_own(job_of, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def test_jobs_side_by_side_have_gpus_of_their_own(job_of, leases):
     job_of("hydra/launcher=joblib")
     assert in_sweep()
     with job_gpus(config_of(nproc=2, gpus=2)) as first, job_gpus(config_of(nproc=2, gpus=2)) as second:

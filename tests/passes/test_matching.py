@@ -6,20 +6,12 @@ from graphmoe.passes.matching import aten, calls, cast, constant, put, put_parts
 from tests.passes.blocks import Traced, random, traced
 
 
-def graph_of(run, *inputs) -> torch.fx.Graph:
-    return traced(run, *inputs).graph.graph
-
-
-def results(graph):
-    return next(node for node in graph.nodes if node.op == "output").args[0]
-
-
 def test_constants_are_what_depends_on_no_input_and_no_chance():
     def run(x):
         rows = torch.arange(6).view(2, 3) * 2 + 1
         return rows, torch.ones_like(x).long(), x.new_zeros(2), x + 1, torch.rand(2), torch.empty_like(x) * 0
 
-    nodes = results(graph_of(run, random(3)))
+    nodes = traced(run, random(3)).graph.graph.output_node().args[0]
     values = [constant(node) for node in nodes]
     assert values[0].tolist() == [[1, 3, 5], [7, 9, 11]]
     assert values[1].tolist() == [1, 1, 1] and values[2].tolist() == [0, 0]

@@ -194,19 +194,14 @@ def check_command(page: str, line: str, folder: Path) -> None:
         assert words == []
 
 
-def write_code_of_readers(folder: Path) -> None:
-    """Write the modules that pages show, and those of the examples, into a folder."""
-    folder.mkdir()
+def test_quoted_command_lines_are_valid(tmp_path, monkeypatch):
+    (code_of_readers := tmp_path / "code").mkdir()
     for text in (path.read_text(encoding="utf-8") for path in PAGES):
         for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            (folder / name).write_text(code)
+            (code_of_readers / name).write_text(code)
     for path in ROOT.glob("examples/**/*.py"):
-        (folder / path.name).write_text(path.read_text(encoding="utf-8"))
-
-
-def test_quoted_command_lines_are_valid(tmp_path, monkeypatch):
-    write_code_of_readers(tmp_path / "code")
-    monkeypatch.setenv(CODE_FOLDERS, str(tmp_path / "code"))
+        (code_of_readers / path.name).write_text(path.read_text(encoding="utf-8"))
+    monkeypatch.setenv(CODE_FOLDERS, str(code_of_readers))
     assert {"docs/configuration.md", "docs/data.md", "CONTRIBUTING.md"} <= {page for page, _ in COMMANDS}
     failed = []
     for number, (line, page) in enumerate({line: page for page, line in COMMANDS}.items()):

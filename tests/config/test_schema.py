@@ -111,12 +111,10 @@ def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path
     assert cache_root() == tmp_path
 
 
-def sections() -> list[type]:
-    hints = typing.get_type_hints(RunConfig)
-    return [RunConfig, *(kind for kind in hints.values() if dataclasses.is_dataclass(kind))]
+SECTIONS = [RunConfig, *filter(dataclasses.is_dataclass, typing.get_type_hints(RunConfig).values())]
 
 
-@pytest.mark.parametrize("section", sections(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
 def test_every_key_has_its_documentation(section):
     nested = {name for name, kind in typing.get_type_hints(section).items() if dataclasses.is_dataclass(kind)}
     wanted = {f.name for f in dataclasses.fields(section)} - nested

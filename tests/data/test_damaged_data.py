@@ -113,20 +113,17 @@ def source(tmp_path, tokenizer_path) -> Path:
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatch, ending, skip_bad):
     for seed in range(3):
-        write_texts(source / f"{seed}.{ending}", sentences(60, seed))
+        path, texts = source / f"{seed}.{ending}", sentences(60, seed)
+        if ending == "txt":
+            path.write_text("\n".join(texts))
+        elif ending == "jsonl":
+            write_jsonl(path, texts)
+        else:
+            pa = pytest.importorskip("pyarrow")
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.table({"text": texts}), path, row_group_size=20)
     require_none(files_of(ending, skip_bad), source, tmp_path, monkeypatch)
-
-
-def write_texts(path: Path, texts: list[str]) -> None:
-    if path.suffix == ".txt":
-        path.write_text("\n".join(texts))
-    elif path.suffix == ".jsonl":
-        write_jsonl(path, texts)
-    else:
-        pa = pytest.importorskip("pyarrow")
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.table({"text": texts}), path, row_group_size=20)
 
 
 @pytest.mark.parametrize("summed", [False, True])

@@ -62,7 +62,9 @@ def test_what_convert_prints_can_be_copied(weights, tmp_path, capsys):
 
 
 def test_another_tokenizer_is_refused_before_text_is_read(weights, tmp_path, caplog):
-    shape = [f"model.{key}={value}" for key, value in shape_of(tmp_path / "own").items()]
+    (path,) = (tmp_path / "own" / "model").glob("*.yaml")
+    keys = yaml.safe_load(path.read_text())
+    shape = [f"model.{key}={value}" for key, value in keys.items() if key != "name"]
     tokenizer_path = tmp_path / "other.json"
     train_bpe(iter(sentences(50)), 300, 50).save(str(tokenizer_path))
     start = (*shape, f"checkpoint.init_from={tmp_path}/own", "data.source=files", f"data.paths=[{tmp_path}]")
@@ -89,12 +91,6 @@ def test_positions_that_the_weights_never_saw_are_warned_of(weights, tmp_path, c
     assert caplog.messages == []
     load_weights(build_model(replace(model, context_length=512), seed=1), tmp_path / "own")
     assert f"model.context_length=512 is longer than the 128 of {tmp_path}/own" in caplog.text
-
-
-def shape_of(folder) -> dict:
-    """Keys of a folder's model but for its name, as words may have them."""
-    (path,) = (folder / "model").glob("*.yaml")
-    return {key: value for key, value in yaml.safe_load(path.read_text()).items() if key != "name"}
 
 
 def test_a_tokenizer_that_is_trained_anew_is_compared_when_the_data_are_open(tmp_path, monkeypatch, caplog):

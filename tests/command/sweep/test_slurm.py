@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -100,18 +101,14 @@ def test_our_launcher_is_the_plugins_with_one_process_for_each_node(plugin):
     assert ours["signal_delay_s"] < ours["timeout_min"] * 60
 
 
-def examples() -> dict[str, str]:
-    """The files that the comments of slurm.yaml show, by their names."""
-    lines = [line.removeprefix("#").removeprefix(" ") for line in SLURM.read_text().splitlines()]
-    blocks = re.findall(r"my/hydra/launcher/(\w+)\.yaml:\n\n(.*?)\n\n", "\n".join(lines), re.DOTALL)
-    return {name: "\n".join(line.removeprefix("  ") for line in block.split("\n")) for name, block in blocks}
-
-
 @pytest.mark.parametrize("name", ["mi300x", "h200"])
 def test_a_file_of_a_users_own_builds_on_it_as_the_comments_show(plugin, tmp_path, name):
     folder = tmp_path / "hydra/launcher"
     folder.mkdir(parents=True)
-    (folder / f"{name}.yaml").write_text(examples()[name])
+    lines = [line.removeprefix("#").removeprefix(" ") for line in SLURM.read_text().splitlines()]
+    shown = rf"my/hydra/launcher/{name}\.yaml:\n\n(.*?)\n\n"
+    (block,) = re.findall(shown, "\n".join(lines), re.DOTALL)
+    (folder / f"{name}.yaml").write_text(textwrap.dedent(block))
     found = launcher(f"hydra.searchpath=[file://{tmp_path}]", f"hydra/launcher={name}")
     assert (found["partition"], found["tasks_per_node"], found["name"]) == (name, 1, "graphmoe")
     assert found["setup"][0].startswith("export SRUN_CPUS_PER_TASK=") and found["cpus_per_task"] > 64

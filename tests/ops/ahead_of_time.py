@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,19 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
     with mock.patch.object(JITFunction, "run", record):
         call()
+    return cases
+
+
+def launches_of_layers(layers: Mapping[str, Any], every_step: Callable[..., Any]) -> list[dict[str, Any]]:
+    """The kernels of layers on Hopper and on Instinct."""
+    cases = []
+    for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
+        for shape, sizes in layers.items():
+            for case in launches_of("", functools.partial(every_step, kind, *sizes)):
+                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
+                    continue  # of ops.grouped_mlp
+                case["constexprs"] |= {"UPCAST": False} if "UPCAST" in case["constexprs"] else {}
+                cases.append(case | {"name": f"{case['name']} {len(cases)} {kind} {shape}", "only": targets})
     return cases
 
 

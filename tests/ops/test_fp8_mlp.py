@@ -12,7 +12,7 @@ from graphmoe.ops import fp8_linear, fp8_mlp, grouped_mlp, permute  # noqa: F401
 from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks, wide_dtype
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.grouped_mlp.reference import Plan
-from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.ahead_of_time import compiled, launches_of_layers
 from tests.ops.interpreted import KERNELS, device_of
 
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
@@ -234,15 +234,7 @@ def test_dead_rows_full_of_nan_are_not_read(backend):
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """The kernels of two layers on Hopper and on Instinct."""
-    cases = []
-    for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
-        for shape, sizes in WIDE.items():
-            for case in launches_of("", functools.partial(_every_step, kind, *sizes)):
-                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
-                    continue  # of ops.grouped_mlp
-                case["constexprs"] |= {"UPCAST": False} if "UPCAST" in case["constexprs"] else {}
-                cases.append(case | {"name": f"{case['name']} {len(cases)} {kind} {shape}", "only": targets})
-    return cases
+    return launches_of_layers(WIDE, _every_step)
 
 
 def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:

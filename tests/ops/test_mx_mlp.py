@@ -16,7 +16,7 @@ from graphmoe.ops.fp8_mlp.reference import rows_of_experts
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
 from graphmoe.ops.mx_mlp import launches, reference
-from tests.ops.ahead_of_time import compiled, launches_of
+from tests.ops.ahead_of_time import compiled, launches_of_layers
 from tests.ops.interpreted import KERNELS, device_of
 from tests.ops.test_fp8_mlp import WIDE, decibels, layer, same
 
@@ -235,17 +235,8 @@ def test_a_row_of_zeros_has_the_smallest_scale():
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """The kernels of layers; products are those of the GPUs that have them in mxfp8."""
-    cases = []
-    for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
-        for shape, sizes in COMPILED.items():
-            for case in launches_of("", functools.partial(_every_step, kind, *sizes)):
-                if case["name"] in ("tiles_kernel", "weight_sums_kernel"):
-                    continue  # of ops.grouped_mlp
-                is_product = "UPCAST" in case["constexprs"]
-                case["constexprs"] |= {"UPCAST": False} if is_product else {}
-                name, only = f"{case['name']} {len(cases)} {kind} {shape}", targets[is_product:]
-                cases.append(case | {"name": name, "only": only})
-    return cases
+    cases = launches_of_layers(COMPILED, _every_step)
+    return [case | {"only": case["only"]["UPCAST" in case["constexprs"] :]} for case in cases]
 
 
 def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:

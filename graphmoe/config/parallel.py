@@ -69,7 +69,8 @@ class MoEConfig:
     auto: fp8 with precision.fp8=rowwise of experts and moe.dispatcher=symm, else bf16."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
-    > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md."""
+    > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md.
+    Replicas (moe.balance) make exact room instead."""
     balance: Balance = Balance.auto
     """Balance of ranks: none (rows go to the rank that owns their expert), replicas (in each layer and
     micro-batch the hottest experts are computed on further ranks too, so that all have as many rows,

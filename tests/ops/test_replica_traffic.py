@@ -48,7 +48,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_ranks_get_what_the_definition_says(backend, case, few_programs):
-    case = dataclasses.replace(case, device=device_of(backend))
+    device = device_of(backend)
+    case = dataclasses.replace(case, device=device, by_autograd=device == "cpu")
     emulation = Emulation(case.ranks, case.device)
 
     def body(peers):

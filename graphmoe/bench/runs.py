@@ -178,7 +178,7 @@ RUNGS = (
         + ("passes.disabled=[fuse_loss]", "host.numa=none", "host.manual_gc=false"),
     ),
     Rung("loss_fusion", "logits are never whole", ("passes.disabled=[]",)),
-    Rung("symm", "GPUs read each other's tokens", ("moe.dispatcher=symm",)),
+    Rung("symm", "GPUs read each other's tokens, replicas even ranks out", ("moe.dispatcher=symm",)),
     Rung("partial", "graphs of attention, router and preprocessing", ("graph.scope=partial",)),
     Rung("full_iteration", "the whole step is one graph", ("graph.scope=full_iteration",)),
     Rung("ep_overlap", "a backward beside the next forward", ("pipeline.ep_overlap=true",)),

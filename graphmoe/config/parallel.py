@@ -70,11 +70,11 @@ class MoEConfig:
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md.
-    Replicas (moe.balance) make exact room instead."""
+    Replicas (moe.balance) with enough slots make exact room instead."""
     balance: Balance = Balance.auto
     """Balance of ranks: none (rows go to the rank that owns their expert), replicas (in each layer and
     micro-batch the hottest experts are computed on further ranks too, so that all have as many rows,
-    docs/expert_parallel.md), or auto: replicas wherever moe.dispatcher=symm has them."""
+    docs/expert_parallel.md), or auto: replicas with moe.dispatcher=symm in compiled runs."""
     replica_slots: Any = "auto"
     """Experts of others that a rank can compute, > 0; auto is as many as it owns, with which no rank ever has
     more than its share of rows."""

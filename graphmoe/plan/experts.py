@@ -5,7 +5,7 @@
 A rank makes room for rows of other ranks where no host counts them. The worst case is that every token of all
 ranks goes to one, which no large run can afford. So room is made for ``moe.receive_budget`` times what a
 balanced routing sends; a step in which more arrives is void and runs again with more room
-(docs/expert_parallel.md).
+(docs/expert_parallel.md). A plan of replicas needs its share only.
 """
 
 import math
@@ -124,6 +124,11 @@ def runs_pass(passes: PassesConfig, name: str) -> bool:
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
 
 
+def fuses_experts(config: RunConfig) -> bool:
+    """Return True where the experts of a layer run as one operation."""
+    return config.compile.enabled and runs_pass(config.passes, "fuse_experts")
+
+
 def travels_in_fp8(config: RunConfig) -> bool:
     """Return True where rows go to their experts in 8 bits."""
     choice = config.moe.dispatch_dtype
@@ -215,10 +220,14 @@ def why_no_replicas(config: RunConfig) -> str | None:
 
 
 def balance_of(config: RunConfig) -> Balance:
-    """Return the balance of ranks that a configuration asks for; never auto."""
+    """Return the balance of ranks that a configuration asks for; never auto.
+
+    auto makes no replicas where experts run in separate steps, which keep their weights for the backward.
+    """
     if config.moe.balance is not Balance.auto:
         return config.moe.balance
-    return Balance.replicas if config.parallel.ep > 1 and why_no_replicas(config) is None else Balance.none
+    fits = config.parallel.ep > 1 and fuses_experts(config) and why_no_replicas(config) is None
+    return Balance.replicas if fits else Balance.none
 
 
 def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:

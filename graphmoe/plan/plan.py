@@ -17,12 +17,12 @@ from graphmoe.plan.experts import (
     capacity,
     dispatcher_of,
     experts_in_fp8,
+    fuses_experts,
     is_exact,
     keeps_replicas,
     reads_peers,
     replica_slots,
     routed_tokens,
-    runs_pass,
     transport_of_run,
     travels_in_fp8,
     worst_load,
@@ -108,8 +108,7 @@ class Plan:
     @property
     def brings_weights(self) -> bool:
         """True where weights of replicas come along with rows, for the operation that fuse_experts makes."""
-        fuses = self.config.compile.enabled and runs_pass(self.config.passes, "fuse_experts")
-        return bool(self.replica_slots) and fuses and not experts_in_fp8(self.config)
+        return bool(self.replica_slots) and fuses_experts(self.config) and not experts_in_fp8(self.config)
 
     def replica_bytes(self, backends: str) -> int:
         """Bytes that a replica moves in a micro-batch: weights twice, or once, and its gradient home.
@@ -118,7 +117,7 @@ class Plan:
         """
         numbers = 3 * self.config.model.hidden_size * self.config.model.expert_ffn_size
         times, in_fp8 = 1 if keeps_replicas(self.config) else 2, experts_in_fp8(self.config)
-        of_gradient = 4 if in_fp8 or backends.endswith("triton") else self.dtype.itemsize
+        of_gradient = 4 if in_fp8 or backends.split(",")[-1] == "triton" else self.dtype.itemsize
         return numbers * (times * (1 if in_fp8 else self.dtype.itemsize) + of_gradient)
 
     @property

@@ -48,8 +48,9 @@ class Candidates:
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.num_ranks, self.fixed = args.num_ranks, fixed
-        balance = config.moe.balance if "moe.balance" in fixed else Balance.auto
-        self.config = config = replace(config, moe=replace(config.moe, balance=balance))
+        free = replace(config, moe=replace(config.moe, balance=Balance.auto))
+        is_fixed = "moe.balance" in fixed or balance_of(free) is not config.moe.balance
+        self.config = config = config if is_fixed else free
         self._launch = replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()

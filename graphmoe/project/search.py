@@ -52,7 +52,8 @@ def search(
     ``report`` gets the progress of the search in words. *Raises* ConfigError.
     """
     refuse_unknown(config)
-    tried, card = Candidates(config, args, fixed_keys(words)), args.card
+    fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
+    tried, card = Candidates(config, args, fixed), args.card
     rates, precision = rates_of(card, args.rates), tried.precisions[-1]
     estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []

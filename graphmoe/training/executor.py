@@ -180,6 +180,11 @@ class Execution:
             experts = backends()
         return Chosen(experts, found), plain
 
+    @property
+    def backends(self) -> str:
+        """Backends of the fused experts; empty where none run so."""
+        return self.chosen.experts if self.fuses else ""
+
     def describe(self) -> list[str]:
         """Say how the code of the run is made, in a few words each."""
         if self.compiled is None:

@@ -121,7 +121,7 @@ class Trainer:
             deferring=compiled.deferring if compiled else None,
             capture=self.capture,
         )
-        step = self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh, self.chosen.experts)
+        step = self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh, self.execution.backends)
         places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
         own_folder = folder if ranks.is_first else None
         run = self._captured = CapturedRun(step, plan, self.capture, device, places, own_folder)

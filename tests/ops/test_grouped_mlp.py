@@ -371,3 +371,4 @@ def every_step(kind: str, D: int, F: int, E: int, K: int, dtype: str, rows_per_e
         kernels.wgrad(x, x, dh, a, plan)
         kernels.wgrad(x, x, dh, a, plan._replace(ends_E=plan.ends_E[:own]), (gate_up[:own], down[:own]), True)
         kernels.wgrad_of_more(x, x, dh, a, plan, (gate_up[own:], down[own:]))
+        kernels.wgrad_of_more(x, x, dh, a, plan, (gate_up[own:].to(kept), down[own:].to(kept)))

@@ -67,14 +67,17 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     [
         ("moe.dispatcher=symm parallel.ep=2", "replicas"),
         ("moe.dispatcher=symm parallel.ep=2 moe.balance=none", "none"),
-        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise compile.enabled=true", "replicas"),
-        ("moe.dispatcher=symm parallel.etp=2", "none"),
+        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise", "replicas"),
+        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise moe.experts=turbo", "none"),
+        ("moe.dispatcher=symm parallel.ep=2 parallel.etp=2", "none"),
+        ("moe.dispatcher=symm parallel.ep=2 compile.enabled=false", "none"),
+        ("moe.dispatcher=symm parallel.ep=2 passes.disabled=[fuse_experts]", "none"),
         ("parallel.ep=2", "none"),
-        ("", "none"),
+        ("moe.dispatcher=local", "none"),
     ],
 )
 def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
-    assert config(*words.split(), "model.expert_ffn_size=16").moe.balance == balance
+    assert config("compile.enabled=true", "model.expert_ffn_size=16", *words.split()).moe.balance == balance
 
 
 @pytest.mark.parametrize(

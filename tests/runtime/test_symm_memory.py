@@ -204,6 +204,7 @@ LAYOUT = Layout(dp=2, ep=2)
         (None, (*SYMM, *OVERLAP, "run.device=cpu"), False),
         (None, (*SYMM, *OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
         (None, SYMM, False),
+        (None, (*SYMM, *OVERLAP, "moe.balance=none"), True),
         (None, (*SYMM, *OVERLAP, "moe.transport=pull"), False),
         ("6.4", (*SYMM, "moe.transport=copy_engine"), True),
     ],

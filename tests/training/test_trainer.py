@@ -381,7 +381,7 @@ def test_what_a_preset_sets_has_an_effect(option):
         ),
         ("moe.receive_budget=worst_case moe.transport=pull", ["moe.receive_budget=", "moe.transport=pull"]),
         ("moe.receive_budget=worst_case moe.dispatcher=symm moe.balance=none parallel.ep=2", []),
-        ("moe.receive_budget=2 moe.dispatcher=symm parallel.ep=2", ["moe.receive_budget=2 has no effect"]),
+        ("moe.receive_budget=2 moe.balance=replicas moe.dispatcher=symm parallel.ep=2", ["moe.receive"]),
         ("moe.expert_load=burst", ["MOE.EXPERT_LOAD=burst IS ON: THE ROUTER IS IGNORED"]),
         ("parallel.pp=2 pipeline.schedule=zb1p", ["pipeline.schedule=zb1p splits the backward"]),
         ("parallel.pp=2 pipeline.schedule=1f1b profile.pipeline=true", []),

@@ -102,7 +102,8 @@ def _wgrad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows.
 
-    With replicas the sums of all ranks' copies are taken in fp32, and rounded once.
+    With replicas the sums of all ranks' copies, which backends other than triton round, are taken in fp32,
+    and rounded once.
     """
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan = Plan(slot_R, row_TK, ends_E)
@@ -178,9 +179,9 @@ def wgrad_in_two(
 ) -> None:  # fmt: skip
     """Store or add weight gradients of the first experts; store those of the last in ``of_more``.
 
-    Only those up to the last one with rows are sure to be stored in ``of_more``. A backend other than triton
-    writes zeros for each expert without rows. So on a GPU it makes half of ``of_more``, which are seldom all
-    in use, and kernels that skip what has no rows the others.
+    Of each half of ``of_more`` those up to the last one with rows are stored for sure; a plan leaves none
+    without rows before them. A backend other than triton writes zeros for each expert without rows. So on a
+    GPU it makes the first half, as all are seldom in use, and kernels that skip what has no rows the others.
     """
     own, slots = len(plan.ends_E) - len(of_more[0]), len(of_more[0])
     skips = triton_backend.reason_against(given[0].dtype, given[0].device, True) is None

@@ -139,9 +139,9 @@ def _joined(w: Tensor, more: Tensor | None) -> Tensor:
 def store(
     totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool, ends_E: Tensor | None = None
 ) -> None:
-    """Store gradients of any dtype in totals of another, or add them.
+    """Store gradients in totals of another dtype, on a GPU of 32 bits at most, or add them.
 
-    On a GPU those behind the last expert with rows are left out where ``ends_E`` are given, which continue
+    There those behind the last expert with rows are left out where ``ends_E`` are given, which continue
     other ends as those of `triton_backend.row_tiles` do.
     """
     for total, gradient in zip(totals, gradients, strict=False):

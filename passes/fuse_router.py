@@ -156,10 +156,6 @@ def _replace_ids(old: Node, expert: Node) -> None:
 # Sums over tokens that the losses and statistics are made of.
 
 
-def _keeps_axis(node: Node) -> bool:
-    return over_last(node) and bool(argument(node, 2, "keepdim", False))
-
-
 def _is_floor(node: Node) -> bool:
     floor = argument(node, 1, "min")
     return isinstance(floor, float) and 0 <= floor <= LARGEST_FLOOR
@@ -214,8 +210,8 @@ def _is_share(node: Any, choice: Choice) -> bool:
     if not is_op(node, aten.div) or shape(node)[-1] != choice.num_experts:
         return False
     scores, total = origin(operand(node)), origin(operand(node, 1))
-    of_token = is_op(total, aten.sum) and _keeps_axis(total) and origin(operand(total)) is scores
-    return of_token and scores is choice.scores
+    of_token = is_op(total, aten.sum) and over_last(total) and bool(argument(total, 2, "keepdim", False))
+    return of_token and origin(operand(total)) is scores and scores is choice.scores
 
 
 def _share(node: Node, choice: Choice) -> Sum | None:

@@ -94,7 +94,7 @@ class UnitCode:
     ) -> None:
         """``accumulates``: W sums weight gradients itself; else autograd gets them."""
         self.graphs, self.accumulates, self._compiler = graphs, accumulates, compiler
-        self._forward = compiler(graphs.forward) if graphs.num_outputs else _no_results
+        self._forward = compiler(graphs.forward) if graphs.num_outputs else lambda *_: ()
         self._inputs: Compiled | None = None
         self._weights: dict[bool, Compiled] = {}
         """W that stores, and W that adds to gradients that are there already, compiled at first use."""
@@ -261,10 +261,6 @@ class UnitFunction(torch.autograd.Function):
         for i, gradient in zip(places, (*of_inputs, *of_weights), strict=True):
             result[i] = gradient
         return *[None] * 5, *result
-
-
-def _no_results(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return ()
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

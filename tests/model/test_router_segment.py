@@ -39,13 +39,6 @@ def make_input(seed=0, sequences=B):
     return torch.randn(sequences, S, D, generator=generator).requires_grad_()
 
 
-def normed(router, x):
-    """h [T, D] and logits [T, E] in fp64."""
-    x, norm, gate = (t.detach().double() for t in (x, router.norm.weight, router.gate.weight))
-    h = (x * (x.square().mean(-1, keepdim=True) + router.config.norm_eps).rsqrt() * norm).flatten(0, 1)
-    return h, h @ gate.T
-
-
 @pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
 def test_every_combination_of_options_matches_fp64(function, after, renormalise, bias, groups, group_score):
     router = make_router(
@@ -65,7 +58,10 @@ def test_every_combination_of_options_matches_fp64(function, after, renormalise,
     summed = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 4 // min(groups, 2)}
     limit = (groups, min(groups, 2), summed[group_score])
     case = Case(B, S, 16, 4, function.value, limit, renormalise, after, 1.5)
-    expected_h, logits = normed(router, x)
+    exact_x, norm, gate = (t.detach().double() for t in (x, router.norm.weight, router.gate.weight))
+    scale = (exact_x.square().mean(-1, keepdim=True) + router.config.norm_eps).rsqrt()
+    expected_h = (exact_x * scale * norm).flatten(0, 1)
+    logits = expected_h @ gate.T
     assert torch.equal(experts, choice_of(case, logits, router.selection_bias))
     expected_weights, share_sum_BE, z_sum, entropy_sum = written_out(case, logits, experts)
     # DeepSeek-V3, equation 18: the best scores count, without bias and groups.

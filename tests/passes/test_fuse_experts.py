@@ -138,22 +138,16 @@ def test_weights_with_other_replicas_are_read_as_they_are(one_peer, given):
 
 
 def test_a_first_product_alone_keeps_its_replicas(one_peer):
-    plain = traced(
-        lambda *given: ops.grouped_mlp(*given[:-1], "torch", given[-1])[1], *experts_with_replicas()
-    )
+    x, weight, gate_up, down, place, experts = inputs_with_replicas()
+    _, ends, row, slot = ops.routing_plan(place, E + 3)
+    given = [each.detach() for each in (x, gate_up, down, weight, slot, row, ends, experts)]
+    plain = traced(lambda *given: ops.grouped_mlp(*given[:-1], "torch", given[-1])[1], *given)
     fused, _ = rewritten(plain)
     hidden_only(fused.graph.graph)
     fused.graph.graph.eliminate_dead_code()
     fused.graph.recompile()
     assert operations(fused) == {"grouped_mlp_hidden": 1}
     assert_same_numbers(fused, plain)
-
-
-def experts_with_replicas():
-    """Arguments of `grouped_mlp` but for the backend; no tensor has a gradient."""
-    x, weight, gate_up, down, place, experts = inputs_with_replicas()
-    _, ends, row, slot = ops.routing_plan(place, E + 3)
-    return [each.detach() for each in (x, gate_up, down, weight, slot, row, ends, experts)]
 
 
 def chained(gathered=None, hidden=None, activated=None, made=None, ends_of=None):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from graphmoe.config.schema import DeviceChoice, RunConfig
+from graphmoe.config.schema import DeviceChoice
 from graphmoe.ops import symm
 from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
@@ -240,15 +240,10 @@ def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monke
     found = []
     for available in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
-        run = dry_config(*OVERLAP)
+        run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *OVERLAP)
+        run = resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))
         assert run.run.device is (DeviceChoice.cuda if available else DeviceChoice.cpu)
         dispatcher = planned_dispatcher(plan_of(run, 2))
         assert (dispatcher.block > 0) == (hip is None)
         found.append(dispatcher)
     assert found[0] == found[1]
-
-
-def dry_config(*words: str) -> RunConfig:
-    """Configuration of a dry run of two ranks, on the device that this machine is said to have."""
-    run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *words)
-    return resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))

@@ -258,16 +258,13 @@ def test_workers_with_a_pipe_dump_when_they_are_asked(tmp_path):
         worker.join(5)
 
 
-def failure(log_dir: Path) -> Failure:
-    return Failure(1, "node7", "killed by SIGABRT", 0.0, -6, "job/0", str(log_dir / "rank1.log"))
-
-
 def test_an_error_names_the_dumps_of_its_job_in_the_order_of_ranks(tmp_path):
     for rank in (10, 2, 0):
         (tmp_path / f"{NAME}{rank}").write_bytes(b"dump")
     os.utime(tmp_path / f"{NAME}0", (100, 100))  # of a job before
     (tmp_path / f"{NAME}2.txt").touch()
-    assert str(failure(tmp_path).raised(tmp_path, 1000.0)).splitlines() == [
+    failure = Failure(1, "node7", "killed by SIGABRT", 0.0, -6, "job/0", str(tmp_path / "rank1.log"))
+    assert str(failure.raised(tmp_path, 1000.0)).splitlines() == [
         "rank 1 on node7: killed by SIGABRT",
         f"  torch's flight recorder has the last collectives of each rank: {NAME}2, {NAME}10 in {tmp_path}",
         f"  to compare them: torchfrtrace {tmp_path} --prefix {NAME}",

@@ -162,8 +162,8 @@ def _weight_grad(
 
     (slot_R, row_TK, ends_E), M, N = plan, left.shape[1], right.shape[1]
     E = len(ends_E)
-    config = _config(step if total is None else f"{step}_into", left, len(slot_R), E)
     result = left.new_empty(E, M, N) if total is None else total
+    config = _config(step if result.dtype == left.dtype else f"{step}_into", left, len(slot_R), E)
     assert result.is_contiguous() and result.shape == (E, M, N)
     tiles = E * -(-M // config.block_m) * -(-N // config.block_n)
     programs = _programs(config, tiles, left.device)

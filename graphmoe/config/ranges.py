@@ -1,4 +1,4 @@
-"""Ranges of values, beside the fields (``steps: Annotated[int, POSITIVE] = 1000``), and their rules."""
+"""Ranges of values, beside the fields (``steps: Annotated[int, POSITIVE] = 1000``): rules, and spelling."""
 
 import ctypes
 import dataclasses

@@ -41,8 +41,9 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
     "test_replica_traffic": {
         **{f"{name}_kernel": (4, 4) for name in ("put", "pull")},
         "home_kernel": (4, 2),
-        "home_kernel of bf16": (2, 1),
+        "home_kernel of bf16": (3, 1),
         "home_kernel from bf16": (3, 2),
+        "home_kernel from and of bf16": (2, 1),
     },
 }
 LOADS = {

@@ -190,7 +190,8 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
         cases += launches_of(name, functools.partial(shared.put_held, words, words, expert_RS, 3))
         cases += launches_of(name, functools.partial(shared.pull_slots, memory, 2**31, words, expert_RS, 32))
     wide_LX = w_LX.float()
-    pairs = {"": (wide_LX, wide_LX), "of bf16": (w_LX, w_LX), "from bf16": (w_LX, wide_LX)}
+    pairs = {"": (wide_LX, wide_LX), "of bf16": (wide_LX, w_LX), "from bf16": (w_LX, wide_LX)}
+    pairs["from and of bf16"] = w_LX, w_LX
     for name, (made_SX, total_LX) in pairs.items():
         call = functools.partial(shared.add_home, memory, 2**31, made_SX, total_LX, expert_RS)
         cases += launches_of(name, call)

@@ -288,6 +288,15 @@ def test_experts_are_cut_only_where_there_are_too_few_to_share():
     assert (2, 1, 2) not in sizes and (2, 2, 2) in sizes
 
 
+@pytest.mark.parametrize("decided", ["auto", "none", "replicas"])
+def test_layouts_have_the_balance_that_a_file_decided(decided):
+    args, words = ProjectArgs("h200", search=True), ("moe.dispatcher=symm", "parallel.ep=8")
+    run = resolve(completed(configured(f"moe.balance={decided}", *words), args))
+    of_layouts = [each for each, _ in Candidates(run, args, frozenset()).layouts() if each.layout.etp == 1]
+    shared = {each.config.moe.balance.value for each in of_layouts if each.layout.ep > 1}
+    assert shared == {decided.replace("auto", "replicas")}
+
+
 @pytest.mark.parametrize("name", [name for name, facts in SCHEDULES.items() if not facts.keeps_all])
 def test_two_micro_batches_for_each_rank_fill_a_pipeline(name):
     virtual = (2, 3) if name == "interleaved" else (SCHEDULES[name].virtual_stages[0],)

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.choices import FP8_PRODUCTS, SOURCES
+from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import (
     AttentionBackend,
     ConfigError,
@@ -82,7 +83,7 @@ def unread_data_rules(config: RunConfig) -> Iterator[str]:
             continue
         others = [f"data={name}" for name, facts in SOURCES.items() if not facts.ignores(key)]
         yield (
-            f"data.{key}={as_typed(value)} has no effect with data={data.source}; add {' or '.join(others)}, "
+            f"data.{key}={spelled(value)} has no effect with data={data.source}; add {' or '.join(others)}, "
             f"or leave it out"
         )
 
@@ -379,13 +380,6 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
         return config
     train = dataclasses.replace(train, global_batch_size=together * count)
     return dataclasses.replace(config, train=train)
-
-
-def as_typed(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(as_typed, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
 def _layers_with(name: str, model: ModelConfig) -> range:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphmoe.config.choices import OPTIMIZERS
+from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.experts import experts_in_fp8, recomputes_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
-from graphmoe.plan.rules.run import as_typed
 
 LARGE_LR = 10
 """Times ``model.peak_lr`` above which a learning rate is taken for a mistake."""
@@ -58,7 +58,7 @@ def without_effect(plan: Plan, num_ranks: int) -> Iterator[str]:
         default = type(given)()
         for key in keys:
             if (value := getattr(given, key)) != getattr(default, key):
-                yield f"{section}.{key}={as_typed(value)} has no effect {because}"
+                yield f"{section}.{key}={spelled(value)} has no effect {because}"
 
 
 def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:

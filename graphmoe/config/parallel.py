@@ -74,13 +74,13 @@ class MoEConfig:
     balance: Balance = Balance.auto
     """Balance of ranks: none (rows go to the rank that owns their expert), replicas (in each layer and
     micro-batch the hottest experts are computed on further ranks too, so that all have as many rows,
-    docs/expert_parallel.md), or auto: replicas with moe.dispatcher=symm in compiled runs."""
+    docs/expert_parallel.md), or auto: replicas with moe.dispatcher=symm where the pass fuse_experts runs."""
     replica_slots: Any = "auto"
-    """Experts of others that a rank can compute, > 0; auto is as many as it owns, with which no rank ever has
-    more than its share of rows."""
+    """Experts of others that a rank can compute, 1 to num_experts / ep; auto is as many as it owns, with
+    which no rank ever has more than its share of rows."""
     replica_keep: bool = False
     """Keep the weights of replicas from forward to backward, which else gets them once more; without effect
-    on experts in 8 bits, and where recompute covers moe_experts."""
+    on experts in 8 bits, in separate steps, and where recompute covers moe_experts."""
     sync_free_stage: Any = "auto"
     """Parts of a MoE layer that never wait for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest

@@ -147,11 +147,17 @@ def fp8_vendor(config: RunConfig) -> str | None:
 
 
 def keeps_replicas(config: RunConfig) -> bool:
-    """Return True where weights of replicas are kept for the backward.
+    """Return True where weights of replicas are kept for the backward, as asked for or in separate steps.
 
     In 8 bits that reads others, and a backward that computes experts again would get the weights again.
     """
-    return config.moe.replica_keep and not (experts_in_fp8(config) or recomputes_experts(config))
+    kept = config.moe.replica_keep or not fuses_experts(config)
+    return kept and not (experts_in_fp8(config) or recomputes_experts(config))
+
+
+def brings_weights(config: RunConfig) -> bool:
+    """Return True where weights of replicas come along with rows, to the operation of fuse_experts."""
+    return config.moe.balance is Balance.replicas and fuses_experts(config) and not experts_in_fp8(config)
 
 
 def recomputes_experts(config: RunConfig) -> bool:
@@ -207,6 +213,8 @@ def transport_of_run(config: RunConfig) -> Transport | None:
 
 def why_no_replicas(config: RunConfig) -> str | None:
     """Return why no experts can be replicated; None where they can."""
+    if config.parallel.ep <= 1:
+        return f"parallel.ep={config.parallel.ep} has all experts on every rank"
     dispatcher = dispatcher_of(config.moe, config.parallel)
     if dispatcher != "symm":
         return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
@@ -226,7 +234,7 @@ def balance_of(config: RunConfig) -> Balance:
     """
     if config.moe.balance is not Balance.auto:
         return config.moe.balance
-    fits = config.parallel.ep > 1 and fuses_experts(config) and why_no_replicas(config) is None
+    fits = fuses_experts(config) and why_no_replicas(config) is None
     return Balance.replicas if fits else Balance.none
 
 

@@ -17,14 +17,12 @@ from graphmoe.plan.experts import (
     capacity,
     dispatcher_of,
     experts_in_fp8,
-    fuses_experts,
     is_exact,
     keeps_replicas,
     reads_peers,
     replica_slots,
     routed_tokens,
     transport_of_run,
-    travels_in_fp8,
     worst_load,
 )
 from graphmoe.plan.layout import Layout
@@ -71,11 +69,6 @@ class Plan:
         return reads_peers(self.config.moe, self.config.parallel)
 
     @property
-    def travels_in_fp8(self) -> bool:
-        """True where rows go to their experts in 8 bits."""
-        return travels_in_fp8(self.config)
-
-    @property
     def global_micro_batches(self) -> int:
         """Micro-batches of a step on all ranks together."""
         return self.num_micro_batches * self.layout.dp
@@ -104,11 +97,6 @@ class Plan:
     def replica_slots(self) -> int:
         """Experts of others that a rank can compute; 0 without replicas."""
         return replica_slots(self.config.moe, self.config.model, self.layout.ep)
-
-    @property
-    def brings_weights(self) -> bool:
-        """True where weights of replicas come along with rows, for the operation that fuse_experts makes."""
-        return bool(self.replica_slots) and fuses_experts(self.config) and not experts_in_fp8(self.config)
 
     def replica_bytes(self, backends: str) -> int:
         """Bytes that a replica moves in a micro-batch: weights twice, or once, and its gradient home.

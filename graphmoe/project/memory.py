@@ -30,6 +30,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
 from graphmoe.run.files import PROJECTION_FILE, write_json
+from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.segments import FULL_ITERATION, segments_of
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,7 @@ def own_buffer_bytes(
     return {
         "tables": of_rotation + of_router * moe,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
-        "dispatch": dispatch_bytes(sizes, config.moe.dispatcher, config.graph.scope) if moe else 0,
+        "dispatch": dispatch_bytes(sizes, config),
         "working": working,
         "graph_pool": _graph_pool(
             config.graph.scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), working
@@ -225,38 +226,15 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     return max(found)
 
 
-def dispatch_bytes(sizes: Sizes, dispatcher: str, scope: str | list[str]) -> float:
+def dispatch_bytes(sizes: Sizes, config: RunConfig) -> int:
     """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
-    if not dispatcher_facts(dispatcher).reads_peers:
-        return 0
-    if dispatcher == "symm":
-        from graphmoe.ops.symm.peers import Region  # imports kernels
-        from graphmoe.ops.symm.peers import Sizes as Exchange
-
-        model, row_bytes = sizes.model, sizes.element_bytes * sizes.model.hidden_size
-        places = model.top_k * sizes.layout.etp
-        slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
-        weights, gradients = _replica_bytes(sizes, captures_units=bool(segments_of(scope)))
-        room = Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights)
-        return Region.with_room_for(room, sizes.layout.size("ep_etp")).num_bytes + gradients
-    raise ConfigError(
-        f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
-        f"moe.dispatcher=alltoall, or symm inside nodes"
-    )
-
-
-def _replica_bytes(sizes: Sizes, *, captures_units: bool) -> tuple[int, int]:
-    """Bytes that a rank shares for a layer's replicas, with rows and apart from them."""
-    from graphmoe.ops.replicas.exchange import room_bytes  # imports kernels
-
-    if not sizes.replica_slots:
-        return 0, 0
-    model, ep = sizes.model, sizes.layout.ep
-    owned, width, inner = model.num_experts // ep, model.hidden_size, model.expert_ffn_size
-    shapes = (owned, 2 * inner, width), (owned, width, inner)
-    along = "experts" not in sizes.fp8
-    apart = not along or captures_units
-    return room_bytes(shapes, sizes.element_bytes, sizes.replica_slots, along=along, apart=apart)
+    dispatcher = config.moe.dispatcher
+    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
+        raise ConfigError(
+            f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
+            f"moe.dispatcher=alltoall, or symm inside nodes"
+        )
+    return shared_bytes(sizes, config)
 
 
 def _attention_work(sizes: Sizes) -> float:

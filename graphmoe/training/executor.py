@@ -23,7 +23,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import fp8_vendor, has_experts, keeps_replicas
+from graphmoe.plan.experts import fp8_vendor, has_experts, keeps_replicas, travels_in_fp8
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -193,7 +193,7 @@ class Execution:
         kernels = self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._config, self.chosen.fp8)
-        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and self._plan.travels_in_fp8)
+        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and travels_in_fp8(self._config))
         return [f"{passes} passes", self._cache.found, *experts, *in_fp8, *rows]
 
     def precision(self) -> dict[str, Any]:

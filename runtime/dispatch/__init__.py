@@ -3,16 +3,20 @@
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.packages import require_package
-from graphmoe.config.schema import ConfigError, ModelConfig, Transport
+from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas import exchange as replicas
-from graphmoe.ops.symm import Sizes, reserve, use_peers
-from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts, keeps_replicas
+from graphmoe.ops.symm import Sizes as Exchange
+from graphmoe.ops.symm import reserve, use_peers
+from graphmoe.ops.symm.peers import Region
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import INSTEAD, Load, blocks_of, brings_weights, dispatcher_facts, keeps_replicas
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -22,6 +26,7 @@ from graphmoe.runtime.dispatch.nvshmem import Nvshmem
 from graphmoe.runtime.dispatch.symm import Symm, make_peers
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import has_nvshmem
+from graphmoe.segments import segments_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +65,7 @@ def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block, plan.brings_weights, keeps_replicas(plan.config))
+    return Symm(room, experts, layout.etp, block, brings_weights(plan.config), keeps_replicas(plan.config))
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
@@ -113,22 +118,37 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
     A collective of all ranks, and a no-op for dispatchers whose memory does not depend on it.
     """
-    model, tokens, etp = plan.config.model, plan.tokens, plan.layout.etp
     if isinstance(dispatcher, Symm):
-        row_bytes, rows = model.hidden_size * plan.dtype.itemsize, dispatcher.capacity.rows
-        slots = model.top_k + plan.travels_in_fp8  # a row's scale travels as the weight of one slot more
-        weights = 0
+        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=True)
+        of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
+        exchange, apart = _shared(of_dispatcher, plan.config)
         if plan.replica_slots:
-            experts, width, ep = model.num_experts // plan.layout.ep, model.expert_ffn_size, plan.layout.ep
-            shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
-            along = plan.brings_weights
-            apart = not along or bool(plan.captured)  # a graph takes no weights that came outside of it
-            sizes = plan.dtype.itemsize, plan.replica_slots
-            weights, room = replicas.room_bytes(shapes, *sizes, along=along, apart=apart)
-            replicas.reserve(room, ep)
-        reserve(Sizes(tokens, row_bytes, slots, model.top_k * etp, rows, dispatcher.block, weights))
+            replicas.reserve(apart, plan.layout.ep)
+        reserve(exchange)
     elif isinstance(dispatcher, Nvshmem):
-        open_rows(model, mesh, tokens, dispatcher.capacity.rows, plan.dtype, device)
+        open_rows(plan.config.model, mesh, plan.tokens, dispatcher.capacity.rows, plan.dtype, device)
+
+
+def shared_bytes(sizes: Sizes, config: RunConfig) -> int:
+    """Bytes that each rank of a run shares for symm: rows, and replicas of one layer; 0 with others."""
+    if config.moe.dispatcher != "symm":
+        return 0
+    exchange, apart = _shared(sizes, config)
+    return Region.with_room_for(exchange, sizes.layout.size("ep_etp")).num_bytes + apart
+
+
+def _shared(sizes: Sizes, config: RunConfig) -> tuple[Exchange, int]:
+    """Return what a rank shares for symm: sizes of an exchange, and bytes of replicas apart from it."""
+    model, weights, apart = sizes.model, 0, 0
+    if sizes.replica_slots:
+        experts, width = model.num_experts // sizes.layout.ep, model.expert_ffn_size
+        shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
+        along, of_slots = sizes.brings_weights, (sizes.element_bytes, sizes.replica_slots)
+        is_apart = not along or bool(segments_of(config.graph.scope))  # no graph takes weights from outside
+        weights, apart = replicas.room_bytes(shapes, *of_slots, along=along, apart=is_apart)
+    row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp
+    slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
+    return Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights), apart
 
 
 def close_dispatcher() -> None:
@@ -145,8 +165,8 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words
     blocks = f" with blocks of {dispatcher.block} rows" if dispatcher.block else ""
-    balance = f", moe.balance=replicas, {plan.replica_slots} a rank" if plan.replica_slots else ""
-    return f"{words}, moe.transport={plan.transport.value}{blocks}{balance}"
+    balance = f"replicas, {plan.replica_slots} a rank" if plan.replica_slots else "none"
+    return f"{words}, moe.transport={plan.transport.value}{blocks}, moe.balance={balance}"
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:

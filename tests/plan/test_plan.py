@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import Transport
-from graphmoe.plan.experts import blocks_of, keeps_replicas
+from graphmoe.plan.experts import blocks_of, keeps_replicas, travels_in_fp8
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
@@ -15,6 +15,7 @@ from graphmoe.plan.recompute import Recompute
 from graphmoe.plan.rules.unused import without_effect
 from tests.runs import ROOT, config
 
+COMPILED = "compile.enabled=true"
 DECISIONS = {
     "Layout.of", "balanced_load", "capacity", "dispatcher_of", "num_micro_batches", "pipeline_of",
     "Recompute.of", "reads_peers", "routed_tokens", "transport_of_run", "worst_load",
@@ -52,7 +53,7 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     words = "parallel.ep=2", "model.expert_ffn_size=16", "compile.enabled=true", "moe.dispatcher=symm"
 
     def travels(*more: str) -> bool:
-        return plan_of(config(*words, *more), 2).travels_in_fp8
+        return travels_in_fp8(plan_of(config(*words, *more), 2).config)
 
     fp8 = "precision.fp8=rowwise"
     assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
@@ -85,11 +86,11 @@ def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
     [
         ("", "", 3 * 2), ("", "triton,triton,torch", 3 * 2), ("", "triton", 2 * 2 + 4),
         ("moe.replica_keep=true", "torch,torch,triton", 2 + 4), ("precision.compute=fp32", "torch", 3 * 4),
-        ("precision.fp8=rowwise compile.enabled=true", "", 2 * 1 + 4),
+        ("precision.fp8=rowwise", "", 2 * 1 + 4), ("compile.enabled=false", "", 2 + 2),
     ],
 )  # fmt: skip
 def test_bytes_of_a_replica_are_of_its_weights_and_of_a_gradient_as_it_travels(words, backends, size):
-    given = "precision.compute=bf16", "moe.dispatcher=symm", "parallel.ep=2", *words.split()
+    given = "precision.compute=bf16", "moe.dispatcher=symm", "parallel.ep=2", COMPILED, *words.split()
     plan = plan_of(config("model.hidden_size=32", "model.expert_ffn_size=16", *given), 2)
     assert plan.replica_bytes(backends) == 3 * 32 * 16 * size
 
@@ -102,10 +103,7 @@ def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():
     plan, few = (plan_of(config(*words, *more), 4) for more in ((), ("moe.replica_slots=1",)))
     tokens, share = plan.tokens, plan.tokens * 3
     assert plan.room() == plan.room(2.0) == plan.worst == (share + share // 64, share + share // 64)
-    assert (plan.replica_slots, plan.exact_of) == (2, tokens) and (few.replica_slots, few.exact_of) == (
-        1,
-        None,
-    )
+    assert [(each.replica_slots, each.exact_of) for each in (plan, few)] == [(2, tokens), (1, None)]
     assert few.room().slots == 1.5 * few.balanced.slots
 
     block, rows = blocks_of(plan.balanced, plan.room(), 4, plan.exact_of)
@@ -119,18 +117,22 @@ def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():
     assert 4 * block + sum(max(each - block, 0) for each in full) == rows
 
 
-def test_a_backward_that_computes_experts_again_keeps_no_weights_of_replicas():
+def test_weights_of_replicas_are_kept_as_asked_for_or_by_separate_steps_unless_they_are_read_again():
     words = ("parallel.ep=2", "moe.dispatcher=symm", "moe.balance=replicas", "moe.replica_keep=true")
-    for more, kept in (
-        ((), True),
-        (("recompute.segments=[moe_router]",), True),
-        (("recompute.layer_ids=[0]",), True),  # a dense one
-        (("recompute.segments=[moe_experts]",), False),
-        (("recompute.all=true",), False),
+    for more, kept, has_effect in (
+        ((COMPILED,), True, True),
+        ((COMPILED, "recompute.segments=[moe_router]"), True, True),
+        ((COMPILED, "recompute.layer_ids=[0]"), True, True),  # a dense one
+        ((COMPILED, "recompute.segments=[moe_experts]"), False, False),
+        ((COMPILED, "recompute.all=true"), False, False),
+        ((), True, False),  # in separate steps, which keep them in any case
     ):
         plan = plan_of(config(*words, "model.num_dense_layers=1", *more), 2)
         said = [line for line in without_effect(plan, 2) if line.startswith("moe.replica_keep=true")]
-        assert (keeps_replicas(plan.config), not said) == (kept, kept), more
+        assert (keeps_replicas(plan.config), not said) == (kept, has_effect), more
+    plan = plan_of(config("parallel.ep=2", "moe.dispatcher=symm", "moe.replica_slots=2"), 2)
+    why = "with moe.balance=none: auto makes no replicas without the pass fuse_experts"
+    assert f"moe.replica_slots=2 has no effect {why}" in without_effect(plan, 2)
 
 
 def called_in(file: Path) -> set[str]:

@@ -22,7 +22,7 @@ from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
 
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
-FP8 = "precision.fp8=rowwise"
+FP8, SEPARATE = "precision.fp8=rowwise", "passes.disabled=[fuse_experts]"
 SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
 REPLICAS = (*SYMM[:-1], "moe.balance=replicas")
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1")
@@ -49,11 +49,10 @@ def memory_of(*words: str, ranks: int = 1):
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
-    # libraries' buffers are in no dry run, nor what ranks have in common
-    apart = sum(memory.buffers[name] for name in ("communication", "dispatch", "fp8_weights"))
-    forms = found["at_peak_bytes"].get("forms", 0)
-    assert memory.buffers["fp8_weights"] == forms
-    peak = found["peak_bytes"] - forms
+    forms, shared = (found["at_peak_bytes"].get(kind, 0) for kind in ("forms", "shared"))
+    assert (memory.buffers["fp8_weights"], memory.buffers["dispatch"]) == (forms, shared)
+    peak = found["peak_bytes"] - forms - shared
+    apart = memory.buffers["communication"] + forms + shared  # libraries' buffers are in no dry run
     assert memory.total - apart == pytest.approx(peak, rel=0.05)
 
 
@@ -64,7 +63,8 @@ def test_each_slot_of_replicas_takes_the_weights_of_an_expert_as_in_a_dry_run(ag
     for slots in (1, 3):
         words = (*LARGER, *REPLICAS, f"moe.replica_slots={slots}", *again)
         (memory,), dry = memory_of(*words, ranks=2), dry_run(config(*MODEL, *words))["memory"]
-        found.append((memory.buffers["working"], dry["at_peak_bytes"]["inside"], dry["peak_bytes"]))
+        alone = dry["peak_bytes"] - dry["state_bytes"]["shared"]
+        found.append((memory.buffers["working"], dry["at_peak_bytes"]["inside"], alone))
     of_an_expert = 2 * 3 * 512 * 320
     more = [after - before for before, after in zip(*found, strict=True)]
     assert more == pytest.approx([2 * of_an_expert] * 3, rel=1e-4)  # and the experts' numbers
@@ -83,7 +83,8 @@ class Recorder:
 
 
 @pytest.mark.parametrize(
-    "words", [SYMM, REPLICAS, FEW_SLOTS, (*FEW_SLOTS, "graph.scope=layer"), (*REPLICAS, FP8)]
+    "words",
+    [SYMM, REPLICAS, FEW_SLOTS, (*FEW_SLOTS, "graph.scope=layer"), (*REPLICAS, FP8), (*REPLICAS, SEPARATE)],
 )
 def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     peers = Recorder(Recorder())
@@ -97,7 +98,8 @@ def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
         of_expert = 3 * plan.config.model.hidden_size * plan.config.model.expert_ffn_size
         assert asked[1] > plan.config.model.num_experts // 2 * of_expert * plan.dtype.itemsize
     assert (asked[1] > 0) == (words != SYMM) and asked[0] > 0
-    assert memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)
+    assert dry_run(config(*MODEL, *words))["memory"]["state_bytes"]["shared"] == sum(asked)
+    assert SEPARATE in words or memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,12 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     peak = dry(*words)["memory"]["peak_bytes"]
     fits, short = (dry(*words, f"launch.fake_memory_gb={(peak + by) / 2**30!r}") for by in (8, -8))
     assert fits["fits"] and "[bold]fits[/bold]" in verdict(fits)
-    assert not short["fits"] and f"DOES NOT FIT[/bold]: the peak is 0.00 GiB ({peak:,} bytes)" in verdict(
-        short
-    )
-    assert "recompute=all" in verdict(short)
+    said, text = f"DOES NOT FIT[/bold]: the peak is 0.00 GiB ({peak:,} bytes)", verdict(short)
+    assert not short["fits"] and said in text and "recompute=all" in text and "share" not in text
+    symm = dry(*words, "moe.dispatcher=symm", "moe.balance=replicas", "launch.fake_memory_gb=1.025e-4")
+    room = symm["card_bytes"] - sum(symm["memory"]["state_bytes"].values())
+    assert -symm["memory"]["state_bytes"]["shared"] < room < 0  # a smaller batch shares less
+    assert "activations and 0.00 GiB that ranks share" in verdict(symm)
     tiny = dry(*words, "launch.fake_memory_gb=1e-6")
     assert "no batch is small enough: raise parallel.pp" in verdict(tiny)
 
@@ -333,28 +335,23 @@ def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
     assert len({*moves}) > 2 and [*moves] == sorted(moves) and {*totals} == {8}  # F and B of 4 micro-batches
 
 
-@pytest.mark.parametrize(
-    ("words", "num_run"),
-    [
-        (("pipeline.schedule=1f1b",), 5),
-        (("pipeline.schedule=zbv", "compile.enabled=true"), 5),
-        (("pipeline.schedule=gpipe",), 9),
-    ],
-)
-def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, words, num_run):
-    asked = (
-        "launch.fake_world=2",
-        "parallel.pp=2",
-        "model.num_layers=4",
-        "train.global_batch_size=18",
-        *words,
-    )
+@pytest.mark.parametrize(("name", "num_run"), [("1f1b", 5), ("zbv compile.enabled=true", 5), ("gpipe", 9)])
+def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, name, num_run):
+    sizes = "launch.fake_world=2", "parallel.pp=2", "model.num_layers=4", "train.global_batch_size=18"
+    asked = *sizes, *f"pipeline.schedule={name}".split()
     short = dry(*asked)
     monkeypatch.setattr("graphmoe.training.dry_run.shortened", lambda plan, *_: plan)
     whole = dry(*asked)
     assert (short["micro_batches_run"], whole["micro_batches_run"], short["micro_batches"]) == (num_run, 9, 9)
     assert short["memory"] == whole["memory"] and short["collectives"] == whole["collectives"]
     assert (f"{num_run} of the 9 micro-batches were run" in text_of(render(short))) == (num_run < 9)
+
+
+def test_a_stage_of_dense_layers_shares_as_much_memory_as_others():
+    words = "launch.fake_world=4", "parallel.pp=2", "parallel.ep=2", "moe.dispatcher=symm"
+    layout = "model.num_layers=2", "model.num_dense_layers=1", "model.mtp_depth=0", "pipeline.layout=Et|tL"
+    found = [dry(*words, *layout, f"launch.fake_rank={rank}")["memory"]["state_bytes"] for rank in (0, 2)]
+    assert found[0]["shared"] == found[1]["shared"] > 0
 
 
 def test_the_report_names_the_stages_of_the_rank():

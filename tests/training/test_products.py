@@ -9,7 +9,7 @@ from graphmoe.config.schema import DispatchDtype
 from graphmoe.ops import fp8_choice
 from graphmoe.ops.fp8_choice import Experts, InBf16
 from graphmoe.ops.grouped_mlp.choice import MlpShape
-from graphmoe.plan.plan import Plan, plan_of
+from graphmoe.plan.plan import plan_of
 from graphmoe.training import products
 from graphmoe.training.products import dense_products, describe_products, fp8_passes, measured, plain_products
 from tests.runs import COMPILED, config, metrics, train_in, trainer_in
@@ -112,7 +112,7 @@ def test_rows_to_experts_are_named_once_it_is_known_whether_these_are_in_8_bits(
 ):
     timer.ms = [speed]
     execution = trainer_in(tmp_path, *SHORT).execution
-    monkeypatch.setattr(Plan, "travels_in_fp8", True)
+    monkeypatch.setattr("graphmoe.training.executor.travels_in_fp8", lambda config: True)
     assert (execution.describe()[-1] == "rows travel to experts in 8 bits") == (speed == FAST)
 
 

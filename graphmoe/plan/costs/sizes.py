@@ -21,6 +21,7 @@ from graphmoe.plan.experts import (
     Load,
     balanced_load,
     blocks_of,
+    brings_weights,
     capacity,
     fp8_vendor,
     is_exact,
@@ -66,6 +67,8 @@ class Sizes:
     """Experts of others that a rank can compute."""
     keeps_replicas: bool = False
     """True where their weights are kept from forward to backward."""
+    brings_weights: bool = False
+    """True where their weights come along with rows."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
@@ -109,6 +112,7 @@ class Sizes:
             travels_in_fp8(config),
             replica_slots(config.moe, model, layout.ep),
             keeps_replicas(config),
+            brings_weights(config),
         )
 
     @functools.cached_property

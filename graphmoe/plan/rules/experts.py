@@ -110,8 +110,10 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
     moe, slots = config.moe, config.moe.replica_slots
     owned = config.model.num_experts // max(config.parallel.ep, 1)
     if moe.balance is Balance.replicas and (why := why_no_replicas(config)):
-        shared = config.parallel.ep > 1 and dispatcher_of(moe, config.parallel) != "symm"
-        instead = "moe.dispatcher=symm, or moe.balance=none" if shared else "moe.balance=none"
+        needed = "moe.dispatcher=symm, or " if dispatcher_of(moe, config.parallel) != "symm" else ""
+        if config.parallel.ep <= 1:
+            needed = "parallel.ep=2 or more, or "
+        instead = f"{needed}moe.balance=none"
         yield f"moe.balance=replicas computes experts on further ranks, and {why}; use {instead}"
     if slots != "auto" and not (type(slots) is int and 0 < slots <= owned):
         yield (

@@ -9,7 +9,7 @@ from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
-from graphmoe.plan.experts import experts_in_fp8, recomputes_experts
+from graphmoe.plan.experts import experts_in_fp8, fuses_experts, recomputes_experts, why_no_replicas
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 
@@ -72,7 +72,9 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
     if plan.dispatcher != "symm":
         yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
     if config.moe.balance is Balance.none:
-        yield _Unused("moe", ("replica_slots", "replica_keep"), "with moe.balance=none")
+        of_auto = "" if fuses_experts(config) else "auto makes no replicas without the pass fuse_experts"
+        why = why_no_replicas(config) or of_auto or "use moe.balance=replicas"
+        yield _Unused("moe", ("replica_slots", "replica_keep"), f"with moe.balance=none: {why}")
     elif plan.exact_of:
         yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
     if config.moe.balance is Balance.replicas and experts_in_fp8(config):
@@ -80,6 +82,8 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
         yield _Unused("moe", ("replica_keep",), f"with precision.fp8={recipe}: a backward reads other forms")
     elif config.moe.balance is Balance.replicas and recomputes_experts(config):
         yield _Unused("moe", ("replica_keep",), "where recompute covers moe_experts, which reads them again")
+    elif config.moe.balance is Balance.replicas and not fuses_experts(config):
+        yield _Unused("moe", ("replica_keep",), "without the pass fuse_experts: separate steps keep them")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
     elif num_ranks == 1:

@@ -33,6 +33,7 @@ from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.transfers import moments_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import without_effect
+from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
@@ -46,7 +47,7 @@ ROUNDS = (2, 3, 4, 6, 8, 16)
 """Micro-batches for each rank of a pipeline with which shorter steps are tried."""
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
-    "buffers of NCCL or RCCL, and what ranks share for moe.dispatcher=symm",
+    "buffers of NCCL or RCCL",
     "the context of the device and the code of kernels",
     "workspaces of matrix products and attention",
     "private pools of captured graphs",
@@ -120,7 +121,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
 
 def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
-    """Estimate the peak bytes of each place along pp: state, and activations kept of micro-batches."""
+    """Estimate the peak bytes of each place along pp: state, activations kept, and what ranks share."""
     padded = replace(plan.config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
     config, on_nvidia = replace(plan.config, model=padded), torch.version.hip is None
     sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
@@ -129,7 +130,7 @@ def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
         for stage in pipeline.stages
     ]
     places = zip(state_of_places(plan), peaks(pipeline.table, kept), strict=True)
-    return [round(sum(of_place)) for of_place in places]
+    return [round(sum(of_place)) + shared_bytes(sizes, config) for of_place in places]
 
 
 def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
@@ -157,6 +158,9 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
         model, optimizer = fake_build(plan, mesh)
+        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=torch.version.hip is None)
+        shared = torch.empty(shared_bytes(sizes, plan.config), dtype=torch.uint8)
+        memory.hold("shared", [shared])
         segments = fake_executor(plan, watch, optimizer.gradient_of, optimizer.weight_forms)
         micro_batches = micro_batches_of(
             plan,

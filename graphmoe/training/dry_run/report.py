@@ -16,6 +16,7 @@ KINDS = {
     "moments": "moments",
     "buffers": "buffers",
     "forms": "weights in 8 bits",
+    "shared": "shared with ranks of ep: rows, replicas",
     "forward": "made by the forward: activations",
     "backward": "made by the backward",
     "update": "made by the update",
@@ -53,7 +54,7 @@ def render(document: dict[str, Any]) -> Group:
 def verdict(document: dict[str, Any]) -> str:
     """Say whether the peak fits the device; where it does not, by how much, and what could help."""
     memory, card = document["memory"], document["card_bytes"]
-    peak, state = memory["peak_bytes"], sum(memory["state_bytes"].values())
+    peak, state = memory["peak_bytes"], sum({**memory["state_bytes"], "shared": 0}.values())
     numbers = f"the peak is {_gib(peak)} GiB ({peak:,} bytes) and the device has {_gib(card)} GiB"
     if document["fits"]:
         return f"[bold]fits[/bold]: {numbers}, {_gib(card - peak)} GiB more"
@@ -72,8 +73,10 @@ def verdict(document: dict[str, Any]) -> str:
         ways.insert(0, "a smaller train.micro_batch_size")
     if not document["recompute_all"]:
         ways.insert(0, "recompute=all")
-    room = f"{_gib(card - state)} GiB are left for activations"
-    return f"{lines}Without activations it is {_gib(state)} GiB, so {room}: try {', or '.join(ways)}"
+    shared = memory["state_bytes"].get("shared", 0)
+    kinds = f"activations and {_gib(shared)} GiB that ranks share" if shared else "activations"
+    room = f"{_gib(card - state)} GiB are left for {kinds}"
+    return f"{lines}Without these it is {_gib(state)} GiB, so {room}: try {', or '.join(ways)}"
 
 
 def _pipeline_lines(document: dict[str, Any]) -> list[str]:

@@ -28,7 +28,8 @@ parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greate
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=most | must be a number greater than 0, or worst_case
 parallel.ep=2 moe.balance=replicas
     | sends rows to the rank that owns their expert; use moe.dispatcher=symm, or moe.balance=none
-moe.balance=replicas | moe.dispatcher=local sends rows to the rank that owns their expert; use moe.balance
+moe.balance=replicas
+    | parallel.ep=1 has all experts on every rank; use parallel.ep=2 or more, or moe.balance=none
 parallel.ep=2 parallel.etp=2 moe.dispatcher=symm moe.balance=replicas
     | parallel.etp=2 shares each expert out to several ranks; use moe.balance=none
 REPLICAS model.layer=graphmoe.model.layer:MoELayer | MoELayer may have other experts; use moe.balance=none

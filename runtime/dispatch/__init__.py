@@ -119,7 +119,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
     A collective of all ranks, and a no-op for dispatchers whose memory does not depend on it.
     """
     if isinstance(dispatcher, Symm):
-        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=True)
+        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=torch.version.hip is None)
         of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
         exchange, apart = _shared(of_dispatcher, plan.config)
         if plan.replica_slots:

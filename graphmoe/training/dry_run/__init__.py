@@ -47,7 +47,7 @@ ROUNDS = (2, 3, 4, 6, 8, 16)
 """Micro-batches for each rank of a pipeline with which shorter steps are tried."""
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
-    "buffers of NCCL or RCCL",
+    "buffers of NCCL or RCCL, and of dispatchers other than symm",
     "the context of the device and the code of kernels",
     "workspaces of matrix products and attention",
     "private pools of captured graphs",

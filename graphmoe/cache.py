@@ -93,12 +93,11 @@ def parse_size(text: str) -> int:
 def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
     """The entries as plain values, those used last first."""
     from graphmoe.runtime.cache.key import BASE
-    from graphmoe.runtime.cache.upkeep import bytecode_sizes, total_bytes
+    from graphmoe.runtime.cache.upkeep import total_bytes
 
     return {
         "cache_dir": str(cache.folder),
         "total_bytes": total_bytes(cache),
-        "bytecode_bytes": sum(bytecode_sizes(cache).values()),
         "entries": [
             {
                 "key": one.entry.key,
@@ -134,8 +133,6 @@ def list_text(document: dict[str, Any], held: list[Held]) -> Group:
         )
     entries = "1 entry" if len(held) == 1 else f"{len(held)} entries"
     total = f"{entries}, {shown_size(document['total_bytes'])} in all"
-    if bytecode := document["bytecode_bytes"]:
-        total += f", of it {shown_size(bytecode)} Python's bytecode"
     return Group(
         escape(document["cache_dir"]),
         text_table(("what", "key", "last used", "size", "graphs"), rows, box=SIMPLE),
@@ -160,8 +157,6 @@ def prune_text(document: dict[str, Any], gone: list[Entry]) -> str:
         for entry in gone
     ]
     lines += [f"the work folder {name} of a killed job is gone" for name in document["work_folders"]]
-    if folders := document["bytecode_folders"]:
-        lines.append(f"Python's bytecode of packages removed, folders: {len(folders)}")
     if document["damaged"]:
         lines.append(f"damaged files removed: {document['damaged']}")
     if document["waiting_bytes"]:

@@ -85,7 +85,6 @@ def _device(choice: DeviceChoice, config: ModelConfig) -> torch.device:
 
 
 def _bytes_of(config: ModelConfig) -> int:
-    """Bytes of the weights in fp32."""
     from graphmoe.model.sizes import count_parameters
 
     return 4 * count_parameters(config)["total"]["full"]

@@ -324,7 +324,6 @@ def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
 
 
 def _sweep_job() -> str | None:
-    """Return the number of the job of a sweep that this process runs."""
     return str(HydraConfig.get().job.num) if in_sweep() else None
 
 

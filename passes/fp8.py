@@ -216,7 +216,6 @@ def _put_results(call: Node, results: Sequence[Node]) -> None:
 
 
 def _check_readers(graph: fx.Graph, found: Sequence[Node]) -> None:
-    """Raise ConfigError where experts would take a carrier for rows."""
     experts = [call for call in found if is_op(call, ops.fp8_mlp, ops.fp8_mlp_grad)]
     has_experts = any(n.meta.get("custom", {}).get("segment") == "moe_experts" for n in graph.nodes)
     if has_experts and not experts:

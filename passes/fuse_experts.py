@@ -111,7 +111,6 @@ def _experts(unpermute: Node) -> tuple[Node, ...] | str:
 
 
 def _straight(weight: Node) -> Node:
-    """A weight without two transpositions that cancel."""
     inner = operand(weight) if is_op(weight, aten.transpose) else None
     if is_op(inner, aten.transpose) and _swapped(inner) == _swapped(weight):
         return operand(inner)

@@ -48,7 +48,6 @@ def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
 
 
 def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
-    """Walk back from the loss to hidden states, head and labels."""
     log_probs, labels, weight, reduction = operands(nll)[:4]
     if weight is not None or reduction not in (MEAN, SUM):
         return "classes are weighted" if weight is not None else "losses are not reduced"

@@ -167,7 +167,6 @@ def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:
 
 
 def _summed_by_token(node: Node, plan: Plan) -> Returned | str | None:
-    """zeros.index_add(0, slot // k, y), and scatter_add with the index copied along the columns."""
     along_rows = len(shape(node)) == 2 and operand(node, 1) == 0 and node.kwargs.get("alpha", 1) == 1
     k = divisor(narrow(operand(node, 2)), [plan.slot]) if along_rows and is_float(node) else None
     if k is None:
@@ -202,7 +201,6 @@ def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) 
 
 
 def _weight_of_rows(node: Node, plan: Plan) -> Node | None:
-    """The weights of slots, where a node holds them in the order of the rows."""
     node = origin(narrow(node))
     if not is_op(node, ops.permute) or [origin(each) for each in operands(node)[1:]] != plan.parts:
         return None

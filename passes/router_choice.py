@@ -189,7 +189,6 @@ def _choice_by(expert: Node, ranking: Node) -> Choice | str | None:
 
 
 def _group_limit(filled: Node) -> tuple[int, int, int] | None:
-    """num_groups, topk_groups, group_top of a masked_fill outside the best groups."""
     outside = origin(operand(filled, 1), casts=True)
     if not is_op(outside, aten.bitwise_not, aten.logical_not):
         return None

@@ -106,7 +106,6 @@ def _ancestors(
 
 
 def _summed_by_inputs(weights: Iterable[fx.Node | None], in_inputs: set[fx.Node]) -> set[fx.Node]:
-    """Nodes that make gradients that are sums over what I computes, with pointwise steps between."""
     found: set[fx.Node] = set()
     for root in weights:
         path = _ancestors([root], lambda node: node not in in_inputs or _is_cheap(node))

@@ -16,6 +16,18 @@ LONG = {"distributed", "launch", "runtime", "sweep", "training"}
 """Folders of tests that start processes or compile much."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker of ``-m gpu`` another first GPU; tests of several GPUs still see all of them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker and config.getoption("markexpr") == "gpu":
+        import torch
+
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
+        first = int(worker.removeprefix("gw")) % max(len(gpus), 1)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow and exhaustive tests unless -m names them; run long files first.
 

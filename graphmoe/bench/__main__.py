@@ -160,7 +160,6 @@ def draw_ladder(document: dict[str, Any], path: Path) -> None:
 
 
 def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
-    """Facts that the times depend on, without names of this machine or of its folders."""
     from graphmoe.bench.cases import without_folders
     from graphmoe.run.machine import describe
 

@@ -250,7 +250,6 @@ def copy(num_bytes: int) -> CalibrateCase:
 
 
 def _normal(device: torch.device) -> Callable[..., Tensor]:
-    """Random numbers in bf16, of the same seed in every case."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

@@ -66,8 +66,6 @@ def calibrate_row(case: str, rate: str, call: str, kind: float = 0, size: float 
 
 
 def _case(case: CalibrateCase, card: Card, device: torch.device, repeats: int) -> Case:
-    """Return the case whose run times all calls, which take turns."""
-
     def run() -> list[Row]:
         calls, rows = case.make(device), []
         for call in calls.values():
@@ -194,7 +192,6 @@ _CALIBRATE_COLUMNS: dict[str, Cell] = {
 
 
 def _calibrate_legend(document: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the rates."""
     yield (
         f"Shares of the peaks of {document['method']['card']}. python -m graphmoe.project rates=FILE reads "
         f"the document that out=FILE writes; it has {', '.join(document['rates']) or 'no rates'}."

@@ -132,7 +132,6 @@ def planned(counts_RE: Tensor, slack: int, sizes: dict[str, Sizes]) -> Row:
 
 
 def _times(after: float, busiest: int, rows: float, sizes: dict[str, Sizes]) -> Row:
-    """Return seconds of experts and exposed replicas over those of experts in balance, by model."""
     exposed, hidden = {}, {}
     for name, each in sizes.items():
         rate = SHARE_OF_RATE * FLOPS_PER_S

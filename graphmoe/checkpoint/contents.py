@@ -109,7 +109,6 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _dcp_errors() -> Iterator[None]:
-    """Raise the first rank's own error in place of DCP's wrapper, which is a BaseException."""
     # a filter that stays: catch_warnings swaps global state, which is not safe in a thread
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     try:
@@ -275,7 +274,6 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def _require_whole(all_plans: list[SavePlan]) -> None:
-    """Raise where the ranks together hold another number of a tensor's elements than it has."""
     counts: dict[str, dict[torch.Size | None, int]] = defaultdict(dict)
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in all_plans for item in plan.items):

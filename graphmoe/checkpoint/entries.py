@@ -57,7 +57,6 @@ def flatten(state: dict[str, Any]) -> Entries:
 
 
 def _walk(path: tuple[str | int, ...], node: Any, entries: Entries) -> None:
-    """Add a node, or the parts of it that become entries of their own."""
     name = ".".join(map(str, path))
     if isinstance(node, list) and _holds_tensor(node):
         node = dict(enumerate(node))
@@ -115,7 +114,6 @@ def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], 
 
 
 def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
-    """Path and value, as they were read, of a plain entry."""
     try:
         path, value = entry
         if type(path) is tuple and ".".join(map(str, path)) == name:

@@ -170,7 +170,6 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
 
 
 def _some_overlap(chunks: Sequence[_Chunk]) -> bool:
-    """Tell whether two parts of a tensor share an element."""
     ordered = sorted(chunks, key=lambda chunk: chunk.offsets)
     for number, one in enumerate(ordered):
         for other in ordered[number + 1 :]:

@@ -238,7 +238,6 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
 
 
 def _require_none(path: Path, differences: list[str]) -> None:
-    """Raise MismatchError that lists what differs between a checkpoint and a state, if anything does."""
     if lines := list(dict.fromkeys(differences)):
         listed = "\n  ".join(lines)
         raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")

@@ -86,7 +86,6 @@ def _has_own_folder(argv: Sequence[str]) -> bool:
 
 
 def _wrong_value(override: Override) -> Iterator[str]:
-    """Yield the error in the type of one value, if there is any."""
     section, _, name = str(override.key_or_group).partition(".")
     kind = typing.get_type_hints(RunConfig).get(section)
     is_plain = not override.is_sweep_override() and not override.is_delete()
@@ -106,7 +105,6 @@ def _wrong_value(override: Override) -> Iterator[str]:
 
 
 def _misfit(key: str, cause: BaseException, where: str) -> str:
-    """Return the refusal of a value that its key cannot have."""
     text = str(getattr(cause, "msg", None) or cause).splitlines()[0]
     if "ListConfig" in text:
         text = f"a list is wanted; type it in brackets and quotes: '{key}=[a,b]'"

@@ -88,7 +88,6 @@ def _given(words: Sequence[str], more: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def _values(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the value that overrides give each key."""
     plain = OmegaConf.to_container(composed(overrides), resolve=True)
     assert isinstance(plain, dict)
     sections = {str(name): values for name, values in plain.items() if isinstance(values, dict)}

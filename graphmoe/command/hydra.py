@@ -38,7 +38,6 @@ from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
-from graphmoe.runtime.cache.bytecode import keep_bytecode
 from graphmoe.runtime.cache.folders import check_trusted
 from graphmoe.runtime.host.signals import Interrupted
 
@@ -225,9 +224,7 @@ def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> Run
 
         config = with_start_tokenizer(config)
     if config.compile.cache:
-        folder = compiled_folder(config.compile.cache_dir)
-        check_trusted(folder, shared=config.compile.cache_shared)
-        keep_bytecode(folder, shared=config.compile.cache_shared)
+        check_trusted(compiled_folder(config.compile.cache_dir), shared=config.compile.cache_shared)
     from graphmoe.plan.rules.check import check
 
     check(config)

@@ -76,7 +76,6 @@ def run_hints() -> dict[str, Any]:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words into Hydra's own options with their values, and all others."""
     flags, others, rest = list[str](), list[str](), list(argv)
     while rest:
         word = rest.pop(0)
@@ -88,7 +87,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _as_list(values: Sequence[str]) -> str:
-    """Return the values as Hydra reads a list."""
     if len(values) == 1 and values[0].startswith(("[", "null", "none")):
         return values[0]
     quoted = (text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'" for text in values)

@@ -327,7 +327,6 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _filled(cls: type[Args], values: Mapping[tuple[str, ...], Any], outer: tuple[str, ...] = ()) -> Args:
-    """Return the dataclass, with dataclasses inside, of the values given by path."""
     given: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
         path = (*outer, name)

@@ -136,7 +136,6 @@ def _note(node: DictConfig, prefix: str, used: list[str]) -> None:
 
 
 def _items(node: DictConfig, name: Any, resolve: bool) -> Any:
-    """Return a value, or its text, without calls of resolvers that only this process has."""
     raw = OmegaConf.to_container(OmegaConf.masked_copy(node, [name]), resolve=False)[name]  # type: ignore[index]
     if not resolve:
         return [_kept(item) for item in raw] if isinstance(raw, list) else _kept(raw)

@@ -114,7 +114,6 @@ def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.war
 
 
 def _damage(entry: Path, files: dict[str, FileSum]) -> str | None:
-    """Return what is wrong with the files of an entry, if anything is."""
     there = {path.name for path in entry.iterdir() if path.name != META}
     if differing := sorted(there ^ files.keys()):
         return f"{differing[0]!r} is {'not listed' if differing[0] in there else 'gone'}"
@@ -126,7 +125,6 @@ def _damage(entry: Path, files: dict[str, FileSum]) -> str | None:
 
 
 def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
-    """Build in a folder beside the entry, then rename it."""
     temporary = draft_of(entry)
     temporary.mkdir()
     try:

@@ -116,7 +116,6 @@ def corpus_of_files(
 
 
 def _refuse_twice(paths: Iterable[Path]) -> None:
-    """Refuse a file that two of data.paths with weights of their own name."""
     seen: set[Path] = set()
     for path in paths:
         if path in seen:
@@ -142,7 +141,6 @@ def _mixed(
 
 
 def _shares(config: DataConfig, mixed: MixedSamples) -> str:
-    """Return the mixture as the log has it."""
     parts = zip(mixed.share_P, config.paths, mixed.parts, strict=True)
     return " + ".join(f"{share:.3g} of {path} ({part.num_samples:,} samples)" for share, path, part in parts)
 

@@ -113,7 +113,6 @@ def smallest_dtype(num_ids: int) -> np.dtype[Any]:
 
 
 def _open_pair(bin_path: Path, idx_path: Path) -> tuple[npt.NDArray[Any], Int_N, Int_N]:
-    """Tokens, and first token and length of each document."""
     raw = np.memmap(idx_path, dtype=np.uint8, mode="r") if idx_path.stat().st_size else np.zeros(0, np.uint8)
     dtype, sizes_M, pointers_M, documents = _parse_index(raw, idx_path)
     bin_bytes, wanted_bytes = bin_path.stat().st_size, int(sizes_M.sum()) * dtype.itemsize
@@ -132,7 +131,6 @@ def _open_pair(bin_path: Path, idx_path: Path) -> tuple[npt.NDArray[Any], Int_N,
 
 
 def _parse_index(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[Any], Int_N, Int_N, Int_N]:
-    """dtype, sequence lengths, byte positions and document list of an ``.idx``."""
     what = f"{path} ({len(raw)} bytes)"
     if len(raw) < HEADER.size:
         raise DataError(f"{what} is shorter than the {HEADER.size} bytes of a header; it is truncated")

@@ -98,7 +98,6 @@ class Loader:
         self._ahead.clear()
 
     def _read(self, start: Place, device: int | None) -> Iterator[tuple[Tensor, Place]]:
-        """Yield this rank's micro-batches from a place on, each with the place after it."""
         reader, size = self.samples.reader(start.reader_state or None), self.micro_batch_size
         consumed = start.consumed
         while True:

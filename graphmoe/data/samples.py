@@ -205,7 +205,6 @@ class PackedSamples(Samples):
         return False
 
     def _compute_order(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Documents in the order of an epoch, and the running total of tokens after each."""
         document_N = np.arange(self.documents.num_documents, dtype=np.int64)
         if self.shuffle:
             document_N = permute(document_N, len(document_N), derive_key(self.seed, epoch, DOCUMENT_KEY))

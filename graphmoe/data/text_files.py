@@ -61,7 +61,6 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
 
 
 def _inside(folder: str) -> list[str]:
-    """Return the files of text in a folder and below it, but hidden ones."""
     found = glob.glob(os.path.join(glob.escape(folder), "**"), recursive=True)
     return sorted(path for path in found if path.endswith(ENDINGS))
 
@@ -112,7 +111,6 @@ def _read_txt(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[ob
 
 
 def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, Any]]:
-    """Fields of the lines that start inside the part."""
     try:
         file = open(part.path, "rb")  # noqa: SIM115 (closed by the with below; opening alone may fail here)
     except OSError as error:

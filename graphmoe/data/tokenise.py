@@ -163,7 +163,6 @@ def _begin_worker() -> None:
 
 
 def _tokenise_part(part: Part, recipe: Recipe, out: Path, dtype: str) -> _PartResult:
-    """Write the ids of one part to the file ``out``."""
     tokenizer = load_tokenizer(recipe.tokenizer_path)
     bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
     lengths: list[int] = []

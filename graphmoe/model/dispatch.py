@@ -160,7 +160,6 @@ class _Fused:
             )
 
     def _backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Any, ...]:
-        """The plan of a chunk, and the results of ``graphmoe::grouped_mlp_dgrad``."""
         h_CD, weight_CK, number_CK = chunk
         ends_L, row_CK, slot_R = self._experts.plan(number_CK)
         plan = slot_R, row_CK, ends_L
@@ -215,7 +214,6 @@ class _Path(torch.autograd.Function):
 
 
 def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the weights for autograd, or None where they go to ``totals``."""
     *_, number_NK = received
     totals = ctx.work.totals
     if totals:

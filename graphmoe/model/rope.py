@@ -70,6 +70,5 @@ def _rotate(a: Tensor, b: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tenso
 
 
 def _pair_of_rotations(config: ModelConfig, dim: int, rotations: float) -> float:
-    """Index of the pair that turns this many times over the original context."""
     turns = config.yarn_original_context / (rotations * 2 * math.pi)
     return dim * math.log(turns) / (2 * math.log(config.rope_theta))

@@ -327,7 +327,6 @@ class Transformer(nn.Module):
             layer.use(dispatchers[place])
 
     def _no_load(self, device: torch.device) -> Tensor | None:
-        """No loads of a stage without MoE layers, where other stages have loads."""
         return torch.zeros(0, 2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
 
     def routers(self) -> list[Router]:

@@ -15,7 +15,6 @@ from graphmoe.optim.rule import StepScalars, UpdateRule
 
 
 def _numbers(config: OptimConfig) -> tuple[float, ...]:
-    """Return 1 - beta1, log beta1, beta2, 1 - beta2, log beta2 and eps."""
     log1, log2 = (math.log(b) if b > 0 else -math.inf for b in (config.beta1, config.beta2))
     return 1 - config.beta1, log1, config.beta2, 1 - config.beta2, log2, config.eps
 
@@ -62,7 +61,6 @@ def _fused(
 
 
 def _bias_correction(log_beta: Tensor, step: Tensor) -> Tensor:
-    """Return 1 - beta^step, without cancellation."""
     return -torch.expm1(step * log_beta)
 
 

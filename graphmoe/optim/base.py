@@ -138,7 +138,6 @@ class StepOptimizer(ABC):
     def _scalars(
         self, norm: Tensor, loss: Tensor, applied: Tensor, void: Tensor, numbers: Tensor
     ) -> StepScalars:
-        """Compute the scalars of an update, by the fp32 norm of all gradients."""
         *each, weight_decay, clip = numbers.unbind()
         of_lr, of_rule = LrNumbers(*each[: len(LrNumbers._fields)]), each[len(LrNumbers._fields) :]
         lr = learning_rate(self.config.schedule, of_lr, applied)

@@ -177,7 +177,6 @@ class Optimizer(StepOptimizer):
         return {name: tensors[name] for name in self.names}
 
     def _entries(self, kind: str) -> dict[str, Any]:
-        """Return whole tensors on one rank, this rank's ranges on several."""
         found: dict[str, Any] = {}
         for family in self.families:
             flat = family.main if kind == "main" else family.moments[kind]
@@ -191,7 +190,6 @@ class Optimizer(StepOptimizer):
         return self._by_name(found) if self._alone else found
 
     def _collect(self, weight: Tensor) -> None:
-        """Take a gradient from autograd as soon as it has made it."""
         if weight.grad is not None:  # None: whoever computed it has added it already
             self.gradient_of(weight).add(weight.grad)
             weight.grad = None
@@ -200,7 +198,6 @@ class Optimizer(StepOptimizer):
         return [region.grad for region in self._regions]
 
     def _arguments(self, loss: Tensor) -> list[Tensor]:
-        """Return loss, counters, the flag of void steps, numbers, and the tensors of all regions."""
         tensors = [tensor for region in self._regions for tensor in region.tensors]
         return [loss, *self._counters().values(), self.void, self._numbers, *tensors]
 
@@ -208,7 +205,6 @@ class Optimizer(StepOptimizer):
         return (norm_of(gradients),)
 
     def _norm_and_update(self, *arguments: Tensor, fused: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Update ``_arguments`` in place, by the norm of the gradients there."""
         flats = arguments[-sum(len(region.tensors) for region in self._regions) :]
         (norm,) = self._norm_of_shards(*(region.grad for region in self._regions_of(flats)))
         return self._update_in_place(norm.float(), *arguments, fused=fused)
@@ -226,7 +222,6 @@ class Optimizer(StepOptimizer):
         *flats: Tensor,
         fused: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Update ``_arguments`` in place, by a fp32 norm -> the values of a StepResult."""
         scalars = self._scalars(norm, loss, applied, void, numbers)
         for decays, (main, grad, *rest) in self._regions_of(flats):
             moments, rounded = rest[: len(self.rule.moments)], rest[len(self.rule.moments) :]
@@ -239,7 +234,6 @@ class Optimizer(StepOptimizer):
         return norm, scalars.lr, done
 
     def _regions_of(self, flats: Sequence[Tensor]) -> list[Region]:
-        """Return the regions over the tensors that a function was given."""
         given = iter(flats)
         return [region._replace(tensors=[next(given) for _ in region.tensors]) for region in self._regions]
 

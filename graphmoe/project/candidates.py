@@ -208,7 +208,6 @@ class Candidates:
         return [getattr(self.config.parallel, name)] if f"parallel.{name}" in self.fixed else options
 
     def _methods(self, parallel: ParallelConfig) -> list[ContextMethod]:
-        """Return both methods where heads can be shared, the ring where they cannot."""
         if "parallel.cp_method" in self.fixed:
             return [parallel.cp_method]
         auto = context_method(replace(parallel, cp_method=ContextMethod.auto), self.config.model)

@@ -200,7 +200,6 @@ class Estimates:
         return _Stage(sum_of("", times), host_s, float(sum(part.total() for part in kept.values())))
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
-        """Return the state of the rank that has these stages."""
         weights, optim = rank_weights(self.model, layout, stages), self.config.optim
         num_moments = len(rule_of(optim.name).moments)
         return _State(
@@ -246,7 +245,6 @@ def _waits_of(
     weights: float,
     message: float,
 ) -> tuple[float, float]:
-    """Simulate `RANKS` ranks alike whose stages take one second together."""
     placement = placement_of(schedule, RANKS, virtual_stages)
     costs = Costs.of_rank(placement, forward, inputs, weights, comm=message)
     makespans = []
@@ -258,5 +256,4 @@ def _waits_of(
 
 
 def _of_weights(layout: Layout, embed_on: tuple[int, ...]) -> Layout:
-    """Return the layout that stands for all whose ranks hold the same weights."""
     return replace(layout, dp=layout.dp * layout.cp, cp=1, ring=False, embed_on=embed_on)

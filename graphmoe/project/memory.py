@@ -156,7 +156,6 @@ def owned_elements(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) 
 
 
 def _buffers(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> Iterator[tuple[int, int]]:
-    """Yield the elements of each flat buffer, and the ranks that share it."""
     families: dict[object, list[Tensor]] = {}
     for weight in weights:
         families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
@@ -238,7 +237,6 @@ def dispatch_bytes(sizes: Sizes, config: RunConfig) -> int:
 
 
 def _attention_work(sizes: Sizes) -> float:
-    """Bytes of the gradients of queries, keys, values and of attention's result."""
     heads = sizes.heads(sizes.model.num_heads + sizes.kv_heads)
     width = heads * (sizes.attention.head + sizes.value_head)
     return sizes.element_bytes * sizes.attended * width + 3 * sizes.state
@@ -295,7 +293,6 @@ def communication_bytes(sizes: Sizes) -> float:
 
 
 def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
-    """Return the numbers of a rank's layers, with the layers that predict later tokens last."""
     of_mtp = [sizes.model.num_layers + k for stage in stages for k in stage.mtp]
     return [i for stage in stages for i in stage.layers] + of_mtp
 

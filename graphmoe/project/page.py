@@ -76,7 +76,6 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _caveats(document: Mapping[str, Any]) -> list[str]:
-    """Return what a reader of projected numbers has to know, in sentences."""
     lines = document.get("best", [document])
     near = any(line.get("fits", True) and not line["fits_with_margin"] for line in lines)
     not_counted = f"Not counted in memory: {', '.join(document['not_counted'])}."

@@ -117,7 +117,6 @@ def _places(document: dict[str, Any]) -> Table:
 
 
 def _details(document: dict[str, Any]) -> list[RenderableType]:
-    """Show the worst rank's activations of a micro-batch by segment and layer, and its buffers."""
     if "activations_gb_by_segment" not in document:
         return []
     columns = (

@@ -132,7 +132,6 @@ def _causes(run: RunData) -> Iterator[Cause]:
 
 
 def _of_cores(run: RunData, of_steps: float) -> Iterator[Cause]:
-    """Threads of a CPU run beside its cores."""
     threads, cores = run.environment.get("threads"), run.environment.get("usable_cores")
     if run.of("run.device") != "cpu" or not threads or not cores:
         return

@@ -137,5 +137,4 @@ def escaped(words: Iterable[str]) -> str:
 
 
 def _short(value: float) -> float:
-    """A number with the six digits that a chart can show."""
     return float(f"{value:.6g}")

@@ -264,7 +264,6 @@ def _bytes(size: float) -> str:
 
 
 def _sample(run: RunData) -> str:
-    """Text that the model wrote at the end of the run."""
     written, prompt = run.summary.get("sample"), run.summary.get("sample_prompt")
     given = json.dumps(prompt, ensure_ascii=False).replace("`", "'") if prompt else ""
     said = f"Written by the model at the end of the run{f', from `{given}` on' if given else ''}."

@@ -168,7 +168,6 @@ def times(run: RunData, trace: Summary | str) -> Answer:
 
 
 def _largest(trace: Summary) -> list[tuple[str, float]]:
-    """Milliseconds of each segment in all of its parts, the largest first."""
     sums: dict[str, float] = defaultdict(float)
     for each in trace.segments:
         sums[each.segment] += each.ms
@@ -176,7 +175,6 @@ def _largest(trace: Summary) -> list[tuple[str, float]]:
 
 
 def _words(name: str) -> str:
-    """A segment in words, or a compiled unit from its first to its last."""
     first, _, last = name.partition("..")
     words = [_SEGMENTS.get(each, each) for each in (first, last) if each]
     return words[0] if len(words) < 2 else f"the compiled unit from {words[0]} to {words[1]}"

@@ -149,12 +149,10 @@ def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[
 
 
 def _numbered(base: Path) -> Iterator[Path]:
-    """``base``, ``base-2``, ``base-3``, ..."""
     return itertools.chain([base], (base.with_name(f"{base.name}-{n}") for n in itertools.count(2)))
 
 
 def _as_read(config: dict[str, Any]) -> Any:
-    """The configuration as it looks after the way through a file."""
     return load_yaml(yaml.safe_dump(config))
 
 

@@ -119,7 +119,6 @@ def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> No
 
 
 def _start(checkpoint: CheckpointConfig) -> tuple[str, Path] | None:
-    """Return the folder to start from with its key, if there is any."""
     for key, folder in (("resume_from", checkpoint.resume_from), ("init_from", checkpoint.init_from)):
         if folder:
             return f"checkpoint.{key}", Path(folder)

@@ -153,7 +153,6 @@ def _of_cpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
 
 
 def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
-    """Microseconds in each range of ours, without those in ranges inside it."""
     spent: dict[Owner, float] = defaultdict(float)
     for event, around in zip(trace.host, owners.around, strict=True):
         named = unit_and_part(event.name) if event.is_range else None

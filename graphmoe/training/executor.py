@@ -344,7 +344,6 @@ def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> 
 
 
 def _need_compiler() -> None:
-    """Raise ConfigError where Inductor has no C++ compiler for the CPU's code."""
     words = shlex.split(os.environ.get("CXX", "g++"))
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(

@@ -143,7 +143,6 @@ def to_json(
 
 
 def _finite(value: Any) -> Any:
-    """Return the value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

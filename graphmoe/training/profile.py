@@ -149,7 +149,6 @@ class StepTrace:
         return written
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts of the run that graphmoe.trace reads."""
         name = device_name(self._device)
         scope = self._config.graph.scope
         return {
@@ -234,7 +233,6 @@ class PipelineProfile:
             write_timelines(self._folder / FILE_NAME, self._timelines)
 
     def _earlier(self, done: int) -> dict[int, Timeline]:
-        """Read the timelines of earlier steps, where they are of the same schedule."""
         if not (path := self._folder / FILE_NAME).exists():
             return {}
         try:

@@ -90,7 +90,6 @@ class RetryingSteps:
                 self._heartbeat.restart(f"the step after {step}, with more room")
 
     def _restart(self, step: int, loads: list[Load], ladder: ReceiveLadder) -> None:
-        """Go on from before ``step``, where these loads found too little room, with more."""
         again = [*self._open]
         self._open.clear()
         self._rows.drop(len(again))

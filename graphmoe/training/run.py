@@ -34,7 +34,6 @@ from graphmoe.run.files import (
 )
 from graphmoe.run.machine import check_processes, describe, open_device
 from graphmoe.run.metrics_file import read_lines, read_rows, summarise
-from graphmoe.runtime.cache.bytecode import folder_in_use
 from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.files import replace_text
@@ -64,8 +63,6 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if kept := folder_in_use():
-        lines.append(HostLine(f"Python's bytecode is kept in {kept}: torch was installed without it"))
     if on_gpu and 0 < torch.cuda.device_count() <= local_rank:
         count = torch.cuda.device_count()
         raise ConfigError(

@@ -69,7 +69,6 @@ def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
 def _continued(
     model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
 ) -> Iterator[list[int]]:
-    """Yield the ids of the prompt, then those of each longer text."""
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not ids:
         raise ConfigError(f"prompt='{prompt}' has no tokens; give some text")

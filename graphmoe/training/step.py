@@ -176,7 +176,6 @@ class TrainStep:
         return load | ({"planned_rank_load": of_mean} if self.plan.replica_slots else {})
 
     def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
-        """Give this rank's counts of the step so far to the routers that read them."""
         for layer in layers:
             if (router := self.routers[layer]).reads_earlier:
                 router.earlier_counts.copy_(counts_LE[layer])

@@ -150,7 +150,6 @@ class StepRows:
         return dict(zip(self._names, row[: len(self._names)].tolist(), strict=True))
 
     def _row(self, place: int) -> Tensor:
-        """Return a kept row, which later ones overwrite."""
         number = (self._next - len(self) + place) % len(self._host)
         if self._arrived:
             wait_for(self._arrived[number].synchronize)

@@ -66,7 +66,6 @@ class Trackers:
 
 
 def _tensorboard(folder: Path, done: int) -> Tracker:
-    """Open a writer that hides rows of an earlier process after step ``done``."""
     from torch.utils.tensorboard import SummaryWriter
 
     board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
@@ -79,7 +78,6 @@ def _tensorboard(folder: Path, done: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: RunConfig) -> Tracker:
-    """Open a W&B run with an id of the folder's own, which a resume finds."""
     try:
         import wandb
     except ImportError as error:

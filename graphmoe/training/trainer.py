@@ -202,7 +202,6 @@ class Trainer:
         return None
 
     def _train_step(self) -> None:
-        """Run one optimizer step, and what is due after it."""
         train, checkpoint = self.config.train, self.config.checkpoint
         self.heartbeat.step(self.step + 1)
         batches = itertools.islice(self.host_times.waited(self.loader), self.plan.num_micro_batches)
@@ -240,7 +239,6 @@ class Trainer:
             self.rows.clock.restart()
 
     def _flush(self) -> None:
-        """Report the metrics of all steps so far."""
         self.steps.settle()
         self._report_pending()
         if len(self.rows):
@@ -279,7 +277,6 @@ class Trainer:
         return read
 
     def _validate(self) -> None:
-        """Write the validation loss, as a row of its own."""
         if not self.validation.wanted:
             return
         with self.host_times.of("validation_s"):
@@ -308,7 +305,6 @@ class Trainer:
             self.saves.save(self.step, self._state(), wait=wait)
 
     def _restore(self) -> None:
-        """Continue from this folder's newest whole checkpoint, or from checkpoint.resume_from."""
         store, state = self.store, self._state()
         source = None if store.latest() else self.config.checkpoint.resume_from
         if not store.latest():
@@ -346,7 +342,6 @@ class Trainer:
         self.metrics = MetricsWriter(self.folder, self.config, self.step)
 
     def _import_weights(self) -> None:
-        """Start from the weights of checkpoint.init_from, if it names any."""
         if folder := self.config.checkpoint.init_from:
             weights = self.optimizer.weights_to_fill()
             with named_source("init_from", folder):

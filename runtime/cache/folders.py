@@ -63,7 +63,7 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
     if is_open or not (shared or status.st_uid in (0, os.getuid())):
         trust = "" if mode & stat.S_IWOTH else ", compile.cache_shared=true if you trust its group"
         raise ConfigError(
-            f"compile.cache_dir={cache} holds code and bytecode that are run, and {path} belongs to "
+            f"compile.cache_dir={cache} holds code that is run, and {path} belongs to "
             f"{_owner(status)} with mode {mode:04o}, so that others may write there; use chmod -R go-w "
             f"{path}, another compile.cache_dir or GRAPHMOE_CACHE{trust}, or compile.cache=false"
         )

@@ -25,7 +25,6 @@ from graphmoe.config.schema import RunConfig
 from graphmoe.passes.base import PassSpec
 from graphmoe.passes.table import PASSES
 from graphmoe.plan.forced_loads import NO_LOAD
-from graphmoe.runtime.cache.bytecode import own_sources
 
 Facts = Mapping[str, Any]
 """Plain values by dotted names. Those under ``base.`` are the device, versions and sources of the code."""
@@ -135,8 +134,16 @@ def source_hashes() -> dict[str, str]:
     return {folder: _short_hash(b"".join(content)) for folder, content in contents.items()}
 
 
+def own_sources() -> list[Path]:
+    """Return all sources of this package, also in the folders that it links to, sorted."""
+    (root,) = sys.modules[__name__.partition(".")[0]].__path__
+    folders = os.walk(root, followlinks=True)
+    return sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    )
+
+
 def _settings(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Return the keys of the configuration that are facts, with their values."""
     for section in fields(config):
         values = getattr(config, section.name)
         for key in fields(values) if hasattr(values, "__dataclass_fields__") else ():
@@ -150,7 +157,6 @@ def _plain(value: Any) -> Any:
 
 
 def _difference(name: str, before: Any, now: Any) -> str:
-    """Write one line about a fact that changed."""
     if name.startswith(f"{BASE}sources."):
         return f"sources of {name.removeprefix(f'{BASE}sources.')} changed"
     if name.startswith((OWN_PASS, EXTRA_PASS)):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphmoe.runtime.cache.blobs import DRAFT, ORPHAN_AGE_S, Blob, DamagedBlob
-from graphmoe.runtime.cache.bytecode import BYTECODE
 from graphmoe.runtime.cache.entries import Document, Entry, unit_of
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.host.files import age_s, remove_dead
@@ -36,15 +35,9 @@ def holdings(cache: CompileCache) -> Iterator[Held]:
 
 
 def total_bytes(cache: CompileCache) -> int:
-    """Bytes of the stored files, of those that were set aside, and of bytecode."""
+    """Bytes of the stored files and of those that were set aside."""
     damaged = sum(_size(path) for path in (_folder(cache) / "damaged").glob("*"))
-    return sum(blob.num_bytes for blob in cache.blobs) + damaged + sum(bytecode_sizes(cache).values())
-
-
-def bytecode_sizes(cache: CompileCache) -> dict[Path, int]:
-    """Bytes of the bytecode of each set of installed packages."""
-    folders = (_folder(cache) / BYTECODE).glob("*")
-    return {folder: sum(_size(file) for file in folder.rglob("*.pyc")) for folder in folders}
+    return sum(blob.num_bytes for blob in cache.blobs) + damaged
 
 
 def verify(cache: CompileCache) -> dict[str, Any]:
@@ -71,7 +64,7 @@ def verify(cache: CompileCache) -> dict[str, Any]:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """Remove entries and bytecode, least recently used first, until the rest is no larger than the limit.
+    """Remove entries, least recently used first, until the rest is no larger than the limit.
 
     Files that no job needs go first. A stored file that was never in an entry stays for an hour: a job may
     be about to name it. Returns what went, in plain values, and the entries that did.
@@ -92,17 +85,10 @@ def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], l
             num_files += cache.blobs.remove(blobs.pop(blob.digest))
         else:
             waiting += blob.num_bytes
-    bytecode, bytecode_gone = bytecode_sizes(cache), list[str]()
-    held = sum(blob.num_bytes for blob in blobs.values()) + sum(bytecode.values())
-    candidates: list[Entry | Path] = [*entries, *bytecode]
-    for old in sorted(candidates, key=_last_used):
+    held = sum(blob.num_bytes for blob in blobs.values())
+    for old in sorted(entries, key=lambda entry: entry.last_used):
         if max_bytes is None or held <= max_bytes:
             break
-        if isinstance(old, Path):
-            shutil.rmtree(old, ignore_errors=True)
-            bytecode_gone.append(old.name)
-            held -= bytecode[old]
-            continue
         cache.entries.remove(old.key)
         gone.append(old)
         digests = set(old.files.values())
@@ -118,7 +104,6 @@ def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], l
         "waiting_bytes": waiting,
         "damaged": num_damaged,
         "work_folders": work_folders,
-        "bytecode_folders": bytecode_gone,
     }
     return document, gone
 
@@ -129,7 +114,6 @@ def _folder(cache: CompileCache) -> Path:
 
 
 def _users(entries: list[Entry]) -> Counter[str]:
-    """Count the entries that name each stored file."""
     return Counter(digest for entry in entries for digest in set(entry.files.values()))
 
 
@@ -138,10 +122,6 @@ def _size(file: Path) -> int:
         return file.stat().st_size
     except OSError:  # removed meanwhile
         return 0
-
-
-def _last_used(what: Entry | Path) -> float:
-    return time.time() - age_s(what) if isinstance(what, Path) else what.last_used
 
 
 def _is_whole(cache: CompileCache, blob: Blob) -> bool:

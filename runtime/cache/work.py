@@ -150,7 +150,6 @@ class WorkFolder:
         return None
 
     def _has_its_group(self, path: str) -> bool:
-        """Return False for a placed group file, one of whose children is not there."""
         place = self.path / path
         if not place.name.startswith(GROUP_FILE) or not place.exists():
             return True
@@ -180,7 +179,6 @@ class WorkFolder:
         return count
 
     def _take_what_changed(self) -> None:
-        """Store files that torch has added or changed."""
         for name, path in _kept_files(self.path):
             try:
                 status = path.stat()
@@ -195,7 +193,6 @@ class WorkFolder:
                     self._files[name] = self._new[name] = digest
 
     def _restore(self) -> None:
-        """Store files again that were pruned while we ran, or before an entry named them."""
         for name, digest in self._files.items():
             path = self.path / name
             content = None if self._blobs.has(digest) or not path.exists() else self._stored_form(path)

@@ -280,7 +280,6 @@ class _UnitOnLane:
         return inputs
 
     def _run_weights(self, inputs: _Inputs, handed: Sequence[Tensor], sums: Sequence[Gradient]) -> None:
-        """W, from what ``inputs`` has handed over."""
         add = have_begun(sums)
 
         def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:

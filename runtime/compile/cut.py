@@ -93,7 +93,6 @@ def said_of(node: fx.Node, key: str) -> str:
 
 
 def _forward_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operations that no gradient of an output goes into."""
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         gradient = node.op == "placeholder" and node.name.startswith("tangents")
@@ -103,7 +102,6 @@ def _forward_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _close(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> None:
-    """Let all readers outside read a node, and views of it, through a border."""
     if not _leaves(node, inside):
         return
     with graph.inserting_after(node):
@@ -131,7 +129,6 @@ def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """Take a value from its border where that is kept, instead of computing it again."""
     by_name = {node.name: node for node in backward.graph.nodes}
     for border in forward.graph.nodes:
         if BORDER in border.meta and border.name in by_name:
@@ -191,7 +188,6 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The chain of views that ends in ``node``, down to what has a copy."""
     if node not in copies:
         _copy(node.all_input_nodes[0], graph, copies)
         copies[node] = graph.node_copy(node, lambda earlier: copies[earlier])

@@ -225,7 +225,6 @@ class CompiledSegments:
         return _PlacedUnit(bound, self._gradients(bound.tensors[: bound.num_parameters]))
 
     def _runner_of(self, unit: Unit, trains: bool) -> PassRunner:
-        """Return the passes of a unit, whose segments are of one layer."""
         return self._runner(trains).of_layer(unit.segments[0].layer)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
@@ -233,7 +232,6 @@ class CompiledSegments:
         return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
 
     def _fused(self, segment: Segment) -> Segment:
-        """Return a dynamic segment as the pass fuse_experts would leave it."""
         if segment.fused is None or self._experts is None:
             return segment
         owner = owner_of(segment.run)
@@ -378,7 +376,6 @@ def _identity(segment: Segment) -> tuple[Any, ...]:
 
 
 def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
-    """Name the tensors that differ from those of an earlier call."""
     lines = []
     for name, (shape, dtype, requires_grad), tensor in zip(unit.reads, shapes, read, strict=True):
         if (shape, dtype, requires_grad) != (tensor.shape, tensor.dtype, tensor.requires_grad):

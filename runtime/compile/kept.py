@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphmoe.runtime.cache.blobs import write_whole
-from graphmoe.runtime.cache.bytecode import own_sources
+from graphmoe.runtime.cache.key import own_sources
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.torch_compat import graphs_from_bytes, graphs_to_bytes

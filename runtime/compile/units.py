@@ -161,7 +161,6 @@ def owner_of(run: Callable[..., Any]) -> nn.Module | None:
 
 
 def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return what tells two segments apart beside their modules."""
     return None if isinstance(run, nn.Module) else getattr(run, "__func__", run)
 
 

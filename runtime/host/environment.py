@@ -114,7 +114,6 @@ def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Varia
 
 
 def _without_effect(host: HostConfig, device: DeviceChoice) -> Iterator[str]:
-    """Yield keys that were changed from their default and mean nothing here, with the reason."""
     default = HostConfig()
     for name, platform, build in (
         ("kernarg_pool_mb", "ROCm", torch.version.hip),

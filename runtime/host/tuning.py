@@ -70,7 +70,6 @@ def set_threads(
 
 
 def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
-    """Return the number of threads that this rank would take, and the reason."""
     if host.threads is not None:
         return host.threads, f"host.threads={host.threads}"
     given = os.environ.get("OMP_NUM_THREADS", "")

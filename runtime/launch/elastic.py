@@ -276,7 +276,6 @@ class _Forwarding(StopSignal):
         say(f"{name} again: all workers are killed")
 
     def _workers(self) -> list[int]:
-        """Return the process ids of the workers that run now."""
         found = []
         for child in psutil.Process().children():
             with suppress(psutil.Error):

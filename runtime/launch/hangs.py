@@ -177,7 +177,6 @@ def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[s
 
 
 def _lines(others: Sequence[_Watched]) -> list[str]:
-    """Return lines about a few of the other ranks of this node."""
     found = [f"rank {p.stamp.rank} is in {p.stamp.phase}: {p.place}" for p in others[:_MOST_OTHERS]]
     more = len(others) - len(found)
     return [*found, f"and {more} more"] if more else found

@@ -101,7 +101,6 @@ class Pipeline:
             self._deliver(action, stage.backward(action.micro_batch, inputs, weights=action.kind == "B"))
 
     def _inputs(self, action: Action) -> Tensors:
-        """Return what the neighbouring stage has made for an action."""
         of_others = [n for n in needs(action, self._table.placement.num_stages) if n.stage != action.stage]
         if not of_others:
             return ()
@@ -111,7 +110,6 @@ class Pipeline:
             return self._arriving.pop(of_others[0])()
 
     def _deliver(self, action: Action, results: Tensors) -> None:
-        """Bring the results of an action to the stage that reads them."""
         content, stage = result(action), self._stages[action.stage]
         promised = stage.sent if action.kind == "F" else stage.received
         assert specs_of(results) == promised, f"{action} made {specs_of(results)}, {promised} was said"
@@ -124,7 +122,6 @@ class Pipeline:
             self._handed[content] = results
 
     def _specs(self, message: Message) -> Specs:
-        """Return the specs of a message to this rank."""
         kind, stage, _ = message.content
         return self._stages[stage + 1].received if kind == "F" else self._stages[stage - 1].sent
 

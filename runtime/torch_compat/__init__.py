@@ -170,7 +170,6 @@ def compile_inference(
 
 
 def _changes_tensors(node: torch.fx.Node) -> bool:
-    """Return whether a node changes one of its inputs, of more than one number."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return False
     changed: Any = node.args[0]

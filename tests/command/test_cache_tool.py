@@ -162,30 +162,6 @@ def test_prune_removes_damage_and_work_folders_of_killed_jobs(cache, capsys):
     assert not dead.exists() and not list(cache.folder.glob("damaged/*"))
 
 
-@pytest.mark.parametrize(
-    ("max_size", "entries", "folders", "left"),
-    [
-        (None, [], [], 990),
-        ("950B", [], ["old"], 590),
-        ("550B", [3], ["old"], 550),
-        ("0", [3, 2, 1], ["old", "new"], 0),
-    ],
-)
-def test_bytecode_counts_and_goes_by_age_like_entries(cache, capsys, max_size, entries, folders, left):
-    for name, age_s in (("old", 1e6), ("new", 0.0)):
-        folder = cache.folder / "bytecode" / name
-        (folder / "lib").mkdir(parents=True)
-        (folder / "lib" / "torch.cpython-312.pyc").write_bytes(b"x" * 400)
-        os.utime(folder, (time.time() - age_s, time.time() - age_s))
-    assert run(cache, capsys)["bytecode_bytes"] == 800
-    tool.main([f"cache_dir={cache.folder}"])
-    assert "3 entries, 990 B in all, of it 800 B Python's bytecode" in capsys.readouterr().out
-    document = run(cache, capsys, "action=prune", *([f"max_size={max_size}"] if max_size else []))
-    assert document["entries"] == [key(number) for number in entries]
-    assert document["bytecode_folders"] == folders and document["bytes_after"] == left
-    assert {path.name for path in (cache.folder / "bytecode").glob("*")} == {"old", "new"} - set(folders)
-
-
 def test_a_job_whose_entry_is_pruned_while_it_runs_keeps_its_code_again(cache, capsys, caplog):
     work = cache.open(facts(1))
     run(cache, capsys, "action=prune", "max_size=0")

@@ -157,7 +157,6 @@ def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
 
 
 def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]:
-    """Return the keys that another reading of the config.json would change, one line each."""
     again, problems = _read(family, raw, config.name)
     if family.name == "deepseek_v2" and config.hidden_size % config.num_heads:
         problems.append(
@@ -168,7 +167,6 @@ def _lost(config: ModelConfig, family: Family, raw: dict[str, Any]) -> list[str]
 
 
 def _effective(config: ModelConfig) -> dict[str, Any]:
-    """The keys that decide what the model computes, in one spelling for each computation."""
     keys = dataclasses.asdict(config)
     dropped = TRAINING_KEYS | keys_of_others(config)
     if config.softmax_after_topk:

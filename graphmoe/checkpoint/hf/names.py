@@ -39,7 +39,6 @@ def pieces(family: Family, config: ModelConfig) -> list[Piece]:
 
 
 def _head(config: ModelConfig) -> Piece:
-    """The head, which tied models are published without."""
     if config.tie_embeddings:
         return Piece(HEAD, "embed.weight", repeats=EMBEDDING, written=False)
     return Piece(HEAD, "loss_head.head.weight")

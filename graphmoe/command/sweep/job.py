@@ -223,7 +223,6 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
 
 
 def _launcher() -> str | None:
-    """Return the launcher's name, if it starts jobs side by side on this machine."""
     return _SIDE_BY_SIDE.get(HydraConfig.get().launcher._target_.rpartition(".")[2])
 
 
@@ -238,7 +237,6 @@ def _end(record: Job, status: JobStatus) -> None:
 
 
 def _note(job: Job) -> None:
-    """Write job.json, on the first node of those that run the job together."""
     if _is_first_node():
         job.write()
 

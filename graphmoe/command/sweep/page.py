@@ -135,7 +135,6 @@ def _number(text: str) -> float | None:
 
 
 def _run_of(job: Job) -> RunData | None:
-    """The run of a job, None where it has no folder of one yet."""
     try:
         return read_run(job.folder) if job.folder is not None else None
     except ConfigError:

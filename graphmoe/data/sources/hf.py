@@ -237,7 +237,6 @@ def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tu
 
 
 def _row(name: str, where: Where) -> str:
-    """A row of the stream, for messages."""
     return f"{name}, row {where['row']} of epoch {where['epoch']}"
 
 

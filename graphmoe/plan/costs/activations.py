@@ -133,7 +133,6 @@ def _read(
 
 
 def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
-    """Yield the tensors of attn, and its result, which the next segment reads."""
     tokens, e, d, tp = sizes.tokens, sizes.element_bytes, sizes.model.hidden_size, sizes.layout.tp
     latents, own = sizes.attention.latents, sizes.attention.kept or 0
     yield Kept("attn", 4 * tokens, part="layernorm")
@@ -244,7 +243,6 @@ def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
 
 
 def _shares_in_fp8(sizes: Sizes) -> bool:
-    """Return True where the shared experts read their input in 8 bits."""
     model, tp = sizes.model, sizes.layout.tp
     even = not (model.hidden_size % ALIGNED or 2 * model.shared_ffn_size // tp % ALIGNED)
     return "shared_experts" in sizes.fp8 and model.shared_ffn_size > 0 and even

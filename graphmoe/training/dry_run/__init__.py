@@ -152,7 +152,6 @@ def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
 
 
 def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
-    """Run forward and backward of micro-batches, and the update."""
     memory = MemoryLog()
     with fake_mesh(plan, rank) as mesh:
         collectives = CollectiveLog(mesh)
@@ -210,7 +209,6 @@ def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]
 
 
 def _say_what_is_left_out(config: RunConfig) -> None:
-    """Log the settings that make no difference to a dry run."""
     if config.compile.enabled:
         log.info("dry run: segments are traced, rewritten and cut as a compiled run does, and not compiled")
     if config.graph.scope != "none":

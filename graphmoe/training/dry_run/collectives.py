@@ -116,7 +116,6 @@ class CollectiveLog:
         self.counts[Collective(phase, operation, axes, ranks, shape, of_type, size)] += 1
 
     def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return source and destination of a message in a channel of these ranks."""
         pipeline, own = self._mesh.layout.group("pp", self._mesh.rank), self._mesh.rank
         if len(ranks) != 2 or own not in ranks or not {*ranks} <= {*pipeline}:
             raise WrongGroup(f"a message among ranks {list(ranks)}, and the pipeline has {list(pipeline)}")
@@ -179,5 +178,4 @@ def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
 
 
 def _places(layout: Layout, axis: Axis) -> dict[int, int]:
-    """Map each rank to its place in its group of an axis."""
     return {rank: place for group in layout.groups(axis) for place, rank in enumerate(group)}

@@ -97,7 +97,6 @@ def _pipeline_lines(document: dict[str, Any]) -> list[str]:
 
 
 def _shortened_lines(document: dict[str, Any]) -> list[str]:
-    """Say that fewer micro-batches of a pipeline were run than a step has."""
     count, num_run = document["micro_batches"], document["micro_batches_run"]
     if document["pipeline"] is None or num_run == count:
         return []

@@ -194,13 +194,11 @@ def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
 def _expert_rows(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, _: Tensor, slot_R: Tensor, *rest: Any
 ) -> int:
-    """Activations and results of the rows, before their sum (graphmoe/ops/grouped_mlp/triton_backend.py)."""
     of_rows = slot_R.shape[0] * (w_down.shape[1] + w_down.shape[2]) * x_TD.element_size()
     return of_rows + _of_replicas(rest[3:], w_gate_up, w_down)
 
 
 def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, *rest: Any) -> int:
-    """Gradients of the rows, before their sum."""
     of_rows = h_RH.shape[0] * dy_TD.shape[1] * dy_TD.element_size()
     return of_rows + _of_replicas(rest[5:], w_gate_up, w_down)
 
@@ -213,7 +211,6 @@ def _of_replicas(replicas: Sequence[Tensor | None], *weights: Tensor) -> int:
 
 
 def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
-    """Gate, up and results of the rows, and the activation in 8 bits (graphmoe/ops/fp8_mlp/launches.py)."""
     (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[7].itemsize
     return int(R * (size * (H + D) + H // 2)) + _of_replicas(rest[10:], gate_up_q, *rest[:3])
 
@@ -221,13 +218,11 @@ def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
 def _fp8_hidden(
     xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, slot_R: Tensor, *rest: Any
 ) -> int:
-    """Gate and up of the rows."""
     of_rows = int(slot_R.shape[0] * gate_up_q.shape[1] * rest[2].itemsize)
     return of_rows + _of_replicas(rest[3:], gate_up_q, gate_up_s)
 
 
 def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
-    """Gradients of activations and of rows."""
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
     return int(R * (H // 2 + D) * rest[9].itemsize) + _of_replicas(rest[13:], *rest[1:5])
 

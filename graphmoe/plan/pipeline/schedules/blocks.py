@@ -50,7 +50,6 @@ class Block:
         return most
 
     def _between(self, moment: float, start: float, end: float) -> int:
-        """Count the micro-batches whose interval has the moment, with the one that begins then."""
         begun = math.floor((moment - start) / self.period + NOTHING)
         return begun - math.floor((moment - end) / self.period + NOTHING)
 
@@ -91,7 +90,6 @@ def block_of(
 
 
 def _durations(costs: Costs, rank: int, num_ranks: int) -> tuple[float, ...]:
-    """Return the times of a rank's work, numbered as in `ORDERS`."""
     back = 2 * num_ranks - 1 - rank
     forward, inputs, weights = costs.forward, costs.backward_input, costs.backward_weight
     return (forward[rank], forward[back], inputs[back], inputs[rank], weights[rank], weights[back])
@@ -169,7 +167,6 @@ def _hop(
 
 
 def _later(time: Array, period: float) -> Array:
-    """Move times by whole periods into the first one, from 0 on."""
     moved = np.floor(time / period + NOTHING)
     moved *= period
     return np.subtract(time, moved, out=moved)

@@ -56,7 +56,6 @@ def folded(
 def _steps(
     costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the steps of all ranks. Many candidates of a search have the same."""
     compared = min(num_micro_batches, FILLING * num_ranks)
     block, patience = _best_block(costs, num_ranks, compared, limit)
     ranks, _ = _run(block, costs, num_micro_batches, limit, patience)

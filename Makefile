@@ -20,9 +20,10 @@ WHICH := slow or exhaustive or not slow
 test-all: $(VENV)/installed-dev lint
 	$(PYTEST) -m "$(WHICH)"
 
-# On a machine with a GPU, with whatever Python has torch there: make test-gpu PYTHON=python3
+# On a machine with GPUs, with whatever Python has torch and pytest-xdist there: make test-gpu PYTHON=python3
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m "gpu and not alone" -n auto --dist loadgroup
+	$(PYTHON) -m pytest -m "gpu and alone"
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

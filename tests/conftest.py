@@ -16,15 +16,31 @@ LONG = {"distributed", "launch", "runtime", "sweep", "training"}
 """Folders of tests that start processes or compile much."""
 
 
+WORKERS_PER_GPU = 10
+"""Each takes up to 7 GB of its GPU, and a core of the host."""
+
+
+def is_on_gpu(config: pytest.Config) -> bool:
+    return config.getoption("markexpr").startswith("gpu")
+
+
+def visible_gpus() -> list[str]:
+    import torch
+
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, WORKERS_PER_GPU * max(len(visible_gpus()), 1)) if is_on_gpu(config) else cores
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give each worker of ``-m gpu`` another first GPU; tests of several GPUs still see all of them."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker and config.getoption("markexpr") == "gpu":
-        import torch
-
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
-        first = int(worker.removeprefix("gw")) % max(len(gpus), 1)
+    if worker and is_on_gpu(config) and (gpus := visible_gpus()):
+        first = int(worker.removeprefix("gw")) % len(gpus)
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
@@ -89,6 +105,17 @@ def switches() -> Iterator[None]:
     _set_switches()
     yield
     _set_switches()
+
+
+@pytest.fixture(autouse=True)
+def memory_is_free_for_others(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Return what a test of ``-m gpu`` held to the GPU, which other workers share."""
+    yield
+    if is_on_gpu(pytestconfig):
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _refuse_warnings(record: logging.LogRecord) -> bool:

@@ -10,9 +10,14 @@ from tests.runs import trainer_in
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder; the hook sees those of the whole session."""
+    """Mark the tests of this folder; the hook sees those of the whole session.
+
+    A worker runs all tests of a file, which share its fixtures; a file with ``WORKERS`` is dealt to several.
+    """
     folder = Path(__file__).parent
-    for item in items:
+    for number, item in enumerate(items):
+        part = number % getattr(getattr(item, "module", None), "WORKERS", 1)
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}_{part}"))
         if folder in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))

@@ -36,6 +36,8 @@ CASES = (
     (COMPILE, "graph.scope=partial", "recompute.segments=[attn,moe_experts]", "recompute.ops=[layernorm]"),
 )
 """Words of runs that are bitwise those without capture."""
+WORKERS = 6
+"""Workers to which the tests of this file are dealt: no fixture takes long."""
 
 
 class Trained(NamedTuple):

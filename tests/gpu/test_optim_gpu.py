@@ -34,6 +34,7 @@ def reference(main: Tensor, grad: Tensor) -> Tensor:
     return weight.detach()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_one_update_reaches_every_element_and_copies_no_buffer_to_the_host(compiled):
     gc.collect()  # an optimizer refers to itself

@@ -16,6 +16,7 @@ def run(*words: str):
     return bench.bench(bench.parse_args(bench.BenchArgs, words, prog="graphmoe.bench"), words)
 
 
+@pytest.mark.alone
 def test_memory_and_time_of_runs_are_near_what_is_projected_with_rates_of_this_gpu(tmp_path):
     name, (free, _) = torch.cuda.get_device_name(), torch.cuda.mem_get_info()
     if not any(card.name in name for card in CARDS.values()):

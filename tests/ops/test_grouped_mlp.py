@@ -66,7 +66,7 @@ EACH_DTYPE += [(case, DTYPES[(number + 1) % 2]) for number, case in enumerate(CA
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_direction_matches_fp64_with_nan_in_dead_rows(backend, case, dtype):
     if backend == "interpreted" and "512" in case:  # 1,000 tiles of weights would take 10 s
-        case = (*CASES[case][:4], 100, *CASES[case][5:])
+        case = (*CASES[case][:4], 40, *CASES[case][5:])
     p = make_problem(case, dtype, device_of(backend))
     assert_directions_match(ops_of(backend), p, interpreter_slack(dtype))
     if backend == "cuda":
@@ -156,8 +156,10 @@ def test_the_model_does_not_round_the_weight_of_a_slot_to_bf16():
     assert float((one * more).sum() / one.square().sum()) == pytest.approx(1.003, abs=3e-4)  # 1.0 in bf16
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("case", ["skewed, dead rows", "empty experts", "odd sizes"])
+INTO = [(case, dtype) for case in ("skewed, dead rows", "odd sizes", "empty experts") for dtype in DTYPES[:2]]
+
+
+@pytest.mark.parametrize(("case", "dtype"), INTO[::3] if INTERPRETING else INTO, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradients_are_stored_in_fp32_or_added_to_it(backend, case, dtype):
     p, run = make_problem(case, dtype, device_of(backend)), ops_of(backend)

@@ -1,10 +1,7 @@
 """Measure operations, training steps or exchanges of tokens against what their FLOPs or bytes take at least.
 
-python -m graphmoe.bench suite=ops
-python -m graphmoe.bench only=grouped_mlp/v2_lite,swiglu out=ops.json
-python -m graphmoe.bench suite=step
+python -m graphmoe.bench suite=ops only=grouped_mlp/v2_lite,swiglu out=ops.json
 python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
-python -m graphmoe.bench device=cpu format=json
 torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch
 python -m graphmoe.bench suite=calibrate out=rates.json
 python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
@@ -18,7 +15,6 @@ ops.rows.jsonl.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import sys
@@ -32,8 +28,6 @@ from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from graphmoe.bench.cases import Suite
 
 CPU_NOTE = "these are times of a CPU at tiny shapes and mean nothing; they show that every case runs"
@@ -45,40 +39,26 @@ def main(argv: list[str]) -> None:
 
     logging.basicConfig(format="%(message)s", level=logging.INFO)  # on stderr
     document = bench(args, argv)
-    has_failed = any(row["error"] for row in document["rows"])
-    if not is_first():
-        sys.exit(has_failed)
-    if args.out is not None:
-        try:
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write out={args.out}: {error}") from error
-        rows_file(args.out).unlink(missing_ok=True)
-    emit(document, render(document), args.format)
-    if args.suite is SuiteName.ladder and args.out is not None:
-        draw_ladder(document, args.out.with_suffix(".png"))
-    if has_failed:
+    if is_first():
+        if args.out is not None:
+            try:
+                args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write out={args.out}: {error}") from error
+            rows_file(args.out).unlink(missing_ok=True)
+        emit(document, render(document), args.format)
+        if args.suite is SuiteName.ladder and args.out is not None:
+            draw_ladder(document, args.out.with_suffix(".png"))
+    if any(row["error"] for row in document["rows"]):
         sys.exit(1)
 
 
-@functools.cache
 def suites() -> dict[SuiteName, Suite]:
     """Return the suites by name. Their modules import torch."""
-    from graphmoe.bench.calibrate_suite import CALIBRATE
-    from graphmoe.bench.dispatch_suite import DISPATCH
-    from graphmoe.bench.ops_suite import OPS
-    from graphmoe.bench.replicas_suite import REPLICAS
-    from graphmoe.bench.runs import LADDER, PROJECTION, STEP
+    from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, replicas_suite, runs
 
-    return {
-        SuiteName.ops: OPS,
-        SuiteName.step: STEP,
-        SuiteName.dispatch: DISPATCH,
-        SuiteName.ladder: LADDER,
-        SuiteName.calibrate: CALIBRATE,
-        SuiteName.projection: PROJECTION,
-        SuiteName.replicas: REPLICAS,
-    }
+    first = ops_suite.OPS, runs.STEP, dispatch_suite.DISPATCH, runs.LADDER, calibrate_suite.CALIBRATE
+    return dict(zip(SuiteName, (*first, runs.PROJECTION, replicas_suite.REPLICAS), strict=True))
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
@@ -87,84 +67,66 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
     *Raises* ConfigError.
     """
     device, full = check(args)
+    from graphmoe.bench import cases
     from graphmoe.bench.calibrate_suite import rates_of_rows
-    from graphmoe.bench.cases import BYTES_PER_S, FLOPS_PER_S, is_first, rows_file
+    from graphmoe.run.machine import describe
 
     started = time.monotonic()
-    if args.out is not None and is_first():
-        rows_file(args.out).unlink(missing_ok=True)
+    if args.out is not None and cases.is_first():
+        cases.rows_file(args.out).unlink(missing_ok=True)
     rows, left_out, method = suites()[args.suite].measure(args, device, full)
-    found = {"rates": rates_of_rows(rows)} if args.suite is SuiteName.calibrate else {}
-    return {
-        "suite": args.suite.name,
-        "environment": _environment(device, argv),
-        "method": {
-            "repeats": args.repeats,
-            "shapes": "full" if full else "tiny",
-            "floor_flops_per_s": FLOPS_PER_S,
-            "floor_bytes_per_s": BYTES_PER_S,
-            "warning": None if device.type == "cuda" else CPU_NOTE,
-            **method,
-        },
-        "left_out": left_out,
-        "seconds": round(time.monotonic() - started, 3),
-        **found,
-        "rows": rows,
+    facts = {key: value for key, value in describe(device).items() if key != "host"}
+    facts["command"] = [cases.without_folders(word) for word in ("python", "-m", "graphmoe.bench", *argv)]
+    about = {
+        "repeats": args.repeats,
+        "shapes": "full" if full else "tiny",
+        "floor_flops_per_s": cases.FLOPS_PER_S,
+        "floor_fp8_flops_per_s": cases.FP8_FLOPS_PER_S,
+        "floor_bytes_per_s": cases.BYTES_PER_S,
+        "warning": None if device.type == "cuda" else CPU_NOTE,
     }
+    document = {"suite": args.suite.name, "environment": facts, "method": about | method}
+    document |= {"left_out": left_out, "seconds": round(time.monotonic() - started, 3)}
+    document |= {"rates": rates_of_rows(rows)} if args.suite is SuiteName.calibrate else {}
+    return document | {"rows": rows}
 
 
 def render(document: dict[str, Any]) -> str:
-    """The table as Markdown, with its legend below."""
-    from graphmoe.bench.cases import table
+    """Return the table as Markdown, with its legend below."""
+    from graphmoe.bench.cases import Scaled, table
 
     suite, facts = suites()[SuiteName[document["suite"]]], document["environment"]
-    warning = document["method"]["warning"]
-    packages, command = facts["packages"], " ".join(facts["command"])
-    return "\n".join(
-        [
-            *table(suite.columns, document["rows"]),
-            *suite.legend(document),
-            *([f"Warning: {warning}."] if warning else []),
-            f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16.",
-            f"Commit: {facts['git_commit'] or 'not in a git checkout'}; command: {command}",
-            *(f"Left out: {line}." for line in document["left_out"]),
-            f"{document['seconds']:.1f} s in all.",
-        ]
-    )
+    warning, packages = document["method"]["warning"], facts["packages"]
+    lines = [*table(suite, document["rows"]), Scaled().vformat(suite.legend, (), document)]
+    lines += [f"Warning: {warning}."] if warning else []
+    lines.append(f"Device: {facts['device']}, torch {packages['torch']}, triton {packages['triton']}; bf16.")
+    commit, command = facts["git_commit"] or "not in a git checkout", " ".join(facts["command"])
+    lines.append(f"Commit: {commit}; command: {command}")
+    lines += [f"Left out: {line}." for line in document["left_out"]]
+    return "\n".join([*lines, f"{document['seconds']:.1f} s in all."])
 
 
 def draw_ladder(document: dict[str, Any], path: Path) -> None:
-    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError where it cannot be written."""
+    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if row.get("tokens_per_s")]
     figure = Figure(figsize=(9, 0.45 * max(len(rows), 3) + 1.2), layout="constrained")
     axes = figure.subplots()
     bars = axes.barh([row["rung"] for row in rows], [row["tokens_per_s"] for row in rows], color="#4477aa")
-    gains = ["" if row["gain"] is None else f"  x{row['gain']:.2f}" for row in rows]
-    axes.bar_label(
-        bars, [f" {row['tokens_per_s']:,.0f}{gain}" for row, gain in zip(rows, gains, strict=True)]
-    )
+    gains = [f"  x{row['gain']:.2f}" if row["gain"] else "" for row in rows]
+    texts = [f" {row['tokens_per_s']:,.0f}{gain}" for row, gain in zip(rows, gains, strict=True)]
+    axes.bar_label(bars, texts)
     axes.invert_yaxis()
     axes.margins(x=0.25)
     given = dict(word.split("=", 1) for word in document["rows"][0]["overrides"] if "=" in word)
     ranks, device = document["method"]["ranks"], document["environment"]["device"]
-    axes.set(
-        xlabel="tokens/s/GPU",
-        title=f"{given.get('model')}, {ranks} x {device}, EP {ranks}, S {given.get('data.seq_len')}",
-    )
+    title = f"{given.get('model')}, {ranks} x {device}, EP {ranks}, S {given.get('data.seq_len')}"
+    axes.set(xlabel="tokens/s/GPU", title=title)
     try:
         figure.savefig(path, dpi=130, format="png")
     except OSError as error:
         raise ConfigError(f"cannot write the chart {path}: {error}") from error
-
-
-def _environment(device: torch.device, argv: Sequence[str]) -> dict[str, Any]:
-    from graphmoe.bench.cases import without_folders
-    from graphmoe.run.machine import describe
-
-    facts = {key: value for key, value in describe(device).items() if key != "host"}
-    return facts | {"command": [without_folders(word) for word in ["python", "-m", "graphmoe.bench", *argv]]}
 
 
 if __name__ == "__main__":

@@ -17,9 +17,6 @@ from graphmoe.plan.costs.hardware import CARDS, H200, Card, device_words, peak_t
 if TYPE_CHECKING:
     import torch
 
-BLOCKS = "0.5,0.8,0.95,1.1"
-
-
 SuiteName = enum.StrEnum(
     "SuiteName", ("ops", "step", "dispatch", "ladder", "calibrate", "projection", "replicas")
 )
@@ -45,10 +42,10 @@ class BenchArgs:
     """Device of the run; auto takes the GPU if there is one."""
     scopes: str = "none,partial,layer,full_iteration"
     """step: values of graph.scope; none is measured first and once more last."""
-    micro_batch_sizes: str | None = None
+    micro_batch_sizes: list[int] = field(default_factory=list)
     """step: sequences per micro-batch, with each of seq_lens; default: 1 and 4 of 4096 tokens, 1 of 512.
     ladder: those of all rungs, then of larger ones at its end; default: 2, then 4."""
-    seq_lens: str | None = None
+    seq_lens: list[int] = field(default_factory=list)
     """step: tokens per sequence; default: 4096."""
     overrides: str | None = None
     """step, ladder, projection: further overrides of the runs, separated by commas, such as
@@ -60,7 +57,7 @@ class BenchArgs:
     step, projection: ranks of each run, > 0, along dp if its words name no other; default: 1."""
     rates: Path | None = None
     """projection: document of suite=calibrate, or another file of rates; default: the tool's own."""
-    blocks: str = BLOCKS
+    blocks: list[float] = field(default_factory=lambda: [0.5, 0.8, 0.95, 1.1])
     """dispatch: sizes of copy-engine blocks over the mean number of rows between two ranks, > 0."""
     out: Path | None = None
     """File that ends in .json for the document, written at the end, with the ladder's chart beside it.
@@ -69,8 +66,8 @@ class BenchArgs:
     """text, or json: one document on stdout and nothing else there."""
 
 
-MOST_S = 86_400
-"""A day: the longest that a row may be given."""
+MOST_S = 86_400  # a day
+MOST = {"blocks": 4, "micro_batch_sizes": 10_000, "seq_lens": 10_000_000}
 CPU_RANKS = 2
 OF_RUNS = (SuiteName.step, SuiteName.ladder, SuiteName.projection)
 OF_SUITES = {
@@ -91,16 +88,21 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
     import torch
 
     on_gpu = torch.cuda.is_available() and args.device is not DeviceChoice.cpu
-    if problems := [
-        *_problems(args, on_gpu),
-        *_wrong_ranks(args, torch.cuda.device_count() if on_gpu else 0),
-    ]:
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    if problems := [*_problems(args, on_gpu), *_wrong_ranks(args, gpus)]:
         raise ConfigError("; ".join(problems))
     device, local = torch.device("cpu"), os.environ.get("LOCAL_RANK")
-    if on_gpu:  # this rank's own, where torchrun started several
-        own = torch.cuda.current_device() if local is None else int(local) % torch.cuda.device_count()
+    if on_gpu:  # this rank's own, if torchrun started several
+        own = torch.cuda.current_device() if local is None else int(local) % gpus
         device = torch.device("cuda", own)
     return device, args.shapes is ShapeChoice.full or (on_gpu and args.shapes is ShapeChoice.auto)
+
+
+def ranks_of(args: BenchArgs, gpus: int) -> int:
+    """Return the ranks of each run; ``gpus`` is 0 on a CPU."""
+    if args.nproc is not None:
+        return args.nproc
+    return (gpus or CPU_RANKS) if args.suite is SuiteName.ladder else 1
 
 
 def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
@@ -108,23 +110,24 @@ def _problems(args: BenchArgs, on_gpu: bool) -> Iterator[str]:
         yield f"repeats={args.repeats} times nothing; use repeats=1 or more, such as repeats=20"
     if not 1 <= args.limit_s <= MOST_S:
         yield f"limit_s={args.limit_s} must be from 1 to {MOST_S}, such as limit_s=120"
-    default = BenchArgs()
     for name, suites in OF_SUITES.items():
-        if args.suite not in suites and (value := getattr(args, name)) != getattr(default, name):
+        value = getattr(args, name)
+        shown = ",".join(f"{each:g}" for each in value) if isinstance(value, list) else value
+        if args.suite not in suites and value != getattr(BenchArgs(), name):
             others = " or ".join(f"suite={suite.name}" for suite in suites)
-            yield f"{name}={value} has no effect with suite={args.suite.name}; use {others}"
+            yield f"{name}={shown} has no effect with suite={args.suite.name}; use {others}"
+        elif isinstance(value, list) and not all(0 < each <= MOST[name] for each in value):
+            yield f"{name}={shown}: use numbers above 0 and at most {MOST[name]}, such as {name}=1,2"
     if args.device is DeviceChoice.cuda and not on_gpu:
         yield "device=cuda, but torch sees no GPU; use device=cpu or device=auto"
     if args.shapes is ShapeChoice.full and not on_gpu:
         yield "shapes=full would take hours on a CPU; use shapes=tiny or shapes=auto"
-    yield from file_problems("out", args.out, f"{args.suite.value}.json")
-    brings_chart = args.suite is SuiteName.ladder and args.out is not None
-    if brings_chart and not is_installed("matplotlib"):
+    yield from file_problems("out", args.out, f"{args.suite.name}.json")
+    if args.suite is SuiteName.ladder and args.out is not None and not is_installed("matplotlib"):
         yield f"out={args.out} brings a chart, which needs matplotlib: {FOR_PLOTS}"
 
 
 def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
-    """Yield the problems of the number of processes, and of ranks of jobs; ``gpus`` is 0 on a CPU."""
     size, name = int(os.environ.get("WORLD_SIZE", "1")), f"suite={args.suite.name}"
     if args.suite is SuiteName.dispatch and size == 1:
         yield (
@@ -138,17 +141,14 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
         yield f"{name} is for the ranks of one node; use torchrun --nnodes=1"
     elif 0 < gpus < size:
         yield f"{name}: {size} ranks and {gpus} GPUs; use torchrun --nproc-per-node={gpus}"
-    if args.suite not in OF_RUNS:
-        return
-    is_ladder = args.suite is SuiteName.ladder
-    wanted = args.nproc if args.nproc is not None else (gpus or CPU_RANKS) if is_ladder else 1
-    if is_ladder and wanted < 2:
-        given = f"nproc={wanted}" if args.nproc is not None else f"{wanted} visible GPU"
+    ranks = ranks_of(args, gpus)
+    if args.suite is SuiteName.ladder and ranks < 2:
+        given = f"nproc={ranks}" if args.nproc is not None else f"{ranks} visible GPU"
         yield f"{given}: the rungs of suite=ladder share experts between GPUs; use nproc=2 or more"
-    elif wanted < 1:
-        yield f"nproc={wanted} must be 1 or more"
-    elif 0 < gpus < wanted:
-        yield f"nproc={wanted}, but {gpus} GPUs are visible; use nproc={gpus}"
+    elif ranks < 1:
+        yield f"nproc={ranks} must be 1 or more"
+    elif 0 < gpus < ranks:
+        yield f"nproc={ranks}, but {gpus} GPUs are visible; use nproc={gpus}"
 
 
 def card_of_device(device: torch.device) -> Card:

@@ -1,28 +1,28 @@
-"""The cases of ``suite=dispatch``: how tokens travel between the ranks of one node, each way by itself and
-beside the experts' products of another micro-batch.
+"""``suite=dispatch``: how tokens travel between the ranks of one node, each way by itself and beside the
+experts' products of another micro-batch.
 
-Suffixes: T tokens, K slots, E experts, P ranks, D hidden.
+Suffixes: T tokens, K slots, E experts, P ranks, N rows received, D hidden.
 """
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from graphmoe.bench import dispatch_ways as ways
-from graphmoe.bench import rank_group
-from graphmoe.bench.arguments import BLOCKS, BenchArgs
-from graphmoe.bench.cases import Case, CaseFailed, Cell, Measured, Row, Suite, route, run_cases, times_of
-from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
-from graphmoe.bench.rank_group import Call, RankGroup, Turn, joined_ranks, samples_ms
-from graphmoe.config.packages import VENDORS as VENDOR_PACKAGES
-from graphmoe.config.packages import is_installed
-from graphmoe.config.schema import ConfigError
+from graphmoe.bench import cases, rank_group
+from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench.cases import Call, Case, CaseFailed, Row, mlp_inputs, route
+from graphmoe.bench.rank_group import RankGroup, Turn, joined_ranks, samples_ms
+from graphmoe.config import packages
 from graphmoe.ops.collectives import use_groups
-from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends, random_inputs
+from graphmoe.ops.dispatch import Dispatcher, SendPlan, send_plan
+from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
+from graphmoe.ops.router import round_robin
 from graphmoe.ops.symm import use_peers
 from graphmoe.ops.timing import spread
 from graphmoe.plan.experts import FACTS, Load
@@ -31,229 +31,220 @@ from graphmoe.runtime.dispatch.alltoall import AllToAll
 from graphmoe.runtime.dispatch.deepep import DeepEP
 from graphmoe.runtime.dispatch.symm import Symm, make_peers
 
-FULL = {"v2_lite": MlpShape(16384, 2048, 1408, 64, 6)}
-TINY = {"v2_lite": MlpShape(64, 32, 16, 8, 2)}
-VENDORS = {choice: choice for choice, facts in FACTS.items() if facts.buffer}
-"""Dispatchers through a package's buffer, by the name of their way."""
-MOST_SHARE = 4.0
-STEP = 16
-"""Rows of a block are a multiple of this."""
+LABEL = "v2_lite"
+ALL_FOUR = "all four"
+ROOM = 1.5  # rows of the received tensors over those that arrive on average, as moe.receive_budget has it
+LINK_BYTES_PER_S = 325e9  # of an H200 to all others of its node by NVLink, one direction, measured
+STEP = 16  # rows of a copy-engine block are a multiple of this
 BESIDE = {"dispatch": "forward", "combine": "forward", "combine_grad": "dgrad", "dispatch_grad": "dgrad"}
-"""The direction of the experts that each exchange runs beside."""
+"""The exchanges of a step, and the direction of the experts that each runs beside."""
 
 
-@dataclass(frozen=True)
-class DispatchCase:
-    """One way at one shape and routing."""
+class Way(NamedTuple):
+    """A dispatcher with all that its exchanges need in place."""
 
-    label: str
-    shape: MlpShape
-    routing: str
-    way: str
-    share: float | None = None
-    """Rows of a block over the mean of those that one rank sends to another; None without blocks."""
-
-    @property
-    def place(self) -> str:
-        return f"{self.label}/{self.routing}"
-
-    @property
-    def name(self) -> str:
-        """Such as v2_lite/natural/pull, or v2_lite/balanced/copy_engine_0.95."""
-        return f"{self.place}/{self.way}"
+    calls: Mapping[str, Call]  # collectives by name, on the stream that the way was made on
+    results: Mapping[str, Tensor]  # equal for all ways, bit for bit
+    captures: bool  # if the exchanges can be part of a graph
 
 
-def dispatch_cases(
-    shapes: Mapping[str, MlpShape], blocks: str, vendors: Iterable[str] = ()
-) -> list[DispatchCase]:
-    """Every way at every shape and routing, `alltoall` first. *Raises* ConfigError for bad ``blocks``."""
-    try:
-        shares = [float(word) for word in blocks.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < share <= MOST_SHARE for share in shares):
-        raise ConfigError(
-            f"blocks={blocks}: use rows of a block over the mean between two ranks, above 0 and at most "
-            f"{MOST_SHARE:g}, such as blocks={BLOCKS}"
-        )
-    of_way: dict[str, float | None] = {"alltoall": None, "pull": None}
-    of_way |= {f"copy_engine_{share:g}": share for share in shares}
-    of_way |= dict.fromkeys(choice for choice in vendors)
-    return [
-        DispatchCase(label, shape, routing, way, share)
-        for label, shape in shapes.items()
-        for routing in ("natural", "balanced")
-        for way, share in of_way.items()
-    ]
+def way_of(dispatcher: Dispatcher, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, plan: SendPlan) -> Way:
+    """Return a dispatcher's exchanges of these tokens, each called once for its results."""
+    leaves = h_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
+    received_ND, weight_NK, number_NK, *rest = dispatcher.dispatch(*leaves, expert_TK, *plan)
+    handle, sum_ND = rest[-len(dispatcher.handle) :], received_ND.detach().requires_grad_()
+    y_TD = dispatcher.combine(sum_ND, *plan, *handle)
+    # A way may send the weights of slots of experts elsewhere, or not
+    of_rows = received_ND.detach(), weight_NK.detach().masked_fill(number_NK < 0, 0)
+    out, grad = (received_ND, weight_NK), functools.partial(torch.autograd.grad, retain_graph=True)
+    calls: dict[str, Call] = {
+        "dispatch": lambda: dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan),
+        "combine": lambda: dispatcher.combine(of_rows[0], *plan, *handle),
+        "combine_grad": lambda: grad(y_TD, sum_ND, h_TD)[0],
+        "dispatch_grad": lambda: grad(out, leaves, of_rows),
+    }
+    again_TD = dispatcher.combine(calls["combine_grad"](), *plan, *handle)
+    dh_TD, dweight_TK = calls["dispatch_grad"]()
+    results = {"y": calls["combine"](), "dh": dh_TD, "dweight": dweight_TK, "again": again_TD}
+    return Way(calls, results, captures=h_TD.is_cuda and dispatcher.capacity is not None)
 
 
-def vendors_of(device: torch.device, shapes: Mapping[str, MlpShape]) -> tuple[list[str], list[str]]:
-    """Dispatchers through a package's buffer that can run on such a device, and why one cannot."""
+def rows_of(sent_PP: Sequence[Sequence[int]], mean: float, block: int) -> int:
+    """Return the receive capacity: `ROOM` over the mean, and no fewer rows than arrive at any rank."""
+    # Blocks that are not full are rows too
+    behind = (sum(max(0, rows - block) for rows in column) for column in zip(*sent_PP, strict=True))
+    return max(math.ceil(ROOM * mean * len(sent_PP)), len(sent_PP) * block + max(behind))
+
+
+def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) -> tuple[int, float]:
+    """Return bytes that leave the GPU that sends most, and the floor in ms; sent_PP is [source][target]."""
+    sent = [sum(row) - row[rank] for rank, row in enumerate(sent_PP)]
+    arrived = [sum(column) - column[rank] for rank, column in enumerate(zip(*sent_PP, strict=True))]
+    row_bytes, slot_bytes = shape.dtype.itemsize * shape.D, 4 * shape.K
+    # The first and last exchange carry weights of slots, the first expert numbers too
+    there = {"dispatch": row_bytes + 2 * slot_bytes, "combine_grad": row_bytes}
+    back = {"combine": row_bytes, "dispatch_grad": row_bytes + slot_bytes}
+    going, coming = (
+        sum(size for name, size in sizes.items() if exchange in (name, ALL_FOUR)) for sizes in (there, back)
+    )
+    out = max(going * s + coming * a for s, a in zip(sent, arrived, strict=True))
+    into = max(going * a + coming * s for s, a in zip(sent, arrived, strict=True))
+    return out, max(out, into) / LINK_BYTES_PER_S * 1e3
+
+
+def ways(blocks: Iterable[float], vendors: Iterable[str] = ()) -> dict[str, float | None]:
+    """Return the ways by name, `alltoall` first, with the rows of a block over the mean between two ranks."""
+    shares = {f"copy_engine_{share:g}": share for share in blocks}
+    return {"alltoall": None, "pull": None} | shares | dict.fromkeys(vendors)
+
+
+def vendors_of(device: torch.device, hidden: int) -> tuple[list[str], list[str]]:
+    """Return dispatchers through a package's buffer that can run on such a device, and why one cannot."""
     if device.type != "cuda":
         return [], []
     choice = "turbo" if torch.version.hip else "deepep"
-    package, limits = VENDOR_PACKAGES[choice], FACTS[choice].buffer
+    package, limits = packages.VENDORS[choice], FACTS[choice].buffer
     assert limits is not None
-    if not is_installed(package.module):
+    if not packages.is_installed(package.module):
         why = f"the package {package.module} is not installed; install it with: {package.install}"
-        return [], [f"{choice}: {why}"]
-    if any(shape.D % limits.hidden_step for shape in shapes.values()):
+    elif hidden % limits.hidden_step:
         why = f"it moves rows of a multiple of {limits.hidden_step} numbers; use shapes=full"
-        return [], [f"{choice}: {why}"]
-    return [choice], []
+    else:
+        return [choice], []
+    return [], [f"{choice}: {why}"]
 
 
-def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> Measured:
+def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> cases.Measured:
     """Run ``suite=dispatch``. Equal on all ranks."""
-    shapes = FULL if full else TINY
-    vendors, left_out = vendors_of(device, shapes)
-    cases = dispatch_cases(shapes, args.blocks, vendors)
+    shape = cases.layers(full)[LABEL]
+    vendors, left_out = vendors_of(device, shape.D)
     with joined_ranks(device) as ranks:
         if ranks.rank:
             logging.getLogger().setLevel(logging.WARNING)
         suite = DispatchSuite(ranks, args.repeats)
-        made = [suite.case(case) for case in cases]
-        rows = run_cases(made, "{exchange} {median_ms:.3f} ms".format_map, args.out, args.only)
+        made = suite.cases(shape, ways(args.blocks, vendors))
+        rows = cases.run_cases(made, "{exchange} {median_ms:.3f} ms".format_map, args.out, args.only)
         close_dispatcher()
-    method = {
-        "ranks": ranks.size,
-        "rounds": rank_group.ROUNDS[device.type],
-        "warm_up_samples": rank_group.WARM_UP_SAMPLES,
-        "experts": suite.backends,
-        "priority": rank_group.PRIORITY,
-        "link_bytes_per_s": LINK_BYTES_PER_S,
-    }
-    return rows, left_out, method
+    method = {"ranks": ranks.size, "rounds": rank_group.ROUNDS[device.type], "experts": suite.backends}
+    method |= {"warm_up_samples": rank_group.WARM_UP_SAMPLES, "priority": rank_group.PRIORITY}
+    return rows, left_out, method | {"link_bytes_per_s": LINK_BYTES_PER_S}
 
 
 class DispatchSuite:
-    """Runs cases on all ranks. What it is asked, and its rows, are equal on all of them.
-
-    Times of a row are those of the slowest rank; its ``hidden`` is 1 - (both - products) / alone, the share
-    of the exchange's time that the experts' products cover.
-    """
+    """Cases on all ranks. What it is asked, and its rows, are equal on all of them."""
 
     def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats
         self._alltoall_ms: dict[tuple[str, str], float] = {}
-        self.backends = ""
-        """Backends of the experts' products: forward, dgrad, wgrad."""
+        self.backends = ""  # of the experts' products: forward, dgrad, wgrad
         self._products_of = functools.cache(lambda shape: ranks.together(lambda: self._bind_products(shape)))
-        self._open = functools.cache(lambda way, hidden: open_buffer(VENDORS[way], ranks.mesh, hidden))
+        self._open = functools.cache(lambda way, hidden: open_buffer(way, ranks.mesh, hidden))
         use_groups(ranks.mesh)
         use_peers(make_peers(ranks.mesh, ranks.device))
 
-    def case(self, case: DispatchCase) -> Case:
-        """Return the case whose run, a collective, measures each exchange and all four.
-
-        Before anything is timed, the case's results must be those of `alltoall` in every bit.
-        """
-        sizes = {name: size for name, size in asdict(case.shape).items() if name != "dtype"}
-        about = {"case": case.place, "way": case.way, "exchange": ways.ALL_FOUR, "ranks": self._ranks.size}
-        return Case(case.name, about | {"shape": sizes}, lambda: self._measured(case))
-
-    def _measured(self, case: DispatchCase) -> list[Row]:
-        ranks, shape = self._ranks, case.shape
-        if shape.E % ranks.size or shape.K * ranks.size > shape.E:
-            raise CaseFailed(f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks")
-        tokens = ranks.together(lambda: ways.tokens_of(shape, case.routing, ranks))
-        sent_PP = ranks.gather(tokens.plan.send_counts_P.tolist())
-        mean = sum(map(sum, sent_PP)) / ranks.size**2
-        block = 0 if case.share is None else STEP * max(round(case.share * mean / STEP), 1)
-        rows, experts = ways.rows_of(sent_PP, mean, block), shape.E // ranks.size
-
-        def made() -> ways.Way:
-            reference = ways.way_of(AllToAll(ranks.mesh, shape.E), tokens)
-            if case.way == "alltoall":
-                return reference
-            if case.way in VENDORS:
-                self._open(case.way, shape.D)
-                way = ways.way_of(DeepEP(Load(ranks.size * shape.T, 0), experts), tokens)
-            else:
-                way = ways.way_of(Symm(Load(rows, 0), experts, 1, block), tokens)
-            if differ := ways.differing(way, reference):
-                raise RuntimeError(f"not what alltoall gives: {', '.join(differ)}")
-            return way
-
-        way = ranks.together(lambda: ranks.in_exchanges(made))
-        products = self._products_of(replace(shape, E=experts))
+    def cases(self, shape: MlpShape, ways: Mapping[str, float | None]) -> list[Case]:
+        """Return a case of each routing and way, whose run is a collective."""
+        sizes = {name: size for name, size in asdict(shape).items() if name != "dtype"}
         found = []
-        for name in (*BESIDE, ways.ALL_FOUR):
-            parts = ways.EXCHANGES if name == ways.ALL_FOUR else (name,)
-            out_bytes, floor_ms = ways.traffic(shape, sent_PP, name)
-            times = self._times([(way.calls[part], products[BESIDE[part]]) for part in parts], way, floor_ms)
-            if case.way == "alltoall":
-                self._alltoall_ms[case.place, name] = times["median_ms"]
-            baseline = self._alltoall_ms.get((case.place, name))
-            found.append(
-                {"exchange": name}
-                | {"block": block or None, "captured": way.captures, "out_bytes": out_bytes}
-                | {"floor_ms": floor_ms, **times, "bytes_per_s": out_bytes / times["median_ms"] * 1e3}
-                | {"time_over_alltoall": times["median_ms"] / baseline if baseline else None}
-            )
+        for routing in ("natural", "balanced"):
+            for way, share in ways.items():
+                about = {"case": f"{LABEL}/{routing}", "way": way, "exchange": ALL_FOUR}
+                about |= {"ranks": self._ranks.size, "shape": sizes}
+                run = functools.partial(self._measured, shape, routing, way, share)
+                found.append(Case(f"{LABEL}/{routing}/{way}", about, run))
         return found
 
-    def _times(self, parts: Sequence[tuple[Call, Call]], way: ways.Way, floor_ms: float) -> Row:
+    def _measured(self, shape: MlpShape, routing: str, way: str, share: float | None) -> list[Row]:
+        ranks = self._ranks
+        if shape.E % ranks.size or shape.K * ranks.size > shape.E:
+            raise CaseFailed(f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks")
+        *tokens, plan = ranks.together(lambda: self._tokens(shape, routing))
+        sent_PP = ranks.gather(plan.send_counts_P.tolist())
+        mean = sum(map(sum, sent_PP)) / ranks.size**2
+        block = 0 if share is None else STEP * max(round(share * mean / STEP), 1)
+        rows, experts = rows_of(sent_PP, mean, block), shape.E // ranks.size
+
+        def make() -> Way:
+            reference = way_of(AllToAll(ranks.mesh, shape.E), *tokens, plan)
+            if way == "alltoall":
+                return reference
+            dispatcher: Dispatcher = Symm(Load(rows, 0), experts, 1, block)
+            if way in FACTS:
+                self._open(way, shape.D)
+                dispatcher = DeepEP(Load(ranks.size * shape.T, 0), experts)
+            found = way_of(dispatcher, *tokens, plan)
+            wrong = [name for name, each in reference.results.items() if not found.results[name].equal(each)]
+            if wrong:
+                raise RuntimeError(f"not what alltoall gives: {', '.join(wrong)}")
+            return found
+
+        made = ranks.together(lambda: ranks.in_exchanges(make))
+        products = self._products_of(replace(shape, E=experts))
+        found = []
+        for name in (*BESIDE, ALL_FOUR):
+            parts = [*BESIDE] if name == ALL_FOUR else [name]
+            out_bytes, floor_ms = traffic(shape, sent_PP, name)
+            turns = [(made.calls[part], products[BESIDE[part]]) for part in parts]
+            row = {"exchange": name, "block": block or None, "captured": made.captures}
+            row |= {
+                "out_bytes": out_bytes,
+                "floor_ms": floor_ms,
+                **self._times(turns, made.captures, floor_ms),
+            }
+            row["bytes_per_s"] = out_bytes / row["median_ms"] * 1e3
+            if way == "alltoall":
+                self._alltoall_ms[routing, name] = row["median_ms"]
+            baseline = self._alltoall_ms.get((routing, name))
+            found.append(row | {"time_over_alltoall": row["median_ms"] / baseline if baseline else None})
+        return found
+
+    def _tokens(self, shape: MlpShape, routing: str) -> tuple[Tensor, Tensor, Tensor, SendPlan]:
+        """Return this rank's tokens in bf16, slot weights, experts at random or all alike, and their plan."""
+        ranks, (T, E, K) = self._ranks, (shape.T, shape.E, shape.K)
+        generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
+        h_TD = torch.randn(T, shape.D, generator=generator, device=ranks.device).to(shape.dtype)
+        expert_TK, _, weight_TK = route(T, E, K, generator)
+        if routing == "balanced":
+            expert_TK = round_robin(T, K, E, ranks.device)
+        return h_TD, weight_TK, expert_TK, send_plan(expert_TK, E, ranks.size, 1)
+
+    def _times(self, turns: Sequence[tuple[Call, Call]], captures: bool, floor_ms: float) -> Row:
         def timed(turns: Sequence[Turn]) -> list[float]:
-            return samples_ms(self._ranks, turns, repeats=self._repeats, captures=way.captures)
+            return samples_ms(self._ranks, turns, repeats=self._repeats, captures=captures)
 
         alone, products, both = self._ranks.together(
-            lambda: (timed([(e, None) for e, _ in parts]), timed([(None, p) for _, p in parts]), timed(parts))
+            lambda: (timed([(e, None) for e, _ in turns]), timed([(None, p) for _, p in turns]), timed(turns))
         )
-        row = times_of(alone, floor_ms)
+        row = cases.times_of(alone, floor_ms)
         for name, samples in {"products": products, "both": both}.items():
             row[f"{name}_samples_ms"] = [round(ms, 6) for ms in samples]
             row[f"{name}_ms"] = round(spread(samples)[1], 6)
-        row["hidden"] = 1 - (row["both_ms"] - row["products_ms"]) / row["median_ms"]
-        return row
+        return row | {"hidden": 1 - (row["both_ms"] - row["products_ms"]) / row["median_ms"]}
 
     def _bind_products(self, shape: MlpShape) -> dict[str, Call]:
-        """Calls of the experts of a rank on a natural routing of as many tokens, by direction."""
-        device = self._ranks.device
-        choice = self._ranks.together(
-            lambda: choose_backends("auto", shape, device, None) if self._ranks.rank == 0 else ""
+        """Return calls of a rank's experts on a natural routing of as many tokens, by direction."""
+        ranks, directions = self._ranks, ("forward", "dgrad")
+        choice = ranks.together(
+            lambda: choose_backends("auto", shape, ranks.device, None) if ranks.rank == 0 else ""
         )
-        self.backends = self._ranks.gather(choice)[0]
-        generator = torch.Generator(device).manual_seed(0)
-        _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, device)
-        inputs = {
-            direction: random_inputs(direction, shape, weight_TK, plan, generator)
-            for direction in ("forward", "dgrad")
-        }
+        self.backends = ranks.gather(choice)[0]
+        inputs = mlp_inputs(shape, torch.Generator(ranks.device).manual_seed(0), *directions)
         return {
             direction: functools.partial(call_op, direction, *tensors, self.backends)
-            for direction, tensors in inputs.items()
+            for direction, tensors in zip(directions, inputs, strict=True)
         }
 
 
-_DISPATCH_COLUMNS: dict[str, Cell] = {
-    "case": "{case}",
-    "way": "{way}",
-    "exchange": "{exchange}",
-    "ms": "{median_ms:.4f}",
-    "p10 to p90": "{p10_ms:.4f} to {p90_ms:.4f}",
-    "MB out": lambda row: f"{row['out_bytes'] / 1e6:,.1f}",
-    "GB/s": lambda row: f"{row['bytes_per_s'] / 1e9:.1f}",
-    "of alltoall": "{time_over_alltoall:.2f}",
-    "time / floor": "{time_over_floor:.2f}",
-    "experts ms": "{products_ms:.4f}",
-    "both ms": "{both_ms:.4f}",
-    "hidden %": lambda row: f"{100 * row['hidden']:.1f}",
-}
-
-
-def _dispatch_legend(document: dict[str, Any]) -> Iterator[str]:
-    method = document["method"]
-    yield (
-        f"{method['ranks']} ranks. Times: of a round, medians of {method['repeats']} samples of "
-        f"{method['rounds']} rounds, of the slowest rank in each. Rounds are one graph, but with alltoall, "
-        "whose host waits for counts. All four: the exchanges of a step, one after the other."
-    )
-    yield (
-        f"Floor: what leaves or enters a GPU at {LINK_BYTES_PER_S / 1e9:.0f} GB/s. Hidden: 1 - (both - "
-        f"experts) / ms. Experts run on {method['experts']}: their forward beside dispatch and combine, row "
-        "gradients beside the gradients of these; beside all four these one after the other."
-    )
-
-
-DISPATCH = Suite(measure_exchanges, _DISPATCH_COLUMNS, _dispatch_legend)
+DISPATCH = cases.Suite(
+    measure_exchanges,
+    "case: {case} | way: {way} | exchange: {exchange} | ms: {median_ms:.4f} | "
+    "p10 to p90: {p10_ms:.4f} to {p90_ms:.4f} | MB out: {out_bytes:M*,.1f} | GB/s: {bytes_per_s:G*.1f} | "
+    "of alltoall: {time_over_alltoall:.2f} | time / floor: {time_over_floor:.2f} | "
+    "experts ms: {products_ms:.4f} | both ms: {both_ms:.4f} | hidden %: {hidden:%*.1f}",
+    "{method[ranks]} ranks. Times: of a round, medians of {method[repeats]} samples of {method[rounds]} "
+    "rounds, of the slowest rank in each. Rounds are one graph, but with alltoall, whose host waits for "
+    "counts. All four: the exchanges of a step, one after the other.\n"
+    "Floor: what leaves or enters a GPU at {method[link_bytes_per_s]:G*.0f} GB/s. Hidden: 1 - (both - "
+    "experts) / ms. Experts run on {method[experts]}: their forward beside dispatch and combine, row "
+    "gradients beside the gradients of these; beside all four these one after the other.",
+)

@@ -2,7 +2,7 @@
 
 A sample is a number of rounds, which all ranks begin at once. In each turn of a round an exchange runs on a
 stream of its own and products on another, which then wait for each other. On a GPU all rounds are one graph
-where the exchange can be captured. A CPU runs one after the other.
+if the exchange can be captured. A CPU runs one after the other.
 """
 
 import logging
@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from graphmoe.bench.cases import CaseFailed, reason
+from graphmoe.bench.cases import Call, CaseFailed, reason
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.host.environment import MULTICAST
@@ -25,14 +25,10 @@ from graphmoe.runtime.ranks import Mesh, Ranks, backend_of
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-PATIENCE = timedelta(minutes=3)
-"""For ranks to come together after what each did; the first call of a kernel compiles it."""
-ROUNDS = {"cuda": 8, "cpu": 1}
-"""Rounds of a sample, by device: ranks that come late at the first do not at the others."""
+PATIENCE = timedelta(minutes=3)  # until all ranks have done an action; a kernel's first call compiles it
+ROUNDS = {"cuda": 8, "cpu": 1}  # of a sample: ranks that come late at the first do not at the others
 WARM_UP_SAMPLES = 2
-PRIORITY = -1
-"""Priority of the stream of exchanges, before products; NCCL has streams of its own, of the usual one."""
-Call = Callable[[], object]
+PRIORITY = -1  # of the stream of exchanges, before products; NCCL has streams of its own, of the usual one
 Turn = tuple[Call | None, Call | None]
 """An exchange, and products beside it."""
 
@@ -42,8 +38,7 @@ class RankGroup(Ranks):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(PATIENCE)
-        self.device = device
-        self.mesh = Mesh(Layout(dp=self.size, ep=self.size))
+        self.device, self.mesh = device, Mesh(Layout(dp=self.size, ep=self.size))
         on_gpu = device.type == "cuda"
         # First in line for SMs that become free, or an exchange begins when the products end
         self.exchanges = torch.cuda.Stream(priority=PRIORITY) if on_gpu else None
@@ -51,11 +46,10 @@ class RankGroup(Ranks):
         self._signal = torch.zeros(1, device=device)
 
     def together(self, action: Callable[[], T]) -> T:
-        """Return the action's result here, once all ranks have done it. Collective. *Raises* CaseFailed.
+        """Return the action's result here, once all ranks have done it. Collective.
 
-        That is raised on every rank. An error is printed with its rank at once. Where the others wait for
-        that rank in a collective of the action, and so do not come here within `PATIENCE`, the process
-        ends, and torchrun ends theirs.
+        *Raises* CaseFailed on every rank for an error of one. If the others wait for that rank in a
+        collective of the action longer than `PATIENCE`, the process ends, and torchrun ends theirs.
         """
         result: T | None = None
         failed: str | None = None
@@ -68,11 +62,9 @@ class RankGroup(Ranks):
             errors = self.gather(failed)
         except RuntimeError as error:
             log.error("rank %d of %d ends: the ranks did not come together: %s", self.rank, self.size, error)
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            sys.stdout.flush()
             os._exit(1)  # other ends of a process wait for its GPU, which may wait for other ranks
-        if any(error is not None for error in errors):
-            found = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+        if found := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]:
             raise CaseFailed("; ".join(found))
         return result  # type: ignore[return-value]
 
@@ -104,16 +96,15 @@ def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
 
 
 def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, captures: bool) -> list[float]:
-    """Milliseconds of a round in each sample: the slowest rank's, equal on all ranks. Collective.
+    """Return ms of a round of these turns in each sample: the slowest rank's, equal on all. Collective.
 
-    A round is these turns, one after the other. Waits for the device.
+    Waits for the device.
     """
     rounds = ROUNDS[ranks.device.type]
 
     def all_rounds() -> None:
-        for _ in range(rounds):
-            for turn in turns:
-                _take(ranks, *turn, exchange_first=captures)
+        for exchange, products in [*turns] * rounds:
+            _take(ranks, exchange, products, exchange_first=captures)
 
     run = _captured(ranks, all_rounds) if captures else all_rounds
     times = [_sample_ms(ranks, run) for _ in range(WARM_UP_SAMPLES + repeats)]
@@ -123,25 +114,23 @@ def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, capture
 
 def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
     """Queue both. An exchange that lets the host wait must come second, one that is captured packs first."""
-    if ranks.exchanges is None:
-        for call in (exchange, products):
-            if call is not None:
-                call()
-        return
-    now = torch.cuda.current_stream()
-    ranks.exchanges.wait_stream(now)
-    if products is not None and not exchange_first:
-        products()
-    if exchange is not None:
+    calls = [exchange, products]
+    now = None if ranks.exchanges is None else torch.cuda.current_stream()
+    if ranks.exchanges is not None and now is not None:
+        ranks.exchanges.wait_stream(now)
+        calls = calls if exchange_first else calls[::-1]
+    for call in filter(None, calls):
+        if now is None or call is products:
+            call()
+            continue
         with torch.cuda.stream(ranks.exchanges), beside_products_on(now):
-            exchange()
-    if products is not None and exchange_first:
-        products()
-    now.wait_stream(ranks.exchanges)
+            call()
+    if now is not None:
+        now.wait_stream(ranks.exchanges)
 
 
 def _captured(ranks: RankGroup, run: Call) -> Call:
-    """The same as a graph's replay. It ran once before, so nothing is compiled or reserved in the capture."""
+    """Return a graph's replay. The call runs once before, so that the capture compiles nothing."""
     assert ranks.products is not None
     with torch.cuda.stream(ranks.products):
         run()

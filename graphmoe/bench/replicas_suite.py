@@ -1,19 +1,18 @@
 """``suite=replicas``: the plan of replicas of hot experts, simulated on loads without a GPU.
 
-Nothing is timed: counts are drawn, the plan is that of `graphmoe.ops.replicas`, times are arithmetic.
-
-Suffixes: R ranks, E experts, S slots of a rank.
+Counts are drawn, times are arithmetic. Suffixes: R ranks, E experts, S slots of a rank.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+import functools
+import itertools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmoe.bench.arguments import BenchArgs
-from graphmoe.bench.cases import FLOPS_PER_S, Case, Cell, Measured, Row, Suite, run_cases
-from graphmoe.bench.dispatch_ways import LINK_BYTES_PER_S
+from graphmoe.bench.cases import FLOPS_PER_S, Case, Measured, Row, Suite, run_cases
+from graphmoe.bench.dispatch_suite import LINK_BYTES_PER_S
 from graphmoe.bench.jobs import compose_config
 from graphmoe.model.sizes import attention_weights
 from graphmoe.ops import replicas
@@ -34,17 +33,20 @@ PULLS, GRADIENT = (2, 2), 4
 
 
 class Sizes(NamedTuple):
-    """Weights of an expert, and FLOPs of a token's forward in attention."""
-
-    expert: int
-    attention: int
+    expert: int  # weights
+    attention: int  # FLOPs of a token's forward
 
 
 def simulate(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     """Run the suite: two rows of each load, with and without slack."""
-    sizes = {name: _sizes_of(name) for name in MODELS}
-    loads = (*LOADS, *(f"{TRAINED}{imbalance}" for imbalance in IMBALANCES))
-    cases = [_case(which, E, R, sizes) for R in RANKS for E in EXPERTS for which in loads]
+    cases, sizes = list[Case](), dict[str, Sizes]()
+    for name in MODELS:
+        model = compose_config(f"model={name}").model
+        attention = 2 * attention_weights(model) + attention_scores(model, SEQ_LEN)
+        sizes[name] = Sizes(swiglu_weights(model, model.expert_ffn_size), attention)
+    for R, E, which in itertools.product(RANKS, EXPERTS, (*LOADS, *(f"{TRAINED}{i}" for i in IMBALANCES))):
+        about = {"case": (name := f"ep{R}/e{E}/{which}"), "ranks": R, "experts": E, "load": which}
+        cases.append(Case(name, about, functools.partial(_rows, which, E, R, sizes)))
     rows = run_cases(cases, lambda row: f"{row['before']:.2f} -> {row['after']:.4f}", args.out, args.only)
     method = {
         "repeats": 1, "shapes": "full", "warning": "a simulation: no kernel ran, and no time was measured",
@@ -54,22 +56,13 @@ def simulate(args: BenchArgs, device: torch.device, full: bool) -> Measured:
     return rows, [], method
 
 
-def _case(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> Case:
-    def run() -> list[Row]:
-        is_trained = which.startswith(TRAINED)
-        imbalance = float(which.removeprefix(TRAINED)) if is_trained else 0
-        share = trained_load(imbalance, E, R) if is_trained else load(which, BURST_STEPS, 0, E, TOP_K, R)
-        counts_RE = drawn_counts(share, R)
-        return [planned(counts_RE, slack, sizes) for slack in (0, slack_of(TOKENS * TOP_K))]
-
-    name = f"ep{R}/e{E}/{which}"
-    return Case(name, {"case": name, "ranks": R, "experts": E, "load": which}, run)
-
-
-def _sizes_of(name: str) -> Sizes:
-    model = compose_config(f"model={name}").model
-    attention = 2 * attention_weights(model) + attention_scores(model, SEQ_LEN)
-    return Sizes(swiglu_weights(model, model.expert_ffn_size), attention)
+def _rows(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> list[Row]:
+    if which.startswith(TRAINED):
+        share = trained_load(float(which.removeprefix(TRAINED)), E, R)
+    else:
+        share = load(which, BURST_STEPS, 0, E, TOP_K, R)
+    counts_RE = drawn_counts(share, R)
+    return [planned(counts_RE, slack, sizes) for slack in (0, slack_of(TOKENS * TOP_K))]
 
 
 def trained_load(imbalance: float, E: int, R: int) -> list[float]:
@@ -116,6 +109,7 @@ def planned(counts_RE: Tensor, slack: int, sizes: dict[str, Sizes]) -> Row:
     sent_R = torch.bincount(owner_E[expert_RS[is_used].long()], minlength=R)
     busiest = int(torch.maximum(sent_R, is_used.sum(1)).max())
     after = int(after_R.max()) * R / total
+    moved = {name: int(is_used.sum()) * (sum(PULLS) + GRADIENT) * each.expert for name, each in sizes.items()}
     return {
         "slack": slack,
         "before": int(before_R.max()) * R / total,
@@ -124,9 +118,7 @@ def planned(counts_RE: Tensor, slack: int, sizes: dict[str, Sizes]) -> Row:
         "replica_rows": int(rows_RS.sum()) / total,
         "more_sent_rows": (stayed - stays) / total,
         "busiest_link": busiest,
-        "moved_bytes": {
-            name: int(is_used.sum()) * (sum(PULLS) + GRADIENT) * each.expert for name, each in sizes.items()
-        },
+        "moved_bytes": moved,
         **_times(after, busiest, total / R, sizes),
     }
 
@@ -143,43 +135,22 @@ def _times(after: float, busiest: int, rows: float, sizes: dict[str, Sizes]) -> 
     return {"time_exposed": exposed, "time_beside_attention": hidden}
 
 
-_COLUMNS: dict[str, Cell] = {
-    "case": "{case}",
-    "slack": "{slack:,}",
-    "busiest before": "{before:.3f}",
-    "after": "{after:.3f}",
-    "replicas": "{replicas}",
-    "rows there %": lambda row: f"{100 * row['replica_rows']:.1f}",
-    "more rows sent %": lambda row: f"{100 * row['more_sent_rows']:+.1f}",
-    "GB V3": lambda row: f"{row['moved_bytes'][MODELS[0]] / 1e9:.2f}",
-    "GB V2-Lite": lambda row: f"{row['moved_bytes'][MODELS[1]] / 1e9:.2f}",
-    "busiest link": "{busiest_link}",
-    "time": lambda row: f"{row['time_exposed'][MODELS[0]]:.3f}",
-    "beside attention V3": lambda row: f"{row['time_beside_attention'][MODELS[0]]:.3f}",
-    "V2-Lite": lambda row: f"{row['time_beside_attention'][MODELS[1]]:.3f}",
-}
-
-
-def _legend(document: dict[str, Any]) -> Iterator[str]:
-    method = document["method"]
-    yield (
-        f"One layer and micro-batch, {method['tokens']:,} tokens of each rank to {method['top_k']} experts, "
-        "chosen independently. Busiest: rows of the busiest rank over the mean. Rows there: on replicas. "
-        "More rows sent: that cross ranks, beyond those that would without replicas. Both are shares of all "
-        "rows."
-    )
-    yield (
-        "GB: weights for forward and backward in bf16, and gradients in fp32, of all replicas together, with "
-        "experts as large as those of DeepSeek-V3 and V2-Lite. Busiest link: replicas that one rank sends or "
-        "gets."
-    )
-    yield (
-        "Time: of the experts and of replicas on the busiest link, over that of the experts in exact "
-        "balance; it does not depend on the size of experts. Beside attention: only what takes longer than "
-        f"attention of as many tokens, sequences of {method['seq_len']}. Products at "
-        f"{method['share_of_rate']} of {FLOPS_PER_S / 1e12:.0f} TFLOP/s, links at "
-        f"{method['link_bytes_per_s'] / 1e9:.0f} GB/s of each GPU."
-    )
-
-
-REPLICAS = Suite(simulate, _COLUMNS, _legend)
+REPLICAS = Suite(
+    simulate,
+    "case: {case} | slack: {slack:,} | busiest before: {before:.3f} | after: {after:.3f} | "
+    "replicas: {replicas} | rows there %: {replica_rows:%*.1f} | "
+    "more rows sent %: {more_sent_rows:%*+.1f} | GB V3: {moved_bytes[deepseek_v3]:G*.2f} | "
+    "GB V2-Lite: {moved_bytes[deepseek_v2_lite]:G*.2f} | busiest link: {busiest_link} | "
+    "time: {time_exposed[deepseek_v3]:.3f} | "
+    "beside attention V3: {time_beside_attention[deepseek_v3]:.3f} | "
+    "V2-Lite: {time_beside_attention[deepseek_v2_lite]:.3f}",
+    "One layer and micro-batch, {method[tokens]:,} tokens of each rank to {method[top_k]} experts, chosen "
+    "independently. Busiest: rows of the busiest rank over the mean. Shares of all rows: on replicas, and "
+    "sent between ranks beyond those without replicas.\n"
+    "GB: weights in bf16 for forward and backward, and gradients in fp32, of all replicas, with experts of "
+    "DeepSeek-V3 and V2-Lite. Busiest link: replicas that one rank sends or gets.\n"
+    "Time: of the experts and the busiest link over that of experts in exact balance; beside attention: only "
+    "what takes longer than attention in sequences of {method[seq_len]}. Products at "
+    "{method[share_of_rate]} of {method[floor_flops_per_s]:T*.0f} TFLOP/s, links at "
+    "{method[link_bytes_per_s]:G*.0f} GB/s of each GPU.",
+)

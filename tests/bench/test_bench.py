@@ -1,6 +1,5 @@
-"""The benchmark tool: every operation at tiny shapes, floors, routings, failures, arguments, kept rows."""
+"""The benchmark tool: every operation at tiny shapes, floors, failures, arguments, kept rows, replicas."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -12,9 +11,8 @@ import torch
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import ops_suite as ops
 from graphmoe.bench.arguments import BenchArgs
-from graphmoe.bench.cases import Case, Operation, Run, keep, run_cases
+from graphmoe.bench.cases import Case, Operation, keep, run_cases
 from graphmoe.bench.replicas_suite import MODELS, Sizes, planned
-from graphmoe.config.arguments import run_tool
 from graphmoe.ops import replicas
 from tests.runs import refusal
 
@@ -41,7 +39,14 @@ def documented(*words: str):
     return bench.bench(bench.parse_args(BenchArgs, words, prog="graphmoe.bench"), words)
 
 
-def test_every_case_runs_on_a_cpu_and_json_on_stdout_is_what_the_file_holds(tmp_path, capsys, monkeypatch):
+def table_of(document) -> list[str]:
+    """Lines of the rendered table, all with as many cells."""
+    lines = [line for line in bench.render(document).splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(document["rows"]) and len({line.count("|") for line in lines}) == 1
+    return lines
+
+
+def test_every_case_runs_and_stdout_is_what_the_file_holds(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # as in a new process
     out = tmp_path / "ops.json"
     (tmp_path / "ops.rows.jsonl").write_text("what an earlier suite left")
@@ -49,25 +54,25 @@ def test_every_case_runs_on_a_cpu_and_json_on_stdout_is_what_the_file_holds(tmp_
     streams = capsys.readouterr()
     document = json.loads(streams.out)
     assert json.loads(out.read_text()) == document and [*tmp_path.iterdir()] == [out]
-    names = [case.name for case in ops.ops_suite(ops.TINY, CPU)[0]]
+    names = [case.name for case in ops.ops_suite(False, CPU)[0]]
     assert [*dict.fromkeys(row["case"] for row in document["rows"])] == names and FLOORS.keys() < {*names}
     assert f"[{len(names)}/{len(names)}] {names[-1]}: " in streams.err
     for row in document["rows"]:
         assert row["error"] is None and len(row["samples_ms"]) == 4, row
         assert 0 < min(row["samples_ms"]) <= row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] < math.inf
         assert row["time_over_floor"] == pytest.approx(row["median_ms"] / row["floor_ms"], rel=1e-3)
-    assert document["environment"]["command"][2:] == [
-        "graphmoe.bench", "suite=ops", "device=cpu", "repeats=4", "format=json", "out=ops.json",
-    ]  # fmt: skip
+    command = ["graphmoe.bench", "suite=ops", "device=cpu", "repeats=4", "format=json", "out=ops.json"]
+    assert document["environment"]["command"][2:] == command
     assert document["left_out"] == ["triton, turbo, te: a CPU has the torch backend only"]
     assert str(tmp_path) not in json.dumps(document) and "host" not in document["environment"]
-    table = bench.render(document)
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(document["rows"]) and len({line.count("|") for line in lines}) == 1
-    assert "times of a CPU" in table and "790 TFLOP/s" in table
+    first = table_of(document)[2]
+    assert re.fullmatch(
+        r"\| grouped_mlp/v2_lite/forward \| torch( \| [\d.e-]+( to [\d.]+)?){4} \|  \|", first
+    )
+    assert "times of a CPU" in (text := bench.render(document)) and "790 TFLOP/s" in text
 
 
-def test_replicas_are_simulated_with_the_bytes_and_times_worked_out_by_hand():
+def test_replicas_have_bytes_and_times_worked_out_by_hand():
     document = documented("suite=replicas", "device=cpu", "only=ep8/e64/hot_rank,ep16/e64/trained_3.0")
     hot, with_slack, trained, _ = document["rows"]
     assert hot["before"] == pytest.approx(2, abs=0.01) and (hot["after"], with_slack["slack"]) == (1, 1024)
@@ -77,10 +82,13 @@ def test_replicas_are_simulated_with_the_bytes_and_times_worked_out_by_hand():
     expert = 3 * 7168 * 2048
     assert hot["moved_bytes"]["deepseek_v3"] == 7 * expert * (2 + 2 + 4)
     link_s, experts_s = 7 * expert * 8 / 325e9, 6 * expert * 8192 * 8 / (0.7 * 790e12)
-    assert hot["time_exposed"]["deepseek_v3"] == pytest.approx(1 + link_s / experts_s)
-    assert hot["time_exposed"]["deepseek_v3"] == pytest.approx(hot["time_exposed"]["deepseek_v2_lite"])
+    times = hot["time_exposed"]
+    assert times["deepseek_v3"] == pytest.approx(1 + link_s / experts_s)
+    assert times["deepseek_v3"] == pytest.approx(times["deepseek_v2_lite"])
     assert hot["time_beside_attention"] == {"deepseek_v3": 1, "deepseek_v2_lite": 1}
-    assert "| ep8/e64/hot_rank | 0 | 2.0" in (shown := bench.render(document)) and "a simulation" in shown
+    shown = table_of(document)[2]
+    assert shown.startswith("| ep8/e64/hot_rank | 0 | 2.0") and f"| {7 * expert * 8 / 1e9:.2f} |" in shown
+    assert "a simulation" in bench.render(document)
 
 
 def test_rows_that_cross_ranks_are_those_of_the_split():
@@ -91,9 +99,8 @@ def test_rows_that_cross_ranks_are_those_of_the_split():
     ends_RER = torch.stack([replicas.plain_places(counts_RE, *plan, rank)[0] for rank in range(4)])
     sent_RR = ends_RER.diff(dim=2, prepend=torch.zeros(4, 8, 1, dtype=torch.int32)).sum(1)
     crossing, without = (int(each.sum() - each.trace()) for each in (sent_RR, counts_RE.view(4, 4, 2).sum(2)))
-    assert row["replicas"] and row["more_sent_rows"] * int(counts_RE.sum()) == pytest.approx(
-        crossing - without
-    )
+    more = row["more_sent_rows"] * int(counts_RE.sum())
+    assert row["replicas"] and more == pytest.approx(crossing - without)
 
 
 WRONG = (
@@ -107,9 +114,10 @@ WRONG = (
     ("limit_s=9", "limit_s=9 has no effect with suite=ops; use suite=step or suite=ladder"),
     ("suite=step limit_s=0", "limit_s=0 must be from 1 to 86400"),
     ("suite=step scopes=none,every", "scopes=every: use any of none"),
+    ("suite=step scopes=none,[attn,every]", "scopes=[attn,every]: use any of none"),
     ("suite=step scopes=[]", "scopes= names none; use scopes=none,full_iteration"),
-    ("suite=step micro_batch_sizes=1,x", "micro_batch_sizes=1,x: 'x' is no number above 0"),
-    ("suite=step seq_lens=0", "seq_lens=0: '0' is no number above 0; use such as seq_lens=1,4"),
+    ("suite=step micro_batch_sizes=1,x", "micro_batch_sizes=1,x: expected a whole number"),
+    ("suite=step seq_lens=0", "seq_lens=0: use numbers above 0"),
     ("suite=step overrides=model.num_layer=2", "'model.num_layers'"),
     ("suite=step overrides=graph=layer", "overrides=graph=layer: the suite sets graph; use scopes=..."),
     ("suite=step overrides=train.val_batches=2", "sets train.val_batches, so that only steps are timed"),
@@ -122,7 +130,7 @@ WRONG = (
     ("suite=ladder device=cpu overrides=graph=layer", "sets graph; choose rungs by only="),
     ("suite=ladder device=cpu overrides=train.micro_batch_size=4", "use micro_batch_sizes=..."),
     ("suite=ladder device=cpu overrides=checkpoint.interval=4", "the suite sets checkpoint.interval"),
-    ("suite=ladder device=cpu overrides=parallel.tp=2", "of one node along parallel.ep; use nproc="),
+    ("suite=ladder device=cpu overrides=parallel.tp=2", "of one node are along parallel.ep; use nproc="),
     ("suite=ladder device=cpu overrides=model=no_such", "no_such"),
     ("suite=projection device=cpu overrides=launch.nproc=2", "use nproc="),
     ("suite=projection device=cpu overrides=model.top_k=999", "model.top_k=999"),
@@ -135,50 +143,40 @@ def test_a_bad_argument_names_key_value_and_what_is_valid(words, said, capsys):
 
 
 def test_a_floor_is_what_a_hand_calculation_gives():
-    cases = {case.name: case for case in ops.ops_suite(ops.FULL, CPU)[0]}
+    cases = {case.name: case for case in ops.ops_suite(True, CPU)[0]}
     for name, (amount, ms) in FLOORS.items():
         assert (cases[name].amount, cases[name].floor_ms) == (amount, pytest.approx(ms, rel=1e-4)), name
 
 
-def case_of(**alternatives):
-    return Operation("made_up", {"T": 3}, 1000, "bytes", ("y", "dx"), lambda: alternatives)
-
-
 def gives(*values):
-    return lambda: Run(lambda: tuple(torch.tensor([v]) for v in values))
+    return lambda: tuple(torch.tensor([value]) for value in values)
 
 
-def fails():
+def fails(*_):
     raise RuntimeError("no kernel in /opt/some/where/kernels.py for you\nlong advice")
 
 
-def test_a_failing_alternative_is_a_row_with_the_reason_and_the_others_go_on():
-    nan = gives(float("nan"), 2.0)
-    good, right, wrong = gives(1.0, 2.0), gives(1.001, 2.0), gives(1.0, 2.2)
-    case = case_of(reference=good, broken=fails, wrong=wrong, nan=nan, right=right)
-    rows = run_cases([case.case(CPU, 2)], str, None)
+def test_alternatives_and_cases_that_fail_are_rows_with_the_reason(monkeypatch, capsys):
+    right = {"nan_first": gives(math.nan, 2.0), "reference": gives(1.0, 2.0), "broken": fails}
+    right |= {"wrong": gives(1.0, 2.2), "nan": gives(math.nan, 2.0), "right": gives(1.001, 2.0)}
+    good = Operation("made_up", {"T": 3}, 1000, "bytes", ("y", "dx"), lambda generator: right)
+    bad = good._replace(name="too_large", make=fails)
+    monkeypatch.setattr(ops, "ops_suite", lambda *_: ([bad, good], []))
+    document = documented("device=cpu", "repeats=2")
+    first, *rows = document["rows"]
     assert {row["alternative"]: row["error"] for row in rows} == {
+        "nan_first": "y is not finite",
         "reference": None,
         "broken": "RuntimeError: no kernel in kernels.py for you",
         "wrong": "dx differs by 10.0% from the first alternative's",
         "nan": "y is not finite",
         "right": None,
     }
-    assert [len(row.get("samples_ms", ())) for row in rows] == [2, 0, 0, 0, 2]
-
-
-def test_a_case_whose_inputs_do_not_fit_is_one_row_and_the_status_is_1(monkeypatch, capsys):
-    def make():
-        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2 TiB")
-
-    good = case_of(reference=gives(1.0, 2.0))
-    bad = dataclasses.replace(good, name="too_large", make=make)
-    monkeypatch.setattr(ops, "ops_suite", lambda *_: ([bad, good], []))
-    with pytest.raises(SystemExit) as exit_info:
-        run_tool(bench.main, ["device=cpu", "repeats=2"])
-    table = capsys.readouterr().out
-    assert exit_info.value.code == 1 and "| made_up | reference | 0." in table
-    assert re.search(r"\| too_large \| all \| failed: OutOfMemoryError: out of memory\. Tried", table)
+    assert [len(row.get("samples_ms", ())) for row in rows] == [0, 2, 0, 0, 0, 2]
+    assert (first["alternative"], first["error"]) == ("all", "RuntimeError: no kernel in kernels.py for you")
+    assert table_of(document)[2].startswith("| too_large | all | failed: RuntimeError: no kernel in kernels")
+    with pytest.raises(SystemExit, match="1"):
+        bench.main(["device=cpu", "repeats=2"])
 
 
 def made_up(name: str) -> Case:
@@ -190,7 +188,7 @@ def made_up(name: str) -> Case:
     return Case(name, {"case": name}, run)
 
 
-def test_rows_are_kept_as_soon_as_they_are_there_by_the_first_rank_alone(tmp_path, monkeypatch, caplog):
+def test_rows_are_kept_at_once_and_by_the_first_rank_alone(tmp_path, monkeypatch, caplog):
     out, file = tmp_path / "ops.json", tmp_path / "ops.rows.jsonl"
     cases = [made_up(name) for name in ("first", "second", "killed", "never")]
     with pytest.raises(KeyboardInterrupt):

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench import dispatch_ways
-from graphmoe.bench.cases import Row, run_cases
-from graphmoe.bench.dispatch_suite import TINY, DispatchCase, DispatchSuite, dispatch_cases
-from graphmoe.bench.dispatch_ways import ALL_FOUR, EXCHANGES
+from graphmoe.bench import dispatch_suite
+from graphmoe.bench.cases import Row, layers, run_cases
+from graphmoe.bench.dispatch_suite import ALL_FOUR, BESIDE, DispatchSuite, ways
 from graphmoe.bench.rank_group import RankGroup
 from graphmoe.config.arguments import run_tool
 from graphmoe.runtime.dispatch import close_dispatcher
@@ -26,6 +25,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.trips import PACKAGES
 
 CPU = torch.device("cpu")
+SHAPE = layers(False)["v2_lite"]
 WAYS = ("alltoall", "pull", "copy_engine_0.8", "deepep")
 
 
@@ -36,31 +36,28 @@ class Suite:
     broken: bool = False
 
     def __call__(self, ranks: Ranks, folder: Path) -> list[Row]:
-        whole = dispatch_ways.way_of
+        whole = dispatch_suite.way_of
 
-        def way_of(dispatcher, tokens) -> dispatch_ways.Way:
-            way = whole(dispatcher, tokens)
+        def way_of(dispatcher, *tokens) -> dispatch_suite.Way:
+            way = whole(dispatcher, *tokens)
             way.results["dh"].add_(self.broken * ranks.rank * isinstance(dispatcher, Symm))
             return way
 
         package = cast(ModuleType, fake_package(*PACKAGES["deepep"]))
         with (
-            mock.patch.object(dispatch_ways, "way_of", way_of),
+            mock.patch.object(dispatch_suite, "way_of", way_of),
             mock.patch.dict(sys.modules, {"deep_ep": package}),
         ):
-            suite = DispatchSuite(RankGroup(CPU), repeats=2)
-            cases = dispatch_cases(TINY, "0.8", ["deepep"])
-            only = ["v2_lite/natural"] if self.broken else []
-            rows = run_cases([suite.case(case) for case in cases], str, None, only)
+            cases = DispatchSuite(RankGroup(CPU), repeats=2).cases(SHAPE, ways([0.8], ["deepep"]))
+            rows = run_cases(cases, str, None, ["v2_lite/natural"] if self.broken else [])
             close_dispatcher()
         return rows
 
 
 def too_few_experts(ranks: Ranks, folder: Path) -> list[Row]:
     """Run a shape with fewer experts than ranks and slots need."""
-    shape = dataclasses.replace(TINY["v2_lite"], E=2)
-    case = DispatchCase("small", shape, "natural", "pull")
-    return run_cases([DispatchSuite(RankGroup(CPU), repeats=1).case(case)], str, None)
+    suite = DispatchSuite(RankGroup(CPU), repeats=1)
+    return run_cases(suite.cases(dataclasses.replace(SHAPE, E=2), {"pull": None}), str, None)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +72,7 @@ def test_every_way_has_a_row_of_numbers_for_each_exchange_and_for_all(found):
     assert rows == of_other_rank
     places = [(f"v2_lite/{routing}", way) for routing in ("natural", "balanced") for way in WAYS]
     assert [(row["case"], row["way"], row["exchange"]) for row in rows] == [
-        (*place, exchange) for place in places for exchange in (*EXCHANGES, ALL_FOUR)
+        (*place, exchange) for place in places for exchange in (*BESIDE, ALL_FOUR)
     ]
     assert all(row["error"] is None and row["median_ms"] > 0 and row["floor_ms"] > 0 for row in rows)
 
@@ -84,7 +81,7 @@ def test_ways_with_other_results_than_alltoall_and_shapes_that_do_not_go_are_row
     failed = {row["way"]: row["error"] for row in found["broken"][0] if row["error"]}
     assert failed == dict.fromkeys(WAYS[1:3], "rank 1: RuntimeError: not what alltoall gives: dh")
     for rows in found["too few experts"]:
-        assert [row["error"] for row in rows] == ["2 experts and top-2 do not go into 2 ranks"]
+        assert [row["error"] for row in rows] == ["2 experts and top-2 do not go into 2 ranks"] * 2
 
 
 @pytest.mark.parametrize(
@@ -93,8 +90,8 @@ def test_ways_with_other_results_than_alltoall_and_shapes_that_do_not_go_are_row
         (["suite=dispatch"], None, ["here is one", "torchrun --nproc-per-node=4 -m graphmoe.bench"]),
         (["suite=ops"], (2, 2), ["suite=ops is for one process"]),
         (["suite=dispatch"], (4, 2), ["of one node", "--nnodes=1"]),
-        (["suite=dispatch", "blocks=0.5,x"], (2, 2), ["blocks=0.5,x", "blocks=0.5,0.8"]),
-        (["suite=dispatch", "blocks=0"], (2, 2), ["blocks=0:", "above 0"]),
+        (["suite=dispatch", "blocks=0.5,x"], (2, 2), ["blocks=0.5,x: expected a number"]),
+        (["suite=dispatch", "blocks=0"], (2, 2), ["blocks=0: use numbers above 0 and at most 4"]),
         (["suite=dispatch", "scopes=layer"], (2, 2), ["scopes=layer has no effect", "suite=step"]),
         (["suite=ops", "blocks=1"], None, ["blocks=1 has no effect with suite=ops", "suite=dispatch"]),
     ],

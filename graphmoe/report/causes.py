@@ -10,8 +10,9 @@ from graphmoe.run.metrics_file import timed
 
 MANY = 0.1
 """Share of a run, or of a step, from which on a loss of time is named."""
-MOST = 0.5
-"""Share of a run from which on its start is named."""
+MOST = 0.25
+"""Share of a run from which on its start is named alone: a longer run has less of it."""
+START = "its start"
 EAGER = "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
 
 
@@ -26,8 +27,10 @@ class Cause(NamedTuple):
 
 
 def causes(run: RunData) -> list[Cause]:
-    """Losses of time that the run's numbers show, the largest first."""
-    return sorted((each for each in _causes(run) if each.share > MANY), reverse=True)
+    """Return losses of time that the run's numbers show, the largest first."""
+    found = sorted((each for each in _causes(run) if each.share > MANY), reverse=True)
+    is_start = len(found) == 1 and found[0].short == START
+    return [] if is_start and found[0].share <= MOST else found
 
 
 def likely(run: RunData) -> Cause:
@@ -87,6 +90,12 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
+def share_of_steps(run: RunData) -> float:
+    """Return the share of the run's time that its steps after the first took."""
+    _, steps, total = _seconds(run)
+    return steps / total if total else 0.0
+
+
 def _seconds(run: RunData) -> tuple[float, float, float]:
     """Seconds of all starts, of the steps after them, and of both with what is beside them."""
     start = sum(seconds for seconds in run.starts if seconds is not None)
@@ -101,7 +110,7 @@ def _causes(run: RunData) -> Iterator[Cause]:
     summary, (start, steps_s, total) = run.summary, _seconds(run)
     if not total:
         return
-    if (share := start / total) > MOST:  # a longer run has less of it
+    if share := start / total:
         key = "a longer run has it once"
         if run.of("compile.enabled"):
             later = "" if run.of("compile.cache") else " with `compile.cache=true`"
@@ -109,7 +118,7 @@ def _causes(run: RunData) -> Iterator[Cause]:
         first, many = f"The first step came after {duration(start)}", len(run.starts)
         if many > 1:
             first = f"Its {many} starts took {duration(start)} up to their first steps"
-        yield Cause(share, "its start", f"{first}, {share:.0%} of the time{_made(run)}: {key}.")
+        yield Cause(share, START, f"{first}, {share:.0%} of the time{_made(run)}: {key}.")
     if share := (summary.get("data_s") or 0.0) / total:
         key = "`data.prefetch` reads further ahead"
         if run.of("data.source") == "hf":

@@ -93,7 +93,7 @@ class RunLine(NamedTuple):
 
 
 def runs_table(first: str, lines: Sequence[RunLine], folder: Path) -> str:
-    """A table with a line for each run, and a column for each key that differs and each number that is known.
+    """Return a table with a line for each run: its results, then each key that differs.
 
     A name leads to the run's report, as seen from the folder that the page is in, if there is one.
     """
@@ -106,14 +106,15 @@ def runs_table(first: str, lines: Sequence[RunLine], folder: Path) -> str:
     rows = [
         [
             _link(line, folder),
-            *(line.settings.get(key, "") for key in keys),
             *(cells[place] for cells in numbers.values()),
             line.state,
+            *(line.settings.get(key, "") for key in keys),
             *([line.error] if errors else []),
         ]
         for place, line in enumerate(lines)
     ]
-    return table([first, *keys, *numbers, "state", *(["error"] if errors else [])], rows, is_sorted=True)
+    head = [first, *numbers, "state", *keys, *(["error"] if errors else [])]
+    return table(head, rows, numbers_from=1, numbers_to=1 + len(numbers), is_sorted=True)
 
 
 def _shown(run: RunData | None, number: Number, form: str) -> str:

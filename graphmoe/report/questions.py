@@ -5,7 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from graphmoe.report.causes import EAGER, MANY, causes, likely, more, shares
+from graphmoe.report.causes import EAGER, MANY, Cause, causes, likely, more, share_of_steps, shares
 from graphmoe.report.curves import Curve, curve
 from graphmoe.report.run_data import RunData
 from graphmoe.run.expert_loads import WINDOW, watch_rows
@@ -157,14 +157,22 @@ def times(run: RunData, trace: Summary | str) -> Answer:
         most = likely(run)
         first = [most.said, *shares(run)]
         rest = [each for each in findings(run, trace) if each not in first]
-        return f"Most likely: {most.short}", [*first, *rest, more(run) if trace == NO_TRACE else trace]
+        return _headline(most), [*first, *rest, more(run) if trace == NO_TRACE else trace]
     said, answer = [*_of_step(trace)], "Not recorded"
     if trace.segments:
         name, ms = _largest(trace)[0]
-        answer = f"Most in {_words(name)}: {ms / trace.step_ms:.0%} of a step"
-        if (trace.idle or 0.0) > max(0.25, ms / trace.step_ms):
-            answer = f"The GPU does nothing for {trace.idle:.0%} of a step"
+        share, idle = ms / trace.step_ms, trace.idle or 0.0
+        answer = f"Most in {_words(name)}: {share:.0%} of a step"
+        if idle > max(0.25, share):
+            answer = f"The GPU does nothing for {idle:.0%} of a step"
+        if (most := likely(run)).share > max(idle, share) * share_of_steps(run):
+            answer = _headline(most)
     return answer, [*said, *shares(run), *([*findings(run, trace)] or ["Nothing stands out."])]
+
+
+def _headline(cause: Cause) -> str:
+    share = f", {cause.share:.0%} of the time" if cause.share else ""
+    return f"Most likely: {cause.short}{share}"
 
 
 def _largest(trace: Summary) -> list[tuple[str, float]]:

@@ -5,6 +5,7 @@ import functools
 import html
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,18 +90,20 @@ def table(
     rows: Iterable[Sequence[Any]],
     *,
     numbers_from: int | None = None,
+    numbers_to: int | None = None,
     caption: str = "",
     is_sorted: bool = False,
 ) -> str:
-    """A table that scrolls in its own box; columns from ``numbers_from`` on are numbers.
+    """Return a table that scrolls in its box; columns from ``numbers_from`` to ``numbers_to`` are numbers.
 
     A click on a heading of one that ``is_sorted`` puts its rows in the order of that column.
     """
 
     def row(tag: str, cells: Sequence[Any]) -> str:
         first = len(cells) if numbers_from is None else numbers_from
-        kinds = ["" if place < first else ' class="number"' for place in range(len(cells))]
-        show = _term if tag == "th" else _cell
+        numbers = range(first, len(cells) if numbers_to is None else numbers_to)
+        kinds = [' class="number"' if place in numbers else "" for place in range(len(cells))]
+        show = _head if tag == "th" else _cell
         return "".join(f"<{tag}{kind}>{show(cell)}</{tag}>" for cell, kind in zip(cells, kinds, strict=True))
 
     title = f"<caption>{_text(caption)}</caption>" if caption else ""
@@ -180,8 +183,11 @@ def paragraph(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text as it is, with its lines."""
-    return f'<pre class="sample">{_text(text)}</pre>'
+    """Return a text as it is, with its lines; one that is indented, or has words of code, is code."""
+    kind = (
+        " code" if re.search(r"^(?:  |\t|def |class |import |from \w+ import |#include)", text, re.M) else ""
+    )
+    return f'<pre class="sample{kind}">{_text(text)}</pre>'
 
 
 def folds(parts: Iterable[tuple[str, str]]) -> str:
@@ -246,6 +252,11 @@ def _cell(value: Any) -> str:
     if isinstance(value, Link):
         return f'<a href="{_text(quote(value.to))}">{_text(value.text)}</a>'
     return _text(value)
+
+
+def _head(text: str) -> str:
+    """Return a heading, which may break inside a key."""
+    return _term(text) if text.lower() in TERMS else re.sub("([._])", r"\1<wbr>", _text(text))
 
 
 def _term(text: str) -> str:

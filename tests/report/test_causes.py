@@ -14,6 +14,7 @@ from graphmoe.report.page import segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, times
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run.metrics_file import Row
+from graphmoe.trace.summary import SegmentTime, Summary
 from tests.runs import config
 
 COMMAND = ["python", "-m", "graphmoe.train", "run.name=a b", "profile.steps=[1]"]
@@ -44,35 +45,42 @@ EVEN = rows(*[2.0] * 21)
 @pytest.mark.parametrize(
     ("summary", "facts", "short", "said"),
     [
-        ({"data_s": 25.0}, {}, "waiting for data", "For 50% of the time the host waited for data: `data.pre"),
-        ({"validation_s": 12.5}, {}, "validation", "Validation took 20% of the time: more than `train."),
-        ({"checkpoint_s": 10.0}, {}, "checkpoints", "took 17% of the time: a larger `checkpoint.interval`"),
-        ({"time_to_first_step_s": 60.0}, {}, "its start", "60% of the time (compilation 30.0 s): `comp"),
-        ({}, {"cpu": {**CPU, "threads": 1, "OMP_NUM_THREADS": "1"}}, "cores without work",
-         "with 1 thread on 2 cores (OMP_NUM_THREADS=1): `host.threads=2`"),
-        ({}, {"cpu": {**CPU, "workers_of_node": 2}}, "more threads than cores",
+        ({"data_s": 25.0}, {}, "waiting for data, 50%", "For 50% of the time the host waited for data: `dat"),
+        ({"validation_s": 12.5}, {}, "validation, 20%", "Validation took 20% of the time: more than `train."),
+        ({"checkpoint_s": 11.0}, {}, "checkpoints, 18%", "took 18% of the time: a larger `checkpoint."),
+        ({"time_to_first_step_s": 60.0}, {}, "its start, 60%", "60% of the time (compilation 30.0 s): `comp"),
+        ({}, {"cpu": {**CPU, "threads": 1, "OMP_NUM_THREADS": "1"}},
+         "cores without work, 40%", "with 1 thread on 2 cores (OMP_NUM_THREADS=1): `host.threads=2`"),
+        ({}, {"cpu": {**CPU, "workers_of_node": 2}}, "more threads than cores, 40%",
          "2 workers of 2 threads on 2 cores, which wait for each other: `host.threads=1`"),
         ({}, {"cpu": CPU}, "the CPU's arithmetic", "compute on a CPU, with 2 threads on 2 cores."),
         ({}, {}, "the steps themselves", "Nothing that a run always measures stands out."),
         ({}, {"compiles": False}, "nothing is compiled", "`compile.enabled=true`"),
-        ({"data_s": 7.0, "validation_s": 8.0}, {}, "validation", "14% of the time"),
+        ({"data_s": 7.0, "validation_s": 8.0}, {}, "its start, 17%", "17% of the time (compilation"),
     ],
 )  # fmt: skip
 def test_the_largest_loss_of_time_is_named_with_its_key(tmp_path, summary, facts, short, said):
     (tmp_path / "compile_report.json").write_text(json.dumps({"graphs": 1, "seconds": 30.0, "recompiled": 0}))
     run = run_of(tmp_path, EVEN, summary, **facts)
     answer, sentences = times(run, NO_TRACE)
-    assert answer == f"Most likely: {short}" and said in sentences[0]
+    assert answer == f"Most likely: {short}{' of the time' * ('%' in short)}" and said in sentences[0]
     assert likely(run).said == sentences[0] and len({*sentences}) == len(sentences)
     assert shlex.join([*COMMAND[:-1], "profile.steps=[6,8]"]) in sentences[-1]
     assert len([each for each in sentences if "compile.enabled=true" in each]) <= 1
 
 
 def test_uneven_steps_and_full_ranks_count_by_the_time_that_they_cost(tmp_path):
-    late = rows(*[1.0] * 20, *[3.0] * 5, rank_load=1.12)  # 10 s of the 34 of its steps
-    assert [each.short for each in causes(run_of(tmp_path, late, {}))] == ["uneven steps"]
-    late = rows(*[1.0] * 20, *[3.0] * 5, rank_load=4.0)
-    assert [each.short for each in causes(run_of(tmp_path, late, {}))] == ["an overfull rank", "uneven steps"]
+    late, soon = rows(*[1.0] * 20, *[3.0] * 5, rank_load=1.12), {"time_to_first_step_s": 3.0}
+    assert [each.short for each in causes(run_of(tmp_path, late, soon))] == ["uneven steps"]  # 10 s of 34
+    full = rows(*[1.0] * 20, *[3.0] * 5, rank_load=4.0)
+    named = [each.short for each in causes(run_of(tmp_path, full, soon))]
+    assert named == ["an overfull rank", "uneven steps"]
+    compiling = run_of(tmp_path, late, {"time_to_first_step_s": 28.0})  # of 62 s
+    assert times(compiling, NO_TRACE)[0] == "Most likely: its start, 45% of the time"
+    segments = [SegmentTime("attn", "F", 1.0, 300.0, None, [])]
+    traced = Summary("a.json", None, "cpu", {}, 1, 1000.0, segments=segments)
+    assert times(compiling, traced)[0] == "Most likely: its start, 45% of the time"
+    assert times(run_of(tmp_path, EVEN, {}), traced)[0] == "Most in attention: 30% of a step"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +101,7 @@ def test_replicas_are_named_where_an_overfull_rank_could_have_them(tmp_path, moe
     run = run_of(tmp_path, rows(*[2.0] * 21, rank_load=1.5), {}, workers_of_node=ranks)
     for etp in (1, 2):
         run.config.update(moe=moe, parallel={"ep": 8 // etp, "etp": etp})
-        (found,) = causes(run)
+        found, *_ = causes(run)
         assert found.short == "an overfull rank" and "`model.aux_loss_coef`" in found.said
         if said is None or (etp > 1 and moe["balance"] == "none"):
             assert "replica" not in found.said
@@ -106,7 +114,7 @@ def test_a_rank_that_replicas_relieve_is_no_loss_of_time(tmp_path):
         steps = rows(*[2.0] * 21, rank_load=1.5, planned_rank_load=planned)
         return [each.said for each in causes(run_of(tmp_path, steps, {}))]
 
-    assert found(1.02) == [] and "has 1.20 times the mean" in found(1.2)[0]
+    assert found(1.02) == [] and "has 1.20 times the mean" in found(1.2)[-1]
 
 
 def test_replicas_are_drawn_with_the_load_that_they_leave(tmp_path):

@@ -13,25 +13,20 @@ import yaml
 import graphmoe.runtime.capture.capture
 import graphmoe.runtime.compile.report
 import graphmoe.runtime.pipeline.recorder
+from graphmoe import web_page
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.project.memory import allocated_bytes, exact_memory, projected_memory
 from graphmoe.report import __main__ as report
-from graphmoe.report.charts import (
-    KINDS,
-    MAX_CELLS,
-    MAX_FRAMES,
-    OUTSIDE_ALLOCATOR,
-    loads_chart,
-    memory_remarks,
-    projected_chart,
-)
+from graphmoe.report import charts
+from graphmoe.report.charts import loads_chart, memory_remarks, projected_chart
 from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
 from graphmoe.report.curves import MAX_POINTS, MAX_REACHED, Curve, curve, curves_chart, reached, thinned
 from graphmoe.report.page import compile_section, segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run import files
+from graphmoe.web_page import quoted
 from graphmoe.worker import leave_report
 from tests.kineto import FACTS, two_steps
 from tests.runs import config
@@ -78,21 +73,9 @@ def test_a_run_that_was_killed_has_a_page_of_what_is_there(tmp_path):
     assert (run.state, run.layout(), run.name) == ("not finished, 3 of 9 steps", "dp 2, tp 2, ep 4", "killed")
     assert run.tokens_per_s_per_rank() == (400 + 800 / 3) / 2 / 4  # of steps 2 and 3
     text = outside_scripts(page)
-    expected = [
-        "4 x some GPU",
-        "dp 2, tp 2, ep 4",
-        "not finished, 3 of 9 steps",
-        "3.00 GiB",
-        "6.0000",
-        "optim.lr",
-    ]
-    expected += [
-        "profile.steps=[7,9]",
-        "log.peak_tflops",
-        "&#x27;a b&#x27;",
-        "graph.scope=[attn,&lt;b&gt;]",
-    ]
-    expected += ["no expert_load.jsonl", "no report of what it compiled"]
+    expected = ["4 x some GPU", "dp 2, tp 2, ep 4", "not finished, 3 of 9 steps", "3.00 GiB", "6.0000"]
+    expected += ["optim.lr", "profile.steps=[7,9]", "log.peak_tflops", "&#x27;a b&#x27;"]
+    expected += ["graph.scope=[attn,&lt;b&gt;]", "no expert_load.jsonl", "no report of what it compiled"]
     for said in expected:
         assert said in text, said
     assert "<b>" not in text and not re.search(r"(src=|href=(?!\"#))|url\(|@import", text)
@@ -162,7 +145,9 @@ def test_a_long_curve_keeps_its_ends_and_every_peak_and_leaves_out_what_is_not_f
     assert curves_chart("Loss", "nats", [curve("lr", rows, "lr")]) == []
 
 
-@pytest.mark.parametrize(("layers", "experts", "frames"), [(2, 4, MAX_FRAMES), (60, 384, MAX_CELLS // 23040)])
+@pytest.mark.parametrize(
+    ("layers", "experts", "frames"), [(2, 4, charts.MAX_FRAMES), (60, 384, charts.MAX_CELLS // 23040)]
+)
 def test_a_heat_map_has_few_pictures_among_them_the_first_and_the_last(layers, experts, frames):
     rows = [{"step": n, "steps": 5, "load": [[n / 100] * experts] * layers} for n in range(5, 1001, 5)]
     (chart,) = loads_chart(rows)
@@ -182,8 +167,8 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     document = projected_memory(plan)
     (place,) = exact_memory(plan, on_nvidia=True)
     (kinds,) = document["places"]
-    assert tuple(OUTSIDE_ALLOCATOR) == graphmoe.project.memory.OUTSIDE_ALLOCATOR
-    assert set(kinds) == {*KINDS, *OUTSIDE_ALLOCATOR, "total"}
+    assert tuple(charts.OUTSIDE_ALLOCATOR) == graphmoe.project.memory.OUTSIDE_ALLOCATOR
+    assert set(kinds) == {*charts.KINDS, *charts.OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))
     (chart,) = projected_chart(read_run(tmp_path))
@@ -286,7 +271,7 @@ def test_the_floor_is_the_models_arithmetic_at_the_peak_or_unknown(tmp_path):
 
 def test_where_time_is_lost_is_said_with_what_to_try(tmp_path):
     run = with_losses(tmp_path, [3.0] * 40, step_s=2.0, rank_load=1.5)
-    assert times(run, NO_TRACE)[0] == "Most likely: an overfull rank"
+    assert times(run, NO_TRACE)[0] == "Most likely: an overfull rank, 33% of the time"
     assert told(times(run, NO_TRACE)).count("1.50 times the mean") == 1
     trace = two_steps().write(tmp_path / "profile" / "rank3.trace.json.gz", FACTS | {"rank": 3})
     found = trace_of(run, math.inf)
@@ -353,9 +338,19 @@ def test_a_comparison_names_what_differs(tmp_path):
     write_comparison(runs, tmp_path / "both.html")
     head, first, second = re.findall("<tr>.*</tr>", outside_scripts(tmp_path / "both.html"))[:3]
     said = [re.sub("<.*?>", " ", row).split() for row in (first, second)]
-    assert re.sub("<.*?>", "", head).startswith("runoptim.lrlosstokens/s eachs per steprank load")  # no MFU
-    assert said[0][:6] == ["a/run", "0.1", "6.0000", "83", "2.5", "1.06"] and said[1][:2] == ["b/run", "0.2"]
+    shown = re.sub("<.*?>", "", head)  # no MFU
+    assert shown.startswith("runlosstokens/s eachs per steprank load") and shown.endswith("stateoptim.lr")
+    assert said[0][:5] == ["a/run", "6.0000", "83", "2.5", "1.06"]
+    assert [row[-1] for row in said] == ["0.1", "0.2"]
     assert "href" not in first and '<a href="b/run/report.html">b/run</a>' in second
+
+
+def test_samples_of_code_are_in_a_monospace_font():
+    assert quoted("def f():\n    return 1").startswith('<pre class="sample code">')
+    assert quoted("Once upon a time,\n\nfrom far away.").startswith('<pre class="sample">')
+    assert re.search(
+        r"\.sample\.code \{[^}]*monospace", Path(web_page.__file__).with_name("page.css").read_text()
+    )
 
 
 def test_the_command_writes_where_it_is_told(tmp_path, capsys, monkeypatch):

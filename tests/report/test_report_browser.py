@@ -176,6 +176,31 @@ def test_a_comparison_lays_curves_over_each_other(runs, drawn, width, tmp_path):
     assert "data.seq_len" not in found["text"]
 
 
+LAYOUT = """(() => {
+  const box = node => node.getBoundingClientRect(), all = query => [...document.querySelectorAll(query)];
+  const rows = all('.grid').map(grid => Object.values(Object.groupBy(grid.children, node => box(node).top))
+    .map(row => [row.length, Math.round(box(grid).right - box(row.at(-1)).right)]));
+  const cut = all('.scroll').filter(node => node.scrollWidth > node.clientWidth);
+  const marked = cut.filter(node => /gradient/.test(getComputedStyle(node).background));
+  return {rows, cut: cut.length, marked: marked.length,
+          heads: all('.sorted th').map(head => head.textContent)};
+})()"""
+
+
+def test_pages_are_whole_on_a_laptop_and_mark_what_a_phone_scrolls(runs, value_in, tmp_path):
+    report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
+    both, one = (
+        value_in(tmp_path / "both.html", 1440, LAYOUT),
+        value_in(runs[1] / "report.html", 1440, LAYOUT),
+    )
+    assert [count for count, _ in one["rows"][0]] == [2, 2]  # four charts of training
+    assert {space for grid in both["rows"] + one["rows"] for _, space in grid} == {0} and both["cut"] == 0
+    heads = both["heads"]
+    assert heads[0] == "run" and heads.index("state") < min(n for n, head in enumerate(heads) if "." in head)
+    phone = value_in(tmp_path / "both.html", 390, LAYOUT)
+    assert phone["marked"] == phone["cut"] > 0
+
+
 CONTROLS = """(async () => {
   const [form, plot] = ['.controls', '.chips ~ .grid .plot'].map(query => document.querySelector(query));
   const set = async (name, value) => {
@@ -202,8 +227,8 @@ CONTROLS = """(async () => {
   document.querySelector('.term').focus();
   const tip = document.getElementById('tip'), box = tip.getBoundingClientRect();
   found.tip = [tip.hidden, tip.textContent, box.left >= 0 && box.right <= innerWidth];
-  document.querySelectorAll('.sorted th')[1]?.click();
-  found.order = [...document.querySelectorAll('.sorted tbody tr td:nth-child(2)')].map(c => c.textContent);
+  [...document.querySelectorAll('.sorted th')].at(-1)?.click();
+  found.order = [...document.querySelectorAll('.sorted tbody tr td:last-child')].map(c => c.textContent);
   return found;
 })()"""
 

@@ -47,7 +47,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         if not key or key == "_dummy_":  # Hydra's, for a group's option
             continue
         if key not in known_keys() and file:
-            return f"unknown key '{key}' in {file}.yaml; did you mean '{nearest_key(key)}'?"
+            return f"unknown key '{key}' in {file}.yaml{_instead(key)}"
         return _misfit(key, cause, f"in {file}.yaml" if file else "on the command line")
     text = "\n  ".join(line.strip() for line in str(error).splitlines() if line.strip())
     own = " ".join(word for word in argv if word.lstrip("+~").startswith("hydra"))
@@ -97,11 +97,17 @@ def _wrong_value(override: Override) -> Iterator[str]:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(kind), {name: value})
     except (OmegaConfBaseException, ArithmeticError) as error:
-        yield _misfit(f"{section}.{name}", error, "on the command line")
+        answer = answer_to(str(value))
+        yield _misfit(f"{section}.{name}", error, "on the command line") + (f"; {answer}" if answer else "")
         return
     typed = OmegaConf.to_container(merged)
     assert isinstance(typed, dict) and isinstance(kind, type)
-    yield from type_rules(field_of(kind, name, f"{section}.{name}", typed[name]))
+    field = field_of(kind, name, f"{section}.{name}", typed[name])
+    rows = [mark.names for mark in field.marks if isinstance(mark, OneOf)]
+    if rows and value not in rows[0] and (answer := answer_to(str(value), rows[0])):
+        yield f"{section}.{name}={value} on the command line: {answer}"
+    else:
+        yield from type_rules(field)
 
 
 def _misfit(key: str, cause: BaseException, where: str) -> str:
@@ -136,6 +142,56 @@ USUAL_NAMES = {
     "steps": "train.steps",
 }
 """Names that other trainers give a key, where no spelling leads to ours."""
+_ALL_COUNT = "every token of a document counts in the loss"
+ANSWERS = {
+    "q?lora|peft|adapters?": "there are no adapters: all weights are trained, from those of a folder with "
+    "checkpoint.init_from=FOLDER",
+    r"sft|fine_?tun\w*|instruct\w*|chat\w*": f"there is no training on answers alone: {_ALL_COUNT}; "
+    "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
+    r"\w*masks?|ignore_index": f"there is no mask: {_ALL_COUNT}, and attention sees a whole sample",
+    "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",
+    "muon|shampoo|soap": "the optimizer is optim.name=adamw; this one works on whole matrices, and a rule of "
+    "your own on single elements",
+    "lion|adafactor|sgd|adam|sophia|adam_?8bit": "the optimizer is optim.name=adamw; a rule for each element "
+    "can be code of your own: optim.name=package.module:NAME",
+    r"llama4\w*|gpt_?oss|glm\w*|minimax\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not "
+    "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3-MoE and Mixtral",
+    r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2|dense": "dense families are not there; "
+    "model=mixtral_8x7b has Llama's layers, with experts in place of its MLP",
+    r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|stage|full_shard": "parallel.dp_shard=zero1, the default, "
+    "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
+    r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "
+    "larger parallel.ep need less of the GPU's",
+    r"\w*dropout\w*": "there is no dropout; optim.weight_decay=0.1 regularizes",
+    r"(?:gradient|activation)_checkpoint\w*|checkpoint_activations|remat": "recompute=all computes layers "
+    "again in the backward; recompute.segments and recompute.ops choose parts",
+    "fp8|float8": "precision.fp8=rowwise quantizes products to 8 bits, beside precision.compute=bf16",
+    r"(?:nv|mx)?fp4|\w*int[48]|\w*[48]_?bit|bitsandbytes|gptq|awq": "weights are not quantized for training; "
+    "precision.fp8=rowwise quantizes products to 8 bits",
+    "fp16|float16|half|amp": "there is no fp16; precision=bf16 is the default on a GPU",
+    r"flash\w*|xformers|attn_implementation": "model.attention_backend=auto is the fastest kernel",
+    "accelerate|ddp|lightning|horovod|ray": "launch.nproc=8 starts a process for each GPU, launch.nodes=2 on "
+    "more nodes; torchrun, srun and mpirun work too",
+    r"\w*packing": "samples are always packed: documents end to end, cut at data.seq_len",
+    "capacity_factor|drop_tokens|token_drop": "no token is dropped; moe.receive_budget bounds memory",
+    "sliding_window|window": "there is no window: attention is causal over the whole sample",
+    "ema": "there is no average of weights over steps",
+}
+"""Answers about things that people ask for, by patterns of their names."""
+
+
+def answer_to(word: str, valid: Sequence[str] = ()) -> str | None:
+    """Return the answer about the thing that a word names, unless it is a misspelt one of the valid words."""
+    if difflib.get_close_matches(word, valid, n=1, cutoff=0.85):
+        return None
+    plain = "_" + re.sub(r"\W+", "_", word.lower()) + "_"
+    return next((text for names, text in ANSWERS.items() if re.search(rf"_(?:{names})\d*_", plain)), None)
+
+
+def _instead(key: str, valid: Sequence[str] = ()) -> str:
+    answer = answer_to(key, [*known_keys(), *valid])
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
+    return f": {answer}" if answer else f"; did you mean '{close[0] if close else nearest_key(key)}'?"
 
 
 def nearest_key(key: str) -> str:
@@ -158,7 +214,6 @@ def nearest_key(key: str) -> str:
 
 
 def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
-    """Yield the error in the key, group or option of one override, if there is any."""
     key = str(override.key_or_group)
     line = override.input_line or ""
     if key.split(".")[0].split("/")[0] in ("hydra", "format"):
@@ -181,15 +236,12 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
                 yield _no_option(f"'{line}' on the command line", key, option, there)
     elif key not in known_keys() and not key.startswith("host.env."):
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
-            yield f"unknown key '{key}' on the command line ('{line}'); did you mean '{nearest_key(key)}'?"
+            yield f"unknown key '{key}' on the command line ('{line}'){_instead(key)}"
         else:
-            spelt = difflib.get_close_matches(key, groups(), n=1, cutoff=0.6)
-            close = spelt[0] if spelt else nearest_key(key)
-            yield f"unknown key or group '{key}' on the command line ('{line}'); did you mean '{close}'?"
+            yield f"unknown key or group '{key}' on the command line ('{line}'){_instead(key, groups())}"
 
 
 def _missing_option(error: MissingConfigException, overrides: Sequence[Override], file: str | None) -> str:
-    """Return the error for an option that no folder has; a word of the command line or ``file`` names it."""
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     if (outer := group.partition("/")[0]) in groups() and outer != "hydra":
         group, option = outer, str(error.missing_cfg_file).removeprefix(f"{outer}/")
@@ -202,13 +254,14 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[Override]
 
 
 def _no_option(where: str, group: str, option: str, there: Sequence[str]) -> str:
+    if answer := answer_to(option, there):
+        return f"{where}: there is no {group} '{option}': {answer}"
     close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
     listed = ", ".join(there)
     return f"{where}: there is no {group} '{option}'; did you mean {group}={close}? (options: {listed})"
 
 
 def _code_keys(section: str) -> list[str]:
-    """Return the keys of a section whose value may be code of the user's own."""
     fields = (field for field in fields_of(RunConfig()) if field.key.startswith(f"{section}."))
     return [field.key for field in fields if any(isinstance(mark, OneOf) for mark in field.marks)]
 

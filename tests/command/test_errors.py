@@ -1,9 +1,11 @@
 """Errors of the configuration: one message that names the key, its place and the nearest valid one."""
 
+import re
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from graphmoe.command.errors import explain, known_keys, nearest_key
+from graphmoe.command.errors import ANSWERS, explain, known_keys, nearest_key, wrong_words
 from graphmoe.command.hydra import to_config
 from tests.runs import TINY, command, hydra_config
 
@@ -173,3 +175,39 @@ def test_a_dispatcher_without_its_package_is_refused_before_workers_have_a_folde
     run = command(tmp_path, *TINY, *words, "precision.compute=bf16", "hydra.run.dir=run/inner")
     assert run.wait() == 2 and "moe.dispatcher=deepep runs on GPUs" in run.err.read_text()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("lora.rank=8", "unknown key 'lora.rank' on the command line ('lora.rank=8'): there are no adapters"),
+        (
+            "model=llama3_8b",
+            "'llama3_8b': dense families are not there; model=mixtral_8x7b",
+        ),
+        ("model=gpt-oss-20b", "this family is not there; those that are: DeepSeek-V2"),
+        ("experiment=sft", "every token of a document counts in the loss"),
+        ("optim=muon", "a rule of your own on single elements"),
+        ("optim.name=muon", "optim.name=muon on the command line: the optimizer is optim.name=adamw"),
+        ("data.mask_prompt=true", "there is no mask"),
+        ("deepspeed=ds.json", "parallel.dp_shard=fsdp2"),
+        ("zero3=true", "parallel.dp_shard=fsdp2"),
+        ("parallel.dp_shard=zero3", "expected one of [zero1, fsdp2]; parallel.dp_shard=zero1, the default"),
+        ("optim.cpu_offload=true", "nothing is moved to the host's memory"),
+        ("model.attention_dropout=0.1", "there is no dropout"),
+        ("train.gradient_checkpointing=true", "recompute=all computes layers again"),
+        ("precision=fp8", "precision.fp8=rowwise"),
+        ("model.q_lora_rnk=8", "did you mean 'model.q_lora_rank'?"),
+        ("model=qwen3", "did you mean model=qwen3_30b_a3b?"),
+    ],
+)
+def test_a_word_for_a_thing_gets_an_answer_about_the_thing(word, part):
+    found = wrong_words([word])
+    assert found is not None and part in found and "\n" not in found
+
+
+def test_answers_name_keys_and_values_that_there_are():
+    text = " ".join(ANSWERS.values())
+    named = re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)?=[A-Za-z_0-9.:]+\w", text)
+    assert len(named) > 15 and [word for word in named if wrong_words([word])] == []
+    assert {*re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", text)} - {"package.module"} <= {*known_keys()}

@@ -183,3 +183,15 @@ def test_a_key_that_is_absent_is_refused_by_name_or_means_what_transformers_take
 def test_a_model_that_no_family_can_express_is_refused_by_key(name, change, key):
     with pytest.raises(ConfigError, match=key):
         to_hf_config(replace(load_preset(name), **change))
+
+
+def test_two_models_never_differ_by_equal_values():
+    dense = replace(load_preset("tiny_gqa"), num_dense_layers=4, dense_ffn_size=704)
+    grouped, scaled = replace(dense, num_groups=4, topk_groups=4), replace(dense, softmax_after_topk=True)
+    for other in (load_preset("qwen3_30b_a3b"), load_preset("mixtral_8x7b"), grouped, scaled):
+        lines = same_function(dense, other) + same_function(other, dense)
+        pairs = [line.partition("=")[2].split(", not ") for line in lines]
+        assert [pair for pair in pairs if pair[0] == pair[1]] == []
+    with pytest.raises(ConfigError, match="num_dense_layers=4, not 0") as caught:
+        to_hf_config(dense)
+    assert "dense_ffn_size" not in str(caught.value)

@@ -109,8 +109,14 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
     """Lines for the keys in which two models would compute something else; empty if none."""
     ours, theirs = _effective(a), _effective(b)
-    keys = [key for key in dict.fromkeys((*ours, *theirs)) if ours.get(key) != theirs.get(key)]
-    return [f"model.{key}={getattr(a, key)}, not {getattr(b, key)}" for key in keys]
+    lines = []
+    for key in dict.fromkeys((*ours, *theirs)):
+        pair = getattr(a, key), getattr(b, key)
+        if pair[0] == pair[1]:  # another key decides: in what it means, or that only one of the two reads it
+            pair = ours.get(key, theirs.get(key)), theirs.get(key, ours.get(key))
+        if ours.get(key) != theirs.get(key) and pair[0] != pair[1]:
+            lines.append(f"model.{key}={pair[0]}, not {pair[1]}")
+    return lines
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:

@@ -51,15 +51,17 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")
     if not 0 <= args.temperature < math.inf:
         raise ConfigError(f"temperature={args.temperature} must be 0 or greater")
-    from graphmoe.checkpoint import CheckpointError
-    from graphmoe.data.tokenizer import load_tokenizer
     from graphmoe.run.stored import read_stored_run
-    from graphmoe.run.weights import run_config
-    from graphmoe.training.sample import generate
 
-    config, (_, run) = run_config(args.run, (args.attention, args.layer)), read_stored_run(args.run)
+    _, run = read_stored_run(args.run)
     if not (args.run / TOKENIZER_FILE).is_file():
         raise ConfigError(_no_tokenizer(args.run, run.data.source))
+    from graphmoe.checkpoint import CheckpointError
+    from graphmoe.data.tokenizer import load_tokenizer
+    from graphmoe.run.weights import run_config  # imports torch
+    from graphmoe.training.sample import generate
+
+    config = run_config(args.run, (args.attention, args.layer))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)
     try:
         model, step = load_model(args.run, config, _device(args.device, config), args.step)

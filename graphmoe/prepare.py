@@ -83,7 +83,7 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     args = parse_args(PrepareArgs, argv, prog="graphmoe.prepare", places=("input",))
-    from graphmoe.data.errors import DataError  # imports torch, as all of the data's do
+    from graphmoe.data.errors import DataError
 
     try:
         counts = prepare(args)

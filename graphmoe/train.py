@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before imports that take a third of a second
     exit_at_signals()
 
 import gc
+import glob
 import io
 import json
 import logging
@@ -39,6 +40,8 @@ from graphmoe.command.sweep.job import in_sweep, job_gpus, record_folder
 from graphmoe.config.arguments import emit, print_error
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import to_plain
+from graphmoe.config.packages import missing_packages
+from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.run.files import CONFIG_FILE, SUMMARY_FILE, display_path, write_json
@@ -94,7 +97,7 @@ def main() -> None:
             examples=EXAMPLES,
             makes_folder=True,
             known_errors=(RunFailed,),
-            prepare=set_environment_of,
+            prepare=_prepare,
             complete=None if starter is None else lambda config: counted(config, starter),
         )
     except SystemExit as end:
@@ -104,6 +107,31 @@ def main() -> None:
         raise
     finally:
         gc.freeze()  # or Python's last collections go through all of torch, which takes half a second
+
+
+def _prepare(config: RunConfig) -> None:
+    if problems := [*_not_here(config)]:
+        raise ConfigError("\n  ".join(problems))
+    starting("graphmoe.train")  # the next line imports torch
+    set_environment_of(config)
+
+
+def _not_here(config: RunConfig) -> Iterator[str]:
+    from graphmoe.checkpoint import CHECKPOINTS, saved_steps
+    from graphmoe.data.sources import missing_inputs
+    from graphmoe.run.folder import missing_place
+    from graphmoe.run.stored import missing_start
+
+    if config.launch.write_only or config.launch.fake_world is not None:  # nothing is read here
+        return
+    yield from missing_packages(config)
+    yield from missing_inputs(config.data, config.model.vocab_size)
+    base = Path(HydraConfig.get().runtime.output_dir)
+    yield from missing_place(base)
+    # A run that goes on in a folder of its own starts from there, whatever became of the other.
+    own = base.parent.glob(f"{glob.escape(base.name)}*")
+    if not any(saved_steps(folder / CHECKPOINTS) for folder in own):
+        yield from missing_start(config.checkpoint)
 
 
 def train(config: RunConfig) -> float | None:
@@ -178,7 +206,6 @@ def _train_as_rank(config: RunConfig, speaking: ExitStack) -> None:
 
 
 def _write_only(config: RunConfig) -> None:
-    """Leave resolved.yaml in a folder of the run's own, and print the command that runs it."""
     with _claimed(config, "launch") as run_folder:
         resolved = display_path(run_folder.path / CONFIG_FILE)
         named = any(word.startswith("run.device=") for word in HydraConfig.get().overrides.task)
@@ -232,7 +259,6 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
-    """Train in worker processes; return the summary, or None on nodes other than the first."""
     from graphmoe.plan.experts import reads_peers
     from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes
@@ -285,8 +311,7 @@ def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[st
 
 
 def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
-    """Refuse more workers than GPUs. Asks torch for their number, which makes no context on them."""
-    import torch
+    import torch  # which counts GPUs without a context on them
 
     if config.run.device is not DeviceChoice.cuda:
         return

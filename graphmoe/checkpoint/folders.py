@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.untrusted import FileError, is_file_name, read_json
 from graphmoe.runtime.host.checksums import FileSum, difference
 from graphmoe.runtime.host.files import replace_text, sync_folder
@@ -67,7 +67,7 @@ def why_none(path: Path) -> str:
     folder = path.parent if step_of(path) is not None else run / CHECKPOINTS
     return (
         f"{path} holds no checkpoint; give a run's folder, its {CHECKPOINTS} folder, or a whole "
-        f"checkpoint such as {folder_of(folder, 100)}"
+        f"checkpoint such as {folder_of(folder, 100)}{near_path(path)}"
     )
 
 
@@ -166,6 +166,8 @@ class _Manifest:
 
 def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
     """Write manifest.json, the last file of a checkpoint, durably."""
+    import torch
+
     document = {
         "format": _FORMAT,
         "step": step,

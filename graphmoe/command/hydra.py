@@ -106,7 +106,6 @@ def hydra_app(
 
 
 def _read_words(prog: str, examples: Sequence[str]) -> None:
-    """Answer a request for help or the version, else put the command line into Hydra's form."""
     words = sys.argv[1:]
     with_all = bool({"--help=all", "--help-all"} & {*words})
     if with_all or wants_help(words):
@@ -218,9 +217,7 @@ def schema() -> DictConfig:
 
 def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> RunConfig:
     if config.checkpoint.init_from or config.checkpoint.resume_from:
-        if prog:
-            starting(prog)
-        from graphmoe.run.stored import with_start_tokenizer  # imports torch
+        from graphmoe.run.stored import with_start_tokenizer
 
         config = with_start_tokenizer(config)
     if config.compile.cache:
@@ -228,10 +225,10 @@ def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> Run
     from graphmoe.plan.rules.check import check
 
     check(config)
-    if prog:
-        starting(prog)
     if prepare is not None:
         prepare(config)
+    if prog:
+        starting(prog)
     from graphmoe.plan.resolve import resolve  # imports torch
 
     return resolve(config)

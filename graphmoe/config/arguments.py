@@ -8,6 +8,7 @@ import ast
 import dataclasses
 import difflib
 import enum
+import glob
 import inspect
 import itertools
 import json
@@ -58,6 +59,8 @@ COMMANDS = {
 """All commands, ``graphmoe <name>`` or ``python -m graphmoe.<name>``, with a line each."""
 MOST_NAMED = 50
 """Keys that an error lists at most."""
+MOST_COMPARED = 10_000
+"""Names of a folder that are compared with one that is not there."""
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -216,6 +219,27 @@ def nearest(word: str, choices: Sequence[str]) -> str:
     return f"; valid: {', '.join(choices)}"
 
 
+def near_path(path: str | Path) -> str:
+    """'; did you mean ...?' for a path that is not there, if one with a name like it is; else nothing."""
+    if os.path.exists(os.path.expanduser(path)):
+        return ""
+    parts = Path(os.path.expanduser(path)).parts
+    found = Path(parts[0]) if parts and os.path.isabs(parts[0]) else Path()
+    for index, part in enumerate(parts):
+        if glob.has_magic(part):
+            found = found.joinpath(*parts[index:])
+            break
+        if not os.path.exists(found / part):
+            try:
+                names = [entry.name for entry in itertools.islice(os.scandir(found), MOST_COMPARED)]
+            except OSError:
+                return ""
+            close = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
+            part = close[0] if close else part
+        found /= part
+    return f"; did you mean {found}?" if glob.glob(str(found), recursive=True) else ""
+
+
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
     """Yield the reasons why ``key=path`` is no file to write whose name ends as the ``example`` does."""
     if path is None:
@@ -298,7 +322,6 @@ class _Key:
 
 
 def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
-    """Yield the keys in the order of the fields; keys of a dataclass inside have its field's name first."""
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     for f in dataclasses.fields(cls):
         path = (*outer, f.name)

@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import importlib.util
-from typing import NamedTuple
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from graphmoe.config.ranges import ConfigError
+from graphmoe.config.ranges import ConfigError, spelled
 
 
 class Package(NamedTuple):
@@ -88,7 +90,22 @@ def require_package(key: str, value: str, instead: str | None = None) -> None:
     """Raise ConfigError where ``key`` asks for a backend or dispatcher whose package is missing."""
     package = VENDORS.get(value)
     if package is not None and not is_installed(package.module):
-        raise ConfigError(
-            f"{key}={value} needs the package {package.module}, which is not installed; install it with: "
-            f"{package.install}, or use {instead or f'{key}=auto'}"
-        )
+        raise ConfigError(_missing(package, f"{key}={value}", instead or f"{key}=auto"))
+
+
+def missing_packages(config: Any) -> Iterator[str]:
+    """Yield a line for each package that a configuration names, by `Package.enables`, and that is missing."""
+    for package in PACKAGES:
+        for word in package.enables.split(", "):
+            key, _, value = word.partition("=")
+            if not value.isalnum() or "/" in key or is_installed(package.module):
+                continue
+            if value == spelled(operator.attrgetter("data.source" if key == "data" else key)(config)):
+                yield _missing(package, word, f"{key}=auto" if package.is_native else None)
+
+
+def _missing(package: Package, asked: str, instead: str | None) -> str:
+    return (
+        f"{asked} needs the package {package.module}, which is not installed; install it with: "
+        f"{package.install}{f', or use {instead}' if instead else ''}"
+    )

@@ -4,7 +4,8 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphmoe.config.schema import OutputFormat
+from graphmoe.config.schema import ConfigError, OutputFormat
+from graphmoe.run.stored import FolderKind
 
 Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
 Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
@@ -47,3 +48,31 @@ class ConvertArgs:
     """Write into a folder that holds files already; weights in it are replaced."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
+
+
+def target_of(args: ConvertArgs, kind: FolderKind) -> Target:
+    """Return the format to write, once ``from`` and ``to`` are found fit. *Raises* ConfigError."""
+    target = args.target
+    if target is Target.auto:
+        target = Target.graphmoe if kind is FolderKind.hf else Target.hf
+    if target.name == kind.name:
+        raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
+    if args.quantise is not Quantise.none and target is Target.graphmoe:
+        instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
+        raise ConfigError(
+            f"quantise={args.quantise} is a form of Hugging Face folders, and to={args.to} would be graphmoe "
+            f"weights of the {kind.value} {args.from_}; {instead}"
+        )
+    if args.step is not None and kind is not FolderKind.run:
+        raise ConfigError(f"step={args.step} chooses a run's checkpoint, but {args.from_} is a {kind.value}")
+    _check_output(args)
+    return target
+
+
+def _check_output(args: ConvertArgs) -> None:
+    if args.to.resolve() == args.from_.resolve():
+        raise ConfigError(f"to={args.to} is the folder to read from; use another one")
+    if args.to.is_file():
+        raise ConfigError(f"to={args.to} is a file; use the name of a folder")
+    if args.to.is_dir() and any(args.to.iterdir()) and not args.overwrite:
+        raise ConfigError(f"to={args.to} is not empty; use overwrite=true or another folder")

@@ -4,17 +4,18 @@ python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
 python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
 """
 
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import ConvertArgs
+from graphmoe.convert import ConvertArgs, target_of
+from graphmoe.run.stored import kind_of
 
 
 def main(argv: list[str]) -> None:
     """Convert, and say what was written where."""
     args = parse_args(ConvertArgs, argv, prog="graphmoe.convert", places=("from", "to"))
-    from graphmoe.checkpoint import CheckpointError  # imports torch
-    from graphmoe.convert.weights import convert
-    from graphmoe.run.weights import kind_of
+    target_of(args, kind_of(args.from_))
+    from graphmoe.convert.weights import convert  # imports torch
 
     try:
         document = convert(args)

@@ -18,19 +18,10 @@ from graphmoe.checkpoint.hf.names import Index, pieces
 from graphmoe.checkpoint.hf.tensor_files import parse_size
 from graphmoe.config.arguments import bytes_bar
 from graphmoe.config.progress import working
-from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype
-from graphmoe.run.stored import run_tokenizer
-from graphmoe.run.weights import (
-    FolderKind,
-    kind_of,
-    open_folder,
-    option_name,
-    own_pieces,
-    read_run,
-    train_command,
-    write_weights,
-)
+from graphmoe.config.schema import ModelConfig
+from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype, target_of
+from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
+from graphmoe.run.weights import open_folder, option_name, own_pieces, read_run, train_command, write_weights
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
     f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
@@ -64,8 +55,7 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     """
     started = time.monotonic()
     kind = kind_of(args.from_)
-    target = _target(args, kind)
-    _check_output(args)
+    target = target_of(args, kind)
     wanted = None if args.dtype is WeightDtype.keep else getattr(torch, args.dtype.value)
     with working(f"reading {args.from_}"):
         source = _open(args, kind, wanted)
@@ -103,32 +93,6 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 3),
         "command": train_command(args.to, named) if family is None else None,
     }
-
-
-def _target(args: ConvertArgs, kind: FolderKind) -> Target:
-    target = args.target
-    if target is Target.auto:
-        target = Target.graphmoe if kind is FolderKind.hf else Target.hf
-    if target.name == kind.name:
-        raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
-    if args.quantise is not Quantise.none and target is Target.graphmoe:
-        instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
-        raise ConfigError(
-            f"quantise={args.quantise} is a form of Hugging Face folders, and to={args.to} would be graphmoe "
-            f"weights of the {kind.value} {args.from_}; {instead}"
-        )
-    if args.step is not None and kind is not FolderKind.run:
-        raise ConfigError(f"step={args.step} chooses a run's checkpoint, but {args.from_} is a {kind.value}")
-    return target
-
-
-def _check_output(args: ConvertArgs) -> None:
-    if args.to.resolve() == args.from_.resolve():
-        raise ConfigError(f"to={args.to} is the folder to read from; use another one")
-    if args.to.is_file():
-        raise ConfigError(f"to={args.to} is a file; use the name of a folder")
-    if args.to.is_dir() and any(args.to.iterdir()) and not args.overwrite:
-        raise ConfigError(f"to={args.to} is not empty; use overwrite=true or another folder")
 
 
 def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> Source:

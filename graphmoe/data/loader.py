@@ -6,13 +6,13 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.samples import Samples
+
+if TYPE_CHECKING:  # what checks files and tokenizers answers before torch is imported
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Loader:
     def __next__(self) -> Tensor:
         """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* what the prefetch thread ran into."""
         if self._pool is None:
+            import torch
+
             self._pool = ThreadPoolExecutor(1, "graphmoe-prefetch")
             # a thread starts on device 0: without this, pinning would open a context there on every rank
             device = torch.cuda.current_device() if self.pin_memory else None
@@ -98,6 +100,8 @@ class Loader:
         self._ahead.clear()
 
     def _read(self, start: Place, device: int | None) -> Iterator[tuple[Tensor, Place]]:
+        import torch
+
         reader, size = self.samples.reader(start.reader_state or None), self.micro_batch_size
         consumed = start.consumed
         while True:
@@ -115,6 +119,8 @@ def first_batches(samples: Samples, n: int, micro_batch_size: int) -> Iterator[T
 
     Fewer when an epoch has fewer, so that no sample counts twice; but at least one if ``n > 0``.
     """
+    import torch
+
     count = n
     if samples.num_samples is not None:
         count = min(n, max(1, samples.num_samples // micro_batch_size))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from graphmoe.config.arguments import near_path
+from graphmoe.config.packages import is_installed
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.errors import BadRecords, one_line
 
@@ -52,11 +54,16 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
         if not found and os.path.isdir(place):
             raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} in it or below")
         if not found:
-            raise ConfigError(f"{key}: no file matches '{pattern}' (looked from {os.getcwd()})")
+            raise ConfigError(
+                f"{key}: no file matches '{pattern}' (looked from {os.getcwd()}){near_path(pattern)}"
+            )
         files.update(dict.fromkeys(found))
     unknown = [str(path) for path in files if path.suffix not in ENDINGS]
     if unknown:
         raise ConfigError(f"{key}: cannot read {', '.join(unknown[:3])}; known endings: {', '.join(ENDINGS)}")
+    parquet = next((path for path in files if path.suffix == ".parquet"), None)
+    if parquet and not is_installed("pyarrow"):
+        raise ConfigError(f"{parquet}: parquet files need pyarrow: pip install 'graphmoe[hf]'")
     return list(files)
 
 
@@ -176,11 +183,8 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
 
 
 def _open_parquet(path: Path, bad: BadRecords) -> Any:
-    """The pyarrow ParquetFile, or None when it is unreadable and may be skipped."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: parquet files need pyarrow: pip install 'graphmoe[hf]'") from error
+    import pyarrow.parquet
+
     try:
         file = pyarrow.parquet.ParquetFile(path)
         rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))

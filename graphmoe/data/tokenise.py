@@ -20,7 +20,6 @@ from graphmoe.data.indexed import pair, smallest_dtype, write_index
 from graphmoe.data.text_files import Part, parts_of, read_documents
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids
 from graphmoe.runtime.host.signals import die_with_parent
-from graphmoe.runtime.host.tuning import cpus_here
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +98,8 @@ def tokenise_files(
 
 def workers_for(files: Sequence[Path]) -> int:
     """Return the number of processes that pays off for these files on the cores of ours; 1 starts none."""
+    from graphmoe.runtime.host.tuning import cpus_here  # imports torch
+
     total_bytes = sum(path.stat().st_size for path in files)
     return max(1, min(len(cpus_here()), total_bytes // MIN_BYTES_PER_WORKER))
 
@@ -140,7 +141,6 @@ def _nothing_found(files: Sequence[Path], bad: BadRecords) -> str:
 def _run_parts(
     parts: Sequence[Part], recipe: Recipe, folder: Path, dtype: str, workers: int
 ) -> Iterator[_PartResult]:
-    """Results of all parts in order; the ids of part ``n`` lie in ``folder/n``."""
     outs = [folder / str(number) for number in range(len(parts))]
     if workers <= 1 or len(parts) <= 1:
         for part, out in zip(parts, outs, strict=True):

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json
 from graphmoe.data.errors import one_line
@@ -54,6 +55,7 @@ def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool
         raise ConfigError(
             f"{key}={name} is no file here, and the Hugging Face hub does not give its {FILE} "
             f"({one_line(error)[:200]}); give the path of one, or fetch it where there is a network"
+            f"{near_path(name)}"
         ) from error
     with contextlib.suppress(Exception):  # not all have one; it names the token that ends a document
         get("tokenizer_config.json", local=False)
@@ -72,7 +74,9 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     path = tokenizer_file(path)
     if not path.is_file():
         why = "is no regular file" if path.exists() else "does not exist"
-        raise ConfigError(f"{key}={path} {why}; give the path of a Hugging Face tokenizer.json")
+        raise ConfigError(
+            f"{key}={path} {why}; give the path of a Hugging Face tokenizer.json{near_path(path)}"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
         largest = num_ids(tokenizer) - 1
@@ -191,7 +195,6 @@ class _TokenizerConfig(TypedDict):
 
 
 def _declared_end(config_path: Path) -> str | None:
-    """The ``eos_token`` of a ``tokenizer_config.json``, which may be a string or an object."""
     if not config_path.exists():
         return None
     declared = read_json(config_path, _TokenizerConfig).get("eos_token")

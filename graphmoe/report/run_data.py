@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
@@ -112,7 +113,9 @@ class RunData:
 def read_run(folder: Path) -> RunData:
     """All that a run's folder has by now. *Raises* ConfigError for a folder that is no run's."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name that of a run, e.g. run=outputs/tiny")
+        raise ConfigError(
+            f"{folder} is no folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
+        )
     if not any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
     unreadable: list[str] = []
@@ -166,7 +169,6 @@ _OF_ITS_END = ("finished", "stopped_by")
 
 
 def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:
-    """The part of a summary that metrics know; its peak of memory is rank 0's alone."""
     steps = steps_of(rows)
     peak = max((row["memory_gib"] for row in steps if row.get("memory_gib") is not None), default=None)
     return {**summarise(rows), "steps": steps[-1]["step"] if steps else 0, "peak_memory_gib": peak}

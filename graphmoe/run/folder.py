@@ -77,6 +77,14 @@ class RunFolder:
         self.release()
 
 
+def missing_place(base: Path) -> Iterator[str]:
+    """Yield the reason why the folder of a run cannot be made, if its parents show one."""
+    there = next(path for path in (base, *base.absolute().parents) if os.path.exists(path))
+    if there != base and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        why = "cannot be written to" if there.is_dir() else "is no folder"
+        yield f"the run's folder {base} cannot be made ({there} {why}); use another hydra.run.dir=..."
+
+
 def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
     """Return the folder that `claim` would choose now."""
     usable, ours = _usable(resume), _as_read(config)
@@ -157,7 +165,6 @@ def _as_read(config: dict[str, Any]) -> Any:
 
 
 def _read_config(path: Path, ours: Any) -> dict[str, Any]:
-    """A run's resolved.yaml, with ours where it comes to the same values. *Raises* FileError."""
     text = read_text(path)
     try:
         found = load_yaml(text)

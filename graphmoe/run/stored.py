@@ -1,6 +1,8 @@
 """A stored run by its resolved.yaml, and the tokenizer of the weights that a run starts from."""
 
+import enum
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from graphmoe.checkpoint.folders import run_of
+from graphmoe.checkpoint.folders import locate, run_of, saved_steps, why_none
+from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import CheckpointConfig, ConfigError, RunConfig
 from graphmoe.config.untrusted import read_yaml
 from graphmoe.data.tokenizer import (
@@ -22,6 +25,9 @@ from graphmoe.data.tokenizer import (
 from graphmoe.run.files import CONFIG_FILE, TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
+
+META_FILE = "weights.json"
+"""File that tells a folder of weights in graphmoe's own names from others."""
 
 
 class StoredPrecision(msgspec.Struct):
@@ -55,7 +61,7 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
     """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
     path = config_file(folder)
     if path is None:
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}")
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}{near_path(folder)}")
     return path, read_yaml(path, StoredRun)
 
 
@@ -73,6 +79,47 @@ def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
     tokenizer, name = load_tokenizer(path), data.eod_token
     end = usual_end(tokenizer, path) if name is None else end_of_document(tokenizer, path, name)
     return path, end, None if end is None else tokenizer.id_to_token(end)
+
+
+class FolderKind(enum.Enum):
+    """Kind of a folder with weights."""
+
+    hf = "Hugging Face folder"
+    graphmoe = "graphmoe weights"
+    run = "run folder"
+
+
+def kind_of(folder: Path) -> FolderKind:
+    """Return the folder's kind, by the files in it. *Raises* ConfigError for anything else.
+
+    A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
+    folder, its ``checkpoints`` or one of these.
+    """
+    if (folder / META_FILE).is_file():
+        return FolderKind.graphmoe
+    if (folder / "config.json").is_file():
+        return FolderKind.hf
+    if config_file(folder):
+        return FolderKind.run
+    why = "holds no weights" if folder.is_dir() else "is no folder"
+    raise ConfigError(
+        f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
+        f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE}){near_path(folder)}"
+    )
+
+
+def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield the reason why the folder to start from cannot be one, by the names of files in it."""
+    if (start := _start(checkpoint)) is None:
+        return
+    key, folder = start
+    try:
+        if checkpoint.resume_from or kind_of(folder) is FolderKind.run:
+            places, step = locate(folder)
+            if step is None and not saved_steps(places):
+                yield f"{key}={folder}: {why_none(folder)}"
+    except ConfigError as error:
+        yield f"{key}={folder}: {error}"
 
 
 def with_start_tokenizer(config: RunConfig) -> RunConfig:

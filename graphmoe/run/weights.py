@@ -5,7 +5,6 @@ Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``
 have written it, and the ``resolved.yaml`` of a run: both are typed, and nothing in them is resolved.
 """
 
-import enum
 import json
 import logging
 import re
@@ -36,45 +35,17 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunCo
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules.check import violations
-from graphmoe.run.files import CONFIG_FILE, hydra_value
-from graphmoe.run.stored import config_file, read_stored_run
+from graphmoe.run.files import hydra_value
+from graphmoe.run.stored import META_FILE, FolderKind, config_file, kind_of, read_stored_run
 
 log = logging.getLogger(__name__)
 
 FORMAT = "graphmoe-weights-1"
-META_FILE = "weights.json"
 STEM = "weights"
 OPTIONS = "model"
 """The folder with the model's keys, as an option of that configuration group."""
 Named = Collection[str | None]
 """Code outside the package that the reader of a file has named, and that the file may name."""
-
-
-class FolderKind(enum.Enum):
-    """Kind of a folder with weights."""
-
-    hf = "Hugging Face folder"
-    graphmoe = "graphmoe weights"
-    run = "run folder"
-
-
-def kind_of(folder: Path) -> FolderKind:
-    """Return the folder's kind, by the files in it. *Raises* ConfigError for anything else.
-
-    A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
-    folder, its ``checkpoints`` or one of these.
-    """
-    if (folder / META_FILE).is_file():
-        return FolderKind.graphmoe
-    if (folder / "config.json").is_file():
-        return FolderKind.hf
-    if config_file(folder):
-        return FolderKind.run
-    why = "holds no weights" if folder.is_dir() else "is no folder"
-    raise ConfigError(
-        f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
-        f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE})"
-    )
 
 
 def load_weights(
@@ -117,7 +88,6 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 def _take(
     state: Mapping[str, Tensor | FlatShard], folder: Path, config: ModelConfig, *, only_check: bool = False
 ) -> ModelConfig:
-    """Fill the tensors of a model, or a part of them, from a folder; return the folder's own model."""
     if (kind := kind_of(folder)) is not FolderKind.run:
         source = open_folder(folder, kind, own_model_code(config), shaped_as=config)
         _refuse_other_tie(folder, source.config, config)
@@ -146,7 +116,6 @@ def open_folder(
 
 
 def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
-    """Raise ConfigError where one model has a head of its own and the other has not."""
     if theirs.tie_embeddings != ours.tie_embeddings:
         wanted, has = (str(config.tie_embeddings).lower() for config in (ours, theirs))
         what = "has no head of its own" if theirs.tie_embeddings else "has a head that would be dropped"

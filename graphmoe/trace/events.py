@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 import msgspec
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
 from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
@@ -108,7 +109,7 @@ def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
 def recorded(run: Path) -> dict[int, Path]:
     """The traces of a run by rank, one at least."""
     if not run.is_dir():
-        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>")
+        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>{near_path(run)}")
     files = (run / PROFILE_FOLDER).glob("*")
     found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
     if not found:

@@ -1,6 +1,9 @@
 """Errors of the configuration: one message that names the key, its place and the nearest valid one."""
 
+import json
 import re
+import subprocess
+import sys
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -173,7 +176,7 @@ def test_a_refused_run_makes_no_folder_and_deletes_none(tmp_path, words):
 def test_a_dispatcher_without_its_package_is_refused_before_workers_have_a_folder(tmp_path):
     words = ("moe.dispatcher=deepep", "launch.nproc=2", "parallel.ep=2", "model.hidden_size=256")
     run = command(tmp_path, *TINY, *words, "precision.compute=bf16", "hydra.run.dir=run/inner")
-    assert run.wait() == 2 and "moe.dispatcher=deepep runs on GPUs" in run.err.read_text()
+    assert run.wait() == 2 and "moe.dispatcher=deepep needs the package" in run.err.read_text()
     assert not (tmp_path / "run").exists()
 
 
@@ -211,3 +214,55 @@ def test_answers_name_keys_and_values_that_there_are():
     named = re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)?=[A-Za-z_0-9.:]+\w", text)
     assert len(named) > 15 and [word for word in named if wrong_words([word])] == []
     assert {*re.findall(r"\b[a-z]+\.[a-z_0-9]+\b", text)} - {"package.module"} <= {*known_keys()}
+
+
+REFUSED = {
+    "train data=files data.paths=[corpsu.txt] data.val_paths=[no/*.txt] data.tokenizer=no.json "
+    "moe.experts=te log.wandb=true log.mlflow=true checkpoint.init_from=weigths "
+    "hydra.run.dir=corpus.txt/run": (
+        "data.paths: no file matches 'corpsu.txt' (looked from T); did you mean corpus.txt?",
+        "data.val_paths: no file matches 'no/*.txt'",
+        "data.tokenizer=no.json does not exist",
+        "moe.experts=te needs the package transformer_engine, which is not installed; install it with",
+        "log.wandb=true needs the package wandb",
+        "log.mlflow=true needs the package mlflow",
+        "checkpoint.init_from=weigths: weigths is no folder; give a Hugging Face folder",
+        "corpus.txt/run cannot be made (T/corpus.txt is no folder)",
+    ),
+    "train data=memmap data.paths=[tokens] data.tokenizer=empty.json checkpoint.resume_from=weights "
+    "compile=none moe.experts=turbo model.attention_backend=te": (
+        "data.tokenizer=empty.json is not a tokenizer.json",
+        "checkpoint.resume_from=weights: weights holds no checkpoint",
+        "moe.experts=turbo needs the package primus_turbo",
+        "or use model.attention_backend=auto",
+    ),
+    "generate run=weigths": ("has no resolved.yaml; did you mean weights?",),
+    "convert from=weigths to=there": ("weigths is no folder", "did you mean weights?"),
+    "convert from=weights to=there": ("weights holds no weights",),
+    "prepare input=corpus.txt tokenizer=no.json output=out": ("tokenizer=no.json does not exist",),
+}
+"""Command lines that this machine cannot serve, and what is said of each; T is the working folder."""
+DRIVER = """
+import contextlib, io, json, sys
+from graphmoe.__main__ import main
+for words in sys.stdin.read().splitlines():
+    sys.argv[:] = ["graphmoe", *words.split()]
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        main()
+    print(json.dumps([said.getvalue(), "torch" in sys.modules]))
+"""
+
+
+def test_what_needs_no_torch_is_refused_before_its_import(tmp_path):
+    for name in ("corpus.txt", "empty.json", "tokens.idx"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "weights").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], input="\n".join(REFUSED), cwd=tmp_path, capture_output=True, text=True
+    )
+    found = dict(zip(REFUSED, map(json.loads, done.stdout.splitlines()), strict=True))
+    for words, parts in REFUSED.items():
+        said, has_torch = found[words]
+        assert [part for part in parts if part.replace("T", str(tmp_path)) not in said] == [], said
+        assert not has_torch
+    assert not (tmp_path / "outputs").exists()

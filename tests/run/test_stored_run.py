@@ -20,9 +20,10 @@ from tests.runs import config
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run's folder as graphmoe leaves it, without a checkpoint."""
+    """A run's folder as graphmoe leaves it, without a checkpoint; its tokenizer can't be read."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
+    (folder / "tokenizer.json").touch()
     write(folder, to_plain(config()))
     return folder
 

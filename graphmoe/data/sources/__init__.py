@@ -5,17 +5,41 @@
 
 import importlib
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 from graphmoe.config.choices import SOURCES, look_up
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
-from graphmoe.data.corpus import Corpus
+from graphmoe.data.corpus import Corpus, configured_tokenizer, refuse_small_vocabulary
 from graphmoe.data.samples import MixedSamples, PackedSamples
-from graphmoe.data.tokenizer import find_tokenizer
+from graphmoe.data.sources import memmap
+from graphmoe.data.text_files import find_files
+from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.runtime.host.logs import FILE_ONLY
 
 log = logging.getLogger(__name__)
+
+
+def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
+    """Yield what is wrong with the tokenizer and the names of files of a source. Reads no text."""
+    if config.source not in SOURCES:  # a user's own decides what its keys mean
+        return
+    if config.tokenizer is not None and not config.source_facts.ignores("tokenizer"):
+        try:
+            found = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
+            if config.source == "memmap":
+                refuse_small_vocabulary(found, load_tokenizer(found.tokenizer), vocab_size)
+            else:
+                configured_tokenizer(found, vocab_size)
+        except ConfigError as error:
+            yield str(error)
+    find = {"files": find_files, "memmap": memmap.find_prefixes}.get(config.source)
+    for key in ("paths", "val_paths") if find else ():
+        try:
+            find(getattr(config, key), f"data.{key}")
+        except ConfigError as error:
+            yield str(error)
 
 
 def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.cache import SMALL_BYTES
 from graphmoe.data.contents import read_summed_file
@@ -20,30 +21,31 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
         refuse_small_vocabulary(config, tokenizer, vocab_size)
-    return corpus_of_files(config, seq_len, vocab_size, tokenizer, _prefixes, _readable)
+    return corpus_of_files(config, seq_len, vocab_size, tokenizer, find_prefixes, _readable)
 
 
-def _prefixes(patterns: Sequence[str], key: str) -> list[Path]:
+def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
     """Return prefixes of token files; a pattern with wildcards stands for the indices that it matches."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         index = str(pair(os.path.expanduser(pattern))[1])
         matches = sorted(glob.glob(index, recursive=True)) if glob.has_magic(index) else [index]
         if not matches:
-            raise ConfigError(f"{key}: no file matches '{index}' (looked from {Path.cwd()})")
+            raise ConfigError(
+                f"{key}: no file matches '{index}' (looked from {Path.cwd()}){near_path(index)}"
+            )
         if not glob.has_magic(index) and os.path.isdir(os.path.expanduser(pattern)):
             raise ConfigError(
                 f"{key}: {pattern} is a folder; use '{key}=[{os.path.join(pattern, '*')}]' for its .bin/.idx "
                 f"pairs, or data=files for its text"
             )
         if not glob.has_magic(index) and not Path(index).is_file():
-            raise ConfigError(f"{key}: {index} does not exist (looked from {Path.cwd()})")
+            raise ConfigError(f"{key}: {index} does not exist (looked from {Path.cwd()}){near_path(index)}")
         found.update(dict.fromkeys(Path(match[:-4]).absolute() for match in matches))
     return list(found)
 
 
 def _readable(prefixes: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
-    """Return the pairs that can be read; a few small ones with sums are compared with them at once."""
     paths = [path for prefix in prefixes for path in pair(prefix) if path.is_file()]
     small = sum(path.stat().st_size for path in paths) <= SMALL_BYTES
     files = []

@@ -1,5 +1,6 @@
 """The documentation is true: tables, links, quoted command lines, paths and words."""
 
+import ast
 import contextlib
 import copy
 import functools
@@ -370,3 +371,18 @@ def test_each_line_of_the_changelog_names_a_symbol_or_a_command():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     entries = re.split(r"^- ", text, flags=re.MULTILINE)[1:]
     assert entries and [entry for entry in entries if "`" not in entry] == []
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_sources():
+    files = [file for top in ("graphmoe", "passes", "runtime") for file in (ROOT / top).rglob("*.py")]
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            texts.append("".join(str(getattr(part, "value", "")) for part in node.values))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    patterns = {said: ".*".join(map(re.escape, said.split("..."))) for said in messages}
+    joined = "\0".join(texts)
+    assert len(messages) > 10
+    assert [said for said, pattern in patterns.items() if not re.search(pattern, joined)] == []

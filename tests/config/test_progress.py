@@ -78,7 +78,7 @@ def test_in_a_terminal_the_bar_has_the_words_and_then_its_own_again(caplog):
 
 
 @pytest.mark.parametrize(
-    "words", [("report", "run=nothing", "format=json"), ("train", "checkpoint.init_from=none")]
+    "words", [("report", "run=nothing", "format=json"), ("train", "host.threads=1000000")]
 )
 def test_a_command_says_that_it_starts_before_it_imports_torch_and_not_where_its_words_are_wrong(
     tmp_path, words

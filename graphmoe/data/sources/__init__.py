@@ -27,15 +27,16 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
         return
     if config.tokenizer is not None and not config.source_facts.ignores("tokenizer"):
         try:
-            found = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
+            path = find_tokenizer(config.tokenizer)
+            found = replace(config, tokenizer=str(path))
             if config.source == "memmap":
-                refuse_small_vocabulary(found, load_tokenizer(found.tokenizer), vocab_size)
+                refuse_small_vocabulary(found, load_tokenizer(path), vocab_size)
             else:
                 configured_tokenizer(found, vocab_size)
         except ConfigError as error:
             yield str(error)
-    find = {"files": find_files, "memmap": memmap.find_prefixes}.get(config.source)
-    for key in ("paths", "val_paths") if find else ():
+    find = memmap.find_prefixes if config.source == "memmap" else find_files
+    for key in ("paths", "val_paths") if config.source in ("files", "memmap") else ():
         try:
             find(getattr(config, key), f"data.{key}")
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """data=hf on local folders, without a network."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -78,6 +79,16 @@ def test_resume_at_every_sample_is_exact(folder, tokenizer_path):
         reader.seek(position)
         resumed = corpus.train.reader(reader.state())
         assert np.array_equal(resumed.read(position, 4), whole[position : position + 4])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_chain_of_resumes_within_a_block_is_exact(folder, tokenizer_path, every):
+    corpus = open_hf(folder, tokenizer_path)
+    whole, state = corpus.train.reader().read(0, 80), None
+    for position in range(0, 78, every):
+        reader = corpus.train.reader(state)
+        assert np.array_equal(reader.read(position, every), whole[position : position + every])
+        state = json.loads(json.dumps(reader.state()))
 
 
 def test_held_out_documents_are_never_trained_on(folder, tokenizer_path):

@@ -212,12 +212,14 @@ def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tu
     where, first, rows = {**start}, start, list[tuple[str, Any]]()
     while where["shard"] < len(shards):
         shard = samples.dataset.shard(num_shards=len(shards), index=int(shards[where["shard"]]))
-        if where["dataset"] is not None:
-            shard.load_state_dict(copy.deepcopy(where["dataset"]))
+        loaded = where["dataset"]
+        if loaded is not None:
+            shard.load_state_dict(copy.deepcopy(loaded))
         records = iter(shard)
         while True:
-            if not rows:
-                first = {**where, "dataset": copy.deepcopy(shard.state_dict())}
+            if not rows:  # until the first record is read, state_dict() ignores what was loaded
+                first = {**where, "dataset": loaded or copy.deepcopy(shard.state_dict())}
+                loaded = None
             place = _row(samples.name, where)
             try:
                 record = next(records, None)

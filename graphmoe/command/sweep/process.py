@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import signal
@@ -19,7 +20,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Column, Table
@@ -78,13 +79,8 @@ class RunningSweep:
     @classmethod
     def begin(cls, config: DictConfig) -> RunningSweep:
         """Take the sweep's folder. *Raises* SweepError where it is not this sweep's."""
-        folder, resume = Path(config.hydra.sweep.dir).absolute(), config.sweep.resume
-        planned = _planned_jobs(config)
-        _check_folder(folder, resume, planned)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock.acquire(folder / _LOCK_FILE)
-        if lock is None:
-            raise SweepError(f"{folder} belongs to a sweep that is going on")
+        resume, planned = config.sweep.resume, _planned_jobs(config)
+        folder, lock = _take_folder(config, planned)
         (folder / STOP_FILE).unlink(missing_ok=True)
         if resume is None:
             write_json(folder / SWEEP_FILE, {"command": _command(), "jobs": []})
@@ -156,6 +152,31 @@ class RunningSweep:
                     child.terminate()
         name = signal.Signals(number).name
         say(f"{name}: ending when the running jobs have saved; again ends them at once")
+
+
+def _take_folder(config: DictConfig, planned: Sequence[Sequence[str]]) -> tuple[Path, FileLock]:
+    """Lock the sweep's folder, or the next free one if a sweep of the same second has the default one."""
+    hydra: Any = config.hydra
+    folder = Path(hydra.sweep.dir).absolute()
+    is_given = config.sweep.resume or any(w.startswith("hydra.sweep.dir=") for w in hydra.overrides.hydra)
+    # On several nodes each names the folder for itself, so none can take another.
+    is_fixed = is_given or int(os.environ.get("SLURM_STEP_NUM_NODES") or 1) > 1
+    for number in itertools.count(1):
+        found = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
+        try:
+            _check_folder(found, config.sweep.resume, planned)
+            found.mkdir(parents=True, exist_ok=True)
+            if lock := FileLock.acquire(found / _LOCK_FILE):
+                break
+            raise SweepError(f"{found} belongs to a sweep that is going on")
+        except SweepError:
+            if is_fixed:
+                raise
+    if number > 1:  # jobs compose their configuration from the overrides
+        with flag_override(hydra, ["readonly", "struct"], False):
+            hydra.sweep.dir = str(found)
+            hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_value(str(found))}")
+    return found, lock
 
 
 def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[str]]) -> None:

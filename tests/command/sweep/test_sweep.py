@@ -142,6 +142,23 @@ def test_going_on_with_other_words_shows_both_and_starts_nothing(tmp_path):
     assert (tmp_path / STARTS_FILE).read_text().split() == ["0.1", "0.2", "0.3"]
 
 
+def test_a_sweep_of_the_same_second_takes_the_next_free_folder(tmp_path):
+    record = Job(0, ["optim.lr=0.5"], tmp_path)
+    record.write()
+    for second in range(600):  # whenever it begins, another sweep has its folder
+        taken = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time.time() + second))
+        folder = tmp_path / "multirun" / "mine" / taken / "0"
+        folder.mkdir(parents=True)
+        shutil.copy(tmp_path / "job.json", folder)
+    run = stub(tmp_path, "optim.lr=0.1,0.2", "run.name=mine")
+    assert run.wait() == 0, run.err.read_text()
+    (mine,) = (tmp_path / "multirun" / "mine").glob("*-2")
+    assert states(mine) == {0: "finished", 1: "finished"} and (mine / "1" / "summary.json").exists()
+    assert (
+        f"sweep.resume=multirun/mine/{mine.name}" in json.loads((mine / "sweep.json").read_text())["resume"]
+    )
+
+
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()

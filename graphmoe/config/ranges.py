@@ -114,6 +114,12 @@ def spelled(value: Any) -> str:
     return f"[{','.join(map(spelled, value))}]" if isinstance(value, list) else str(value)
 
 
+def number_of(count: int, noun: str) -> str:
+    """Return a count with its noun, which is plural unless the count is 1."""
+    plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
 @functools.cache
 def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Type and marks of each field; those of ``RankCount | None`` stand inside the union."""

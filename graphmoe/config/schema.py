@@ -284,11 +284,11 @@ class LogConfig:
     report: bool = True
     """Write report.html into the run's folder when it ends."""
     wandb: bool = False
-    """Send metrics to Weights & Biases (extra: wandb)."""
+    """Send metrics to Weights & Biases (extra: wandb); a resume that takes steps back begins a run there."""
     wandb_project: str = "graphmoe"
     """Project that log.wandb writes to."""
     mlflow: bool = False
-    """Send metrics to MLflow, where MLFLOW_TRACKING_URI says (extra: mlflow)."""
+    """Send metrics to MLflow at MLFLOW_TRACKING_URI (extra: mlflow); resumes as log.wandb."""
     mlflow_experiment: str = "graphmoe"
     """Experiment that log.mlflow writes to."""
     progress: bool = True

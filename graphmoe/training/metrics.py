@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
@@ -24,6 +26,8 @@ from graphmoe.run.metrics_file import BESIDE_STEPS, cut_metrics
 from graphmoe.runtime.host.files import LineFile
 from graphmoe.training.step_rows import RECEIVED, REPLICATED, StepRow
 from graphmoe.training.trackers import Trackers
+
+log = logging.getLogger(__name__)
 
 
 class Throughput(NamedTuple):
@@ -96,8 +100,11 @@ class MetricsWriter:
     """Writer of rows to every sink that the configuration names."""
 
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
-        """Go on after step ``done``."""
+        """Go on after step ``done``; rows of later steps are cut."""
         self._trackers = Trackers(folder, config, done)
+        # After the trackers: if a kill comes between, the next start still sees which steps were taken back.
+        if cut := cut_metrics(folder / METRICS_FILE, done or -1):  # step 0 validates again
+            log.info("%s of later steps cut from %s", number_of(cut, "row"), METRICS_FILE)
         self._file = LineFile(folder / METRICS_FILE)
         self._file.append([])  # there from the start, for who follows it
         self._loads = ExpertLoads(folder, done, config.train.steps)
@@ -111,8 +118,7 @@ class MetricsWriter:
             self._loads.write(read)
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
         self._file.append(lines)
-        for row in rows:
-            self._trackers.draw(row)
+        self._trackers.draw(rows)
 
     def close(self) -> None:
         self._file.close()

@@ -1,18 +1,22 @@
 """Trackers of runs: TensorBoard, Weights & Biases and MLflow, which get the scalars of metrics.jsonl.
 
-A tracker that fails gets no more rows, and the run goes on. An id in the run's folder leads a resumed run to
-what it wrote before.
+A tracker that fails gets no more rows, and the run goes on. A file in the run's folder has the id under which
+a resumed run goes on. W&B and MLflow can't delete rows: a resume that takes steps back begins a new run.
+Its tag names the run before, and it gets the rows up to the step that the resume goes on after.
 """
 
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.run.files import METRICS_FILE
+from graphmoe.run.metrics_file import Row, read_rows
 from graphmoe.runtime.host.files import dispensable
 
 log = logging.getLogger(__name__)
@@ -21,39 +25,50 @@ MLFLOW_PARAMS = 100
 """Parameters that MLflow takes at once."""
 MLFLOW_LETTERS = 500
 """Letters of a parameter's value that each of its stores takes."""
+MLFLOW_METRICS = 1000
+"""Values that MLflow takes at once."""
+
+Point = tuple[int, dict[str, float]]
+"""A step and its scalars by name."""
 
 
 class Tracker(NamedTuple):
     """One place that scalars go to."""
 
     title: str
-    draw: Callable[[dict[str, float], int], object]
-    """Take scalars by name, and their step."""
+    draw: Callable[[list[Point]], object]
     close: Callable[[], object]
     errors: tuple[type[Exception], ...] = (Exception,)
     """Errors at which it gets no more rows."""
+    is_empty: bool = False
+    """It is to get the rows of the steps before too."""
 
 
 class Trackers:
     """Trackers that a configuration names."""
 
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
-        """Go on after step ``done``. *Raises* ConfigError where one that is asked for cannot begin."""
+        """Go on after step ``done``, before metrics.jsonl is cut. *Raises* ConfigError if one can't begin."""
+        rows = read_rows(folder / METRICS_FILE) if config.log.wandb or config.log.mlflow else []
+        kept = [row for row in rows if row["step"] <= (done or -1)]  # step 0 validates again
+        after = done if len(kept) < len(rows) else None
         wanted = [
-            (config.log.wandb, lambda: _wandb(folder, config)),
-            (config.log.mlflow, lambda: _mlflow(folder, config)),
+            (config.log.wandb, lambda: _wandb(folder, config, after)),
+            (config.log.mlflow, lambda: _mlflow(folder, config, after)),
             (config.log.tensorboard, lambda: _tensorboard(folder, done)),
         ]
         self._trackers = [begin() for is_wanted, begin in wanted if is_wanted]
+        self._send(kept, [tracker for tracker in self._trackers if tracker.is_empty])
 
-    def draw(self, row: dict[str, Any]) -> None:
-        """Send a row of metrics.jsonl to all of them."""
-        scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        loads = enumerate(row.get("load_max_over_mean", []))
-        scalars |= {f"load_max_over_mean/moe_layer_{index}": value for index, value in loads}
-        for tracker in list(self._trackers):
+    def draw(self, rows: list[Row]) -> None:
+        """Send rows of metrics.jsonl to all of them."""
+        self._send(rows, list(self._trackers))
+
+    def _send(self, rows: list[Row], trackers: list[Tracker]) -> None:
+        points = [(row["step"], _scalars(row)) for row in rows]
+        for tracker in trackers:
             try:
-                tracker.draw(scalars, row["step"])
+                tracker.draw(points)
             except tracker.errors as error:
                 self._trackers.remove(tracker)
                 why = getattr(error, "strerror", None) or error
@@ -65,64 +80,95 @@ class Trackers:
                 tracker.close()
 
 
+def _scalars(row: Row) -> dict[str, float]:
+    loads = enumerate(row.get("load_max_over_mean", []))
+    scalars = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return scalars | {f"load_max_over_mean/moe_layer_{index}": value for index, value in loads}
+
+
 def _tensorboard(folder: Path, done: int) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
     board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1 if done else 0)
 
-    def draw(scalars: dict[str, float], step: int) -> None:
-        for name, value in scalars.items():
-            board.add_scalar(name, value, step)
+    def draw(points: list[Point]) -> None:
+        for step, scalars in points:
+            for name, value in scalars.items():
+                board.add_scalar(name, value, step)
 
     return Tracker("TensorBoard", draw, board.close, (OSError,))  # its thread has ended and takes no more
 
 
-def _wandb(folder: Path, config: RunConfig) -> Tracker:
+def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
+    """Open the W&B run of the folder, or a new one if the steps after ``after`` are taken back."""
     try:
         import wandb
     except ImportError as error:
         raise ConfigError("log.wandb=true needs the extra: pip install 'graphmoe[wandb]'") from error
     id_file = folder / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(8), encoding="utf-8")
+    earlier = _text_of(id_file)
+    run_id = earlier if earlier and after is None else secrets.token_hex(8)
+    id_file.write_text(run_id, encoding="utf-8")
     try:
         run = wandb.init(
             project=config.log.wandb_project,
             name=config.run.name,
             dir=str(folder),
             config=to_plain(config),
-            id=id_file.read_text(encoding="utf-8"),
+            id=run_id,
             resume="allow",
+            tags=None if earlier in (None, run_id) else [f"{earlier} up to step {after}"],
         )
     except Exception as error:
         raise _cannot_begin("wandb", error, "log in with wandb login, set WANDB_MODE=offline") from error
-    return Tracker("W&B", lambda scalars, step: run.log(scalars, step=step), run.finish)
+
+    def draw(points: list[Point]) -> None:
+        for step, scalars in points:
+            run.log(scalars, step=step)
+
+    return Tracker("W&B", draw, run.finish, is_empty=run_id != earlier)
 
 
-def _mlflow(folder: Path, config: RunConfig) -> Tracker:
-    """Open an MLflow run where MLFLOW_TRACKING_URI says; a resume finds its id in the folder."""
+def _mlflow(folder: Path, config: RunConfig, after: int | None) -> Tracker:
+    """Open an MLflow run as `_wandb` does, at the place that MLFLOW_TRACKING_URI names."""
     try:
         import mlflow
     except ImportError as error:
         raise ConfigError("log.mlflow=true needs the extra: pip install 'graphmoe[mlflow]'") from error
     id_file = folder / "mlflow_id"
-    run_id = id_file.read_text(encoding="utf-8") if id_file.exists() else None
+    earlier = _text_of(id_file)
+    run_id = earlier if after is None else None
+    tags = None if earlier == run_id else {"graphmoe.continues": f"{earlier} up to step {after}"}
     try:
         mlflow.set_experiment(config.log.mlflow_experiment)
-        run = mlflow.start_run(run_id=run_id, run_name=config.run.name)
+        run = mlflow.start_run(run_id=run_id, run_name=config.run.name, tags=tags)
         if run_id is None:
             pairs = list(_flat(to_plain(config)))
             for start in range(0, len(pairs), MLFLOW_PARAMS):
                 mlflow.log_params(dict(pairs[start : start + MLFLOW_PARAMS]))
             id_file.write_text(run.info.run_id, encoding="utf-8")
+        client = mlflow.MlflowClient()
     except Exception as error:
-        raise _cannot_begin("mlflow", error, "set MLFLOW_TRACKING_URI to a server or folder") from error
+        raise _cannot_begin(
+            "mlflow", error, "set MLFLOW_TRACKING_URI to a server or sqlite:///FILE"
+        ) from error
 
-    def draw(scalars: dict[str, float], step: int) -> None:
-        finite = {name: float(value) for name, value in scalars.items() if math.isfinite(value)}
-        mlflow.log_metrics(finite, step=step)
+    def draw(points: list[Point]) -> None:
+        now = time.time_ns() // 1_000_000
+        values = [
+            mlflow.entities.Metric(name, float(value), now, step)
+            for step, scalars in points
+            for name, value in scalars.items()
+            if math.isfinite(value)
+        ]
+        for start in range(0, len(values), MLFLOW_METRICS):
+            client.log_batch(run.info.run_id, values[start : start + MLFLOW_METRICS])
 
-    return Tracker("MLflow", draw, mlflow.end_run)
+    return Tracker("MLflow", draw, mlflow.end_run, is_empty=run_id is None)
+
+
+def _text_of(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _cannot_begin(name: str, error: Exception, instead: str) -> ConfigError:

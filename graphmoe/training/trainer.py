@@ -21,9 +21,8 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.ops.collectives import use_groups
 from graphmoe.plan.plan import Plan
-from graphmoe.run.files import METRICS_FILE, display_path
+from graphmoe.run.files import display_path
 from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_command, taken_gib
-from graphmoe.run.metrics_file import cut_metrics
 from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import explained_mismatch, load_weights
 from graphmoe.runtime.capture.step import CapturedRun
@@ -315,7 +314,6 @@ class Trainer:
             with explained_mismatch(store.folder, self.config.model):
                 found = store.load(state)
         if found is None:
-            self._cut_metrics(-1)
             self._import_weights()
             return
         self.saves.taken(store, found, state)
@@ -330,13 +328,7 @@ class Trainer:
         self.optimizer.restored(state["optimizer"])
         self.loader.load_state_dict(state["loader"])
         restore_random_state(state["random"])
-        dropped = self._cut_metrics(self.step or -1)  # step 0 validates again
-        log.info(
-            "continuing after step %d of %s (%d later metrics rows cut)", self.step, store.folder, dropped
-        )
-
-    def _cut_metrics(self, step: int) -> int:
-        return self.ranks.on_first(lambda: cut_metrics(self.folder / METRICS_FILE, step))
+        log.info("continuing after step %d of %s", self.step, store.folder)
 
     def _open_metrics(self) -> None:
         self.metrics = MetricsWriter(self.folder, self.config, self.step)

@@ -33,7 +33,7 @@ from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
 from graphmoe.config.packages import version_of
-from graphmoe.config.progress import counting, shown_in, starting
+from graphmoe.config.progress import counting, output_begins, shown_in, starting
 from graphmoe.config.ranges import ConfigError, spelled
 
 Args = TypeVar("Args")
@@ -258,6 +258,7 @@ def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "
 
     A reader that closes the pipe, as ``head`` does, gets no more.
     """
+    output_begins()
     try:
         if output is OutputFormat.json:
             print(json.dumps(document, indent=2), flush=True)

@@ -1,4 +1,6 @@
-"""Progress of what takes long: a line every five seconds on stderr or in the log, or words in a live bar."""
+"""Progress of what takes long: words in a bar or a line that is rewritten, else lines ever more rarely."""
+
+from __future__ import annotations
 
 import functools
 import logging
@@ -7,22 +9,40 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Seconds between two lines."""
+"""Seconds to the first line, and between changes of a bar; each further line takes twice as long."""
 _bars: list[Callable[[str], None]] = []
 _blocks: list[str] = []
 """Words of each `working` block that runs."""
+_has_output = threading.Event()
+
+
+@functools.cache
+def console() -> Console:
+    """The one console of this process, which the log shares with bars and lines that are rewritten."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def output_begins() -> None:
+    """End the lines that say that the command is at work, which would be amid its output."""
+    _has_output.set()
 
 
 @functools.cache
 def starting(prog: str) -> None:
     """Say once that a command has begun, before it imports what takes seconds; nothing where that is done.
 
-    From then on it says every few seconds that it is at work, until it keeps a log, where nothing else does.
+    From then on it says that it is at work, until it keeps a log or has output, if nothing else does.
     Of the ranks that torchrun and others start on a node the first says so.
     """
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
@@ -31,10 +51,11 @@ def starting(prog: str) -> None:
     began = time.monotonic()
 
     def tell() -> None:
-        while not logging.getLogger().handlers:
-            time.sleep(EVERY_S)
-            if not _blocks and not _bars and not logging.getLogger().handlers:
+        wait_s = EVERY_S
+        while not _has_output.wait(wait_s) and not logging.getLogger().handlers:
+            if not _blocks and not _bars:
                 _print(f"{prog}: at work ({time.monotonic() - began:.0f} s)")
+                wait_s *= 2
 
     threading.Thread(target=tell, name="graphmoe-at-work", daemon=True).start()
 
@@ -51,15 +72,21 @@ def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Say what is being done every five seconds while the block runs; its result changes the words."""
+    """Say again and again what is being done while the block runs; its result changes the words."""
     words, began, ended = what, time.monotonic(), threading.Event()
     depth = len(_blocks)
     _blocks.append(what)
 
     def tell() -> None:
-        while not ended.wait(EVERY_S):
-            if len(_blocks) == depth + 1:  # none is inside that knows more
+        wait_s = EVERY_S
+        with ExitStack() as line:
+            while not ended.wait(wait_s):
+                if len(_blocks) > depth + 1:  # one is inside that knows more
+                    continue
+                if not _bars and not logging.getLogger().handlers and _can_rewrite():
+                    line.enter_context(_rewritten_line())
                 _say(f"{words} ({time.monotonic() - began:.0f} s)")
+                wait_s *= 1 if _bars else 2
 
     def change(text: str) -> None:
         nonlocal words
@@ -98,6 +125,25 @@ def _say(text: str) -> None:
         log.info("%s", text)
     else:
         _print(text)
+
+
+def _can_rewrite() -> bool:
+    return console().is_terminal and not console().is_dumb_terminal
+
+
+@contextmanager
+def _rewritten_line() -> Iterator[None]:
+    """Inside the block words are in one line of the terminal, below what else is printed on stderr."""
+    from rich.live import Live
+    from rich.text import Text
+
+    live = Live(console=console(), transient=True, auto_refresh=False, redirect_stdout=False)
+
+    def show(text: str) -> None:
+        live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    with live, shown_in(show):
+        yield
 
 
 def _print(text: str) -> None:

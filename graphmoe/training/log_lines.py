@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.choices import compute_words
+from graphmoe.config.progress import console
 from graphmoe.config.schema import DeviceChoice
 from graphmoe.data import Corpus
 from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.plan import Plan
 from graphmoe.run.expert_loads import ASCII, BLOCKS, LoadWatch, load_bar
-from graphmoe.runtime.host.logs import console
 from graphmoe.runtime.host.tuning import cores_here
 from graphmoe.training.step_rows import StepRow
 

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 
 from graphmoe.checkpoint import CheckpointError
-from graphmoe.config.progress import working
+from graphmoe.config.progress import console, working
 from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunConfig
 from graphmoe.data import DataError
 from graphmoe.data.tokenizer import num_ids
@@ -37,7 +37,7 @@ from graphmoe.run.metrics_file import read_lines, read_rows, summarise
 from graphmoe.runtime.dispatch import check_dispatcher
 from graphmoe.runtime.host.environment import HostLine, set_environment
 from graphmoe.runtime.host.files import replace_text
-from graphmoe.runtime.host.logs import Progress, console
+from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed

@@ -6,7 +6,6 @@ Neither ends a run: the reader of the console may go away, as head does, and dis
 from __future__ import annotations
 
 import faulthandler
-import functools
 import io
 import logging
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from rich import progress
 from rich.console import Console
 
-from graphmoe.config.progress import shown_in
+from graphmoe.config.progress import console, shown_in
 from graphmoe.runtime.host.files import LineFile
 
 log = logging.getLogger(__name__)
@@ -29,12 +28,6 @@ log = logging.getLogger(__name__)
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 FILE_ONLY = {"file_only": True}
 """``extra`` of a record that the console does not show."""
-
-
-@functools.cache
-def console() -> Console:
-    """The one console of this process, which the log shares with the progress bar."""
-    return Console(stderr=True)
 
 
 class ConsoleHandler(logging.Handler):

@@ -1,7 +1,7 @@
 """Progress of what takes long, as lines and in a live bar."""
 
 import io
-import logging
+import itertools
 import subprocess
 import sys
 import threading
@@ -11,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from graphmoe.config import progress
+from graphmoe.config.arguments import emit
 from graphmoe.config.progress import counting, shown_in, starting, working
+from graphmoe.config.schema import OutputFormat
 from graphmoe.runtime.host.logs import Progress
 
 
@@ -42,6 +44,26 @@ def test_without_a_log_the_lines_are_on_stderr(monkeypatch, capfd):
         wait_until(lambda: "searching (0 s)\n" in capfd.readouterr().err)
 
 
+def test_lines_of_a_log_come_ever_more_rarely(caplog, monkeypatch):
+    with caplog.at_level("INFO"), working("compiling"):
+        wait_until(lambda: len(caplog.records) == 4)
+    first, *later = (record.created for record in caplog.records)
+    assert [round((b - a) / 0.05) for a, b in itertools.pairwise([first, *later])] == [2, 4, 8]
+
+
+def test_on_a_terminal_one_line_is_rewritten_below_what_is_printed(monkeypatch, capsys):
+    screen = Console(file=io.StringIO(), force_terminal=True, width=40)
+    monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(progress, "console", lambda: screen)
+    with working("searching [all] of them"):
+        wait_until(lambda: screen.file.getvalue().count("searching [all] of them (0 s)") > 1)
+        print("a warning", file=sys.stderr)
+        print("a result")
+    text = screen.file.getvalue().replace("\r", "")
+    assert "\x1b[2Ka warning\nsearching [all]" in text and text.endswith("\x1b[1A\x1b[2K")
+    assert capsys.readouterr().out == "a result\n"
+
+
 def test_of_blocks_inside_each_other_the_innermost_is_said(caplog):
     with caplog.at_level("INFO"), working("all"), working("a part"):
         wait_until(lambda: "a part (0 s)" in caplog.messages)
@@ -50,6 +72,7 @@ def test_of_blocks_inside_each_other_the_innermost_is_said(caplog):
 
 def test_a_command_that_has_nothing_to_say_says_that_it_is_at_work(monkeypatch, capfd):
     monkeypatch.setattr(progress.logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(progress, "_has_output", threading.Event())
     monkeypatch.delitem(sys.modules, "torch")
     starting("graphmoe.mine")
     said = ""
@@ -61,7 +84,7 @@ def test_a_command_that_has_nothing_to_say_says_that_it_is_at_work(monkeypatch, 
 
     wait_until(is_said)
     assert said.startswith("graphmoe.mine: starting\n")
-    monkeypatch.setattr(progress.logging.getLogger(), "handlers", [logging.NullHandler()])  # ends its thread
+    emit({}, "text", OutputFormat.text, end="")  # which no other line is to be amid
     wait_until(lambda: all(each.name != "graphmoe-at-work" for each in threading.enumerate()))
 
 

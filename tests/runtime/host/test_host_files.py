@@ -172,8 +172,8 @@ def test_a_console_that_takes_no_more_is_named_once_in_the_log_and_ends_nothing(
     code = f"""
 import logging, sys
 from pathlib import Path
-from graphmoe.runtime.host.logs import console, start_logging
-from graphmoe.runtime.host.logs import Progress
+from graphmoe.config.progress import console
+from graphmoe.runtime.host.logs import Progress, start_logging
 start_logging(Path({str(tmp_path)!r}), "rank0", on_console=True)
 sys.stdin.readline()
 with Progress(console(), 3, wanted=True):

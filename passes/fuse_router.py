@@ -43,7 +43,7 @@ from graphmoe.passes.matching import (
     shape,
     viewed,
 )
-from graphmoe.passes.router_choice import SCORES, Choice, Weights, choices, weights_of
+from graphmoe.passes.router_choice import SCORES, Choice, Weights, choices, scores_behind, weights_of
 from graphmoe.passes.routing import adds_ones
 
 ops = torch.ops.graphmoe
@@ -211,7 +211,7 @@ def _is_share(node: Any, choice: Choice) -> bool:
         return False
     scores, total = origin(operand(node)), origin(operand(node, 1))
     of_token = is_op(total, aten.sum) and over_last(total) and bool(argument(total, 2, "keepdim", False))
-    return of_token and origin(operand(total)) is scores and scores is choice.scores
+    return of_token and origin(operand(total)) is scores and scores_behind(scores) is choice.scores
 
 
 def _share(node: Node, choice: Choice) -> Sum | None:

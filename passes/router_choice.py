@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
+from graphmoe.ops.router import LOW_LOGIT
 from graphmoe.passes.matching import (
     argument,
     aten,
@@ -26,6 +27,7 @@ from graphmoe.passes.matching import (
     name_of,
     operand,
     operand_pairs,
+    operands,
     origin,
     over_last,
     part,
@@ -100,7 +102,7 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
             yield choice
     scores, seen = _scores(graph), set()
     for node in calls(graph, aten.gather):
-        ids, source = operand(node, 2), origin(operand(node))
+        ids, source = operand(node, 2), scores_behind(operand(node))
         of_tokens = (
             len(shape(node)) == 2 and operand(node, 1) == 1 and shape(node)[0] == shape(operand(node))[0]
         )
@@ -236,13 +238,29 @@ def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
             if (choice.score is None and of is choice.values) or _gathers(of, choice, origin(choice.logits)):
                 return _scaled(Weights(node, softmax_after_topk=True))
         if choice.score is not None and _gathers(node, choice, choice.scores):
-            return _scaled(_renormalised(Weights(node)))
+            weights = _renormalised(Weights(node))
+            if weights.renormalise or origin(operand(node)) is choice.scores:
+                return _scaled(weights)
     return None
 
 
 def _gathers(node: Any, choice: Choice, source: Node) -> bool:
     along = is_op(node, aten.gather) and operand(node, 1) in (1, -1)
-    return along and origin(operand(node)) is source and choice.is_expert(operand(node, 2))
+    return along and scores_behind(operand(node)) is source and choice.is_expert(operand(node, 2))
+
+
+def scores_behind(node: Any) -> Any:
+    """The sigmoids of which a node holds `graphmoe.ops.router.relative_scores`; its origin if of none."""
+    node = origin(node)
+    if not is_op(node, aten.where):
+        return node
+    low, softmax, scores = (origin(each) for each in operands(node))
+    highest = origin(operand(low)) if is_op(low, aten.lt) and operand(low, 1) == LOW_LOGIT else None
+    over_experts = is_op(highest, aten.amax) and over_last(highest) and over_last(softmax)
+    if not over_experts or not is_op(softmax, aten._softmax) or not is_op(scores, aten.sigmoid):
+        return node
+    logits = {origin(operand(each)) for each in (highest, softmax, scores)}
+    return scores if len(logits) == 1 else node
 
 
 def _renormalised(weights: Weights) -> Weights:

@@ -80,13 +80,14 @@ class Router(nn.Module):
         scores_TE = ops.scores_of(logits_TE, self.config.score_function)
         expert_TK = self._choose(scores_TE.detach())
         how = self.config.renormalise, self.config.softmax_after_topk, self.config.routed_scale
-        weight_TK = ops.weights_of(logits_TE, scores_TE, expert_TK, *how)
+        relative_TE = ops.relative_scores(logits_TE, scores_TE, self.config.score_function)
+        weight_TK = ops.weights_of(logits_TE, scores_TE, relative_TE, expert_TK, *how)
         counts_BE, counted = None, list[Tensor]()
         if self.has_balance:
             counted_TK = self._counted(scores_TE.detach(), expert_TK)
             counts_BE = ops.count_per_sequence(counted_TK, len(x_BSD), self.config.num_experts)
             counted = [counts_BE.sum(dim=0).int()] if self.counts_apart else []
-        loss, stats = self._losses(logits_TE, scores_TE, counts_BE, earlier_E)
+        loss, stats = self._losses(logits_TE, relative_TE, counts_BE, earlier_E)
         return h_TD, weight_TK, expert_TK, loss, stats, *counted
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
@@ -111,18 +112,18 @@ class Router(nn.Module):
         return ops.top_indices(scores_TE, self.config.top_k).int()
 
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, counts_BE: Tensor | None, earlier_E: Tensor | None
+        self, logits_TE: Tensor, relative_TE: Tensor, counts_BE: Tensor | None, earlier_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum and ``ROUTER_STATS``; without ``counts_BE`` there is no balance loss."""
         config = self.config
         balance = z = loss = logits_TE.new_zeros(())
         terms: Sequence[Tensor] = ()
         if counts_BE is not None:
-            mean_BE, counts_BE = ops.balance_terms(config, scores_TE, counts_BE, earlier_E)
+            mean_BE, counts_BE = ops.balance_terms(config, relative_TE, counts_BE, earlier_E)
             terms = mean_BE, self._of_global_batch(counts_BE, earlier_E)
         if config.z_loss_coef > 0:
             z = ops.z_loss(logits_TE)
-        entropy, z, *terms = self._of_all_tokens(ops.entropy(scores_TE), z, *terms)
+        entropy, z, *terms = self._of_all_tokens(ops.entropy(relative_TE), z, *terms)
         if counts_BE is not None:
             balance = ops.balance_loss(*terms)
             loss = loss + config.aux_loss_coef * balance

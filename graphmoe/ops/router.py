@@ -21,6 +21,8 @@ from graphmoe.plan.forced_loads import UNIT
 GOLDEN = round(UNIT * (5**0.5 - 1) / 2) | 1
 LOG_FLOOR = 1e-30
 """Smallest share whose logarithm the entropy takes."""
+LOW_LOGIT = -20.0
+"""Below it a sigmoid is the exponential of its logit, to the last bit of fp32."""
 
 
 def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
@@ -28,6 +30,17 @@ def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
     if function is ScoreFunction.sigmoid:
         return logits_TE.float().sigmoid()
     return logits_TE.float().softmax(dim=-1)
+
+
+def relative_scores(logits_TE: Tensor, scores_TE: Tensor, function: ScoreFunction) -> Tensor:
+    """Scores of each token up to a factor, for shares and renormalised weights -> fp32 [T, E].
+
+    If all logits of a token are low, its sigmoids underflow (to 0 below -104), but their ratios do not.
+    """
+    if function is not ScoreFunction.sigmoid:
+        return scores_TE
+    is_low_T1 = logits_TE.amax(dim=-1, keepdim=True) < LOW_LOGIT
+    return torch.where(is_low_T1, logits_TE.softmax(dim=-1), scores_TE)
 
 
 def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
@@ -82,7 +95,7 @@ def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
 
 
 def balance_terms(
-    config: ModelConfig, scores_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
+    config: ModelConfig, relative_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Mean normalised score and load of each expert -> two fp32 [B, E], or [1, E] where sequences are joined.
 
@@ -90,9 +103,9 @@ def balance_terms(
     (Switch Transformer, arXiv 2101.03961, section 2.2), or over the global batch so far
     (arXiv 2501.11873): there ``earlier_E`` counts the slots of the step's earlier micro-batches.
     """
-    share_TE = scores_TE
+    share_TE = relative_TE
     if config.score_function is ScoreFunction.sigmoid:
-        share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+        share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
     mean_BE = share_TE.view(len(counts_BE), -1, config.num_experts).mean(dim=1)
     if config.aux_loss is not AuxLoss.sequence:
         mean_BE = mean_BE.mean(dim=0, keepdim=True)
@@ -108,15 +121,16 @@ def z_loss(logits_TE: Tensor) -> Tensor:
     return logits_TE.float().logsumexp(dim=-1).square().mean()
 
 
-def entropy(scores_TE: Tensor) -> Tensor:
+def entropy(relative_TE: Tensor) -> Tensor:
     """Mean entropy in nats of the normalised scores -> fp32 scalar."""
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
     return -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum(dim=-1).mean()
 
 
 def weights_of(
     logits_TE: Tensor,
     scores_TE: Tensor,
+    relative_TE: Tensor,
     expert_TK: Tensor,
     renormalise: bool,
     softmax_after_topk: bool,
@@ -126,7 +140,7 @@ def weights_of(
     if softmax_after_topk:
         weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
     else:
-        weight_TK = scores_TE.gather(1, expert_TK.long())
+        weight_TK = (relative_TE if renormalise else scores_TE).gather(1, expert_TK.long())
         if renormalise:
             weight_TK = weight_TK / (weight_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weight_TK * scale
@@ -181,10 +195,11 @@ def _forward(
         expert_TK = choose(choice_TE, top_k, num_groups, topk_groups, group_top)
     else:
         expert_TK = chosen_TK.to(torch.int32, copy=True).contiguous()
-    weight_TK = weights_of(logits_TE, scores_TE, expert_TK, *weighting)
+    relative_TE = relative_scores(logits_TE, scores_TE, ScoreFunction(score))
+    weight_TK = weights_of(logits_TE, scores_TE, relative_TE, expert_TK, *weighting)
     counted_TK = choose(scores_TE, top_k, 1, 1, 1) if count_scores else expert_TK
     counts_BE = count_per_sequence(counted_TK, num_sequences, logits_TE.shape[1])
-    return weight_TK, expert_TK, counts_BE, *_sums(logits_TE, scores_TE, num_sequences)
+    return weight_TK, expert_TK, counts_BE, *_sums(logits_TE, relative_TE, num_sequences)
 
 
 @torch.library.custom_op("graphmoe::router_backward", mutates_args=())
@@ -201,27 +216,33 @@ def _backward_op(
             dweight_TK, dshare_sum_BE, dz_sum, dentropy_sum, logits_TE, expert_TK, *settings
         )
     scores_TE = scores_of(logits_TE, ScoreFunction(score))
-    dscores_TE, dlogits_TE = torch.zeros_like(scores_TE), torch.zeros_like(scores_TE)
+    relative_TE = relative_scores(logits_TE, scores_TE, ScoreFunction(score))
+    is_low_T1 = logits_TE.amax(dim=-1, keepdim=True) < LOW_LOGIT
+    lse_T1 = logits_TE.logsumexp(dim=-1, keepdim=True)
+    drelative_TE, dlogits_TE = torch.zeros_like(scores_TE), torch.zeros_like(scores_TE)
     if dweight_TK is not None:
-        from_TE, into_TE = (logits_TE, dlogits_TE) if softmax_after_topk else (scores_TE, dscores_TE)
+        from_TE, into_TE = (logits_TE, dlogits_TE) if softmax_after_topk else (relative_TE, drelative_TE)
         value_TK = from_TE.gather(1, expert_TK.long())
         gradient_TK = _value_gradient(dweight_TK * scale, value_TK, renormalise, softmax_after_topk)
+        if score == "sigmoid" and not renormalise:
+            gradient_TK = gradient_TK * torch.where(is_low_T1, lse_T1.exp(), 1.0)  # scores / relative scores
         into_TE.scatter_add_(1, expert_TK.long(), gradient_TK)
-    norm_T1 = scores_TE.sum(dim=-1, keepdim=True)
-    share_TE = scores_TE / norm_T1
+    norm_T1 = relative_TE.sum(dim=-1, keepdim=True)
+    share_TE = relative_TE / norm_T1
     dshare_TE = torch.zeros_like(scores_TE)
     if dshare_sum_BE is not None:
         dshare_TE += dshare_sum_BE.repeat_interleave(len(logits_TE) // num_sequences, dim=0)
     if dentropy_sum is not None:
         # Without the 1 of (s log s)': a term that all shares have in common drops out below.
         dshare_TE -= dentropy_sum * share_TE.clamp_min(LOG_FLOOR).log()
-    dscores_TE += (dshare_TE - (dshare_TE * share_TE).sum(dim=-1, keepdim=True)) / norm_T1
+    drelative_TE += (dshare_TE - (dshare_TE * share_TE).sum(dim=-1, keepdim=True)) / norm_T1
     if score == "sigmoid":
-        dlogits_TE += dscores_TE * scores_TE * (1 - scores_TE)
+        # Low ones are exp(logits) up to a factor, on which no share or renormalised weight depends.
+        dlogits_TE += drelative_TE * relative_TE * torch.where(is_low_T1, 1.0, 1 - scores_TE)
     else:
-        dlogits_TE += scores_TE * (dscores_TE - (dscores_TE * scores_TE).sum(dim=-1, keepdim=True))
+        dlogits_TE += scores_TE * (drelative_TE - (drelative_TE * scores_TE).sum(dim=-1, keepdim=True))
     if dz_sum is not None:
-        dlogits_TE += dz_sum * 2 * logits_TE.logsumexp(dim=-1, keepdim=True) * logits_TE.softmax(dim=-1)
+        dlogits_TE += dz_sum * 2 * lse_T1 * logits_TE.softmax(dim=-1)
     return dlogits_TE
 
 
@@ -276,10 +297,10 @@ def _value_gradient(
     return (dweight_TK - (dweight_TK * value_TK).sum(dim=-1, keepdim=True) / norm_T1) / norm_T1
 
 
-def _sums(logits_TE: Tensor, scores_TE: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sums(logits_TE: Tensor, relative_TE: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
     """Shares summed over each sequence [B, E], squared logsumexp [] and entropy [] over all tokens."""
-    share_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
-    share_sum_BE = share_TE.view(num_sequences, -1, scores_TE.shape[1]).sum(dim=1)
+    share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
+    share_sum_BE = share_TE.view(num_sequences, -1, relative_TE.shape[1]).sum(dim=1)
     z_sum = logits_TE.logsumexp(dim=-1).square().sum()
     entropy_sum = -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum()
     return share_sum_BE, z_sum, entropy_sum

@@ -25,6 +25,7 @@ SUMMED_ROWS, SUMMED_COLUMNS = 32, 32
 TAKEN = tl.constexpr(-(2**31))  # below the key of every number
 NO_CHOICE = tl.constexpr(-2139095041)  # the key of -inf
 NO_EXPERT = tl.constexpr(2**30)
+LOW_LOGIT = tl.constexpr(-20.0)  # as graphmoe.ops.router, which imports this file
 
 
 def forward(
@@ -161,17 +162,19 @@ def _limit_to_groups(
 
 @triton.jit
 def scores_of(x, SIGMOID: tl.constexpr):
-    """Scores, shares, softmax, logsumexp and sum of scores; logits are -inf in padded columns."""
+    """Scores, relative scores, their sum, shares, softmax, logsumexp and what is low; -inf pads logits."""
     highest = tl.max(x, 1)
     power = tl.exp(x - highest[:, None])
     total = tl.sum(power, 1)
     softmax = power / total[:, None]
-    score, share, norm = softmax, softmax, tl.full(total.shape, 1.0, tl.float32)
+    score, relative, share, norm = softmax, softmax, softmax, tl.full(total.shape, 1.0, tl.float32)
+    low = highest < LOW_LOGIT
     if SIGMOID:
         score = 1 / (1 + tl.exp(-x))
-        norm = tl.sum(score, 1)
-        share = score / norm[:, None]
-    return score, share, softmax, highest + tl.log(total), norm
+        relative = tl.where(low[:, None], softmax, score)
+        norm = tl.sum(relative, 1)
+        share = relative / norm[:, None]
+    return score, relative, norm, share, softmax, highest + tl.log(total), low
 
 
 @triton.jit
@@ -226,7 +229,7 @@ def _forward_kernel(
         at, live_T1 = token[:, None] * E + id_E[None, :], live[:, None]
         x = tl.load(logits + at, mask=live_T1 & real_1E, other=0.0)
         x = tl.where(real_1E, x, float("-inf"))
-        score, share, _, lse, _ = scores_of(x, SIGMOID)
+        score, relative, _, share, _, lse, _ = scores_of(x, SIGMOID)
         share_sum += tl.where(live_T1, share, 0.0)
         z_sum += tl.where(live, lse * lse, 0.0)
         entropy_sum -= tl.where(live, tl.sum(share * tl.log(tl.maximum(share, 1e-30)), 1), 0.0)
@@ -236,7 +239,7 @@ def _forward_kernel(
         key = tl.where(real_1E, _key(choice), TAKEN)
         if GROUPS > 1:
             key = _limit_to_groups(key, GROUPS, PADDED_GROUPS, PADDED_SIZE, TOPK_GROUPS, GROUP_TOP, TOKENS)
-        source, FILL = (x, float("-inf")) if AFTER_TOPK else (score, 0.0)
+        source, FILL = (x, float("-inf")) if AFTER_TOPK else (relative if RENORMALISE else score, 0.0)
         row = token * K if chosen is None else chosen + token * K
         ids, value, times = _pick(key, source, id_E[None, :], row, live, K, SLOTS, FILL, chosen is not None)
         if COUNT_SCORES:
@@ -297,14 +300,14 @@ def _backward_kernel(
     mask = live[:, None] & real
     x = tl.load(logits + token[:, None] * E + column, mask=mask, other=0.0)
     x = tl.where(real, x, float("-inf"))
-    score, share, softmax, lse, norm = scores_of(x, SIGMOID)
+    score, relative, norm, share, softmax, lse, low = scores_of(x, SIGMOID)
     dshare = tl.zeros((TOKENS, WIDTH), tl.float32)
     if dshare_sum is not None:
         dshare += tl.load(dshare_sum + (token // S)[:, None] * E + column, mask=mask, other=0.0)
     if dentropy_sum is not None:
         # Without the 1 of (s log s)': a term that all shares have in common drops out below.
         dshare -= tl.load(dentropy_sum) * tl.log(tl.maximum(share, 1e-30))
-    dscore = (dshare - tl.sum(dshare * share, 1)[:, None]) / norm[:, None]
+    drelative = (dshare - tl.sum(dshare * share, 1)[:, None]) / norm[:, None]
     dx = tl.zeros((TOKENS, WIDTH), tl.float32)
     if dweight is not None:
         given, times = tl.zeros((TOKENS, WIDTH), tl.float32), tl.zeros((TOKENS, WIDTH), tl.float32)
@@ -319,14 +322,17 @@ def _backward_kernel(
             power /= tl.sum(power * times, 1)[:, None]
             dx += power * (given - times * tl.sum(given * power, 1)[:, None])
         elif RENORMALISE:
-            total = (tl.sum(score * times, 1) + 1e-20)[:, None]
-            dscore += (given - times * tl.sum(given * score, 1)[:, None] / total) / total
+            total = (tl.sum(relative * times, 1) + 1e-20)[:, None]
+            drelative += (given - times * tl.sum(given * relative, 1)[:, None] / total) / total
+        elif SIGMOID:
+            drelative += given * tl.where(low, tl.exp(lse), 1.0)[:, None]  # scores / relative scores
         else:
-            dscore += given
+            drelative += given
     if SIGMOID:
-        dx += dscore * score * (1 - score)
+        # Low ones are exp(x) up to a factor, on which no share or renormalised weight depends.
+        dx += drelative * relative * tl.where(low[:, None], 1.0, 1 - score)
     else:
-        dx += score * (dscore - tl.sum(dscore * score, 1)[:, None])
+        dx += score * (drelative - tl.sum(drelative * score, 1)[:, None])
     if dz_sum is not None:
         dx += tl.load(dz_sum) * 2 * lse[:, None] * softmax
     tl.store(dlogits + token[:, None] * E + column, dx, mask=mask)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 from graphmoe.ops import router as plain
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
@@ -35,6 +36,7 @@ class Case:
     biased: bool = False
     chosen: str = ""
     count_scores: bool = False
+    low: bool = False  # the first tokens have low logits only
 
     def settings(self):
         """The operation's arguments behind logits, bias and chosen experts."""
@@ -68,6 +70,9 @@ CASES = {
     "given in groups": Case(2, 10, 12, 4, groups=(4, 2, 2), chosen="round robin"),
     "given twice": Case(1, 10, 6, 3, chosen="twice", renormalise=True),
     "given twice, softmax over them": Case(1, 10, 6, 3, chosen="twice", after=True),
+    "low": Case(2, 5, 12, 4, chosen="round robin", low=True, **SIGMOID),
+    "low, and one expert": Case(2, 5, 12, 1, chosen="round robin", low=True, **SIGMOID),
+    "low as they are": Case(1, 9, 12, 4, score="sigmoid", chosen="round robin", low=True),
 }
 
 
@@ -85,6 +90,8 @@ def inputs_of(case, seed=0, device="cpu"):
     """Logits, bias and given experts."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(case.B * case.S, case.E, generator=generator) * 2
+    if case.low:
+        logits[:6] += torch.tensor([-15.0, -25.0, -50.0, -80.0, -110.0, -200.0]).unsqueeze(1)
     bias = torch.randn(case.E, generator=generator) / 8 if case.biased else None
     chosen = None
     if case.chosen:
@@ -136,12 +143,34 @@ def by_autograd(logits, bias, chosen, case, wanted):
     """Results of the operation, and a function from gradients to that of the logits."""
     logits = logits.clone().requires_grad_()
     outputs = torch.ops.graphmoe.router(logits, bias, chosen, *case.settings())
+    return [o.detach() for o in outputs], gradient_of(outputs, logits, wanted)
 
+
+def gradient_of(outputs, logits, wanted):
     def gradient(incoming):
         pairs = [(o, g) for o, g in zip(wanted(outputs), incoming, strict=True) if g is not None]
         return torch.autograd.grad([o for o, _ in pairs], logits, [g for _, g in pairs], retain_graph=True)[0]
 
-    return [o.detach() for o in outputs], gradient
+    return gradient
+
+
+def by_plain_form(logits, bias, chosen, case, wanted):
+    """The same from the functions of which a router of the model is made."""
+    logits, function = logits.clone().requires_grad_(), ScoreFunction(case.score)
+    scores = plain.scores_of(logits, function)
+    choice = scores.detach() if bias is None else scores.detach() + bias
+    expert_TK = plain.choose(choice, case.K, *case.groups) if chosen is None else chosen
+    counted_TK = plain.choose(scores.detach(), case.K, 1, 1, 1) if case.count_scores else expert_TK
+    counts_BE = plain.count_per_sequence(counted_TK, case.B, case.E)
+    relative = plain.relative_scores(logits, scores, function)
+    weight_TK = plain.weights_of(
+        logits, scores, relative, expert_TK, case.renormalise, case.after, case.scale
+    )
+    config = ModelConfig(num_experts=case.E, score_function=function, aux_loss=AuxLoss.sequence)
+    mean_BE, _ = plain.balance_terms(config, relative, counts_BE, None)
+    sums = (mean_BE * case.S, plain.z_loss(logits) * len(logits), plain.entropy(relative) * len(logits))
+    outputs = [weight_TK, expert_TK, counts_BE, *sums]
+    return [o.detach() for o in outputs], gradient_of(outputs, logits, wanted)
 
 
 def by_kernels(logits, bias, chosen, case, wanted):
@@ -191,7 +220,8 @@ def assert_matches_fp64(run, case, device="cpu"):
 
 def runs_of(backend):
     """Ways to the results: by autograd, and for a GPU's tensors the kernels by themselves too."""
-    return {"plain": [by_autograd], "interpreted": [by_kernels], "cuda": [by_autograd, by_kernels]}[backend]
+    both = [by_autograd, by_kernels]
+    return {"plain": [by_autograd, by_plain_form], "interpreted": [by_kernels], "cuda": both}[backend]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ScoreFunction
+from graphmoe.ops.router import relative_scores
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
 from tests.model.test_router_segment import OPTIONS, make_input, make_router
@@ -282,6 +283,17 @@ def own_weights(gather):
     return run
 
 
+def by_relative_scores(weights_of, of=lambda x, y: x):
+    """Weights made of `relative_scores`, of the logits ``of`` in rows of low ones."""
+
+    def run(x, y):
+        scores = x.sigmoid()
+        relative = relative_scores(of(x, y), scores, ScoreFunction.sigmoid)
+        return weights_of(relative.gather(1, best(scores))), best(scores)
+
+    return run
+
+
 def labelled(x, y):
     labels = y[:, :1].abs().long()
     return x.softmax(-1).gather(1, labels).log(), x.log_softmax(-1).gather(1, labels)
@@ -316,6 +328,8 @@ LOOK_ALIKES = {  # name: (run, reason)
         own_weights(lambda x, y, s, ids: y.gather(1, ids) + s.gather(1, ids.flip(1)) + s.gather(1, ids)),
         f"{READ} gather",
     ),
+    "relative scores as they are": (by_relative_scores(lambda w: w), UNWEIGHED),
+    "relative scores of others": (by_relative_scores(softmax, lambda x, y: y), UNWEIGHED),
     "weights of others": (own_weights(lambda x, y, s, ids: s.gather(1, ids.flip(1))), UNWEIGHED),
     "weights of tokens": (own_weights(lambda x, y, s, ids: s.gather(0, ids)), UNWEIGHED),
     "no gradient": (own_weights(lambda x, y, s, ids: s.detach().gather(1, ids) * x.sum()), UNWEIGHED),

@@ -5,12 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from graphmoe.checkpoint.hf.families import same_function, to_hf_config, to_model_config
 from graphmoe.config.schema import AuxLoss, ConfigError, GroupScore, RopeScaling
+from graphmoe.ops import router
 from graphmoe.pipeline_view.plans import load_preset
 from tests.runs import PRESETS
+from tests.tolerances import assert_forward_close
 
 PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
 """config.json of the published models, the keys that describe the model, in the hub's style."""
@@ -67,8 +71,20 @@ def test_the_balance_loss_is_the_one_that_the_published_code_adds():
     assert (lite.aux_loss, lite.aux_loss_coef) == (AuxLoss.sequence, 0.001)
     assert read(PUBLISHED["deepseek_v2_lite"] | {"seq_aux": False}).aux_loss is AuxLoss.micro_batch
     assert read(PUBLISHED["mixtral_8x7b"] | {"router_aux_loss_coef": 0.02}).aux_loss is AuxLoss.none
-    with_loss = read(PUBLISHED["mixtral_8x7b"] | {"router_aux_loss_coef": 0.02, "output_router_logits": True})
-    assert (with_loss.aux_loss, with_loss.aux_loss_coef) == (AuxLoss.micro_batch, 0.02)
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "qwen3_30b_a3b"])
+def test_layers_of_the_same_loads_have_the_loss_of_transformers(name):
+    raw = PUBLISHED[name] | {"router_aux_loss_coef": 0.02, "output_router_logits": True}
+    config = read(raw)
+    assert config.aux_loss is AuxLoss.micro_batch
+    logits = torch.randn(64, config.num_experts, generator=torch.Generator().manual_seed(0))
+    joined = load_balancing_loss_func((logits,) * config.num_layers, config.num_experts, config.top_k)
+    scores = router.scores_of(logits, config.score_function)
+    counts = router.count_per_sequence(router.select_experts(config, scores), 1, config.num_experts)
+    of_layer = router.balance_loss(*router.balance_terms(config, scores, counts, None))
+    assert_forward_close(config.num_layers * config.aux_loss_coef * of_layer, 0.02 * joined.double())
+    assert to_hf_config(config)[1]["router_aux_loss_coef"] == 0.02
 
 
 REFUSED = {

@@ -142,7 +142,7 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
         **family.read(keys),
     )
     if keys.problems:
-        return config, keys.problems
+        return config, [*dict.fromkeys(keys.problems)]  # a key may be read twice
     return config, model_problems(config)
 
 

@@ -68,6 +68,7 @@ def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dic
     context = keys.int("max_position_embeddings")
     keys.require("num_key_value_heads", null="num_attention_heads")
     with_loss = keys.bool("output_router_logits", False)  # transformers adds its balance loss with it only
+    layers, top_k = keys.int("num_hidden_layers"), keys.int("num_experts_per_tok")
     return {
         "attention": "gqa",
         "num_dense_layers": 0,
@@ -75,12 +76,13 @@ def _read_common(keys: Keys, *, default_theta: float, default_eps: float) -> dic
         "num_kv_heads": keys.int("num_key_value_heads", default=heads),
         "head_dim": keys.int("head_dim", default=width // max(heads, 1)),
         "shared_ffn_size": 0,
-        "top_k": keys.int("num_experts_per_tok"),
+        "top_k": top_k,
         "score_function": ScoreFunction.softmax,
         "context_length": context,
         "norm_eps": keys.float("rms_norm_eps", default_eps),
         "aux_loss": AuxLoss.micro_batch if with_loss else AuxLoss.none,
-        "aux_loss_coef": keys.float("router_aux_loss_coef", 0.001),
+        # Theirs is one loss over all layers, top_k at balance; ours is one per layer, each 1 at balance.
+        "aux_loss_coef": keys.float("router_aux_loss_coef", 0.001) * top_k / max(layers, 1),
         **read_rope(keys, default_theta=default_theta, context=context, scales_scores=False),
     }
 
@@ -98,7 +100,7 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_experts_per_tok": config.top_k,
         "output_router_logits": False,
-        "router_aux_loss_coef": config.aux_loss_coef,
+        "router_aux_loss_coef": float(f"{config.aux_loss_coef * config.num_layers / config.top_k:.12g}"),
         "sliding_window": None,
         "max_position_embeddings": config.context_length,
         "rms_norm_eps": config.norm_eps,

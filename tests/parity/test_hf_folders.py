@@ -54,6 +54,23 @@ def test_shards_of_transformers_are_read(folder, tmp_path):
     assert_same_bits(load_hf(tmp_path / "sharded")[1].state_dict(), load_hf(folder)[1].state_dict())
 
 
+@pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral"])
+def test_experts_in_one_tensor_are_read_as_those_in_many(tmp_path, case):
+    model = random_model(CASES[case])
+    model.save_pretrained(tmp_path / "hf")
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(tmp_path / "fused"))
+    assert_same_bits(load_hf(tmp_path / "fused")[1].state_dict(), load_hf(tmp_path / "hf")[1].state_dict())
+
+
+def test_two_sets_of_weights_are_refused(folder):
+    random_model(CASE).save_pretrained(folder, max_shard_size="20KB")  # leaves model.safetensors there
+    with pytest.raises(ConfigError, match="two sets.*model.safetensors and .*index.json .*model-00001-of"):
+        load_hf(folder)
+    (folder / "model.safetensors").unlink()
+    load_hf(folder)
+
+
 @pytest.mark.parametrize("size", ["20KB", 1, "1GB"])
 def test_shards_are_bounded_and_transformers_reads_them(folder, tmp_path, size):
     config, model = load_hf(folder)

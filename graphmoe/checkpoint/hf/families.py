@@ -27,8 +27,8 @@ class Family:
     write: Callable[[ModelConfig], dict[str, Any]]
     moe: str = "mlp"
     """Name of a MoE block inside its layer."""
-    gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of a routed expert's three matrices."""
+    gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+    """Names of a routed expert's three matrices; None if all experts of a layer are one tensor."""
     aliases: tuple[str, ...] = ()
     """Further model_types with the same code."""
 

@@ -25,7 +25,7 @@ from graphmoe.checkpoint.hf.fp8 import (
     scales_of,
     wrong_scale,
 )
-from graphmoe.checkpoint.hf.names import Index, Piece, pieces
+from graphmoe.checkpoint.hf.names import FUSED, Index, Piece, pieces
 from graphmoe.checkpoint.hf.tensor_files import DTYPES, TensorFiles, TensorToWrite, write_shards
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
@@ -159,12 +159,14 @@ def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> OpenFolder:
     raw = read_json(path, dict[str, Any])
     family, config = to_model_config(raw, str(path), folder_name(folder))
     files = TensorFiles(folder, STEM)
-    files.require_parts(config, str(path), "num_experts")
+    fused = any(name.endswith(FUSED) for name in files.headers)
+    files.require_parts(config, str(path), *([] if fused else ["num_experts"]))
     if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
     shaped_as, ids = shaped_as or config, {key: raw.get(key) for key in TOKEN_IDS}
     block_scales = bool(raw.get("quantization_config"))
-    return OpenFolder(config, files, shapes_of(shaped_as), pieces(family, shaped_as), ids, block_scales)
+    layout = pieces(family, shaped_as, fused=fused)
+    return OpenFolder(config, files, shapes_of(shaped_as), layout, ids, block_scales)
 
 
 def entries_of(

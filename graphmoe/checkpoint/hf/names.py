@@ -1,7 +1,7 @@
 """Names of published tensors, and the part of one of ours that each is."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graphmoe.checkpoint.hf.families import Family
 from graphmoe.config.schema import ModelConfig
@@ -24,8 +24,14 @@ class Piece:
     """False where a folder that we write has it not."""
 
 
-def pieces(family: Family, config: ModelConfig) -> list[Piece]:
+FUSED = ".mlp.experts.gate_up_proj"
+"""End of a name in folders that transformers 5 writes with all experts of a layer as one tensor."""
+
+
+def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
     """Every tensor of a published folder; those without ``repeats`` cover each of ours once."""
+    if fused:
+        family = replace(family, moe="mlp", gate_up_down=None)
     found = [
         Piece(EMBEDDING, "embed.weight"),
         Piece("model.norm.weight", "loss_head.norm.weight"),
@@ -76,6 +82,10 @@ def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense
 
 
 def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:
+    if family.gate_up_down is None:
+        yield Piece(f"{block}.experts.gate_up_proj", f"{ours}.w_gate_up")
+        yield Piece(f"{block}.experts.down_proj", f"{ours}.w_down")
+        return
     gate, up, down = family.gate_up_down
     width = config.expert_ffn_size
     for e in range(config.num_experts):

@@ -100,6 +100,11 @@ def _paths(folder: Path, stem: str) -> list[Path]:
         names = sorted(set(read_json(index, _Index).weight_map.values()))
         if not names or not all(map(is_file_name, names)):
             raise ConfigError(f"{index}: weight_map must name files of its folder, and names {names[:3]}")
+        if single.is_file() and single.name not in names:
+            raise ConfigError(
+                f"{folder} has two sets of weights, {single.name} and the {len(names)} files of {index.name} "
+                f"({names[0]} for one); remove the older set, since programs differ in which they read"
+            )
         return [folder / name for name in names]
     if single.is_file():
         return [single]

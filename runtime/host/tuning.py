@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
     bound = cores_here()
     if num_workers > 1:
         return max(min(cores // num_workers, bound), 1), f"{cores} cores, {num_workers} workers"
-    if bound < min(cores, torch.get_num_threads()):
-        return bound, "the cores that it is bound to"
+    if bound < torch.get_num_threads():
+        return bound, "the cores that its binding and its CPU quota leave"
     return torch.get_num_threads(), "torch's own choice"
 
 
@@ -99,10 +99,8 @@ def log_host(lines: Sequence[HostLine]) -> None:
 class GarbageCollection:
     """Garbage collection at fixed steps instead of whenever Python pleases, inside a ``with`` block.
 
-    A collection in the middle of a step delays its kernel launches by milliseconds; at a fixed step
-    every rank pays at the same time. None happens before the first step has ended, since imports and
-    tracing make much that stays and a quarter of their time would go into looking at it. Later collections
-    pass over what the first one left.
+    A collection in the middle of a step delays its kernel launches; at a fixed step every rank pays at the
+    same time. None happens before the first step has ended: a quarter of the start would go into it.
     """
 
     def __init__(self, config: HostConfig) -> None:
@@ -128,7 +126,7 @@ class GarbageCollection:
         gc.enable()
 
 
-SYS = Path("/sys")
+SYS, PROC = Path("/sys"), Path("/proc")
 
 
 class Unbound(Exception):
@@ -179,13 +177,26 @@ def cpus_here() -> set[int]:
 
 
 def cores_here() -> int:
-    """Physical cores that this thread may run on, no more than a container's quota allows; at least 1."""
+    """Physical cores that this thread may run on, no more than its control groups allow; at least 1."""
     siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = len({_read(SYS / siblings.format(cpu)) or str(cpu) for cpu in cpus_here()})
-    quota, _, period = _read(SYS / "fs/cgroup/cpu.max").partition(" ")
-    if quota.isdigit() and period.isdigit():
-        cores = min(cores, int(quota) // int(period))
-    return max(cores, 1)
+    return max(min([cores, *_quotas()]), 1)
+
+
+def _quotas() -> Iterator[int]:
+    """Yield the CPUs that each control group of this process allows: its own and all above, v1 and v2."""
+    for line in _read(PROC / "self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = SYS / "fs/cgroup" / ("cpu" if controllers else "")
+        # Groups above count too. The root alone exists in a container whose /proc has the host's paths.
+        for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+            path = root / folder.relative_to("/")
+            of_v1 = [_read(path / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+            quota, period = _read(path / "cpu.max").split() or of_v1
+            if quota.isdigit() and period.isdigit():
+                yield int(quota) // int(period)
 
 
 def cpu_list(text: str) -> set[int]:
@@ -199,7 +210,6 @@ def cpu_list(text: str) -> set[int]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file of the system; empty where there is none."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

@@ -16,6 +16,8 @@ class Machine:
         self.folder, self.allowed, self.num_threads = folder, set(range(8)), 8
         self._shown: list[int] | None = None
         monkeypatch.setattr(tuning, "SYS", folder)
+        monkeypatch.setattr(tuning, "PROC", folder / "proc")
+        self.write("proc/self/cgroup", "0::/\n")
         monkeypatch.setattr(tuning, "cpus_here", lambda: self.allowed)
         monkeypatch.setattr(torch.cuda, "get_device_properties", self._properties)
 

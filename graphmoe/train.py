@@ -58,7 +58,7 @@ from graphmoe.runtime.host.signals import (
     exit_at_signals,
 )
 from graphmoe.runtime.launch.failures import RunFailed
-from graphmoe.runtime.launch.nodes import Nodes, find_nodes, started_by
+from graphmoe.runtime.launch.nodes import Nodes, find_nodes, num_pods, started_by
 from graphmoe.worker import LOGS, raise_if_stopped, set_environment_of, train_rank
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def main() -> None:
     exit_at_signals()
     gc.disable()  # until training begins
     try:
-        starter = started_by()
+        starter = started_by() if num_pods() is None else None  # a pod is a node, with workers of its own
     except ConfigError as error:
         print_error(error)
         sys.exit(2)
@@ -300,7 +300,6 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
 
 
 def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[str, Any]:
-    """Read the summary written since ``before``. *Raises* Interrupted if a signal stopped too early."""
     if _written(path) == before and stopped:
         log.warning("%s: ended before the first step", stopped)
         raise Interrupted(signal.Signals[stopped])

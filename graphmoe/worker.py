@@ -52,7 +52,7 @@ from graphmoe.runtime.host.signals import (
 )
 from graphmoe.runtime.launch.failures import RunFailed, write_failure
 from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
-from graphmoe.runtime.launch.nodes import set_meeting_place, started_by
+from graphmoe.runtime.launch.nodes import num_ranks, run_name, set_meeting_place, started_by
 from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 
 if TYPE_CHECKING:
@@ -134,34 +134,35 @@ def _join(config: RunConfig) -> Ranks:
     import torch
     import torch.distributed as dist
 
-    from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT, Ranks, backend_of, own_store
+    from graphmoe.runtime.launch.meeting import store_of_ranks
+    from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT, Ranks, backend_of, check_places, place_here
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        device = torch.device(config.run.device.value)
-        if _has_flight_recorder(config):
-            held = os.environ.get(FOLDER_HELD)
-            set_flight_recorder(Path(held, LOGS) if held else None)
-        backend, rank, size = backend_of(device), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        try:
-            set_meeting_place(config.launch)
-            torchruns = ELASTIC in os.environ and LAUNCHER_PID not in os.environ  # has a store already
-            store = None if torchruns else own_store(rank, size, COLLECTIVE_TIMEOUT)
-        except OSError as error:
-            at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            found, instead = "", "name another place, e.g. launch.endpoint=node0:29500"
-            if LAUNCHER_PID in os.environ:
-                found, instead = ", which was free a moment ago", "start the same command again"
-            raise RunFailed(f"rank 0 cannot listen at {at}{found} ({error.strerror}); {instead}") from error
-        place = (rank, size) if store else (-1, -1)  # which torch reads from the environment
-        dist.init_process_group(
-            backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=place[0], world_size=place[1]
-        )
-    return Ranks()
+    if num_ranks() == 1:
+        return Ranks()
+    device = torch.device(config.run.device.value)
+    if _has_flight_recorder(config):
+        held = os.environ.get(FOLDER_HELD)
+        set_flight_recorder(Path(held, LOGS) if held else None)
+    backend, rank, size = backend_of(device), int(os.environ["RANK"]), num_ranks()
+    endpoint, instead = set_meeting_place(config.launch)
+    try:
+        if ELASTIC in os.environ and LAUNCHER_PID not in os.environ:  # torchrun has a store already
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        else:
+            store = store_of_ranks(rank, size, endpoint, run_name(), instead)
+            place = {"store": store, "rank": rank, "world_size": size}
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **place)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        why = str(error).partition("\n")[0]
+        raise RunFailed(f"rank {rank} cannot meet the others at {endpoint}: {why}") from error
+    ranks = Ranks()
+    check_places(ranks.gather(place_here()))
+    return ranks
 
 
 def _has_flight_recorder(config: RunConfig) -> bool:
-    """Return whether there are several ranks with GPUs: gloo has no flight recorder."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.run.device is DeviceChoice.cuda
+    # gloo has none
+    return num_ranks() > 1 and config.run.device is DeviceChoice.cuda
 
 
 def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
@@ -187,7 +188,6 @@ def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
 
 def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:
-    """Put the number of workers into the configuration. *Raises* ConfigError if it cannot run."""
     from graphmoe.plan.rules.check import check
 
     nodes = ranks.size // ranks.local_size
@@ -278,7 +278,7 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or not isinstance(error, ConfigError):  # which all ranks have alike
             print_error(f"rank {rank}: {error}" if rank else error)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and ELASTIC not in os.environ:
+    if os.environ.get("WORLD_SIZE", "1") in ("", "1") and ELASTIC not in os.environ:
         sys.exit(status)
     try:
         write_failure(error, status, log_dir)

@@ -1,17 +1,18 @@
 """Ranks of a job: objects that they exchange outside the model, and the process groups of a layout."""
 
-import ipaddress
 import os
 import pickle
-import socket
-from collections.abc import Callable
+import platform
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
 T = TypeVar("T")
@@ -73,6 +74,38 @@ class Ranks:
         self.gather(None)
 
 
+class Place(NamedTuple):
+    """Machine and number of a rank there."""
+
+    machine: str  # the same for two containers of one machine
+    host: str
+    local_rank: int  # 0 on every rank if each sees one GPU only (torch's virtual local rank)
+    local_size: int
+
+
+def place_here() -> Place:
+    """Return where this rank runs, by torch's variables."""
+    host, boot = platform.node(), Path("/proc/sys/kernel/random/boot_id")
+    local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    return Place(boot.read_text() if boot.exists() else host, host, *local)
+
+
+def check_places(places: Sequence[Place]) -> None:
+    """Check that rank = node * local size + local rank, which layouts rely on. *Raises* ConfigError."""
+    size, virtual = places[0].local_size, not any(place.local_rank for place in places)
+    for rank, place in enumerate(places):
+        first = places[rank - rank % size]
+        if place.local_size != size:
+            uneven = f"{size} ranks run on {places[0].host} and {place.local_size} on {place.host}"
+            raise ConfigError(f"{uneven}; start equally many on each node")
+        if place.machine != first.machine or not (virtual or place.local_rank == rank % size):
+            raise ConfigError(
+                f"rank {rank} is local rank {place.local_rank} of {place.host}, and must be local rank "
+                f"{rank % size} of {first.host}, like rank {rank - rank % size}: {size} ranks in a row "
+                f"share a node; use srun --distribution=block, or mpirun --map-by ppr:{size}:node"
+            )
+
+
 class Mesh:
     """The process groups that this rank is in. Making one is collective; one rank alone needs none.
 
@@ -131,7 +164,6 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return the error, or one with the same words where it would not survive the way to another rank."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -142,21 +174,3 @@ def _portable(error: Exception) -> Exception:
 def backend_of(device: torch.device) -> str:
     """Return what ``init_process_group`` takes for tensors on a device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-
-
-def own_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore | None:
-    """Return the store at ``MASTER_ADDR`` and ``MASTER_PORT`` by which ranks find each other.
-
-    It listens at that address, where torch's own listens on all interfaces; None where it is a name, from
-    which the address does not follow. It has no password: who reaches the address can write to it. *Raises*
-    OSError where another process took the port.
-    """
-    host, port, is_first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank == 0
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
-    except ValueError:
-        return None
-    listener = socket.create_server((host, port), family=family, backlog=2048).detach() if is_first else None
-    return dist.TCPStore(
-        host, port, size, is_first, timeout, wait_for_workers=False, master_listen_fd=listener
-    )

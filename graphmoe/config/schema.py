@@ -319,9 +319,9 @@ class LaunchConfig:
     """Workers on each node, one for each device: a number, or auto (gpus_per_job, else the visible GPUs; on a
     CPU 1)."""
     nodes: Annotated[Any, MANY_RANKS] = "auto"
-    """Nodes of the run, all started by the same command: a number, or auto (those of the Slurm job, or 1)."""
+    """Nodes, all started by the same command: a number, or auto (those of the Slurm step or PyTorchJob)."""
     endpoint: str | None = None
-    """host:port where the nodes meet; default: the first host of the Slurm job."""
+    """host:port where the nodes meet; default: the Slurm step's first host, or MASTER_ADDR."""
     max_restarts: CountOrZero = 0
     """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
     hang_timeout_s: Count | None = 45

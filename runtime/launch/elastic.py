@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -41,12 +41,11 @@ from graphmoe.runtime.launch.failures import (
     silent_ranks,
 )
 from graphmoe.runtime.launch.hangs import HangWatch, watching
-from graphmoe.runtime.launch.nodes import Nodes, interface_of, listen_at
+from graphmoe.runtime.launch.meeting import MEETING_S, store_of_nodes
+from graphmoe.runtime.launch.nodes import Nodes, interface_of
 
 log = logging.getLogger(__name__)
 
-MEETING_S = 900
-"""Seconds that nodes wait for each other."""
 _POLL_S = 0.2
 _IDLE_S = 2.0
 """Seconds for which elastic is waited for after a signal without workers, as before all nodes are there."""
@@ -80,7 +79,7 @@ def launch(
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
     logs = RankLogs(log_dir, redirect=nodes.is_first)
-    meeting = temporary_folder(_MEETING) if nodes.count == 1 else _host_store(nodes)
+    meeting = temporary_folder(_MEETING) if nodes.count == 1 else store_of_nodes(nodes)
     with watching(config.hang_timeout_s) as (watch, told), _elastic_log(log_dir), meeting as folder:
         words = ("-m", module, str(resolved))
         agent = _Agent(_elastic_config(config, logs, nodes, folder, one_gpu_each), words)
@@ -105,6 +104,9 @@ def launch(
             raise first.raised(log_dir, began)
     elif isinstance(agent.error, RendezvousError):
         raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
+    elif isinstance(agent.error, DistError):
+        why = str(agent.error).partition("\n")[0]
+        raise RunFailed(f"the store of all nodes at {nodes.endpoint} is gone: {why}") from agent.error
     elif agent.error is not None:
         raise agent.error
     return forwarding.received
@@ -133,31 +135,6 @@ def _elastic_config(
     return elastic
 
 
-@contextmanager
-def _host_store(nodes: Nodes) -> Iterator[None]:
-    """Host the store of all nodes for the block, if this is the first; elastic's own listens everywhere."""
-    if not nodes.is_first:
-        yield
-        return
-    try:
-        listener = listen_at(nodes.endpoint)
-    except OSError as error:
-        raise RunFailed(
-            f"launch.endpoint={nodes.endpoint}: this node cannot listen there ({error.strerror}); use a port "
-            "that is free"
-        ) from error
-    host, port = listener.getsockname()[:2]
-    store = TCPStore(
-        host if host not in ("0.0.0.0", "::") else "localhost",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    yield
-    del store
-
-
 def _interfaces(nodes: Nodes) -> dict[str, str]:
     """Variables that have gloo, and on one node NCCL, listen at this node's address, unless they are set."""
     interface = interface_of(nodes.address) if nodes.address else None
@@ -166,7 +143,6 @@ def _interfaces(nodes: Nodes) -> dict[str, str]:
 
 
 def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch | None) -> None:
-    """Leave the errors of this node's workers where other nodes look, and give these time to do the same."""
     log_dirs = {logs.log_dir, *([watch.log_dir] if watch and watch.log_dir else [])}
     for failure in of_workers(error.failures, logs.attempt):
         if not error_file(logs.log_dir, failure.rank).exists():
@@ -220,8 +196,6 @@ class RankLogs(LogsSpecs):
 
 
 class _Agent(threading.Thread):
-    """Runner of elastic's agent, which keeps the error that the agent ended with."""
-
     def __init__(self, config: ElasticConfig, words: Sequence[str]) -> None:
         super().__init__(name="elastic", daemon=True)
         self.error: Exception | None = None
@@ -237,9 +211,7 @@ class _Agent(threading.Thread):
 class _Forwarding(StopSignal):
     """Inside a ``with`` block, the first signal makes every worker save and stop; a second kills all at once.
 
-    Workers that start later, as after a failure, get it when they are there. Where submitit waits for a
-    notice, by which Slurm says that time is up or that the job must make room, it has that at the end of the
-    block: it puts the job into the queue again and ends this process.
+    Workers that start later get it too. If submitit waits for a notice, it gets that at the end of the block.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -286,7 +258,6 @@ class _Forwarding(StopSignal):
 
 @contextmanager
 def _elastic_log(log_dir: Path) -> Iterator[None]:
-    """Send what elastic says to ``elastic.log``, which is made if it says anything; users get our words."""
     logger = logging.getLogger("torch.distributed.elastic")
     handler = LogFile(log_dir / "elastic.log")
     handler.addFilter(lambda record: "child thread" not in record.getMessage())  # where we want it to be
@@ -302,7 +273,6 @@ def _elastic_log(log_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _added_to_environment(variables: Mapping[str, str], one_gpu_each: bool) -> Iterator[None]:
-    """Set variables in this process, whose environment elastic hands on to the workers, for a while."""
     before = {name: os.environ.get(name) for name in (*variables, *_SHOWN_GPUS)}
     os.environ.update(variables)
     if one_gpu_each and torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ:

@@ -4,6 +4,7 @@ import errno
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -15,7 +16,8 @@ from typing import Any
 import psutil
 
 from graphmoe.config.schema import ConfigError, LaunchConfig
-from graphmoe.runtime.host.signals import ELASTIC
+from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
+from graphmoe.runtime.launch.failures import attempt_of
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +25,8 @@ _FIRST_PORT, _PORTS = 20000, 10000
 _LOOPBACK = "127.0.0.1"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TORCHS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI_RUN = "PMIX_NAMESPACE"
+_SLURMS = ("PROCID", "STEP_NUM_TASKS", "LOCALID", "STEP_TASKS_PER_NODE")
 _OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 
@@ -42,41 +46,76 @@ class Nodes:
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
-    """Return the nodes of the configuration, or of the Slurm step that this process is a task of."""
-    in_step = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
-    count = in_step if launch.nodes == "auto" else launch.nodes
+    """Return the nodes of the configuration, else those of this process's Slurm step or PyTorchJob.
+
+    *Raises* ConfigError if these are not the ones that were asked for, or nothing says where they meet.
+    """
+    environ, in_step, pods = os.environ, _number("SLURM_STEP_NUM_NODES", 1), num_pods()
+    count = (pods or in_step) if launch.nodes == "auto" else launch.nodes
+    if pods:
+        _check_pods(count, pods, launch.nproc)
     if count == 1:
         return Nodes(1, True, f"{_LOOPBACK}:0", secrets.token_hex(4), _LOOPBACK)
-    if in_step > 1:
+    if in_step > 1 and not pods:
         _check_step(count, in_step)
-        first, endpoint = os.environ["SLURM_NODEID"] == "0", launch.endpoint or _slurm_endpoint()
-        job = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        return Nodes(count, first, endpoint, job, _address_towards(endpoint))
-    if launch.endpoint is None:
+        first, endpoint = _of_slurm("NODEID") == "0", launch.endpoint or _slurm_endpoint()
+        return Nodes(count, first, endpoint, _step_name(), address_towards(endpoint))
+    endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else None)
+    if endpoint is None:
         raise ConfigError(
             f"launch.nodes={count} without a Slurm step of {count} nodes needs a place to meet; give the "
             f"first node and a free port, e.g. launch.endpoint=node0:29500, and start the command on each"
         )
-    endpoint = launch.endpoint
-    host, _, _ = endpoint.rpartition(":")
-    job = f"graphmoe-{endpoint}"
-    return Nodes(count, _is_this_machine(host.strip("[]")), endpoint, job, _address_towards(endpoint))
+    first = environ["RANK"] == "0" if pods else _is_this_machine(split_endpoint(endpoint)[0])
+    return Nodes(count, first, endpoint, f"graphmoe-{endpoint}", address_towards(endpoint))
+
+
+def num_pods() -> int | None:
+    """Return the number of pods if WORLD_SIZE and RANK count these; None if they count ranks or are not set.
+
+    Kubernetes' PyTorchJob sets both for one process in each pod, and no LOCAL_RANK. With nprocPerNode its
+    WORLD_SIZE counts ranks, and PET_NNODES the pods.
+    """
+    of_pods = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = [name for name in (*of_pods, "LOCAL_RANK", "LOCAL_WORLD_SIZE", ELASTIC) if os.environ.get(name)]
+    if given != [*of_pods] or num_ranks() == 1 or _has_tasks_per_gpu():
+        return None
+    counted = os.environ.get("PET_NNODES", "")  # 1:4 in an elastic job
+    return int(counted) if counted.isdecimal() else num_ranks()
+
+
+def num_ranks() -> int:
+    """Return the number of ranks by torch's variable. *Raises* ConfigError if it is not a number."""
+    return _number("WORLD_SIZE", 1)
+
+
+def run_name() -> str:
+    """Return a name that all ranks of this run have and no other run has; empty if nothing gave them one."""
+    environ = os.environ
+    if ELASTIC in environ or _MPI_RUN in environ:
+        return attempt_of(environ) if ELASTIC in environ else environ[_MPI_RUN]
+    # mpirun and others start ranks of one run from several steps
+    is_task = [environ.get(f"SLURM_{key}") for key in _SLURMS[:2]] == [
+        environ.get(key) for key in _TORCHS[:2]
+    ]
+    return _step_name() if is_task else ""
 
 
 def started_by() -> str | None:
     """Name what started this process as one rank of many: torchrun, srun or mpirun; None for none of them.
 
-    Fills in torch's variables of the rank where srun or Open MPI's mpirun has variables of its own.
+    Fills in torch's variables of the rank where srun, Open MPI's mpirun or a PyTorchJob has its own.
     *Raises* ConfigError where they do not say how many ranks each node has.
     """
     environ = os.environ
-    if ELASTIC in environ or environ.get("WORLD_SIZE", "1") != "1":
+    if ELASTIC in environ or num_ranks() != 1:
         name, values = "torchrun", [environ.get(variable) for variable in _TORCHS]
-    elif int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > int(environ.get("SLURM_STEP_NUM_NODES", "1")):
-        each = environ.get("SLURM_STEP_TASKS_PER_NODE", "").partition("(")[0]  # such as 8(x4)
-        size = environ["SLURM_STEP_NUM_TASKS"]
-        name, values = "srun", [environ["SLURM_PROCID"], size, environ["SLURM_LOCALID"], each]
-    elif int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        if num_pods() == num_ranks():
+            values[2:] = "0", "1"
+    elif _has_tasks_per_gpu():
+        name, values = "srun", [environ.get(f"SLURM_{variable}") for variable in _SLURMS]
+        values[3] = re.sub(r"\(x\d+\)$", "", values[3] or "")  # such as 8(x4); not 8,7
+    elif _number("OMPI_COMM_WORLD_SIZE", 1) > 1:
         name, values = "mpirun", [environ.get(f"OMPI_COMM_WORLD_{variable}") for variable in _OPEN_MPIS]
     else:
         return None
@@ -93,24 +132,39 @@ def started_by() -> str | None:
     return name
 
 
-def set_meeting_place(launch: LaunchConfig) -> None:
-    """Set torch's variables of the place where ranks meet, unless their starter or the user has."""
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return
+def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
+    """Set torch's variables of the place where ranks meet, unless their starter or the user has.
+
+    Returns the place as host:port, and what to do if it can't be used.
+    """
+    environ = os.environ
+    if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
+        again = "the port was free a moment ago, so start the same command again"
+        instead = again if LAUNCHER_PID in environ else "set another MASTER_PORT"
+        return f"{environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0)}", instead
+    one_node = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
+    by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ  # in a Slurm job its processes are of different steps
     if launch.endpoint is not None:
         endpoint = launch.endpoint
-    elif "SLURM_STEP_NODELIST" in os.environ:
-        endpoint = _slurm_endpoint()
-    elif os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        job = os.environ.get("PMIX_NAMESPACE", str(os.getppid()))  # the same for all, which mpirun started
+    elif "SLURM_STEP_NODELIST" in environ and not by_mpirun:
+        endpoint = f"{_LOOPBACK}:{_slurm_port()}" if one_node else _slurm_endpoint()
+    elif one_node:
+        job = environ.get(_MPI_RUN, str(os.getppid()))  # the same for all, which mpirun started
         endpoint = f"{_LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
     else:
         raise ConfigError(
             "ranks on several nodes need a place to meet; give the first node and a free port, e.g. "
             "launch.endpoint=node0:29500"
         )
+    host, port = split_endpoint(endpoint)
+    environ.update({"MASTER_ADDR": host, "MASTER_PORT": str(port)})
+    return endpoint, "name another place, e.g. launch.endpoint=node0:29500"
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of an endpoint; an IPv6 address without its brackets."""
     host, _, port = endpoint.rpartition(":")
-    os.environ |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+    return host.strip("[]"), int(port)
 
 
 def interface_of(address: str) -> str | None:
@@ -133,14 +187,21 @@ def listen_at(endpoint: str) -> socket.socket:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     log.warning(
-        "launch.endpoint=%s stands for no address of this node, so its stores listen on all interfaces; name "
-        "an address of the cluster's own network",
+        "%s stands for no address of this node, so its store listens on all interfaces; name an address of "
+        "the cluster's own network",
         endpoint,
     )
-    return socket.create_server(("", int(endpoint.rpartition(":")[2])), backlog=2048)
+    both, place = socket.has_dualstack_ipv6(), ("", split_endpoint(endpoint)[1])
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(place, family=family, backlog=2048, dualstack_ipv6=both)
 
 
-def _address_towards(endpoint: str) -> str | None:
+def addresses_of(endpoint: str) -> list[str]:
+    """Return the IP addresses of an endpoint; empty if its name has none."""
+    return [place[0] for _, place in _places(endpoint)]
+
+
+def address_towards(endpoint: str) -> str | None:
     """Return the address of the interface that a variable names, else of the one towards the endpoint."""
     interfaces = psutil.net_if_addrs()
     for variable in _INTERFACES:
@@ -160,17 +221,15 @@ def _address_towards(endpoint: str) -> str | None:
 
 
 def _places(endpoint: str) -> list[tuple[socket.AddressFamily, Any]]:
-    host, _, port = endpoint.rpartition(":")
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(*split_endpoint(endpoint), type=socket.SOCK_DGRAM)
     except OSError:
         return []
     return [(family, place) for family, _, _, _, place in found]
 
 
 def _is_usable(endpoint: str, address: str) -> bool:
-    """Tell whether other nodes reach an address: a loopback one only where the endpoint is one."""
-    host = endpoint.rpartition(":")[0].strip("[]")
+    host, _ = split_endpoint(endpoint)
     return not ipaddress.ip_address(address).is_loopback or host == "localhost" or host == address
 
 
@@ -181,14 +240,45 @@ def _check_step(count: int, in_step: int) -> None:
         )
 
 
+def _check_pods(count: int, pods: int, nproc: int) -> None:
+    if count != pods:
+        raise ConfigError(f"launch.nodes={count}, but the job has {pods} pods; leave launch.nodes out")
+    if num_ranks() not in (pods, pods * nproc):
+        said = f"launch.nproc={nproc} on {pods} pods, but WORLD_SIZE={num_ranks()}"
+        raise ConfigError(f"{said}; use launch.nproc={num_ranks() // pods}")
+
+
+def _number(variable: str, default: int) -> int:
+    value = os.environ.get(variable) or str(default)
+    if not value.isdecimal():
+        raise ConfigError(f"{variable}={value} in the environment must be a number; unset it")
+    return int(value)
+
+
+def _has_tasks_per_gpu() -> bool:
+    return _number("SLURM_STEP_NUM_TASKS", 1) > _number("SLURM_STEP_NUM_NODES", 1)
+
+
+def _step_name() -> str:
+    return f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}"
+
+
+def _of_slurm(name: str) -> str:
+    if not (value := os.environ.get(f"SLURM_{name}")):
+        raise ConfigError(f"this process is in a Slurm step, but SLURM_{name} is not set; start it with srun")
+    return value
+
+
 def _slurm_endpoint() -> str:
-    """Return the first host of the step, and a port that follows from the number of the job."""
-    port = _FIRST_PORT + int(os.environ["SLURM_JOB_ID"]) % _PORTS
-    return f"{_slurm_hosts(os.environ['SLURM_STEP_NODELIST'])[0]}:{port}"
+    return f"{_slurm_hosts(_of_slurm('STEP_NODELIST'))[0]}:{_slurm_port()}"
+
+
+def _slurm_port() -> int:
+    """Return a port of the job's own; steps of one job, which may run side by side, have different ones."""
+    return _FIRST_PORT + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % _PORTS
 
 
 def _slurm_hosts(nodes: str) -> list[str]:
-    """Expand Slurm's short form of hosts, such as 'n[1-3,7]', by Slurm itself or by submitit."""
     if shutil.which("scontrol"):
         command = ["scontrol", "show", "hostnames", nodes]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.ranks import Ranks, sums
+from graphmoe.runtime.ranks import Place, Ranks, check_places, sums
 from tests.distributed.ranks import run_ranks
 
 
@@ -85,6 +86,29 @@ def test_every_rank_knows_what_all_said_and_what_the_first_did(two):
 def test_an_error_of_the_first_is_raised_on_every_rank_even_if_it_cannot_travel(two):
     for found in two["errors"]:
         assert found == ["ConfigError: of rank 0", "RuntimeError: Picky: 1 and 2", "ConfigError: of rank 0"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local_ranks", "sizes", "said"),
+    [
+        ("aabb", (0, 1, 0, 1), (2, 2, 2, 2), None),
+        ("aaaa", (0, 1, 0, 1), (2, 2, 2, 2), None),  # two nodes of one machine
+        ("aabb", (0, 0, 0, 0), (2, 2, 2, 2), None),  # each sees its own GPU only
+        ("abab", (0, 0, 1, 1), (2, 2, 2, 2), "rank 1 is local rank 0 of b, and must be local rank 1 of a"),
+        (
+            "abab",
+            (0, 0, 0, 0),
+            (2, 2, 2, 2),
+            "rank 1 is local rank 0 of b, .*; use srun --distribution=block",
+        ),
+        ("aaaa", (0, 0, 1, 1), (2, 2, 2, 2), "rank 1 is .*ppr:2:node"),
+        ("aaab", (0, 1, 2, 0), (3, 3, 3, 1), "3 ranks run on a and 1 on b; start equally many"),
+    ],
+)
+def test_ranks_run_node_by_node_or_are_refused(hosts, local_ranks, sizes, said):
+    places = [Place(host, host, *local) for host, *local in zip(hosts, local_ranks, sizes, strict=True)]
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        check_places(places)
 
 
 def test_one_rank_gives_back_what_it_got():

@@ -251,17 +251,20 @@ def test_a_second_signal_kills_the_workers_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_share_one_folder_and_one_report(tmp_path, undisturbed):
+@pytest.mark.parametrize("in_pods", [False, True], ids=["Slurm step", "PyTorchJob"])
+def test_two_nodes_share_one_folder_and_one_report(tmp_path, undisturbed, in_pods):
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        endpoint = f"launch.endpoint=localhost:{free.getsockname()[1]}"
+        port = str(free.getsockname()[1])
     nodes = []
     for index in ("1", "0"):
         step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": index}
         folder = tmp_path / f"node{index}"
         folder.mkdir()
-        words = (*TINY, *TWO, "launch.nproc=1", *FAULTY, endpoint, f"hydra.run.dir={tmp_path}/run")
-        nodes.append(Command(folder, words, environment=step))
+        words = (*TINY, *TWO, "launch.nproc=1", *FAULTY, f"hydra.run.dir={tmp_path}/run")
+        pod = {"RANK": index, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        words += () if in_pods else (f"launch.endpoint=localhost:{port}",)
+        nodes.append(Command(folder, words, environment=pod if in_pods else step))
     assert [node.wait(120) for node in nodes] == [0, 0], nodes[0].err.read_text()
     assert [node.out.read_text().count("results:") for node in nodes] == [0, 1]
     assert numbers(tmp_path / "run") == numbers(undisturbed.out.parent / "run")

@@ -1,0 +1,122 @@
+"""Stores by which the nodes of a run, and its ranks, find each other: each store belongs to one run."""
+
+import logging
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from graphmoe.runtime.host.signals import LAUNCHER_PID
+from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.runtime.launch.nodes import Nodes, address_towards, addresses_of, listen_at, split_endpoint
+from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
+
+log = logging.getLogger(__name__)
+
+MEETING_S = 900
+"""Seconds that nodes, and ranks, wait for each other."""
+_ANSWER_S = 60.0
+"""Seconds that a store has to answer and to name its run, which its host writes at once."""
+_SILENT_S = 5.0
+"""Seconds of waiting until a line says what is waited for."""
+_TRY_S = 0.2
+_RUN = "graphmoe/run"
+"""Key of the name of the run."""
+
+
+@contextmanager
+def store_of_nodes(nodes: Nodes) -> Iterator[None]:
+    """Host the store of all nodes for the block, if this is the first; else wait until the first hosts it.
+
+    Elastic's own store would listen on all interfaces. *Raises* RunFailed.
+    """
+    endpoint, run, instead = nodes.endpoint, f"{nodes.job} of {nodes.count} nodes", "use a port that is free"
+    if nodes.is_first:
+        store = _host(endpoint, run, f"launch.endpoint={endpoint}: this node cannot listen there", instead)
+    else:
+        _wait(endpoint, "the first node", nodes.address, says=True)
+        store = _join(endpoint, run, instead)
+    yield
+    del store
+
+
+def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) -> TCPStore:
+    """Return the store at the endpoint by which ranks find each other; rank 0 hosts it.
+
+    It has no password: who reaches the address can write to it. ``run`` is the name of the run, empty if
+    nothing gave it one; ``instead`` tells the user how to get another endpoint. *Raises* RunFailed.
+    """
+    run = f"{run or 'without a name'} of {size} ranks"
+    if rank == 0:
+        store = _host(endpoint, run, f"rank 0 cannot listen at {endpoint}", instead)
+    else:
+        one_of_node = os.environ["LOCAL_RANK"] == "0" and LAUNCHER_PID not in os.environ
+        _wait(endpoint, "rank 0", address_towards(endpoint), says=one_of_node)
+        store = _join(endpoint, run, instead)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    if store.add(f"{_RUN}/{rank}", 1) > 1:  # the runs have no names by which they differ
+        raise RunFailed(f"two processes are rank {rank} of the run that meets at {endpoint}; {instead}")
+    return store
+
+
+def _host(endpoint: str, run: str, failed: str, instead: str) -> TCPStore:
+    try:
+        listener = listen_at(endpoint)
+    except OSError as error:
+        raise RunFailed(f"{failed} ({os.strerror(error.errno or 0)}); {instead}") from error
+    host, port = listener.getsockname()[:2]
+    host, listening = "localhost" if host in ("0.0.0.0", "::") else host, listener.detach()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
+    store.set(_RUN, run)
+    return store
+
+
+def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
+    """Wait until somebody listens at the endpoint, here where signals are heard: torch's store hears none."""
+    began, place = time.monotonic(), ", ".join(dict.fromkeys(addresses_of(endpoint)))
+    while True:
+        try:
+            socket.create_connection(split_endpoint(endpoint), timeout=_SILENT_S / 2).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        waited = time.monotonic() - began
+        if waited > MEETING_S:
+            raise RunFailed(f"{who} did not listen at {endpoint} within {MEETING_S / 60:.0f} minutes ({why})")
+        if says and waited > _SILENT_S:
+            says = False
+            log.warning(
+                "waiting for %s to listen at %s (%s; %s); this node is %s. Only a node that has the address "
+                "can listen there",
+                *(who, endpoint, place or "a name without an address", why, own or platform.node()),
+            )
+        time.sleep(_TRY_S)
+
+
+def _join(endpoint: str, run: str, instead: str) -> TCPStore:
+    """Connect to the store of the run. In a thread: torch waits without end for what is not a store."""
+    found: list[tuple[TCPStore | None, str]] = []
+    (host, port), patience = split_endpoint(endpoint), timedelta(seconds=_ANSWER_S)
+
+    def ask() -> None:
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience)
+            found.append((store, store.get(_RUN).decode(errors="replace")))
+        except DistError as error:
+            found.append((None, str(error).partition("\n")[0]))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER_S)
+    store, said = found[0] if found else (None, "no answer")
+    if store is None:
+        raise RunFailed(f"what listens at {endpoint} is not the store of a run ({said}); {instead}")
+    if said != run:
+        raise RunFailed(f"another run meets at {endpoint}: {said}, and this is {run}; {instead}")
+    return store

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops.collectives import use_groups
+from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
 from graphmoe.plan import layout as layouts
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import make_dispatcher
 from graphmoe.runtime.ranks import Mesh, Ranks
@@ -282,9 +283,32 @@ def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
         mesh = Mesh(Layout(dp=16, ep=4, etp=2))
         few = BalancedAllToAll(mesh, 8, num_tokens=64, top_k=2)
         many = BalancedAllToAll(mesh, 8, num_tokens=64, top_k=6)
-    assert (few.rows_of_each, few.expert_rows) == (32, 256)
-    assert (many.rows_of_each, many.expert_rows) == (64, 768)
-    assert few._on_host(torch.zeros(2, 3)) == [[32] * 3] * 2 and few._on_host(torch.zeros(3)) == [32] * 3
+    assert (few.rows_P, few.expert_rows) == ([32] * 8, 256)
+    assert (many.rows_P, many.expert_rows) == ([64] * 8, 768)
+    assert few._on_host(torch.zeros(2, 8)) == [[32] * 8] * 2 and few._on_host(torch.zeros(8)) == [32] * 8
+
+
+@pytest.mark.parametrize("num_experts", [384, 256, 160, 128])
+def test_rows_of_uneven_shares_fit_their_plan_both_ways(num_experts):
+    tokens, top_k = 100, 8
+    for ep in divisors(num_experts, most=64):
+        with fake_process_group(ep, 0):
+            dispatcher = BalancedAllToAll(Mesh(Layout(dp=ep, ep=ep)), num_experts, tokens, top_k)
+            with FakeTensorMode(allow_fallback_kernels=False):
+                h_TD = torch.empty(tokens, 4, requires_grad=True)
+                expert_TK = torch.empty(tokens, top_k, dtype=torch.int64)
+                plan = send_plan(expert_TK, num_experts, ep, 1)
+                received, _, _, *handle = dispatcher.dispatch(h_TD, h_TD.new_empty(tokens, 8), expert_TK, *plan)
+                dispatcher.combine(received, *plan, *handle).sum().backward()
+        assert len(received) == tokens * min(top_k, ep) and h_TD.grad.shape == h_TD.shape
+
+
+def test_a_dry_run_takes_rows_that_are_no_multiple_of_ep():
+    words = "launch.fake_world=6", "parallel.ep=6", "model.num_experts=24", "model.top_k=5"
+    calls = dry(*words, "train.global_batch_size=12")["collectives"]
+    # a rank's 32 tokens, each to 5 of 6 ranks, there and back in both directions
+    sent = {call["phase"]: call["count"] for call in calls if call["shape"][:1] == (160,)}
+    assert sent["forward"] > 0 and sent["backward"] > 0
 
 
 PIPELINES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,8 +86,7 @@ class Sizes:
         if travels:
             room = capacity(config.moe, model, layout, tokens)
         else:  # a balanced routing that spreads each token as widely as it can, as in a dry run
-            rows_of_each = math.ceil(tokens * min(model.top_k, layout.ep) / layout.ep)
-            room = Load(rows_of_each * layout.size("ep_etp"), tokens * model.top_k * layout.etp)
+            room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             exact_of = tokens if is_exact(config.moe, model, layout) else None
             balanced, ranks = balanced_load(model, layout, tokens), layout.size("ep_etp")

@@ -137,20 +137,18 @@ class GraphSegments(CompiledSegments):
 class BalancedAllToAll(AllToAll):
     """`AllToAll` of equal rows for each rank, as if a token's experts were on as many ranks as can be.
 
-    That is the most that a balanced routing sends. Rows of ``rows_of_each`` are for each rank of ``ep_etp``,
-    ``expert_rows`` are those of all experts of this rank.
+    That is the most that a balanced routing sends. ``rows_P`` are those for and of each rank of ``ep_etp``,
+    of which the first have one more if they are no multiple; ``expert_rows`` those of this rank's experts.
     """
 
     def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:
         """``num_tokens`` is the number that each rank routes at once."""
         super().__init__(mesh, num_experts)
         layout = mesh.layout
-        blocks = min(top_k, layout.ep)
-        self.rows_of_each = -(-num_tokens * blocks // layout.ep)
+        # Their sum is exact: a plan has no places for rows that rounding up would add.
+        each, more = divmod(num_tokens * min(top_k, layout.ep), layout.ep)
+        self.rows_P = [each + (block < more) for block in range(layout.ep) for _ in range(layout.etp)]
         self.expert_rows = num_tokens * top_k * layout.etp
 
     def _on_host(self, counts: Tensor) -> Any:
-        rows: Any = self.rows_of_each
-        for length in reversed(counts.shape):
-            rows = [rows] * length
-        return rows
+        return self.rows_P if counts.dim() == 1 else [self.rows_P] * len(counts)

@@ -221,10 +221,10 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 def near_path(path: str | Path) -> str:
     """'; did you mean ...?' for a path that is not there, if one with a name like it is; else nothing."""
-    if os.path.exists(os.path.expanduser(path)):
-        return ""
     parts = Path(os.path.expanduser(path)).parts
-    found = Path(parts[0]) if parts and os.path.isabs(parts[0]) else Path()
+    if not parts or os.path.exists(Path(*parts)):
+        return ""
+    found = Path(parts[0]) if os.path.isabs(parts[0]) else Path()
     for index, part in enumerate(parts):
         if glob.has_magic(part):
             found = found.joinpath(*parts[index:])

@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -131,7 +132,7 @@ def with_start_tokenizer(config: RunConfig) -> RunConfig:
     if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
         return config
     _, folder = start
-    if not (path := _tokenizer_in(folder)).is_file():
+    if not os.path.isfile(path := _tokenizer_in(folder)):  # of a name that no file can have, too
         return config
     end = None
     if config_file(folder):

@@ -236,6 +236,7 @@ REFUSED = {
         "moe.experts=turbo needs the package primus_turbo",
         "or use model.attention_backend=auto",
     ),
+    f"train checkpoint.init_from={'y' * 300}": ("can name no file; use at most 255 bytes",),
     "generate run=weigths": ("has no resolved.yaml; did you mean weights?",),
     "convert from=weigths to=there": ("weigths is no folder", "did you mean weights?"),
     "convert from=weights to=there": ("weights holds no weights",),

@@ -173,7 +173,11 @@ def own_buffer_bytes(
     """
     layers, model = _layers(sizes, stages), sizes.model
     moe = sum(i >= model.num_dense_layers for i in layers)
-    working = _working_bytes(sizes, Recompute.of(config.recompute), stages)
+    recompute, scope = Recompute.of(config.recompute), config.graph.scope
+    working = of_lane = _working_bytes(sizes, recompute, stages)
+    embedding = max((_embedding_work(sizes, recompute, stage) for stage in stages), default=0.0)
+    if embedding > working:
+        working, of_lane = embedding, embedding if "embed" in segments_of(scope) else working
     of_rotation = 4 * sizes.seq_len * sizes.attention.rotary
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
     return {
@@ -181,9 +185,7 @@ def own_buffer_bytes(
         "fp8_weights": fp8_weight_bytes(sizes, layers),
         "dispatch": dispatch_bytes(sizes, config),
         "working": working,
-        "graph_pool": _graph_pool(
-            config.graph.scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), working
-        ),
+        "graph_pool": _graph_pool(scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), of_lane),
     }
 
 
@@ -265,6 +267,22 @@ def _loss_work(sizes: Sizes) -> float:
     rows = min(rows_per_chunk(sizes.tokens, model.vocab_size, sizes.element_bytes), sizes.tokens)
     logits = rows * model.vocab_size * sizes.element_bytes
     return max(logits, 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
+
+
+def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:
+    """Bytes of the embedding's gradient, less the activations that layers have let go by then.
+
+    Compiled code adds the rows of a micro-batch's tokens in fp32, before it adds them to the step's sum.
+    """
+    if stage.loss or not (stage.embed or len(stage.mtp)):
+        return 0.0  # the head's gradient is as large
+    model, tp = sizes.model, sizes.layout.tp
+    let_go = sum(
+        kept.total()
+        for part, kept in stage_activations(sizes, recompute, stage).items()
+        if part != "embed" and (stage.embed or part.startswith("mtp"))
+    )
+    return 4 * model.vocab_size * model.hidden_size / tp + (tp + 1) * sizes.state - let_go
 
 
 def _graph_pool(

@@ -56,6 +56,24 @@ def test_the_total_is_near_the_peak_of_a_dry_run(words):
     assert memory.total - apart == pytest.approx(peak, rel=0.05)
 
 
+def test_a_stage_without_a_loss_needs_the_gradient_of_its_embedding_as_in_a_dry_run():
+    words = (
+        *LARGER, "model.num_layers=2", "model.num_dense_layers=2", "model.vocab_size=65536",
+        "launch.fake_world=2", "parallel.pp=2", "train.global_batch_size=4", "launch.fake_rank=0",
+    )  # fmt: skip
+    first, _ = memory_of(*words, ranks=2)
+    found = dry_run(config(*MODEL, *words))["memory"]
+    gradient = 4 * 65536 * 512
+    assert (
+        gradient
+        < found["peak_bytes_by_phase"]["backward"] - sum(found["state_bytes"].values())
+        < 1.5 * gradient
+    )
+    assert first.total - first.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.02)
+    of_layers, *_ = memory_of(*words, "graph.scope=layer", ranks=2)
+    assert of_layers.buffers["graph_pool"] < first.buffers["working"] > 0.7 * gradient  # no graph has it
+
+
 @pytest.mark.parametrize("again", [(), pytest.param(("recompute.all=true",), marks=pytest.mark.slow)])
 def test_each_slot_of_replicas_takes_the_weights_of_an_expert_as_in_a_dry_run(again):
     """Fewer slots than a rank owns experts leave the room for rows as it is."""

@@ -32,6 +32,7 @@ from graphmoe.training.dry_run.watch import StepWatch
 from graphmoe.training.executor import pass_runner
 
 log = logging.getLogger(__name__)
+aten = torch.ops.aten
 
 
 @contextmanager
@@ -118,7 +119,7 @@ class GraphSegments(CompiledSegments):
         class Noting(fx.Interpreter):
             def run_node(self, n: fx.Node) -> Any:
                 watch.segment = said_of(n, "segment") or ""
-                return super().run_node(n)
+                return self.env[n.args[0]] if _is_in_place(n) else super().run_node(n)  # type: ignore[index]
 
         # A new interpreter each time: an old one would hold what it has computed.
         return lambda *tensors: Noting(graph).run(*tensors)
@@ -132,6 +133,20 @@ class GraphSegments(CompiledSegments):
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
         log.info("traced %s: %d graphs in %.1f s", report.unit, report.graphs, report.seconds)
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    """Return True if Inductor lets a result take the memory of its first operand, as large as a weight.
+
+    The rows of an embedding's gradient are added into zeros, and a weight's gradient to its sum.
+    """
+    into = node.args[0] if node.args else None
+    if not isinstance(into, fx.Node):
+        return False
+    if node.target is aten._unsafe_masked_index_put_accumulate.default:
+        return into.target is aten.full.default and len(into.users) == 1
+    stored = [user for user in node.users if user.target is aten.copy_.default and user.args == (into, node)]
+    return node.target is aten.add.Tensor and len(stored) == len(node.users) == 1
 
 
 class BalancedAllToAll(AllToAll):

@@ -17,6 +17,7 @@ from graphmoe.plan.pipeline.check import in_flight, largest
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
 from graphmoe.plan.pipeline.plan import PipelinePlan, expert_ranks, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import make_table, placement_of, schedule_of
+from graphmoe.plan.pipeline.schedules.v_shaped import COMPARED
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
@@ -102,18 +103,18 @@ class Estimates:
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
         """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
         config, layout = candidate.config, candidate.layout
-        name, count = config.pipeline.schedule, num_micro_batches(config, layout)
-        facts = schedule_of(name)
+        name, asked = config.pipeline.schedule, num_micro_batches(config, layout)
+        facts, count = schedule_of(name), asked
         if not facts.keeps_all:
             count = min(count, FILLING * layout.pp + count % layout.pp)
         key: tuple[object, ...] = (layout.pp, name, config.pipeline.virtual_stages, count)
         if facts.is_folded:  # the table follows times of stages
-            own = config.precision.fp8, config.moe.dispatcher
+            own = config.precision.fp8, config.moe.dispatcher, min(asked, COMPARED * layout.pp)
             key += (*own, expert_ranks(self.model, layout), candidate.kind)
         if key not in self._pipelines:
             train = replace(config.train, global_batch_size=count * config.train.micro_batch_size * layout.dp)
             short = replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
-            self._pipelines[key] = self._short(pipeline_of(short, layout))
+            self._pipelines[key] = self._short(pipeline_of(short, layout, asked))
         return self._pipelines[key]
 
     def _short(self, plan: PipelinePlan | None) -> ShortPipeline:

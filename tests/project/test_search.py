@@ -314,5 +314,9 @@ def test_two_micro_batches_for_each_rank_fill_a_pipeline(name):
 def test_short_tables_that_follow_costs_stand_for_long_ones(name, ratio):
     for num_ranks in (3, 4, 6):
         costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.02)
-        tables = [make_table(name, num_ranks, each * num_ranks, costs=costs) for each in (2, 7)]
+        number = 7 * num_ranks
+        tables = [
+            make_table(name, num_ranks, each, costs=costs, stands_for=number)
+            for each in (2 * num_ranks, number)
+        ]
         assert [*map(set, in_flight(tables[0]))] == [*map(set, in_flight(tables[1]))]

@@ -53,8 +53,11 @@ class PipelinePlan:
         )
 
 
-def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
-    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError."""
+def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None) -> PipelinePlan | None:
+    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
+
+    ``stands_for`` are the micro-batches of a longer run, as in `make_table`.
+    """
     if layout.pp == 1:
         return None
     if problems := [*_schedule_problems(config, layout)]:
@@ -71,6 +74,7 @@ def pipeline_of(config: RunConfig, layout: Layout) -> PipelinePlan | None:
         pipeline.virtual_stages,
         overlap=pipeline.ep_overlap,
         costs=costs,
+        stands_for=stands_for,
     )
     embeds = (
         placement.rank_of[number]

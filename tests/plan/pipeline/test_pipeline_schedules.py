@@ -264,6 +264,16 @@ def test_v_min_keeps_what_its_paper_says_where_3_divides_the_ranks():
         assert peak <= min(num_ranks, (num_ranks + 4) / 3 + 0.25)
 
 
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("ratio", [(18.5, 18.1, 9.3), (1, 1.3, 0.7), (1, 2, 0), (1, 3, 0.4)])
+def test_tables_by_costs_are_no_slower_than_those_that_ignore_them(ratio, num_ranks):
+    costs = Costs.of_rank(Placement.folded(num_ranks), *ratio, comm=0.03 * ratio[0])
+    for name, number in itertools.product(ON_A_V, (2 * num_ranks, 64)):
+        own, plain = (make_table(name, num_ranks, number, costs=by) for by in (costs, None))
+        assert simulate(own, costs).makespan <= simulate(plain, costs).makespan
+        assert max(peak_activations(own)) <= promised(name, num_ranks, 2)
+
+
 def random_costs(chance, num_ranks):
     """Costs of stages that all differ; some have no weights or take hardly any time."""
     of_kinds = [chance.uniform(0.1, 1.0) for _ in range(3)]

@@ -95,10 +95,12 @@ def make_table(
     *,
     overlap: bool = False,
     costs: Costs | None = None,
+    stands_for: int | None = None,
 ) -> Table:
     """Return the table of a schedule; None stands for the fewest virtual stages that it takes.
 
-    On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not.
+    On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not. A short
+    one is made as that of a run with ``stands_for`` micro-batches.
     With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
     two micro-batches: longer warm-ups make all pairs independent.
 
@@ -111,7 +113,7 @@ def make_table(
     build = schedule.build_overlapped if overlap else schedule.build
     assert build
     sizes = num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0]
-    table = build(*sizes, costs=costs) if schedule.is_folded else build(*sizes)
+    table = build(*sizes, costs=costs, stands_for=stands_for) if schedule.is_folded else build(*sizes)
     if name not in SCHEDULES:
         placement = placement_of(name, num_ranks, virtual_stages)
         table = Table(name, placement, num_micro_batches, table.ranks)

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table
 from graphmoe.plan.pipeline.schedules.blocks import Block, block_of, busy
-from graphmoe.plan.pipeline.simulate import Costs
+from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 
 FILLING = 2
 """Micro-batches for each rank with which blocks are compared; tables with more take the same block."""
+COMPARED = 4
+"""Most micro-batches for each rank with which tables by costs and by equal costs are compared."""
 PATIENCE = (0.25, 0.75)
 """Shares of the time of a rank's other work within which it waits for arrivals; both are compared."""
 LONGER = 1.03
@@ -39,8 +41,12 @@ def folded(
     virtual_stages: int,
     *,
     costs: Costs | None = None,
+    stands_for: int | None = None,
 ) -> Table:
-    """Return a table whose ranks keep at most ``limit_of(num_ranks)`` activations of virtual stages."""
+    """Return a table whose ranks keep at most ``limit_of(num_ranks)`` activations of virtual stages.
+
+    It is made as that of a run with ``stands_for`` micro-batches would be, by default its own.
+    """
     assert virtual_stages == 2
     limit = limit_of(num_ranks)
     placement = Placement.folded(num_ranks)
@@ -49,10 +55,18 @@ def folded(
     assert len(costs.forward) == placement.num_stages
     if limit > 2 * num_ranks or limit >= 2 * num_micro_batches:
         limit = 2 * num_ranks  # of few micro-batches no rank can keep more than it may
-    return Table(schedule, placement, num_micro_batches, _steps(costs, num_ranks, num_micro_batches, limit))
+    equal = Costs.of_rank(placement, 1, 1, 1)
+    compared = min(stands_for or num_micro_batches, COMPARED * num_ranks)
+
+    def table(by: Costs, count: int) -> Table:
+        return Table(schedule, placement, count, _steps(by, num_ranks, count, limit))
+
+    # A block of unequal costs keeps activations for longer, so its ranks may wait for memory more often.
+    chosen = min(dict.fromkeys([costs, equal]), key=lambda by: makespan_of(table(by, compared), costs))
+    return table(chosen, num_micro_batches)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def _steps(
     costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
 ) -> tuple[tuple[Action, ...], ...]:

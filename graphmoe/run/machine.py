@@ -6,8 +6,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import psutil
@@ -24,6 +25,10 @@ PACKAGES = (
     *(package.module for package in VENDORS.values()),
 )
 """Distributions on which what a run computes, or how fast, depends."""
+SYS, PROC = Path("/sys"), Path("/proc")
+V2 = "memory.max", "memory.current", "inactive_file"
+V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+"""Files of a control group with its limit and use, and the key of memory.stat that can be let go."""
 PER_CPU = 16
 """The most threads, and the most processes, for each CPU: tests have many on few."""
 
@@ -38,8 +43,44 @@ def open_device(choice: DeviceChoice) -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's whole memory."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total
+    """Bytes of a device's whole memory; of a CPU no more than its control groups allow."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
+
+
+def free_memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory that this process holds or can get; page cache counts as free."""
+    if device.type == "cuda":
+        return reachable_bytes(device)
+    machine = psutil.virtual_memory().available
+    return max(min([machine, *(limit - used for limit, used in _memory_limits())]), 0)
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group of this process, v1 or v2, and the bytes used without page cache.
+
+    Groups above its own count too; the root alone exists in a container whose /proc has the host's paths.
+    """
+    for line in _text_of(PROC / "self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, used, cache = V1 if controllers else V2
+        root = SYS / "fs/cgroup" / ("memory" if controllers else "")
+        for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+            path = root / folder.relative_to("/")
+            most, now = _text_of(path / limit), _text_of(path / used)
+            if most.isdigit() and now.isdigit():  # "max" has no limit
+                stat = dict(line.split() for line in _text_of(path / "memory.stat").splitlines())
+                yield int(most), int(now) - int(stat.get(cache, 0))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
 
 
 def check_processes(host: HostConfig, nproc: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,31 @@ import torch
 
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
+from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
 from graphmoe.data import DataError, open_data
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
+from graphmoe.plan.attention import attention_facts
+from graphmoe.plan.costs.activations import made_again, stage_activations
+from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.pipeline.check import peaks
+from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
 from graphmoe.plan.rules.check import check
-from graphmoe.run.machine import memory_of
+from graphmoe.run.machine import free_memory_of, memory_of
 from graphmoe.run.stored import refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 
 log = logging.getLogger(__name__)
+
+FUSE_LOSS = "fuse_loss"
+SURE = 0.9
+"""Share of projected activations, which are within 5% of a dry run's, that a run keeps for certain."""
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
@@ -93,9 +104,9 @@ def named_source(key: str, folder: str | None) -> Iterator[None]:
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Refuse weights with gradients and moments, or batches, that alone exceed a rank's memory.
+    """Refuse weights with gradients and moments, or batches, that exceed a rank's memory for certain.
 
-    Where layers are shared out, of the ranks that hold most.
+    Where layers are shared out, of the ranks that hold most. Compiled or not, on every device.
     """
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
@@ -114,7 +125,8 @@ def check_memory(plan: Plan, device: torch.device) -> None:
             f"{device.type} has {there / 2**30:.1f} GiB; use fewer layers or experts, or a smaller "
             f"model{instead}"
         )
-    _check_batches(plan, there)
+    _check_batches(plan)
+    _check_activations(plan, device, needed_by_place)
 
 
 def state_of_places(plan: Plan) -> list[float]:
@@ -129,29 +141,87 @@ def state_of_places(plan: Plan) -> list[float]:
     return [sum(state_bytes(config.model, plan.layout, each, **facts).values()) for each in places]
 
 
-def _check_batches(plan: Plan, device_bytes: int) -> None:
-    """Refuse batches, and rows of metrics, that alone exceed the memory of device or host."""
+def _check_batches(plan: Plan) -> None:
+    """Refuse batches that wait, and rows of metrics, that alone exceed the memory of the host."""
     train, data, model = plan.config.train, plan.config.data, plan.config.model
-    tokens = train.micro_batch_size * (data.seq_len or 1)
-    batch = 8 * (tokens + train.micro_batch_size)
-    state = plan.tokens * model.hidden_size * plan.dtype.itemsize
+    batch = 8 * train.micro_batch_size * ((data.seq_len or 1) + 1)
     validation = train.val_batches * batch if data.source_facts.endless else 0
     kept = min(train.log_interval, train.steps)
     rows = 4 * kept * model.num_layers * model.num_experts
     host = memory_of(torch.device("cpu"))
-    sizes = {"data.seq_len": data.seq_len or 1, "train.micro_batch_size": train.micro_batch_size}
-    larger = max(sizes.items(), key=lambda item: item[1])
-    for key, value, what, num_bytes, there in (
-        (*larger, "hidden states of a micro-batch", state, device_bytes),
-        ("data.prefetch", data.prefetch, "batches that are read ahead", data.prefetch * batch, host),
-        ("train.val_batches", train.val_batches, "batches of a validation", validation, host),
-        ("train.log_interval", kept, "metrics of so many steps", rows, host),
+    for key, value, what, num_bytes in (
+        ("data.prefetch", data.prefetch, "batches that are read ahead", data.prefetch * batch),
+        ("train.val_batches", train.val_batches, "batches of a validation", validation),
+        ("train.log_interval", kept, "metrics of so many steps", rows),
     ):
-        if num_bytes > there:
+        if num_bytes > host:
             raise ConfigError(
                 f"{key}={value}: the {what} alone take {num_bytes / 2**30:.1f} GiB, and there are "
-                f"{there / 2**30:.1f} GiB; use at most {key}={value * there // num_bytes}"
+                f"{host / 2**30:.1f} GiB; use at most {key}={value * host // num_bytes}"
             )
+
+
+def _check_activations(plan: Plan, device: torch.device, state: Sequence[float]) -> None:
+    """Refuse a micro-batch for which the memory that is free now has no room beside the state."""
+    train, data, nproc = plan.config.train, plan.config.data, plan.config.launch.nproc
+    least = least_bytes(plan, state)
+    cases = [(float(free_memory_of(device)), *each, "") for each in least]
+    if device.type == "cpu" and nproc == plan.layout.size("world") > 1:  # which share its memory
+        fixed, kept = (sum(each) / len(least) for each in zip(*least, strict=True))
+        cases.append((memory_of(device) / nproc, fixed, kept, f" for each of {nproc} ranks"))
+    free, fixed, kept, whose = max(cases, key=lambda case: case[1] + case[2] - case[0])
+    if fixed + kept <= free:
+        return
+    sizes = {"data.seq_len": data.seq_len or 1, "train.micro_batch_size": train.micro_batch_size}
+    key, value = max(sizes.items(), key=lambda item: item[1])
+    most = min(int(value * (there - alone) / batch) for there, alone, batch, _ in cases)
+    use = "fewer layers or a smaller model" if most < 1 else f"at most {key}={most}"
+    again = "" if plan.recompute or most < 1 else "recompute=all or "
+    raise ConfigError(
+        f"{key}={value}: activations and logits of a micro-batch take at least {kept / 2**30:.1f} GiB beside "
+        f"{fixed / 2**30:.1f} GiB of weights, gradients and moments, and this {device.type} has "
+        f"{free / 2**30:.1f} GiB free{whose}; use {again}{use}"
+    )
+
+
+def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
+    """Return what each place along pp, with so many bytes of state, needs at least whatever its batch is.
+
+    The second number of a place is that of its micro-batches in flight, or of one with its logits.
+    """
+    config, layout, model = plan.config, plan.layout, plan.config.model
+    sizes = Sizes.from_config(config, layout, on_nvidia=True)  # which keeps less than others
+    known = attention_facts(model).kept is not None and model.layer in LAYERS.names
+    kept = [_kept_bytes(plan, sizes, stage) if known else sizes.state for stage in plan.stages]
+    in_flight = peaks(plan.pipeline.table, kept) if plan.pipeline else kept
+    found, passes = [], config.passes
+    wanted = passes.enabled is None or FUSE_LOSS in passes.enabled
+    fuses = config.compile.enabled and layout.tp == 1 and wanted and FUSE_LOSS not in passes.disabled
+    logits = sizes.gathered * model.vocab_size // layout.tp
+    for place, needed in enumerate(state):
+        with_loss = [kept[number] for number in plan.stage_numbers(place) if plan.stages[number].loss]
+        of_loss = 0.0
+        if with_loss and fuses:  # the gradient of the head, and logits of a chunk
+            chunk = rows_per_chunk(sizes.tokens, model.vocab_size, sizes.element_bytes)
+            needed += 4 * model.vocab_size * model.hidden_size
+            needed += min(chunk, sizes.tokens) * model.vocab_size * sizes.element_bytes
+        elif with_loss:  # of an eager run in fp32, with their logarithms
+            of_loss = with_loss[0] + logits * (sizes.element_bytes if config.compile.enabled else 8)
+        again = min(_again_bytes(plan, sizes, plan.stages[number]) for number in plan.stage_numbers(place))
+        found.append((needed, max(in_flight[place] + again * known, of_loss)))
+    return found
+
+
+def _again_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:
+    """Bytes that the backward of a stage's last layer makes again, while it keeps all that others read."""
+    return SURE * made_again(sizes, plan.recompute, stage.layers[-1]) if len(stage.layers) else 0.0
+
+
+def _kept_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:
+    parts = stage_activations(sizes, plan.recompute, stage)
+    # Rows of dispatch depend on the routing, and those of the loss on how it runs.
+    of_layers = (kept.total() - kept["moe_dispatch"] for part, kept in parts.items() if part != "loss")
+    return SURE * sum(of_layers)
 
 
 def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:

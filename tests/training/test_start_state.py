@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,24 +19,23 @@ import yaml
 from graphmoe import save_hf, train
 from graphmoe.checkpoint import CheckpointStore
 from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ConfigError, HostConfig, ModelConfig
+from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.convert import ConvertArgs
 from graphmoe.convert.weights import convert
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters, state_bytes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.run.machine import check_processes, describe
 from graphmoe.run.weights import load_weights
-from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training import executor as execution
 from graphmoe.training import run as training
+from graphmoe.training.dry_run import dry_run
 from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
-from graphmoe.training.start_state import check_memory, check_start
+from graphmoe.training.start_state import check_memory, check_start, least_bytes, state_of_places
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.damage import flip_bit
-from tests.runs import ROOT, TINY, config, train_in
+from tests.runs import ROOT, TINY, config, slow_but, train_in
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +145,8 @@ def memory(monkeypatch):
     """Let the machine have so many bytes."""
 
     def has(num_bytes: float) -> None:
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+        memory = SimpleNamespace(total=num_bytes, available=num_bytes)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
     return has
 
@@ -162,7 +160,8 @@ def test_a_model_larger_than_the_memory_is_refused_with_the_sizes_unless_ranks_s
     ):
         with pytest.raises(ConfigError, match=f"{said}.*, and this cpu has .* GiB"):
             check_memory(plan_of(huge, ranks), CPU)
-    run = config("precision.compute=bf16")
+    few = "data.seq_len=1", "train.micro_batch_size=1"  # whose activations are next to nothing
+    run = config("precision.compute=bf16", *few)
     memory(0.6 * 18 * count_parameters(run.model)["total"]["full"])
     for ranks in (1, 2):  # of two (6 + 18 / 2) / 18 = 0.83
         with pytest.raises(ConfigError):
@@ -185,14 +184,13 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(memory):
     memory(0.99 * max(needed))
     with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):
         check_memory(plan, CPU)
-    memory(max(needed))
+    memory(1.01 * sum(map(sum, least_bytes(plan, needed))))
     check_memory(plan, CPU)
 
 
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("data.seq_len=32000000 model.context_length=32000000", "data.seq_len=32000000: the hidden states"),
         ("data.prefetch=300000000", "data.prefetch=300000000: the batches that are read ahead"),
         ("train.val_batches=300000000", "train.val_batches=300000000: the batches of a validation"),
         (
@@ -210,38 +208,54 @@ def test_batches_larger_than_the_memory_are_refused_with_a_size_that_fits(words,
     check_memory(plan_of(config(*words.split(), smaller, smaller.replace("micro", "global")), 1), CPU)
 
 
-def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    check_processes(HostConfig(threads=32), 32)
-    for host, nproc, named in (
-        (HostConfig(threads=33), 1, "host.threads=33"),
-        (HostConfig(), 33, "launch.nproc=33"),
-    ):
-        with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
-            check_processes(host, nproc)
+MANY = "train.micro_batch_size=200000 train.global_batch_size=200000"
+LEAST = {
+    "eager": (),
+    "eager, bf16, again": ("precision.compute=bf16", "recompute.all=true"),
+    "eager, a large head": ("model.vocab_size=8192",),
+    "ep and tp": ("launch.fake_world=4", "parallel.ep=4", "parallel.tp=2", "train.global_batch_size=8"),
+    "pp": ("launch.fake_world=2", "parallel.pp=2", "train.global_batch_size=8"),
+    "compiled": ("compile.enabled=true", "model.num_layers=1", "model.vocab_size=4096"),
+}
 
 
-def test_the_command_of_a_worker_is_that_of_its_launcher(monkeypatch):
-    def recorded() -> list[str]:
-        return describe(CPU)["command"]
+@pytest.mark.parametrize("words", slow_but(LEAST, *list(LEAST)[:-1]))
+def test_the_least_that_a_run_needs_is_less_than_a_dry_run_takes(words):
+    sizes = ("data.seq_len=256", "model.context_length=256", "train.micro_batch_size=4", "model.mtp_depth=0")
+    run = config(*sizes, "launch.fake_world=1", *words)
+    found = dry_run(run)
+    plan = plan_of(run, found["world"])
+    place = found["pipeline"]["pp_rank"] if found["pipeline"] else 0
+    least = sum(least_bytes(plan, state_of_places(plan))[place])
+    assert 0.35 < least / found["memory"]["peak_bytes"] <= 1
 
-    words = [sys.executable, "-c", "input()", "a=1", "host.env.TOKEN=secret"]
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "-m", "graphmoe.train", "a=1"])
-    assert recorded() == sys.orig_argv
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as launcher:
-        while psutil.Process(launcher.pid).cmdline() != words:
-            time.sleep(0.01)
-        monkeypatch.setenv(LAUNCHER_PID, str(launcher.pid))
-        assert recorded() == [*words[:-1], "host.env.TOKEN=***"]
-        monkeypatch.delenv(LAUNCHER_PID)
-        monkeypatch.setattr(os, "getppid", lambda: launcher.pid)
-        assert recorded() == sys.orig_argv
-        monkeypatch.setenv(ELASTIC, "of torchrun")
-        assert recorded() == sys.orig_argv  # what is between may be a shell with secrets in one word
-        monkeypatch.setattr(sys, "orig_argv", ["python", "-u", *words[1:]])
-        assert recorded() == [*words[:-1], "host.env.TOKEN=***"]
-        launcher.communicate(b"\n")
-    assert recorded()[1] == "-u"
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.seq_len=4000000 model.context_length=4000000",
+        MANY,
+        f"{MANY} compile.enabled=true recompute.all=true",
+        f"{MANY} model.vocab_size=60000",
+    ],
+)
+def test_activations_for_which_no_memory_is_free_are_refused_with_a_size_that_fits(words, memory):
+    memory(2**31)
+    key = words.partition(" ")[0]
+    said = rf"^{key}: activations and logits .* take at least [\d.]+ GiB .* this cpu has 2.0 GiB free; use "
+    with pytest.raises(ConfigError, match=said) as told:
+        check_memory(plan_of(config(*words.split()), 1), CPU)
+    assert ("recompute=all or" in str(told.value)) == ("recompute" not in words)
+    smaller = str(told.value).rpartition("at most ")[2]
+    check_memory(plan_of(config(*words.split(), smaller, smaller.replace("micro", "global")), 1), CPU)
+
+
+def test_ranks_of_a_cpu_share_its_memory(memory):
+    run = config("launch.nproc=4", "train.global_batch_size=8")
+    plan = plan_of(run, 4)
+    memory(3.5 * max(map(sum, least_bytes(plan, state_of_places(plan)))))
+    with pytest.raises(ConfigError, match=r"GiB free for each of 4 ranks; use"):
+        check_memory(plan, CPU)
 
 
 COMPILED, STAGE_3 = "compile.enabled=true", "moe.sync_free_stage=3"

@@ -85,7 +85,7 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
         "floor_bytes_per_s": cases.BYTES_PER_S,
         "warning": None if device.type == "cuda" else CPU_NOTE,
     }
-    document = {"suite": args.suite.name, "environment": facts, "method": about | method}
+    document: dict[str, Any] = {"suite": args.suite.name, "environment": facts, "method": about | method}
     document |= {"left_out": left_out, "seconds": round(time.monotonic() - started, 3)}
     document |= {"rates": rates_of_rows(rows)} if args.suite is SuiteName.calibrate else {}
     return document | {"rows": rows}

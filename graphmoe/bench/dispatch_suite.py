@@ -148,7 +148,7 @@ class DispatchSuite:
         found = []
         for routing in ("natural", "balanced"):
             for way, share in ways.items():
-                about = {"case": f"{LABEL}/{routing}", "way": way, "exchange": ALL_FOUR}
+                about: Row = {"case": f"{LABEL}/{routing}", "way": way, "exchange": ALL_FOUR}
                 about |= {"ranks": self._ranks.size, "shape": sizes}
                 run = functools.partial(self._measured, shape, routing, way, share)
                 found.append(Case(f"{LABEL}/{routing}/{way}", about, run))
@@ -158,21 +158,21 @@ class DispatchSuite:
         ranks = self._ranks
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
             raise CaseFailed(f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks")
-        *tokens, plan = ranks.together(lambda: self._tokens(shape, routing))
-        sent_PP = ranks.gather(plan.send_counts_P.tolist())
+        tokens = ranks.together(lambda: self._tokens(shape, routing))
+        sent_PP = ranks.gather(tokens[-1].send_counts_P.tolist())
         mean = sum(map(sum, sent_PP)) / ranks.size**2
         block = 0 if share is None else STEP * max(round(share * mean / STEP), 1)
         rows, experts = rows_of(sent_PP, mean, block), shape.E // ranks.size
 
         def make() -> Way:
-            reference = way_of(AllToAll(ranks.mesh, shape.E), *tokens, plan)
+            reference = way_of(AllToAll(ranks.mesh, shape.E), *tokens)
             if way == "alltoall":
                 return reference
             dispatcher: Dispatcher = Symm(Load(rows, 0), experts, 1, block)
             if way in FACTS:
                 self._open(way, shape.D)
                 dispatcher = DeepEP(Load(ranks.size * shape.T, 0), experts)
-            found = way_of(dispatcher, *tokens, plan)
+            found = way_of(dispatcher, *tokens)
             wrong = [name for name, each in reference.results.items() if not found.results[name].equal(each)]
             if wrong:
                 raise RuntimeError(f"not what alltoall gives: {', '.join(wrong)}")
@@ -185,7 +185,7 @@ class DispatchSuite:
             parts = [*BESIDE] if name == ALL_FOUR else [name]
             out_bytes, floor_ms = traffic(shape, sent_PP, name)
             turns = [(made.calls[part], products[BESIDE[part]]) for part in parts]
-            row = {"exchange": name, "block": block or None, "captured": made.captures}
+            row: Row = {"exchange": name, "block": block or None, "captured": made.captures}
             row |= {
                 "out_bytes": out_bytes,
                 "floor_ms": floor_ms,

@@ -97,6 +97,7 @@ def measure(
     device: torch.device,
     full: bool,
     brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
+    **method: Any,
 ) -> cases.Measured:
     """Return rows with the numbers of what the runs left. *Raises* ConfigError if none can run."""
     ranks = ranks_of(args, torch.cuda.device_count() if device.type == "cuda" else 0)
@@ -113,7 +114,7 @@ def measure(
     made = [cases.Case(run.name, run.row, functools.partial(numbers, run)) for run in runs]
     rows = cases.run_cases(made, brief.format_map, args.out, args.only)
     warm_up = f"graph.warmup_steps + 1 + {WARM_UP_STEPS}"
-    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s}
+    return rows, [], {"ranks": ranks, "warm_up_steps": warm_up, "max_s_per_row": args.limit_s, **method}
 
 
 def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary: Row) -> Row:

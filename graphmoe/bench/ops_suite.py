@@ -72,7 +72,8 @@ def ops_suite(full: bool, device: torch.device) -> tuple[list[Operation], list[s
     found += [*_rows(lite.T, lite.D, lite.E, lite.K), *_swiglu(lite.T * lite.K, lite.F)]
     found += [each for label, sizes in ROUTERS.items() for each in _router(label, *sizes[at])]
     found += [*_loss(*LOSS[at]), *(_fp8_experts(label, layer) for label, layer in layers.items())]
-    return [*found, *(_fp8_dense(label, *sizes[at]) for label, sizes in DENSE.items() if sizes[at])], left_out
+    weights = ((label, sizes[at]) for label, sizes in DENSE.items())
+    return [*found, *(_fp8_dense(label, *each) for label, each in weights if each)], left_out
 
 
 def _mlp(name: str, layer: MlpShape, skewed: bool, direction: str, backends: Sequence[str]) -> Operation:
@@ -87,8 +88,8 @@ def _mlp(name: str, layer: MlpShape, skewed: bool, direction: str, backends: Seq
         return {name: _step(inputs, dy_TD, backend) for name, backend in names.items()}
 
     flops = (3 if is_step else 1) * 3 * 2 * layer.T * layer.K * layer.F * layer.D  # gate, up and down
-    shape, results, memory = _sizes(layer), MLP_RESULTS[direction], "kept" if is_step else None
-    return Operation(f"{name}/{direction}", shape, flops, "FLOPs", results, make, memory)
+    about = f"{name}/{direction}", _sizes(layer), flops
+    return Operation(*about, "FLOPs", MLP_RESULTS[direction], make, "kept" if is_step else None)
 
 
 def _step(inputs: Sequence[Tensor], dy_TD: Tensor, backend: str) -> Run:

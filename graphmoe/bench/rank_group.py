@@ -114,19 +114,19 @@ def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, capture
 
 def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
     """Queue both. An exchange that lets the host wait must come second, one that is captured packs first."""
-    calls = [exchange, products]
-    now = None if ranks.exchanges is None else torch.cuda.current_stream()
-    if ranks.exchanges is not None and now is not None:
-        ranks.exchanges.wait_stream(now)
-        calls = calls if exchange_first else calls[::-1]
-    for call in filter(None, calls):
-        if now is None or call is products:
+    if ranks.exchanges is None:
+        for call in filter(None, (exchange, products)):
+            call()
+        return
+    now = torch.cuda.current_stream()
+    ranks.exchanges.wait_stream(now)
+    for call in filter(None, (exchange, products) if exchange_first else (products, exchange)):
+        if call is products:
             call()
             continue
         with torch.cuda.stream(ranks.exchanges), beside_products_on(now):
             call()
-    if now is not None:
-        now.wait_stream(ranks.exchanges)
+    now.wait_stream(ranks.exchanges)
 
 
 def _captured(ranks: RankGroup, run: Call) -> Call:

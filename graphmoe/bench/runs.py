@@ -136,7 +136,7 @@ def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
 
 
 STEP = Suite(
-    functools.partial(jobs.measure, step_cases, step_numbers),
+    functools.partial(jobs.measure, step_cases, step_numbers, recorded_steps=RECORDED_STEPS),
     f"case: {{case}} | scope: {{scope}}{{again:?, again}} | {COLUMNS} | GPU idle %: {{idle_share:%*.1f}} | "
     "host ms: {host_ms:.2f} | floor ms: {floor_ms:.2f}, {floor_with_optimizer_ms:.2f} | "
     "pool GiB: {pool_bytes:Gi*.2f} | capture s: {capture_s:.2f}",

@@ -191,7 +191,7 @@ def test_pages_are_whole_on_a_laptop_and_mark_what_a_phone_scrolls(runs, value_i
     report.main([f"runs={runs[0]},{runs[1]}", f"out={tmp_path / 'both.html'}"])
     both, one = (
         value_in(tmp_path / "both.html", 1440, LAYOUT),
-        value_in(runs[1] / "report.html", 1440, LAYOUT),
+        value_in(runs[0] / "report.html", 1440, LAYOUT),
     )
     assert [count for count, _ in one["rows"][0]] == [2, 2]  # four charts of training
     assert {space for grid in both["rows"] + one["rows"] for _, space in grid} == {0} and both["cut"] == 0

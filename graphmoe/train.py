@@ -232,7 +232,6 @@ def _write_only(config: RunConfig) -> None:
 
 
 def _dry_run(config: RunConfig) -> None:
-    """Report one rank of a layout without the others. The folder of the report stays free for a run."""
     from graphmoe.training.dry_run import dry_run
     from graphmoe.training.dry_run.report import FILE, render
 
@@ -244,7 +243,7 @@ def _dry_run(config: RunConfig) -> None:
     with _claimed(config, "dry_run") as run_folder:
         document = {**dry_run(config), "folder": str(run_folder.path)}
         write_json(run_folder.path / FILE, document)
-        run_folder.abandon()
+        run_folder.abandon()  # it stays free for a run
     emit(document, render(document), config.format)
 
 

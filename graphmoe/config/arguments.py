@@ -310,8 +310,6 @@ def text_table(
 
 @dataclass(frozen=True)
 class _Key:
-    """One key of a tool, and the field that it fills."""
-
     word: str
     """Spelling on the command line."""
     path: tuple[str, ...]

@@ -153,7 +153,6 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
 
 
 def _line_number(path: Path, offset: int) -> int:
-    """Number of the line that starts at this byte, from 1; reads the file up to there."""
     count = 1
     with open(path, "rb") as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):

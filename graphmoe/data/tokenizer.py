@@ -189,8 +189,6 @@ class _Token(TypedDict):
 
 
 class _TokenizerConfig(TypedDict):
-    """Fields that are read of a ``tokenizer_config.json``."""
-
     eos_token: NotRequired[str | _Token | None]
 
 

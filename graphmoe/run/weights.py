@@ -284,7 +284,6 @@ def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dic
 
 
 def _computes_in_bf16(folder: Path) -> bool:
-    """Tell whether the run's weights are rounded, and its optimizer has what they are rounded from."""
     path, run = read_stored_run(folder)
     compute = run.precision.compute
     if compute is not None and compute not in ComputeDtype.__members__:

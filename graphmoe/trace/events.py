@@ -163,8 +163,6 @@ class _Event(msgspec.Struct):
 
 
 class _Document(msgspec.Struct):
-    """The part of a Chrome trace that is read."""
-
     traceEvents: list[_Event]  # noqa: N815 (its name there)
     deviceProperties: list[_Device] | None = None  # noqa: N815
     graphmoe: Facts | None = None

@@ -217,11 +217,9 @@ def test_answers_name_keys_and_values_that_there_are():
 
 
 REFUSED = {
-    "train data=files data.paths=[corpsu.txt] data.val_paths=[no/*.txt] data.tokenizer=no.json "
-    "moe.experts=te log.wandb=true log.mlflow=true checkpoint.init_from=weigths "
-    "hydra.run.dir=corpus.txt/run": (
+    "train data=files data.paths=[corpsu.txt] data.tokenizer=no.json moe.experts=te log.wandb=true "
+    "log.mlflow=true checkpoint.init_from=weigths hydra.run.dir=corpus.txt/run": (
         "data.paths: no file matches 'corpsu.txt' (looked from T); did you mean corpus.txt?",
-        "data.val_paths: no file matches 'no/*.txt'",
         "data.tokenizer=no.json does not exist",
         "moe.experts=te needs the package transformer_engine, which is not installed; install it with",
         "log.wandb=true needs the package wandb",
@@ -239,13 +237,14 @@ REFUSED = {
     f"train checkpoint.init_from={'y' * 300}": ("can name no file; use at most 255 bytes",),
     "generate run=weigths": ("has no resolved.yaml; did you mean weights?",),
     "convert from=weigths to=there": ("weigths is no folder", "did you mean weights?"),
-    "convert from=weights to=there": ("weights holds no weights",),
     "prepare input=corpus.txt tokenizer=no.json output=out": ("tokenizer=no.json does not exist",),
 }
 """Command lines that this machine cannot serve, and what is said of each; T is the working folder."""
 DRIVER = """
 import contextlib, io, json, sys
 from graphmoe.__main__ import main
+from graphmoe.config import packages
+packages.is_installed = lambda package: False
 for words in sys.stdin.read().splitlines():
     sys.argv[:] = ["graphmoe", *words.split()]
     with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
@@ -265,5 +264,5 @@ def test_what_needs_no_torch_is_refused_before_its_import(tmp_path):
     for words, parts in REFUSED.items():
         said, has_torch = found[words]
         assert [part for part in parts if part.replace("T", str(tmp_path)) not in said] == [], said
-        assert not has_torch
+        assert not has_torch, words
     assert not (tmp_path / "outputs").exists()

@@ -3,6 +3,7 @@
 Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
 """
 
+import argparse
 import functools
 import os
 import sys
@@ -121,6 +122,8 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
 
 def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
     """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
+    # Python 3.14 checks texts of help when a parser is made, and one of Hydra 1.3's is made when shown.
+    argparse.ArgumentParser._check_help = lambda self, action: None  # type: ignore[attr-defined]
     if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
         errors.append(ConfigError(f"'{nameless}' on the command line names no key; type key=value"))
         return 0

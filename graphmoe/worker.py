@@ -279,6 +279,7 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
         if rank == 0 or not isinstance(error, ConfigError):  # which all ranks have alike
             print_error(f"rank {rank}: {error}" if rank else error)
     if os.environ.get("WORLD_SIZE", "1") in ("", "1") and ELASTIC not in os.environ:
+        gc.unfreeze()  # as graphmoe.train does
         sys.exit(status)
     try:
         write_failure(error, status, log_dir)

@@ -65,6 +65,7 @@ def instance(file: str | None, milliseconds: dict[int, float], derived: tuple[in
 
     kernel.benchmark_all_configs = benchmark
     kernel.is_statically_launchable = lambda: True
+    kernel._could_rblock_scale = False  # asked for by torch 2.15
     kernel._release_static_launchers_except = lambda launcher: None
     if file is not None:
         cache = AutotuneCache.create({}, file, hash_configs(compiled))

@@ -1,7 +1,7 @@
 """The files of one checkpoint: written through DCP with a running sha256, and read back.
 
 DCP writes one ``__<rank>_0.distcp`` per rank and ``.metadata``; everything here is public DCP API of
-torch 2.11 to 2.13.
+torch 2.11 to 2.15.
 """
 
 import dataclasses

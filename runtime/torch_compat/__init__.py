@@ -1,4 +1,4 @@
-"""Private torch interfaces that the project uses, all of them, checked with torch 2.11 to 2.13.
+"""Private torch interfaces that the project uses, all of them, checked with torch 2.11 to 2.15.
 
 Each function names its source in torch; nothing else in the project imports a private name of torch. Torch's
 compilers are imported where they are called: a process that compiles nothing starts two seconds earlier.
@@ -255,10 +255,12 @@ def use_torchs_ptxas() -> None:
 
     Inductor does so from its first kernel on. The path is part of Triton's keys, so a kernel that ran before
     would be compiled again by the next job, which finds Inductor's kernels in a cache and so sets it sooner.
-    (torch/_inductor/runtime/compile_tasks.py.)
+    Fused multiply-adds, the default before Triton 3.10, are asked for by name: 3.9 warns if nobody does.
+    (torch/_inductor/runtime/compile_tasks.py; triton/knobs.py: fp_fusion_enabled.)
     """
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
 
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     _set_triton_ptxas_path()
 
 

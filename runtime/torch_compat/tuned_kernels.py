@@ -1,4 +1,4 @@
-"""Tuning of the Triton kernels that Inductor generates, checked with torch 2.11 to 2.13."""
+"""Tuning of the Triton kernels that Inductor generates, checked with torch 2.11 to 2.15."""
 
 import functools
 import os

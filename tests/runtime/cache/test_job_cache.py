@@ -45,16 +45,21 @@ def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it
     cache, monkeypatch, tmp_path
 ):
     """Keys must agree, or the next job, which finds Inductor's kernels in the cache, would compile again."""
-    for folder in ("torch", "torch/_inductor"):  # torch 2.11 looks in the one, 2.13 in the other
+    for folder in ("torch", "torch/_inductor"):  # 2.13 looks in the second, 2.11 and 2.15 in the first
         Path(tmp_path, folder, "bin").mkdir(parents=True)
         Path(tmp_path, folder, "bin", "ptxas").touch(0o755)
     place = Path(tmp_path, "torch", "_inductor", "runtime", "compile_tasks.py")
     monkeypatch.setattr(compile_tasks, "__file__", str(place))
     with mock.patch.dict(os.environ):
         os.environ.pop("TRITON_PTXAS_PATH", None)
+        os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"
         compile_tasks._set_triton_ptxas_path.cache_clear()
         opened(cache, monkeypatch, Ranks())
         assert os.environ["TRITON_PTXAS_PATH"].startswith(str(tmp_path))
+        assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"  # the user's
+        del os.environ["TRITON_DEFAULT_FP_FUSION"]
+        opened(cache, monkeypatch, Ranks())
+        assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
     compile_tasks._set_triton_ptxas_path.cache_clear()
 
 

@@ -150,8 +150,9 @@ def _join(config: RunConfig) -> Ranks:
             dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         else:
             store = store_of_ranks(rank, size, endpoint, run_name(), instead)
-            place = {"store": store, "rank": rank, "world_size": size}
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **place)
+            dist.init_process_group(
+                backend, timeout=COLLECTIVE_TIMEOUT, store=store, rank=rank, world_size=size
+            )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         why = str(error).partition("\n")[0]
         raise RunFailed(f"rank {rank} cannot meet the others at {endpoint}: {why}") from error

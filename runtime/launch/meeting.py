@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
@@ -21,11 +21,11 @@ log = logging.getLogger(__name__)
 
 MEETING_S = 900
 """Seconds that nodes, and ranks, wait for each other."""
-_ANSWER_S = 60.0
+_ANSWER_S = 30.0
 """Seconds that a store has to answer and to name its run, which its host writes at once."""
 _SILENT_S = 5.0
 """Seconds of waiting until a line says what is waited for."""
-_TRY_S = 0.2
+_TRY_S = 0.1
 _RUN = "graphmoe/run"
 """Key of the name of the run."""
 
@@ -80,12 +80,7 @@ def _host(endpoint: str, run: str, failed: str, instead: str) -> TCPStore:
 def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
     """Wait until somebody listens at the endpoint, here where signals are heard: torch's store hears none."""
     began, place = time.monotonic(), ", ".join(dict.fromkeys(addresses_of(endpoint)))
-    while True:
-        try:
-            socket.create_connection(split_endpoint(endpoint), timeout=_SILENT_S / 2).close()
-            return
-        except OSError as error:
-            why = error.strerror or str(error)
+    while why := _refusal(endpoint):
         waited = time.monotonic() - began
         if waited > MEETING_S:
             raise RunFailed(f"{who} did not listen at {endpoint} within {MEETING_S / 60:.0f} minutes ({why})")
@@ -97,6 +92,19 @@ def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
                 *(who, endpoint, place or "a name without an address", why, own or platform.node()),
             )
         time.sleep(_TRY_S)
+
+
+def _refusal(endpoint: str) -> str:
+    """Return why no store is reached at the endpoint; empty if one may be."""
+    try:
+        with socket.create_connection(split_endpoint(endpoint), timeout=_SILENT_S / 2) as peer:
+            peer.settimeout(_TRY_S)
+            with suppress(TimeoutError):  # a store says nothing before it is asked; proxies hang up
+                peer.recv(1)
+                return "what listens there ends the connection"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _join(endpoint: str, run: str, instead: str) -> TCPStore:
@@ -113,6 +121,10 @@ def _join(endpoint: str, run: str, instead: str) -> TCPStore:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
+    asking.join(_SILENT_S)
+    if asking.is_alive():
+        own = address_towards(endpoint)
+        log.warning("waiting for what listens at %s to answer as a store; this node is %s", endpoint, own)
     asking.join(_ANSWER_S)
     store, said = found[0] if found else (None, "no answer")
     if store is None:

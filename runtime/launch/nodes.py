@@ -60,8 +60,8 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
         _check_step(count, in_step)
         first, endpoint = _of_slurm("NODEID") == "0", launch.endpoint or _slurm_endpoint()
         return Nodes(count, first, endpoint, _step_name(), address_towards(endpoint))
-    endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else None)
-    if endpoint is None:
+    endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else "")
+    if not endpoint:
         raise ConfigError(
             f"launch.nodes={count} without a Slurm step of {count} nodes needs a place to meet; give the "
             f"first node and a free port, e.g. launch.endpoint=node0:29500, and start the command on each"

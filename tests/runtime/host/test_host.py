@@ -153,15 +153,9 @@ def test_threads_of_one_core_count_once_and_a_container_has_no_more_than_its_quo
     [
         ("0::/", {"cpu.max": "100000 100000"}),
         ("0::/slurm/job_1/task_0", {"slurm/job_1/task_0/cpu.max": "150000 100000"}),
-        (  # the group above has the least
-            "0::/pod/own",
-            {"pod/cpu.max": "100000 100000", "pod/own/cpu.max": "300000 100000", "cpu.max": "max 100000"},
-        ),
+        ("0::/pod/own", {"pod/cpu.max": "100000 100000", "pod/own/cpu.max": "300000 100000"}),
         ("0::/docker/of_the_host", {"cpu.max": "100000 100000"}),
-        (
-            "5:cpuset:/a\n4:cpuacct,cpu:/job/own\n0::/user",
-            {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "50000", "cpu.max": "max 1"},
-        ),
+        ("4:cpuacct,cpu:/a/b\n0::/", {"cpu/a/cpu.cfs_quota_us": "50", "cpu/a/cpu.cfs_period_us": "50"}),
     ],
 )
 def test_one_worker_takes_the_threads_of_its_cpu_quota(machine, groups, files):

@@ -31,13 +31,16 @@ def endpoint() -> str:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
 
-def join(name: str, folder: Path, environment: dict[str, str], host: str | None) -> None:
+def place_of(endpoint: str) -> dict[str, str]:
+    return dict(zip(("MASTER_ADDR", "MASTER_PORT"), endpoint.split(":"), strict=True))
+
+
+def join(name: str, folder: Path, environment: dict[str, str]) -> None:
     """Join the run of the environment as a rank; leave the names of the ranks met, or the error, in files."""
     sys.stderr = (folder / f"{name}.err").open("w")
     os.environ.update(environment)
-    if host is not None:
-        place_here = places.place_here
-        places.place_here = lambda: place_here()._replace(machine=host, host=host)
+    place_here, host = places.place_here, environment.get("EMULATED_HOST", "")
+    places.place_here = lambda: place_here()._replace(machine=host, host=host)
     try:
         started_by()
         (folder / name).write_text(" ".join(worker._join(config()).gather(name)))
@@ -48,11 +51,11 @@ def join(name: str, folder: Path, environment: dict[str, str], host: str | None)
     os._exit(0)
 
 
-def results(folder: Path, ranks: dict[str, tuple[dict[str, str], str | None]]) -> dict[str, tuple[int, str]]:
+def results(folder: Path, ranks: dict[str, dict[str, str]]) -> dict[str, tuple[int, str]]:
     """Start ranks one after the other; return status and output of each: whom it met, else what it said."""
     processes = {}
-    for name, (environment, host) in ranks.items():
-        processes[name] = FORK.Process(target=join, args=(name, folder, environment, host), daemon=True)
+    for name, environment in ranks.items():
+        processes[name] = FORK.Process(target=join, args=(name, folder, environment), daemon=True)
         processes[name].start()
         processes[name].join(0.2)  # whoever hosts a store does before the next one looks for it
     end = time.monotonic() + 30
@@ -68,13 +71,11 @@ def results(folder: Path, ranks: dict[str, tuple[dict[str, str], str | None]]) -
 
 @pytest.mark.parametrize("at_one_port", [False, True])
 def test_two_steps_of_a_job_never_exchange_ranks(tmp_path, endpoint, at_one_port):
-    host, port = endpoint.split(":")
-    place = {"MASTER_ADDR": host, "MASTER_PORT": port} if at_one_port else {}
-    ranks = {}
-    for name in ("0.0", "1.1", "0.1", "1.0"):
-        step, rank = name.split(".")
-        task = {"SLURM_STEP_ID": step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-        ranks[name] = ({**STEP, **task, **place}, None)
+    common = STEP | (place_of(endpoint) if at_one_port else {})
+    ranks = {
+        f"{step}.{rank}": common | {"SLURM_STEP_ID": step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        for step, rank in ("00", "11", "01", "10")
+    }
     taken = f"error: rank 0 cannot listen at {endpoint} (Address already in use); set another MASTER_PORT\n"
     foreign = (
         f"error: rank 1: another run meets at {endpoint}: 4711.0 of 2 ranks, and this is 4711.1 of 2 ranks; "
@@ -88,12 +89,10 @@ def test_two_steps_of_a_job_never_exchange_ranks(tmp_path, endpoint, at_one_port
 
 
 def test_ranks_dealt_to_nodes_in_turn_are_refused_once(tmp_path, endpoint):
-    host, port = endpoint.split(":")
-    common = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": port}
-    nodes = ("n0", "n1", "n0", "n1")
+    common = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **place_of(endpoint)}
     ranks = {
-        str(rank): ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank // 2)}, node)
-        for rank, node in enumerate(nodes)
+        f"{rank}": common | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank // 2}", "EMULATED_HOST": f"n{rank % 2}"}
+        for rank in range(4)
     }
     status, said = zip(*results(tmp_path, ranks).values(), strict=True)
     assert status == (2,) * 4 and said[1:] == ("",) * 3
@@ -153,9 +152,10 @@ def test_nodes_say_within_seconds_what_they_wait_for(endpoint, monkeypatch, capl
         ({}, LaunchConfig(nodes=4), "launch.nodes=4, but the job has 2 pods"),
         ({"WORLD_SIZE": "two"}, LaunchConfig(), "WORLD_SIZE=two in the environment must be a number"),
         ({"SLURM_STEP_NUM_NODES": "2", "WORLD_SIZE": ""}, LaunchConfig(), "SLURM_NODEID is not set"),
+        ({"SLURM_STEP_NUM_NODES": "2", "WORLD_SIZE": ""}, LaunchConfig(nodes=4), "the Slurm step has 2"),
     ],
 )
-def test_pods_that_are_counted_by_rank_are_nodes(monkeypatch, variables, launch, found):
+def test_nodes_are_those_of_a_slurm_step_or_pods(monkeypatch, variables, launch, found):
     monkeypatch.setattr("os.environ", POD | variables)
     if isinstance(found, str):
         with pytest.raises(ConfigError, match=found):

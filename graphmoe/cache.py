@@ -21,6 +21,7 @@ from rich.console import Group
 from rich.markup import escape
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
 from graphmoe.runtime.cache.folders import TAG_FILE
 
@@ -131,8 +132,7 @@ def list_text(document: dict[str, Any], held: list[Held]) -> Group:
         rows.append(
             [words, row["key"][:8], row["last_used"], shown_size(row["bytes"]), str(row["graphs"] or "?")]
         )
-    entries = "1 entry" if len(held) == 1 else f"{len(held)} entries"
-    total = f"{entries}, {shown_size(document['total_bytes'])} in all"
+    total = f"{number_of(len(held), 'entry')}, {shown_size(document['total_bytes'])} in all"
     return Group(
         escape(document["cache_dir"]),
         text_table(("what", "key", "last used", "size", "graphs"), rows, box=SIMPLE),
@@ -142,7 +142,7 @@ def list_text(document: dict[str, Any], held: list[Held]) -> Group:
 
 def verify_text(document: dict[str, Any]) -> str:
     damaged, files = len(document["damaged"]), document["files"]
-    lines = [f"{files - damaged} of {files} files are whole"]
+    lines = [f"whole: {files - damaged} of {number_of(files, 'file')}"]
     if damaged:
         lines[0] += f"; set aside: {damaged}"
     for key, paths in document["lacking"].items():

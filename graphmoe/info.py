@@ -17,6 +17,7 @@ from rich.table import Table
 from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.choices import compute_words
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
@@ -134,7 +135,7 @@ def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
 
 def render(document: dict[str, Any]) -> Group:
     """Return the figures as three tables for a terminal."""
-    layers = f"{document['num_layers']} layers, {document['num_dense_layers']} of them dense"
+    layers = f"{number_of(document['num_layers'], 'layer')}, {document['num_dense_layers']} of them dense"
     seq_len, num_ranks = document["seq_len"], document["num_ranks"]
     ranks = f", of a run of {num_ranks} ranks" if num_ranks > 1 else ""
     formats = compute_words("bf16", document["fp8"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, OutputFormat
 
 
@@ -93,9 +94,10 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"cannot write output={args.output}: {error}") from error
     rate = counts["tokens"] / max(counts["seconds"], 1e-3)
     text = (
-        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens out of {counts['files']:,} files "
+        f"{number_of(counts['documents'], 'document')}, {counts['tokens']:,} tokens out of "
+        f"{number_of(counts['files'], 'file')} "
         f"-> {counts['bin']} ({counts['bin_bytes']:,} bytes)\n"
-        f"{counts['seconds']:.1f} s with {counts['workers']} processes, {rate:,.0f} tokens/s"
+        f"{counts['seconds']:.1f} s with {number_of(counts['workers'], 'process')}, {rate:,.0f} tokens/s"
     )
     if counts["skipped"]:
         text += "\nskipped: " + ", ".join(f"{count:,} {kind}" for kind, count in counts["skipped"].items())

@@ -19,6 +19,7 @@ from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatte
 from graphmoe.checkpoint.folders import CheckpointError, MismatchError, damage, write_manifest
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.progress import working
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.host.checksums import FileSum
 from graphmoe.runtime.ranks import Ranks
@@ -240,4 +241,4 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
 def _require_none(path: Path, differences: list[str]) -> None:
     if lines := list(dict.fromkeys(differences)):
         listed = "\n  ".join(lines)
-        raise MismatchError(f"{path} does not fit the state in {len(lines)} entries:\n  {listed}")
+        raise MismatchError(f"{path} does not fit the state in {number_of(len(lines), 'entry')}:\n  {listed}")

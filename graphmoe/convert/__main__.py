@@ -6,6 +6,7 @@ python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.convert import ConvertArgs, target_of
 from graphmoe.run.stored import kind_of
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> None:
     text = (
         f"{document['from']} ({kind_of(args.from_).value}{step}) -> {document['to']} ({what}): "
         f"{document['parameters']:,} parameters, {', '.join(document['dtypes'])}, "
-        f"{len(document['files'])} files, {document['bytes']:,} bytes, {document['seconds']:.1f} s"
+        f"{number_of(len(document['files']), 'file')}, {document['bytes']:,} bytes, "
+        f"{document['seconds']:.1f} s"
     )
     if document["command"]:
         text += (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_text
 from graphmoe.data.cache import META, SMALL_BYTES, sums_of
@@ -83,7 +84,7 @@ class ContentCheck:
                 self._found = damaged(file, f"{path}: {what}")
                 return
         self._done = True
-        log.info("data: %d files have the sha256 with which they were written", len(self._files))
+        log.info("data: the sha256 of %s is that of when it was written", number_of(len(self._files), "file"))
 
 
 def read_entry_file(entry: Path, name: str) -> TokenFile:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.errors import BadRecords
@@ -103,7 +104,7 @@ def corpus_of_files(
     train = [[path for path in group if path not in set(val)] for group in found]
     num_found, num_train = (sum(map(len, groups)) for groups in (found, train))
     if num_train < num_found:
-        log.info("data: %d files of data.paths are for validation only", num_found - num_train)
+        log.info("data: for validation only: %s of data.paths", number_of(num_found - num_train, "file"))
     if not all(train):
         raise ConfigError("data.paths names only files of data.val_paths; nothing is left to train on")
     files = [read(group, bad) for group in train]
@@ -142,13 +143,14 @@ def _mixed(
 
 def _shares(config: DataConfig, mixed: MixedSamples) -> str:
     parts = zip(mixed.share_P, config.paths, mixed.parts, strict=True)
-    return " + ".join(f"{share:.3g} of {path} ({part.num_samples:,} samples)" for share, path, part in parts)
+    return " + ".join(f"{share:.3g} of {path} (samples: {part.num_samples:,})" for share, path, part in parts)
 
 
 def _too_few(config: DataConfig, name: str, documents: Documents, seq_len: int) -> str:
     paths = config.val_paths if name == "val" and config.val_paths else config.paths
     source = f" (out of [{','.join(paths)}])" if paths else ""
-    have = f"{documents.num_documents} documents with {documents.num_tokens} tokens in all{source}"
+    texts, tokens = number_of(documents.num_documents, "document"), number_of(documents.num_tokens, "token")
+    have = f"{texts} with {tokens} in all{source}"
     if not documents.num_tokens:
         return f"the {name} corpus is empty: {have}"
     return (

@@ -64,4 +64,4 @@ class BadRecords:
         """Log how many records were skipped, by kind; silent when none was."""
         if self.counts:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
-            log.warning("%s: skipped %d bad records (%s)", what, sum(self.counts.values()), kinds)
+            log.warning("%s: bad records skipped: %d (%s)", what, sum(self.counts.values()), kinds)

@@ -134,7 +134,7 @@ def batches(documents: Iterator[Document], max_chars: int) -> Iterator[list[Docu
 
 def _nothing_found(files: Sequence[Path], bad: BadRecords) -> str:
     names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
-    skipped = f"; {bad.counts.total()} bad records were skipped, the first: {bad.first}" if bad.counts else ""
+    skipped = f"; bad records skipped: {bad.counts.total()}, the first: {bad.first}" if bad.counts else ""
     return f"the corpus is empty: no text in {names}{skipped}"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphmoe.config.choices import compute_words
 from graphmoe.config.progress import working
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.causes import threads_of
 from graphmoe.report.charts import (
@@ -112,7 +113,6 @@ def _header(run: RunData) -> str:
 
 
 def _precision(run: RunData) -> str:
-    """Number formats of the products: how many of them are in 8 bits, where the run had come to that."""
     done, left = (run.summary.get(f"products_in_{kind}") for kind in ("fp8", "bf16"))
     share = "products" if done is None or left is None else f"{done} of {done + left} products"
     return compute_words(run.of("precision.compute") or "", run.of("precision.fp8") or "none", share)
@@ -166,10 +166,11 @@ def segments_section(found: Summary | str) -> str:
         for (part, of_part), colour in zip(times.items(), itertools.cycle(COLOURS), strict=False)
     ]
     most = max(segments, key=lambda name: sum(of_part[name] for of_part in times.values()), default="")
-    alt = f"Time by segment of {found.num_steps} steps of {found.step_ms:.4g} ms; most is {most}"
+    steps = number_of(found.num_steps, "step")
+    alt = f"Time by segment of {steps} of {found.step_ms:.4g} ms; most is {most}"
     whose = "when any of its kernels runs" if found.on == "gpu" else "of the host"
     of_rank = f" of rank {found.facts['rank']}" if "rank" in found.facts else ""
-    note = f"Mean of {found.num_steps} steps{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
+    note = f"Mean of {steps}{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
     if found.idle is not None:
         note += f" The GPU is idle for {found.idle:.1%}."
     layout, height = bars_layout("ms per step"), 130 + 26 * len(segments)
@@ -188,8 +189,9 @@ def compile_section(run: RunData) -> str:
     cache, units = report.get("cache", {}), report.get("units", [])
     hits = cache.get("fx_hits", 0) + cache.get("aot_hits", 0)
     whole = sum(unit.get("source") != "compiled" for unit in units)
-    said = f"{report['graphs']} graphs in {report['seconds']:.1f} s, {report['recompiled']} compiled again. "
-    said += f"Caches had {whole} of {len(units)} units; torch's found {hits} graphs."
+    graphs = number_of(report["graphs"], "graph")
+    said = f"{graphs} in {report['seconds']:.1f} s, {report['recompiled']} compiled again. "
+    said += f"Caches had {whole} of {number_of(len(units), 'unit')}; graphs in torch's: {hits}."
     reasons = dict.fromkeys(unit["why_compiled"] for unit in units if unit.get("why_compiled"))
     said += "".join(f" Compiled because: {reason}." for reason in reasons)
     passes = [
@@ -221,8 +223,9 @@ def capture_section(run: RunData) -> str:
         shown = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
         return paragraph(f"`graph.scope={shown}` left no report: no step was captured.")
     where = "on the host, in place of a device's graphs" if report["on"] == "host" else "on the device"
-    said = f"`graph.scope={report['scope']}`: {report['graphs']} graphs {where} in {report['seconds']:.2f} s"
-    said += f", {report['pool_bytes'] / 2**20:,.0f} MiB in their pool; {report['warmup_steps']} steps before."
+    graphs, warmup = number_of(report["graphs"], "graph"), number_of(report["warmup_steps"], "step")
+    said = f"`graph.scope={report['scope']}`: {graphs} {where} in {report['seconds']:.2f} s, "
+    said += f"{report['pool_bytes'] / 2**20:,.0f} MiB in their pool; {warmup} before."
     rows = [
         [span["unit"], span["places"], span["graphs"], "" if span.get("nodes") is None else span["nodes"],
          f"{span['seconds']:.3f}"]

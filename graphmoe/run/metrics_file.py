@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.untrusted import FileError, from_json, read_bytes
 from graphmoe.run.files import REPORT_FILE, MetricsRow, display_path
 from graphmoe.runtime.host.files import replace_text
@@ -139,7 +140,7 @@ def render(summary: dict[str, Any]) -> str:
     elif first is not None and last is not None:
         lines.append(_validated(first, summary["first_val_step"], last, summary["steps"]))
     elif summary["final_loss"] is not None:
-        lines.append(f"loss {summary['final_loss']:.3f} after {summary['steps']} steps")
+        lines.append(f"loss {summary['final_loss']:.3f} after {number_of(summary['steps'], 'step')}")
     folder = Path(summary["folder"])
     lines.append(f"results: {display_path(folder)}")
     if (folder / REPORT_FILE).exists():
@@ -148,9 +149,8 @@ def render(summary: dict[str, Any]) -> str:
 
 
 def _validated(first: float, first_step: int, last: float, steps: int) -> str:
-    """Say how the validation loss changed; a run that began elsewhere may have one, or none of step 0."""
     if first_step == steps:
         return f"validation loss {last:.3f} after step {steps}"
     if first_step:
         return f"validation loss {first:.3f} at step {first_step} -> {last:.3f} at step {steps}"
-    return f"validation loss {first:.3f} -> {last:.3f} in {steps} steps"
+    return f"validation loss {first:.3f} -> {last:.3f} in {number_of(steps, 'step')}"

@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, OutputFormat
 from graphmoe.trace.events import listed, read_trace, recorded, traces_of
 from graphmoe.trace.summary import Summary, summarise
@@ -211,7 +212,7 @@ def summary_text(summary: Summary) -> Group:
 
 def _head(summary: Summary) -> Iterator[str]:
     numbers, facts = summary.facts.get("steps"), summary.facts
-    which = f"steps {numbers[0]} to {numbers[-1]}" if numbers else f"{summary.num_steps} steps"
+    which = f"steps {numbers[0]} to {numbers[-1]}" if numbers else number_of(summary.num_steps, "step")
     rank = f", rank {facts['rank']} of {facts['num_ranks']}" if "rank" in facts else ""
     yield summary.trace
     yield f"{which}{rank}, {summary.device or 'unknown device'}; all times per step"

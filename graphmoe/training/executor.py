@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphmoe.config.ranges import own_code
+from graphmoe.config.ranges import number_of, own_code
 from graphmoe.config.schema import ConfigError, PassesConfig, RunConfig
 from graphmoe.ops.fp8 import reason_against
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, Experts, InBf16
@@ -163,7 +163,6 @@ class Execution:
         self.execute = self.compiled
 
     def _choose(self, store: CompileCache) -> tuple[Chosen, InBf16]:
-        """Choose the products that stay in bf16, and the kernels of experts that do."""
         plan, (experts, known) = self._plan, self.chosen
 
         @functools.cache
@@ -194,7 +193,7 @@ class Execution:
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._config, self.chosen.fp8)
         rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and travels_in_fp8(self._config))
-        return [f"{passes} passes", self._cache.found, *experts, *in_fp8, *rows]
+        return [f"{number_of(passes, 'pass')}", self._cache.found, *experts, *in_fp8, *rows]
 
     def precision(self) -> dict[str, Any]:
         """Return the recipe of products in 8 bits, and how many are so, for summary.json."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphmoe.config.choices import compute_words
 from graphmoe.config.progress import console
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import DeviceChoice
 from graphmoe.data import Corpus
 from graphmoe.model.sizes import count_parameters
@@ -53,30 +54,32 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
     size = f"{quantity(total)} parameters, {quantity(active)} active"
-    layers = f"{model.num_layers} layers ({model.num_dense_layers} dense)"
-    experts = f"{model.num_experts} experts, {model.top_k} a token"
+    layers = f"{number_of(model.num_layers, 'layer')} ({model.num_dense_layers} dense)"
+    experts = f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token"
     ranks = layout.size("world")
     axes = " ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
-    one, many = ("GPU", "GPUs") if config.run.device is DeviceChoice.cuda else ("process", "processes")
+    unit = "GPU" if config.run.device is DeviceChoice.cuda else "process"
     threads, cores = torch.get_num_threads(), cores_here()
-    used = f"{threads} thread{'s' * (threads > 1)}{' each' * (ranks > 1)} on {cores} core{'s' * (cores > 1)}"
-    cpu = "" if config.run.device is DeviceChoice.cuda else f", {used}"
+    used = f"{number_of(threads, 'thread')}{' each' * (ranks > 1)} on {number_of(cores, 'core')}"
+    cpu = "" if unit == "GPU" else f", {used}"
     of_step = config.train.global_batch_size * (config.data.seq_len or 1)
     steps, there = config.train.steps, corpus.counts.get("train_tokens")
+    tokens = quantity(steps * of_step)
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
     travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
     scope, optim = config.graph.scope, config.optim
-    rising = f"after {optim.warmup_steps:,} steps of warm-up" if optim.warmup_steps else "without warm-up"
+    warmup = number_of(optim.warmup_steps, "step")
+    rising = f"after {warmup} of warm-up" if optim.warmup_steps else "without warm-up"
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
-        "layout": f"{ranks} {many if ranks > 1 else one} ({device}{cpu}){f': {axes}' if axes else ''}",
+        "layout": f"{number_of(ranks, unit)} ({device}{cpu}){f': {axes}' if axes else ''}",
         "precision": compute_words(config.precision.compute.value, config.precision.fp8.value),
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         "dispatcher": travel,
         "compile": "; ".join(compiled),
         "data": f"{config.data.source}, sequences of {config.data.seq_len} tokens",
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} {rising}",
-        "run": f"{steps:,} steps of {quantity(of_step)} tokens: {quantity(steps * of_step)} tokens{epochs}",
+        "run": f"{number_of(steps, 'step')} of {quantity(of_step)} tokens: {tokens} tokens{epochs}",
     }
     return "\n".join(["this run", *(f"  {name:<11} {text}" for name, text in lines.items())])
 
@@ -138,7 +141,7 @@ def ranks_line(row: dict[str, Any]) -> str | None:
     if "planned_rank_load" not in row:
         return None
     loads = f"{row['rank_load']:.2f} -> {row['planned_rank_load']:.2f}"
-    moved = f"{row['replicas']:.0f} replicas, {row['replica_gb']:.2g} GB in a micro-batch"
+    moved = f"{number_of(round(row['replicas']), 'replica')}, {row['replica_gb']:.2g} GB in a micro-batch"
     return f"ranks    load {loads}  {moved}"
 
 
@@ -161,7 +164,6 @@ def duration(seconds: float) -> str:
 
 
 def _timed(rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the rows but that of a start's first step, which compiles, if there are others."""
     return rows[1:] if rows[0].get("start_s") is not None and len(rows) > 1 else rows
 
 
@@ -181,7 +183,6 @@ def _why_skipped(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _fitted(parts: Sequence[tuple[int, Any, str]]) -> str:
-    """Join the texts that are there, without those of the highest ranks while the line is too long."""
     there = [(rank, text) for rank, holds, text in parts if holds]
     while len(line := "  ".join(text for _, text in there)) > WIDTH:
         last = max(there, key=lambda part: part[0])

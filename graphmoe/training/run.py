@@ -146,7 +146,6 @@ def _known_errors() -> Iterator[None]:
 def _summarise(
     trainer: Trainer, folder: Path, finished: bool, memory: Sequence[tuple[float, float]]
 ) -> dict[str, Any]:
-    """Write summary.json; ``memory`` is that of each rank's trainer."""
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     sums = summarise(read_rows(folder / METRICS_FILE))
     rest = trainer.host_times.take().items()  # of the last checkpoint, for one

@@ -11,6 +11,7 @@ import torch
 from graphmoe.checkpoint import CheckpointError, CheckpointStore
 from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.folders import folder_of
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import RunConfig
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Ranks
@@ -90,7 +91,6 @@ class Saves:
         return next((name for name in found if name is not None), None)
 
     def _fits(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> bool:
-        """Load a checkpoint into ``state``; return whether it is whole and finite."""
         with suppress(CheckpointError):
             store.load(state, step)
             return self.not_finite(state) is None
@@ -99,12 +99,11 @@ class Saves:
     def _skips(self, skipped: int) -> str:
         limit = self._config.train.max_nonfinite
         return (
-            f"{skipped} steps in a row had a loss or gradient that is not finite "
+            f"{number_of(skipped, 'step')} in a row had a loss or gradient that is not finite "
             f"(train.max_nonfinite={limit}); "
         )
 
     def _lost(self, step: int, name: str) -> str:
-        """Explain why the state of a step is not saved, and name the checkpoint that there is."""
         self._store.wait()  # for one that is being written, or its error
         instead = "no step before it is saved" if self._config.checkpoint.enabled else NOTHING
         if self._good is not None:

@@ -177,7 +177,6 @@ def _cannot_begin(name: str, error: Exception, instead: str) -> ConfigError:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a configuration, dotted, with their values as texts that are not too long."""
     if not isinstance(value, dict):
         yield key, str(value)[:MLFLOW_LETTERS]
         return

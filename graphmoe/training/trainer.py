@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphmoe.checkpoint import CheckpointStore
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.ops.collectives import use_groups
@@ -188,7 +189,6 @@ class Trainer:
         return finished
 
     def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
-        """Run steps up to the last, or to a signal at any rank; return the name of the signal."""
         self.rows.clock.restart()
         while self.step < self.config.train.steps:
             if stopped_by := self.stop_flag.signal(stop.received):
@@ -262,7 +262,6 @@ class Trainer:
             raise self.saves.after_skips(self.step, self._state(), int(read[-1].values["longest_skip"]))
 
     def _write(self, step: int, epoch: float) -> list[StepRow]:
-        """Write the metrics up to a step and log them; return them as read."""
         memory, per_step = self._peak_gib(), self.throughput.tokens_per_step
         read = self.rows.read(step)
         self.heartbeat.has_read()
@@ -284,11 +283,10 @@ class Trainer:
             self.optimizer.restore_weights()  # a captured step begins with them
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
-        steps = self.config.train.steps
-        log.info("step %d/%d  validation loss %.4f (%d micro-batches)", self.step, steps, mean, count)
+        steps, of = self.config.train.steps, number_of(count, "micro-batch")
+        log.info("step %d/%d  validation loss %.4f (%s)", self.step, steps, mean, of)
 
     def _state(self) -> dict[str, Any]:
-        """Return all that the next step depends on; tensors are live where possible. A collective."""
         return {
             "model": self.optimizer.model_state(),
             "optimizer": self.optimizer.state_dict(),

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import TrainConfig
 from graphmoe.data import Corpus, first_batches
 from graphmoe.model.transformer import LossOutput
@@ -49,16 +50,16 @@ class Validation:
         if not batches:
             log.log(
                 level,
-                "validation has %d samples, less than train.micro_batch_size=%d: some count twice; %s, and "
+                "validation has %s, less than train.micro_batch_size=%d: some count twice; %s, and "
                 "train.val_batches=0 switches it off",
-                found, config.micro_batch_size, more,
+                number_of(found, "sample"), config.micro_batch_size, more,
             )  # fmt: skip
         else:
             log.log(
                 level,
-                "validation has %d micro-batches, less than train.val_batches=%d; %s, and "
+                "validation has %s, less than train.val_batches=%d; %s, and "
                 "train.val_batches=%d says that it is meant",
-                batches, config.val_batches, more, batches,
+                number_of(batches, "micro-batch"), config.val_batches, more, batches,
             )  # fmt: skip
 
     @torch.no_grad()

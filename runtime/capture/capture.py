@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.ranges import number_of
 from graphmoe.runtime.capture.graphs import Graph, GraphMaker, Run
 
 REPORT_FILE = "capture_report.json"
@@ -71,10 +72,10 @@ class CaptureReport:
 
     def line(self) -> str:
         """Return one line for the log."""
-        graphs, count, seconds = self.sums().values()
-        nodes = "" if count is None else f" of {count} nodes"
-        megabytes = f"{self.pool_bytes / 2**20:.0f} MiB"
-        return f"captured {self.scope}: {graphs} graphs{nodes} in {seconds:.1f} s, {megabytes} in their pool"
+        made, count, seconds = self.sums().values()
+        nodes = "" if count is None else f" of {number_of(count, 'node')}"
+        graphs, megabytes = number_of(made, "graph"), f"{self.pool_bytes / 2**20:.0f} MiB"
+        return f"captured {self.scope}: {graphs}{nodes} in {seconds:.1f} s, {megabytes} in their pool"
 
 
 TensorSlot = tuple[Mapping[str, Any], str]
@@ -172,6 +173,5 @@ class Capture:
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:
-    """Add the numbers; None if any of them is None."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None

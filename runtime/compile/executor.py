@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.config.progress import working
+from graphmoe.config.ranges import number_of
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.base import MadeBy, PassRunner
 from graphmoe.plan.recompute import NOTHING, Recompute, UnitRecompute
@@ -52,8 +53,6 @@ class UnitTurns(Protocol):
 
 @dataclass
 class _PlacedUnit:
-    """A unit at one place of the model."""
-
     bound: BoundUnit
     gradients: list[Gradient]
     """The gradient of each parameter; empty where autograd gets it."""
@@ -228,7 +227,6 @@ class CompiledSegments:
         return self._runner(trains).of_layer(unit.segments[0].layer)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
-        """Return the gradients of parameters; none where autograd gets them."""
         return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
 
     def _fused(self, segment: Segment) -> Segment:
@@ -328,7 +326,6 @@ class CompiledSegments:
         return code, report
 
     def _compiling(self, report: UnitReport) -> AbstractContextManager[Any]:
-        """Say what is compiled while the block takes long."""
         number = len(self.reports) + 1
         of = f" of {max(number, self.num_expected)}" if self.num_expected else ""
         return working(f"compiling unit {number}{of}: {report.title}")
@@ -346,20 +343,18 @@ class CompiledSegments:
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
-        loaded, count = report.from_cache == report.graphs, report.graphs
+        loaded = report.from_cache == report.graphs
         log.info(
-            "%s %s: %d graph%s in %.1f s",
+            "%s %s: %s in %.1f s",
             "loaded" if loaded else "compiled",
             report.title,
-            count,
-            "s" * (count != 1),
+            number_of(report.graphs, "graph"),
             report.seconds,
             extra=FILE_ONLY if loaded else None,
         )
 
 
 def _kind_of(unit: Unit) -> tuple[Any, ...]:
-    """Return what units have in common that compute the same: names and kinds, without parameters' shapes."""
     segments = tuple((each.name, each.reads, type(owner_of(each.run))) for each in unit.segments)
     return segments, unit.reads
 

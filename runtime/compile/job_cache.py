@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from graphmoe.config.ranges import number_of
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.cache.entries import GRAPHS
 from graphmoe.runtime.cache.folders import is_users
@@ -74,7 +75,8 @@ class JobCache:
         if work.num_files:
             entry = work.shared_from or work.key
             state = "cache hit" if work.found else "cache of another configuration"
-            found = f"{state} ({work.num_files} files, {work.num_bytes / 1e6:.0f} MB of entry {entry})"
+            files = number_of(work.num_files, "file")
+            found = f"{state} ({files}, {work.num_bytes / 1e6:.0f} MB of entry {entry})"
         why = _why_compiled(work) if self._cache.folder else "compile.cache=false"
         return work.path, why, work.keeps or work.found, found
 
@@ -101,14 +103,13 @@ class JobCache:
 
 
 def _extra_passes(facts: Mapping[str, Any]) -> str:
-    """Return a value that stands for the sources of the user's passes, which may bring operations."""
     extra = {name: value for name, value in facts.items() if name.startswith(EXTRA_PASS)}
     return key_of(extra) if extra else ""
 
 
 def _why_compiled(work: WorkFolder) -> str:
     if work.damaged:
-        return f"{len(work.damaged)} damaged files were set aside"
+        return f"set aside: {number_of(len(work.damaged), 'damaged file')}"
     if work.found:
         return "no earlier run of this configuration came to them"
     if work.differences:

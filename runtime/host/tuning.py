@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import HostConfig, NumaBinding
 from graphmoe.runtime.host.environment import HostLine
 from graphmoe.runtime.host.logs import FILE_ONLY
@@ -64,9 +65,7 @@ def set_threads(
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
     least = f"; the least of all ranks, {wanted} here" if number < wanted else ""
-    return HostLine(
-        f"{number} {'thread' if number == 1 else 'threads'} for operations on the CPU ({why}{least})"
-    )
+    return HostLine(f"{number_of(number, 'thread')} for operations on the CPU ({why}{least})")
 
 
 def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
@@ -81,7 +80,7 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
         return number, f"OMP_NUM_THREADS={given}{hint}"
     bound = cores_here()
     if num_workers > 1:
-        return max(min(cores // num_workers, bound), 1), f"{cores} cores, {num_workers} workers"
+        return max(min(cores // num_workers, bound), 1), f"{number_of(cores, 'core')}, {num_workers} workers"
     if bound < torch.get_num_threads():
         return bound, "the cores that its binding and its CPU quota leave"
     return torch.get_num_threads(), "torch's own choice"

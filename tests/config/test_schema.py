@@ -17,6 +17,7 @@ from graphmoe.command.errors import known_keys
 from graphmoe.command.help import help_text
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.masking import to_plain
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import (
     AuxLoss,
     ComputeDtype,
@@ -237,3 +238,12 @@ def test_the_table_of_the_documentation_is_true(name):
     assert cells[1:3] == shown
     assert cells[4:6] == [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
     assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in counts.values()]
+
+
+NOUNS = {"file": "files", "entry": "entries", "key": "keys", "micro-batch": "micro-batches", "pass": "passes"}
+
+
+@pytest.mark.parametrize(("noun", "plural"), NOUNS.items())
+def test_a_noun_is_plural_unless_there_is_one(noun, plural):
+    said = [f"0 {plural}", f"1 {noun}", f"1,234 {plural}"]
+    assert [number_of(count, noun) for count in (0, 1, 1234)] == said

@@ -80,7 +80,7 @@ def test_a_bad_line_names_file_and_line_or_is_counted_and_skipped(
         open_files("a.jsonl")
     corpus = open_files("a.jsonl", skip_bad=True)
     assert corpus.bad == {kind: 1} and len(texts_of(corpus)) == 7
-    assert f"skipped 1 bad records (1 {kind})" in caplog.text
+    assert f"bad records skipped: 1 (1 {kind})" in caplog.text
     with pytest.raises(DataError, match="a.jsonl:6"):  # though the cache has an entry by now
         open_files("a.jsonl")
 
@@ -142,7 +142,7 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
         ("none", {}, r"data.paths: the folder .*none has no \.txt, \.jsonl, \.parquet in it or below"),
         ("a.csv", {}, "a.csv; known endings: .txt, .jsonl, .parquet"),
         ("empty.txt", {}, "the corpus is empty: no text in .*empty.txt$"),
-        ("short.txt", {}, r"1 documents with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"),
+        ("short.txt", {}, r"1 document with 3 tokens .*short.txt.* = 17; use data.seq_len=2 or less"),
         ("short.txt", {"tokenizer": None}, "data=files needs data.tokenizer"),
         ("short.txt", {"tokenizer": "no.json"}, "no.json does not exist"),
         ("short.txt", {"tokenizer": "a.csv"}, "a.csv is not a tokenizer.json"),

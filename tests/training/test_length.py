@@ -99,8 +99,8 @@ def test_two_lengths_on_a_command_line_are_refused(tmp_path, key):
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
-        (1, "validation has 1 samples, less than train.micro_batch_size=2: some count twice"),
-        (3, "validation has 1 micro-batches, less than train.val_batches=2; .* train.val_batches=1 says"),
+        (1, "validation has 1 sample, less than train.micro_batch_size=2: some count twice"),
+        (3, "validation has 1 micro-batch, less than train.val_batches=2; .* train.val_batches=1 says"),
         (4, None),
         (None, None),
     ],

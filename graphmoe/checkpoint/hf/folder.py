@@ -27,6 +27,7 @@ from graphmoe.checkpoint.hf.fp8 import (
 )
 from graphmoe.checkpoint.hf.names import FUSED, Index, Piece, pieces
 from graphmoe.checkpoint.hf.tensor_files import DTYPES, TensorFiles, TensorToWrite, write_shards
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
 from graphmoe.model.transformer import Transformer
@@ -90,7 +91,7 @@ class OpenFolder:
         """Raise ConfigError with ``hints`` and all tensors missing, extra, mis-shaped or no float."""
         problems = self._fp8() or self._differences()
         if problems:
-            head = f"{self.files.folder} does not fit the model in {len(problems)} tensors:"
+            head = f"{self.files.folder} does not fit the model in {number_of(len(problems), 'tensor')}:"
             raise ConfigError("\n  ".join([*hints, head, *problems]))
 
     def _differences(self) -> list[str]:
@@ -124,7 +125,6 @@ class OpenFolder:
         return not is_float or torch.equal(*map(self.files.read, names))
 
     def _fp8(self) -> list[str]:
-        """Line about fp8 tensors in a folder that does not say how they are to be read."""
         if self.block_scales:
             return []
         of_type = {name: header.dtype for name, header in self.files.headers.items()}

@@ -201,7 +201,6 @@ def _check_folder(folder: Path, resume: str | None, planned: Sequence[Sequence[s
 
 
 def _planned_jobs(config: DictConfig) -> list[list[str]]:
-    """Return the overrides of each job of a grid, none for a sweeper that chooses as it goes."""
     if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
         return []
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -259,7 +258,6 @@ def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
 
 
 def _cells(jobs: Sequence[Job], words: Words) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: a column for each key that differs, and each number that is known."""
     settings = [dict(split_word(word) for word in words[job.number]) for job in jobs]
     rows = []
     for job, own in zip(jobs, settings, strict=True):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from graphmoe.config.progress import counting
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import DataConfig
 from graphmoe.data.cache import cache_folder, cache_key, cached
 from graphmoe.data.contents import read_entry_file
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 
 class _Tally(TypedDict):
-    """The bad records of a cache entry's text."""
-
     bad: dict[str, int]
     first_bad: str | None
 
@@ -40,7 +39,8 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
         def build(folder: Path) -> dict[str, Any]:
             workers = workers_for(files)
             size = sum(size for _, size, _ in stats)
-            log.info("tokenising %d files, %.1f MiB, %d processes", len(files), size / 2**20, workers)
+            what = number_of(len(files), "file"), size / 2**20, number_of(workers, "process")
+            log.info("tokenising %s, %.1f MiB, %s", *what)
             with counting("tokenising", size) as on_bytes:
                 _, found = tokenise_files(
                     files, recipe, folder / "tokens", workers=workers, on_bytes=on_bytes

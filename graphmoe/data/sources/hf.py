@@ -133,7 +133,6 @@ class StreamReader(Reader):
         return np.concatenate(parts)
 
     def _fill(self, num_tokens: int) -> None:
-        """Read blocks until that many tokens lie after the offset."""
         held = sum(len(block.tokens_T) for block in self._blocks)
         while held < self._offset + num_tokens:
             block = next(self._stream)
@@ -156,7 +155,6 @@ class _Block(NamedTuple):
 
 
 def _blocks(samples: StreamSamples, start: Where | None) -> Iterator[_Block]:
-    """Non-empty blocks of tokens from a place of the stream on, epoch after epoch."""
     start = start or {"epoch": 0, "shard": 0, "row": 0, "number": 0, "dataset": None}
     while True:
         found = start["number"] > 0  # what stands before a resumed place is not read again
@@ -182,7 +180,6 @@ def _nothing_found(samples: StreamSamples) -> str:
 
 
 def _tokens(samples: StreamSamples, rows: list[tuple[str, Any]], where: Where) -> npt.NDArray[np.int64]:
-    """The tokens of a block's documents, shuffled within the block."""
     if samples.config.shuffle:
         key = derive_key(samples.config.seed, where["epoch"], where["number"], BLOCK_KEY)
         rows = [rows[i] for i in permute(np.arange(len(rows)), len(rows), key)]
@@ -192,7 +189,6 @@ def _tokens(samples: StreamSamples, rows: list[tuple[str, Any]], where: Where) -
 
 
 def _usable(samples: StreamSamples, place: str, text: Any) -> bool:
-    """Tell whether this is a text of the wanted side of the split; report anything but text."""
     if not is_text(text, samples.config.text_field, place, samples.bad):
         return False
     if samples.held_out is None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphmoe.config.ranges import number_of
 from graphmoe.model.moe import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
@@ -132,7 +133,7 @@ class GraphSegments(CompiledSegments):
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
-        log.info("traced %s: %d graphs in %.1f s", report.unit, report.graphs, report.seconds)
+        log.info("traced %s: %s in %.1f s", report.unit, number_of(report.graphs, "graph"), report.seconds)
 
 
 def _is_in_place(node: fx.Node) -> bool:

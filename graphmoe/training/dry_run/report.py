@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 
 from graphmoe.config.choices import compute_words
+from graphmoe.config.ranges import number_of
 
 FILE = "dry_run.json"
 KINDS = {
@@ -37,8 +38,8 @@ def render(document: dict[str, Any]) -> Group:
         f"[bold]{document['model']}[/bold], rank {document['rank']} of {document['world']}",
         *_pipeline_lines(document),
         f"ranks of all that is dense: {dense}; of experts: {experts}",
-        f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
-        f"data-parallel rank has {count} micro-batch{'' if count == 1 else 'es'} of {of_each}; "
+        f"{number_of(document['global_batch_size'], 'sequence')} of {document['seq_len']} tokens in a step, "
+        f"of which each data-parallel rank has {number_of(count, 'micro-batch')} of {of_each}; "
         f"{compute_words(document['compute'], document['fp8'])}, experts balanced",
         *_shortened_lines(document),
         "\n[bold]Collectives of a step[/bold], on this rank",
@@ -80,7 +81,6 @@ def verdict(document: dict[str, Any]) -> str:
 
 
 def _pipeline_lines(document: dict[str, Any]) -> list[str]:
-    """Name the rank's stages, and the projected memory of other ranks."""
     pipeline = document["pipeline"]
     if pipeline is None:
         return []
@@ -126,7 +126,6 @@ def _memory_table(memory: dict[str, Any]) -> Table:
 
 
 def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
-    """Make one row for each kind of call; the JSON document tells shapes apart, too."""
     table = Table()
     for name in ("phase", "operation", "along", "ranks"):
         table.add_column(name, no_wrap=True)

@@ -22,6 +22,7 @@ import yaml
 
 from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.config.masking import aligned, prints
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, load_yaml, read_text
 from graphmoe.run.files import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, SUMMARY_FILE, display_path
@@ -35,8 +36,8 @@ _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _OF_TRAINING = (ENVIRONMENT_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _PRINTS = "# values from the environment: "
 """Start of the comment in resolved.yaml that tells runs apart whose values it does not have."""
-_MOST_LISTED = 3
-"""Unfinished runs that are named at start."""
+_MOST_LISTED, _MOST_KEYS = 3, 2
+"""Unfinished runs that are named at start, and keys of each that differ."""
 _FREE_SECTIONS = ("format", "sweep")
 _FREE_KEYS = (
     *("compile.cache", "compile.cache_dir", "compile.cache_shared", "data.cache_dir"),
@@ -128,12 +129,13 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
     log.info("run folder: %s%s", display_path(folder.path), how)
     others, num_more = passed_over(folder.base, folder.path, config)
     for path, keys in others:
-        shown, differing = display_path(path), ", ".join(keys)
+        more = [f"and {number_of(len(keys) - _MOST_KEYS, 'key')} more"] * (len(keys) > _MOST_KEYS)
+        shown, differing = display_path(path), ", ".join([*keys[:_MOST_KEYS], *more])
         saved = saved_steps(path / CHECKPOINTS)
         how = f"checkpoint.resume_from={shown} continues it" if saved else "it saved nothing"
-        log.info("%s is an unfinished run of another configuration (%s); %s", shown, differing, how)
+        log.info("%s is unfinished, of another configuration (%s); %s", shown, differing, how)
     if num_more:
-        log.info("%d older unfinished runs of this name are not listed", num_more)
+        log.info("not listed: %s of this name", number_of(num_more, "older unfinished run"))
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
@@ -187,8 +189,9 @@ def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, A
             yield from _differences(theirs.get(name), ours.get(name), inner)
 
 
-def _brief(value: Any) -> Any:
-    return reprlib.repr(value) if isinstance(value, (dict, list)) else value
+def _brief(value: Any) -> str:
+    text = reprlib.repr(value) if isinstance(value, dict | list) else str(value)
+    return f"{text[:18]}...{text[-18:]}" if len(text) > 40 else text
 
 
 def _enter(
@@ -228,8 +231,6 @@ def _enter(
 
 
 class _State(enum.Enum):
-    """State of a folder for a run that looks for one."""
-
     free = "holds no run"
     unfinished = "holds an unfinished run of the same configuration"
     taken = "holds anything else"
@@ -263,7 +264,6 @@ def _readable_state(path: Path, ours: Any) -> _State:
 
 
 def _trains_nothing(path: Path, config: dict[str, Any]) -> bool:
-    """Return True for what ``launch.write_only`` or a killed dry run left, if no training has begun since."""
     launch = config.get("launch")
     if not isinstance(launch, dict) or not (launch.get("write_only") or launch.get("fake_world")):
         return False

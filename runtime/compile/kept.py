@@ -17,6 +17,7 @@ from graphmoe.runtime.cache.blobs import write_whole
 from graphmoe.runtime.cache.key import own_sources
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.host.files import dispensable
+from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.torch_compat import graphs_from_bytes, graphs_to_bytes
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
             raise ValueError("a source was edited after this process had started")
         content = graphs_to_bytes(graphs)
     except Exception as error:  # of any type: whatever a graph calls may refuse to be stored
-        log.info("the graphs of %s are not kept, so the next run traces it again: %s", graphs.name, error)
+        line = "the graphs of %s are not kept, so the next run traces it again: %s"
+        log.info(line, graphs.name, error, extra=FILE_ONLY)  # the reason is a pickler's, which helps no user
         return graphs
     with dispensable(file):
         write_whole(file, content)

@@ -322,7 +322,7 @@ def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
     """Remove this user's folders whose processes have ended; return them."""
     dead = [folder for folder in parent.glob(f"{prefix}*-*-*") if is_dead(folder, prefix)]
     for folder in dead:
-        log.info("removing %s, left by a process that has ended", folder)
+        log.debug("removing %s, left by a process that has ended", folder)
         shutil.rmtree(folder, ignore_errors=True)
     return dead
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.run.folder import claim, passed_over
+from graphmoe.run.folder import announce, claim, passed_over
 from graphmoe.run.metrics_file import cut_metrics
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -106,6 +106,15 @@ def test_unfinished_runs_that_are_passed_over_are_named_with_what_differs(tmp_pa
     found = passed_over(base, tmp_path / "tiny-3", CONFIG)
     assert found == ([(tmp_path / "tiny-2", ["optim.lr=0.001, here 0.0003"])], 0)
     assert passed_over(base, base, CONFIG) == ([], 0)
+
+
+def test_a_run_that_is_passed_over_is_named_in_a_short_line(tmp_path, caplog):
+    long = CONFIG | {"data": {"paths": ["/a/path/of/a/corpus"] * 9, "name": "x" * 300}, "seed": 1, "steps": 2}
+    claim_and_leave(tmp_path / "tiny", CONFIG)
+    with caplog.at_level("INFO"):
+        announce(claim(tmp_path / "tiny", long, resume=True), long)
+    line = caplog.messages[-1]
+    assert "tiny is unfinished" in line and "and 1 key more" in line and len(line) < 250 + len(str(tmp_path))
 
 
 REPLACED = [("bytes", "env.json"), ("bytes", "metrics.jsonl"), ("bytes", "run.lock"), ("pipe", "run.lock")]

@@ -42,12 +42,12 @@ clean:
 	rm -rf $(VENV)
 
 # torch comes first and pinned: a CPU-only build satisfies the rest. Wheels of torch for a GPU bring their
-# own triton, so it is added only where torch brought none.
+# own triton, so it is added only where torch brought none. pip shows its progress: torch is 200 MB to 3 GB.
 $(VENV)/installed: constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "graphmoe needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e .
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -q triton==3.6.0
 	touch $@
 

@@ -255,7 +255,7 @@ def scores_behind(node: Any) -> Any:
     if not is_op(node, aten.where):
         return node
     low, softmax, scores = (origin(each) for each in operands(node))
-    highest = origin(operand(low)) if is_op(low, aten.lt) and operand(low, 1) == LOW_LOGIT else None
+    highest: Any = origin(operand(low)) if is_op(low, aten.lt) and operand(low, 1) == LOW_LOGIT else None
     over_experts = is_op(highest, aten.amax) and over_last(highest) and over_last(softmax)
     if not over_experts or not is_op(softmax, aten._softmax) or not is_op(scores, aten.sigmoid):
         return node

@@ -176,6 +176,7 @@ def _take_folder(config: DictConfig, planned: Sequence[Sequence[str]]) -> tuple[
         with flag_override(hydra, ["readonly", "struct"], False):
             hydra.sweep.dir = str(found)
             hydra.overrides.hydra.append(f"hydra.sweep.dir={hydra_value(str(found))}")
+    assert lock is not None
     return found, lock
 
 

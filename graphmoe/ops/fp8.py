@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-SMALLEST, LARGEST = 127 - 60, 127 + 60
-"""Exponents, as stored in fp32, of the smallest and the largest scale, so that products of two are finite."""
+SMALLEST = 2.0**-126
+"""Smallest scale, and product of two where rows are summed: a normal number whose inverse is finite."""
 OF_ALL = ("rowwise", "tensorwise")
 """Recipes that need no more than products in 8 bits."""
 NEEDS = {
@@ -80,11 +80,14 @@ def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
 def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The smallest power of two that brings fp32 ``amax`` into the range of ``dtype``, and its inverse.
 
-    Between 2^-60 and 2^60; 2^-60 for 0.
+    `SMALLEST` at least, for 0 too. Both are NaN if amax is not finite.
     """
     above, exponent = rounding_of(dtype)
-    powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(SMALLEST, LARGEST)
-    return (powers << 23).view(torch.float32), ((254 - powers) << 23).view(torch.float32)
+    powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(min=1)  # SMALLEST
+    both = (powers << 23).view(torch.float32), ((254 - powers) << 23).view(torch.float32)
+    # An infinity would get the largest number of 8 bits, and a finite product.
+    scale, inverse = (each.where(amax < torch.inf, torch.nan) for each in both)
+    return scale, inverse
 
 
 def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_blocks, num_warps  # noqa: F401  # registers operations
-from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, delayed, fp8_dtype, given, rounded, wide_dtype
+from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, SMALLEST, delayed, fp8_dtype, given, rounded, wide_dtype
 from graphmoe.ops.fp8_blocks import reference as blocks
 
 FIRST_SCALE = 2.0**-2
@@ -52,14 +52,14 @@ def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtyp
     if q_RK.device.type == "cpu" and not ROWS_ON_CPU:
         one = torch.ones_like(scale_R1[:1, 0])
         sums_RN = torch._scaled_mm(q_RK, q_NK.t(), one, one, out_dtype=torch.float32)
-        return (sums_RN * scale_R1 * scale_N1.t()).to(dtype)
+        return (sums_RN * (scale_R1 * scale_N1.t())).to(dtype)
     return torch._scaled_mm(q_RK, q_NK.t(), scale_R1, scale_N1.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of the rows of dy, at most 1, before its product with x; and the scale of that product."""
     both_R1 = scale_R1 * of_x_R1
-    largest = both_R1.amax().clamp(min=2.0**-120)
+    largest = both_R1.amax().clamp(min=SMALLEST)
     return both_R1 / largest, largest
 
 

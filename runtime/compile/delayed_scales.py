@@ -65,7 +65,8 @@ class DelayedScales:
         moved_SP = torch.cat([newest_P[None], self.history_SP[:-1]])
         self.history_SP.copy_(moved_SP.where((done > 0) & (newest_P > 0), self.history_SP))
         amax_P = self.history_SP.amax(0)
-        sides = zip((ROOM * amax_P).view(-1, 2).unbind(-1), (fp8_dtype(), wide_dtype()), strict=True)
+        held_P = (ROOM * amax_P).clamp(max=torch.finfo(torch.float32).max)  # the scale of inf is NaN
+        sides = zip(held_P.view(-1, 2).unbind(-1), (fp8_dtype(), wide_dtype()), strict=True)
         scale_P = torch.stack([scales_of(*side)[0] for side in sides], -1).view(-1)
         self.scale_P.copy_(scale_P.where(amax_P > 0, self.scale_P))
 

@@ -45,7 +45,7 @@ class Facts:
     scaled_ops: int = 0
     """Matrix instructions that take scales of blocks of 32: v_mfma_scale* or tcgen05.mma block_scale."""
     wide_loads: int = 0
-    """Loads of 16 bytes from global memory to registers."""
+    """Loads of 16 bytes from global memory to registers, with triton 3.9 on gfx950 to shared memory too."""
     wide_stores: int = 0
     """Stores of 16 bytes from registers to global memory."""
     atomics: int = 0
@@ -176,7 +176,8 @@ def _facts(name: str, target: str, built: Any) -> Facts:
     if amd:
         spills = _largest(text, r"\.vgpr_spill_count:\s+(\d+)")
         matrix_ops, atomics = count(r"\bv_mfma"), count(r"\b(global|buffer)_atomic")
-        loads, stores = count(r"\b(global|buffer)_load_dwordx4"), count(r"\b(global|buffer)_store_dwordx4")
+        loads = count(r"\b(global|buffer)_load_(lds_)?dwordx4")
+        stores = count(r"\b(global|buffer)_store_dwordx4")
         scaled_ops = count(r"\bv_mfma_scale")
     else:
         spills = _stack_bytes(built.asm["cubin"])

@@ -14,8 +14,9 @@ once more in a process with TRITON_INTERPRET=1, where both lists are the kernels
 
 The interpreter's limits (Triton 3.6): with numpy 2.4 or later, loops over kernel arguments fail; a bf16
 ``tl.dot`` returns garbage (cast its operands to fp32 there, by a constexpr); a cast of fp32 to bf16 cuts off
-the low bits, which devices round; a cast to 8 bits drops a carry into the exponent (torch casts here
-instead); and it is slow, about 0.1 ms for each operation of each program.
+the low bits, which devices round; a cast to 8 bits drops a carry into the exponent, one from 8 bits makes
+NaN a number, and one from bf16 loses subnormals (torch casts here instead); and it is slow, about 0.1 ms for
+each operation of each program.
 """
 
 import os
@@ -32,15 +33,18 @@ KERNELS = ["interpreted"] if INTERPRETING else [CUDA]
 
 
 def _cast_by_torch() -> None:
-    """Let torch cast fp32 to 8 bits in the interpreter."""
+    """Let torch cast fp32 to 8 bits, and 8 bits and bf16 to fp32, in the interpreter."""
     import numpy as np
     from triton.runtime import interpreter
 
     plain = interpreter._convert_float
     kinds = {"fp8e4nv": torch.float8_e4m3fn, "fp8e4b8": torch.float8_e4m3fnuz}
     kinds |= {"fp8e5": torch.float8_e5m2, "fp8e5b16": torch.float8_e5m2fnuz}
+    short = kinds | {"bf16": torch.bfloat16}
 
     def convert(value: Any, before: Any, after: Any, rounding: Any) -> Any:
+        if str(before) in short and after.primitive_bitwidth == 32:
+            return torch.from_numpy(np.ascontiguousarray(value)).view(short[str(before)]).float().numpy()
         if str(after) not in kinds or before.primitive_bitwidth != 32:
             return plain(value, before, after, rounding)
         numbers = torch.from_numpy(np.ascontiguousarray(value).view(np.float32))

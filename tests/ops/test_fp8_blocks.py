@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_linear  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, INPUT, OF_ALL, delayed, reason_against, recipes_of
+from graphmoe.ops.fp8 import BLOCK, INPUT, OF_ALL, delayed, quantise, reason_against, recipes_of
 from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
 from graphmoe.ops.fp8_blocks.reference import (
     KIND,
@@ -23,8 +23,8 @@ from graphmoe.ops.fp8_blocks.reference import (
 )
 from graphmoe.ops.fp8_linear import RECIPES, Recipe, Stored
 from tests.ops.ahead_of_time import compiled, launches_of
-from tests.ops.interpreted import KERNELS, device_of
-from tests.ops.test_fp8_mlp import decibels
+from tests.ops.interpreted import CUDA, KERNELS, device_of
+from tests.ops.test_fp8_mlp import NOT_FINITE, decibels, of_all_sizes, same
 
 QUANTISE = {"blockwise": quantise_blockwise, "mxfp8": quantise_mx}
 R, N, K = 150, 256, 384
@@ -67,8 +67,8 @@ def test_scales_of_mxfp8_are_bitwise_those_of_the_written_rule():
 def test_blocks_of_both_recipes_have_scales_of_their_own():
     x = random(6, 256)
     x[:, :BLOCK] *= 1e4
-    for name, quantise in QUANTISE.items():
-        q, scale = quantise(x)
+    for name, store in QUANTISE.items():
+        q, scale = store(x)
         assert q.dtype == KIND and values(q, scale).double().equal(fp64_of(q, scale))
         assert decibels(values(q, scale)[:, BLOCK:], x[:, BLOCK:]) > 28, name
     assert scale.shape == (6, 8) and quantise_blockwise(x)[1].shape == (2, 6)
@@ -152,15 +152,56 @@ def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
     torch.testing.assert_close(found, dy.t() @ by.values(rows_of(by, x, w)))
 
 
-@pytest.mark.parametrize("recipe", QUANTISE)
-def test_what_is_not_finite_is_not_lost(recipe):
-    """A cast makes infinity the largest number, whose scale is then the largest too."""
-    for bad in (float("inf"), float("nan")):
-        x, w = random(64, 128), random(128, 128, seed=1)
-        x[7, 9] = bad
-        y = torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe)
-        dw = torch.ops.graphmoe.fp8_linear_wgrad(x, x, w, "fp8", recipe)
-        assert not (y[7].abs() < 1e15).all() and not (dw[9].abs() < 1e15).all() and (y[8:].abs() < 1e6).all()
+def products(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+    """y, dx, and dw in 8 bits and in the dtype of x."""
+    ops = torch.ops.graphmoe
+    wgrads = [ops.fp8_linear_wgrad(dy, x, w, kind, recipe) for kind in ("fp8", "bf16")]
+    return [ops.fp8_linear(x, w, "fp8", recipe), ops.fp8_linear_dgrad(dy, w, recipe), *wgrads]
+
+
+def operands(recipe: str, device: str) -> list[Tensor]:
+    if recipe not in recipes_of(torch.device(device)):
+        pytest.skip(f"this GPU has no {recipe}")
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    return [each.to(device, kind) for each in (random(R, K), w, random(R, N, seed=1))]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("operand", [0, 1, 2], ids=["x", "w", "dy"])
+def test_products_are_not_finite_where_those_without_8_bits_are_not(recipe, operand, device):
+    for bad in NOT_FINITE:
+        x, w, dy = given = operands(recipe, device)
+        given[operand][7, 9] = bad
+        plain = x @ w.t(), dy @ w, *[dy.t() @ x] * 2
+        for i, each in enumerate(zip(products(recipe, *given), plain, strict=True)):
+            found, wanted = (x.isfinite() for x in each)
+            assert not (found & ~wanted).any()
+            assert i > 1 or found.all(1).equal(wanted.all(1))  # no other row of y and dx
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("recipe", ["rowwise", *QUANTISE])
+@pytest.mark.parametrize("power", [100, -90])
+def test_products_of_any_size_are_those_of_ordinary_size_times_it(recipe, power, device):
+    given, factor = operands(recipe, device), 2.0**power
+    plain = products(recipe, *given)
+    for operand, linear in enumerate(((0, 2), (0, 1), (1, 2))):
+        larger = [each * factor if i == operand else each for i, each in enumerate(given)]
+        found = products(recipe, *larger)
+        assert all(found[i].equal(plain[i] * factor) for i in linear)
+
+
+@pytest.mark.slow
+def test_compiled_forms_are_bitwise_the_plain_ones():
+    def every(x: Tensor) -> list[Tensor]:
+        return [*quantise(x, KIND), *quantise_blockwise(x), *quantise_mx(x)]
+
+    x = of_all_sizes(random(24, 256))
+    x[9, 9] = torch.nan
+    for found, wanted in zip(torch.compile(every)(x), every(x), strict=True):
+        same(found, wanted)
 
 
 def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
@@ -209,8 +250,8 @@ def test_torch_is_given_scales_as_it_wants_them():
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend, dtype):
-    device, w, x = device_of(backend), random(N, K, dtype=dtype), random(R, K, dtype=dtype)
-    w[:40, :40] *= 1e-3
+    device, w, x = device_of(backend), of_all_sizes(random(N, K)).to(dtype), random(R, K, dtype=dtype)
+    w[128:168, :40] *= 1e-3
     stored = {name: QUANTISE[name](x) for name in QUANTISE}
     wanted = {
         "squares": squares(w),
@@ -229,8 +270,8 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     }
     for name, (q, scale) in wanted.items():
         blocks = slice(None, {"squares": 3, "squares turned": 2}.get(name))  # those behind are padding
-        assert found[name][0].cpu().float().equal(q.float()), name
-        assert found[name][1].cpu()[:, blocks].equal(scale[:, blocks]), name
+        same(found[name][0].cpu(), q)
+        same(found[name][1].cpu()[:, blocks], scale[:, blocks])
 
 
 @pytest.mark.parametrize("backend", ["interpreted"] if KERNELS == ["interpreted"] else [])

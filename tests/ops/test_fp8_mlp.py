@@ -9,17 +9,19 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import fp8_linear, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks, wide_dtype
+from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks, recipes_of, wide_dtype
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.grouped_mlp.reference import Plan
+from graphmoe.ops.mx_mlp import launches as mx_launches
 from tests.ops.ahead_of_time import compiled, launches_of_layers
-from tests.ops.interpreted import KERNELS, device_of
+from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
 WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}
 """D, F, E, K of the layers that are compiled ahead of time."""
 KIND = torch.float8_e4m3fn
+NOT_FINITE = (torch.inf, -torch.inf, torch.nan)
 
 
 def routed(T: int, K: int, E: int, device: str = "cpu") -> tuple[Tensor, Plan]:
@@ -56,15 +58,20 @@ def decibels(found: Tensor, wanted: Tensor) -> float:
     return float(10 * torch.log10(wanted.double().square().sum() / noise))
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz])
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2])
 def test_scales_are_the_smallest_powers_of_two_that_hold_a_row(kind):
     most = torch.finfo(kind).max
-    rows = torch.tensor([most, most * 1.0001, most / 2, 1.0, 1e-6, 1e4, 0.0, 1e-30]).unsqueeze(1)
+    sizes = [most, most * 1.0001, most / 2, 1.0, 1e-6, 1e4, 1e22, 3e38, 1e-30, 1e-38, 0.0]
+    rows = torch.tensor(sizes).unsqueeze(1)
     q, scale = quantise(rows, kind)
     whole = torch.log2(scale)
-    assert whole.equal(whole.round()) and scale[6] == 2.0**-60 == scale[7]
-    assert scale[:6].flatten().equal(2.0 ** torch.log2(rows[:6] / most).ceil().flatten())
-    assert q.float().abs().max() <= most and (q.float() * scale)[:1].equal(rows[:1]) and q[6].float() == 0
+    assert whole.equal(whole.round()) and scale[9] == 2.0**-126 == scale[10]
+    assert scale[:9].flatten().equal(2.0 ** torch.log2(rows[:9] / most).ceil().flatten())
+    assert q.float().abs().max() <= most and (q.float() * scale)[:1].equal(rows[:1]) and q[10].float() == 0
+    torch.testing.assert_close(q.float() * scale, rows, rtol=1 / 8, atol=0)
+    for bad in NOT_FINITE:
+        q, scale = quantise(torch.tensor([[1.0, bad, 0.0]]), kind)
+        assert q.float().isnan().all() and scale.isnan()
 
 
 def test_blocks_have_scales_of_their_own():
@@ -106,8 +113,17 @@ def test_each_product_is_that_of_the_stored_numbers():
 
 
 def same(found: Tensor, wanted: Tensor, live: int | None = None) -> None:
-    found, wanted = found[:live], wanted[:live]
-    assert found.dtype == wanted.dtype and found.float().equal(wanted.float())
+    assert found.dtype == wanted.dtype
+    found, wanted = found[:live].float(), wanted[:live].float()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def of_all_sizes(w: Tensor) -> Tensor:
+    """Rows of other sizes, one of zeros, and one infinity."""
+    sizes = torch.tensor([1.0, 1e22, 1e38, 1e-30, 1e-38, 0.0], device=w.device)
+    w = w * sizes.repeat(w.shape[-2])[: w.shape[-2], None].to(w.dtype)
+    w[..., 7, 9] = torch.inf
+    return w
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -116,7 +132,7 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     device, kind = device_of(backend), fp8_dtype()
     dtype = torch.float32 if backend == "interpreted" else torch.bfloat16
     (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype, device)
-    for w in (w_gate_up, w_down):
+    for w in (w_gate_up, w_down, of_all_sizes(w_down)):
         for found, wanted in zip(launches.rows(w), quantise(w, kind), strict=True):
             same(found, wanted)
         for found, wanted in zip(launches.columns(w), quantise(w.mT, kind), strict=True):
@@ -205,6 +221,60 @@ def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
     factor = scale / scale.amax() if scaled else None
     found = fp8_linear.by_kernel(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
     assert found.cpu().float().equal(torch.ops.graphmoe.fp8_transposed(q, factor).float())
+
+
+def results_of(recipe: str, backend: str, plan: Plan, *tensors: Tensor) -> list[Tensor]:
+    """y, and gradients of x, both weights and the weights of slots; dy comes last."""
+    *leaves, dy = (each.clone().requires_grad_() for each in tensors)
+
+    def interpreted(x: Tensor, scale: Tensor | None = None) -> Any:
+        return launches if scale is None or scale.is_floating_point() else mx_launches
+
+    with mock.patch.object(
+        fp8_mlp, "_kernels", interpreted if backend == "interpreted" else fp8_mlp._kernels
+    ):
+        y = torch.ops.graphmoe.fp8_mlp(*leaves, *plan, recipe)
+        y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def small_layer(recipe: str, backend: str) -> tuple[Plan, list[Tensor]]:
+    device, interpreted = device_of(backend), backend == "interpreted"
+    if recipe not in recipes_of(torch.device(device)):
+        pytest.skip(f"this GPU has no {recipe}")
+    kind, shape = torch.float32, (12, 1, 2, 32, 32) if interpreted else (40, 2, 3, 64, 32)
+    tensors, plan, dy = layer(shape, torch.bfloat16 if device == "cuda" else kind, device)
+    return plan, [*tensors, dy]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("operand", [0, 1, 2, 4], ids=["x", "w_gate_up", "w_down", "dy"])
+def test_experts_are_finite_only_where_those_without_8_bits_are(recipe, operand, backend):
+    plan, tensors = small_layer(recipe, backend)
+    for bad in NOT_FINITE[: 1 if backend == "interpreted" else None]:
+        given = [each.clone().requires_grad_() for each in tensors]
+        with torch.no_grad():
+            given[operand][(0, 5, 7)[-given[operand].dim() :]] = bad
+        y = torch.ops.graphmoe.grouped_mlp(*given[:4], *plan, "torch")[0]
+        plain = y, *torch.autograd.grad(y, given[:4], given[4])
+        results = results_of(recipe, backend, plan, *(each.detach() for each in given))
+        # Rows of tokens, and weights of experts.
+        masks = [[x.isfinite().flatten(1).all(1) for x in each] for each in (results, plain)]
+        assert all(found.equal(wanted) for found, wanted in zip(*masks, strict=True))
+        assert not all(mask.all() for mask in masks[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+@pytest.mark.parametrize("power", [100, -90])
+def test_experts_of_any_size_are_those_of_ordinary_size_times_it(recipe, power, backend):
+    plan, given = small_layer(recipe, backend)
+    plain, factor = results_of(recipe, backend, plan, *given), 2.0**power
+    for operand, linear in ((2, (0, 1)), (4, (1, 2, 3, 4))):  # w_down in y and dx, dy in gradients
+        larger = [each * factor if i == operand else each for i, each in enumerate(given)]
+        found = results_of(recipe, backend, plan, *larger)
+        assert all(found[i].equal(plain[i] * factor) and plain[i].any() for i in linear)
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -286,15 +286,15 @@ def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_tr
 
 
 def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
-    weights = {"one": torch.zeros(2, 2), "other": torch.zeros(3, 2)}
+    weights = {name: torch.zeros(2, 2) for name in ("one", "other", "last")}
     scales, done = DelayedScales(weights, 1024, None), torch.ones(())
     first = scales.scale_P.tolist()
-    assert first == [0.25, 0.25 / 1024] * 2
-    scales.largest_P.copy_(torch.tensor([448.0, torch.inf, 0, 1e-3]))
+    assert first == [0.25, 0.25 / 1024] * 3
+    scales.largest_P.copy_(torch.tensor([448.0, torch.inf, 0, 1e-3, 3e38, 0]))
     scales.update(torch.zeros(()))
     assert scales.scale_P.tolist() == first and not scales.history_SP.any()
     scales.update(done)
-    assert scales.scale_P.tolist() == [2, first[1], first[2], 2.0**-24]  # room for twice as much
+    assert scales.scale_P.tolist() == [2, *first[1:3], 2.0**-24, 2.0**120, first[5]]  # room for twice as much
     scales.begin()
     assert not scales.largest_P.any()
     scales.update(done)  # in which nothing was stored

@@ -7,8 +7,8 @@ Suffixes: R rows, C columns, N outputs and K inputs of a weight, B blocks; q are
 them so. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
 
 *mxfp8* has blocks of 32 numbers, of a weight too, whose scale is the byte of a power of two (e8m0), [R, B]:
-2^(floor(log2 a) - 8) for the largest number a of a block. Numbers above 448 scales become 448. (OCP
-Microscaling Formats 1.0, 6.3)
+2^(floor(log2 a) - 8) for the largest number a of a block, NaN (255) if a is not finite. Numbers above 448
+scales become 448. (OCP Microscaling Formats 1.0, 6.3)
 
 Weight gradients contract rows: `turned` stores anew, along these, what lies along columns. Between scales
 that are powers of two no number is rounded again but those under 2^-13 of the largest in their new block, and

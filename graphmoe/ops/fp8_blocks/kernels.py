@@ -10,7 +10,7 @@ are. A program has ROWS x COLUMNS numbers of what it reads, whole blocks.
 import triton
 import triton.language as tl
 
-from graphmoe.ops.fp8_mlp.kernels import power_of_two
+from graphmoe.ops.fp8_mlp.kernels import if_finite, power_of_two
 from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
 
 
@@ -19,8 +19,8 @@ def scales_of(amax, MX: tl.constexpr):
     """The scale of a block as it is stored, and the inverse of that scale."""
     if MX:
         power = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
-        stored = power.to(tl.uint8)
-        inverse = ((254 - power) << 23).to(tl.float32, bitcast=True)
+        stored = tl.where(amax < float("inf"), power, 255).to(tl.uint8)
+        inverse = if_finite(amax, (254 - power) << 23)
     else:
         stored, inverse = power_of_two(amax, 0x1FFFFF, 8)
     return stored, inverse

@@ -14,6 +14,8 @@ LARGEST = 448.0
 MX_BLOCK = 32
 MX_EXPONENT = 8
 """Exponent of the largest number of 8 bits."""
+MX_NAN = 255
+"""The scale that is no number, in e8m0."""
 
 
 def is_mx(scale: Tensor) -> bool:
@@ -22,9 +24,13 @@ def is_mx(scale: Tensor) -> bool:
 
 
 def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The byte of the scale for fp32 ``amax``, and the inverse of the scale; 2^-127 at least, for 0 too."""
-    power = ((amax.view(torch.int32) >> 23) - MX_EXPONENT).clamp(min=0)
-    return power.to(torch.uint8), ((254 - power) << 23).view(torch.float32)
+    """The byte of the scale for fp32 ``amax``, and the inverse of the scale; 2^-127 at least, for 0 too.
+
+    Both are NaN if amax is not finite.
+    """
+    finite, power = amax < torch.inf, ((amax.view(torch.int32) >> 23) - MX_EXPONENT).clamp(min=0)
+    inverse = ((254 - power) << 23).view(torch.float32).where(finite, torch.nan)
+    return power.where(finite, MX_NAN).to(torch.uint8), inverse
 
 
 def mx_powers(scale: Tensor) -> Tensor:

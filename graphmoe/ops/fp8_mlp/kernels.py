@@ -25,10 +25,14 @@ WIDEST = tl.constexpr(57344.0)
 @triton.jit
 def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
     """`ops.fp8.scales_of`: the scale and its inverse."""
-    power = ((amax.to(tl.int32, bitcast=True) + ABOVE) >> 23) - EXPONENT
-    power = tl.minimum(tl.maximum(power, 67), 187)
-    scale = (power << 23).to(tl.float32, bitcast=True)
-    return scale, ((254 - power) << 23).to(tl.float32, bitcast=True)
+    power = tl.maximum(((amax.to(tl.int32, bitcast=True) + ABOVE) >> 23) - EXPONENT, 1)
+    return if_finite(amax, power << 23), if_finite(amax, (254 - power) << 23)
+
+
+@triton.jit
+def if_finite(amax, bits):
+    """fp32 of these bits; NaN if amax is infinite. `tl.max` ignores NaN, which stays NaN in 8 bits."""
+    return tl.where(amax < float("inf"), bits.to(tl.float32, bitcast=True), float("nan"))
 
 
 @triton.jit
@@ -139,9 +143,10 @@ def rows_kernel(
             if UPCAST:  # the interpreter multiplies 8 bits wrongly
                 x, w = x.to(tl.float32), w.to(tl.float32)
             product = tl.dot(x, w, product)
-        product *= tl.load(xs_ptr + near)[:, None]
         columns = column + tl.arange(0, BLOCK_N)
-        product *= tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)[None, :]
+        ws = tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)
+        # The product of both first: a sum times the scale of a large row may be more than fp32 holds.
+        product *= tl.load(xs_ptr + near)[:, None] * ws[None, :]
         store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 
@@ -281,7 +286,7 @@ def expert_scales_kernel(
     if expert == 0:
         tl.store(tile_ptr + E, tl.sum(tl.where(known < E, tiles, 0)))
     start, end = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0), tl.load(ends_ptr + expert)
-    of_up, of_down = tl.full((BLOCK,), 2.0**-120, tl.float32), tl.full((BLOCK,), 2.0**-120, tl.float32)
+    of_up, of_down = tl.full((BLOCK,), 2.0**-126, tl.float32), tl.full((BLOCK,), 2.0**-126, tl.float32)
     for first in range(start, end, BLOCK):
         row = first + tl.arange(0, BLOCK)
         token = tl.load(slot_ptr + row, row < end, other=0) // K

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphmoe.ops.fp8 import block_values, fp8_dtype, quantise, quantise_blocks, saturated
+from graphmoe.ops.fp8 import SMALLEST, block_values, fp8_dtype, quantise, quantise_blocks, saturated
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 Scaled = tuple[Tensor, Tensor]
@@ -179,7 +179,7 @@ def _rows(x: Scaled, w: Scaled, plan: Plan) -> Tensor:
     result = q_RC.new_zeros(len(q_RC), w_ENC.shape[1], dtype=torch.float32)
     for expert, rows in rows_of_experts(plan):
         sums = q_RC[rows].float() @ w_ENC[expert].float().t()
-        result[rows] = sums * scale_R1[rows] * scale_EN1[expert].t()
+        result[rows] = sums * (scale_R1[rows] * scale_EN1[expert].t())
     return result
 
 
@@ -187,7 +187,7 @@ def _weight_grad(left_RM: Tensor, right_RN: Tensor, scale_R1: Tensor, plan: Plan
     """Sum of outer products of an expert's rows, the left ones with one scale for all of them."""
     result = left_RM.new_zeros(len(plan.ends_E), left_RM.shape[1], right_RN.shape[1], dtype=torch.float32)
     for expert, rows in rows_of_experts(plan):
-        largest = scale_R1[rows].amax().clamp(min=2.0**-120)
+        largest = scale_R1[rows].amax().clamp(min=SMALLEST)
         left = (left_RM[rows].float() * (scale_R1[rows] / largest)).to(left_RM.dtype)
         result[expert] = left.float().t() @ right_RN[rows].float() * largest
     return result

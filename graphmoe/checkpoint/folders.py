@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -37,6 +38,12 @@ class CheckpointError(RuntimeError):
 
 class MismatchError(CheckpointError):
     """A whole checkpoint whose entries are not those of the state it is loaded into."""
+
+
+def shortened(lines: Sequence[str]) -> str:
+    """The first ten of the lines of a list, and how many more there are."""
+    more = [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
+    return "\n  ".join([*lines[:10], *more])
 
 
 def folder_of(folder: Path, step: int) -> Path:

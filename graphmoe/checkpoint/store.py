@@ -240,5 +240,5 @@ def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
 
 def _require_none(path: Path, differences: list[str]) -> None:
     if lines := list(dict.fromkeys(differences)):
-        listed = "\n  ".join(lines)
+        listed = folders.shortened(lines)
         raise MismatchError(f"{path} does not fit the state in {number_of(len(lines), 'entry')}:\n  {listed}")

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -233,12 +234,19 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
                     f"value of a key: {' or '.join(own)}"
                 )
             elif there and option not in there and (one is None or not own_folder):
+                if key == "model" and is_model_folder(option):
+                    continue
                 yield _no_option(f"'{line}' on the command line", key, option, there)
     elif key not in known_keys() and not key.startswith("host.env."):
         if "." in key or key in {k.split(".")[0] for k in known_keys()}:
             yield f"unknown key '{key}' on the command line ('{line}'){_instead(key)}"
         else:
             yield f"unknown key or group '{key}' on the command line ('{line}'){_instead(key, groups())}"
+
+
+def is_model_folder(name: str) -> bool:
+    """Return whether a name that is no preset is a folder, which `read_words` makes a model of."""
+    return "${" not in name and name not in options("model") and os.path.isdir(os.path.expanduser(name))
 
 
 def _missing_option(error: MissingConfigException, overrides: Sequence[Override], file: str | None) -> str:
@@ -256,8 +264,10 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[Override]
 def _no_option(where: str, group: str, option: str, there: Sequence[str]) -> str:
     if answer := answer_to(option, there):
         return f"{where}: there is no {group} '{option}': {answer}"
-    close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
     listed = ", ".join(there)
+    if group == "model" and "/" in option:
+        return f"{where}: there is no folder '{option}'; give a folder with config.json, or one of {listed}"
+    close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
     return f"{where}: there is no {group} '{option}'; did you mean {group}={close}? (options: {listed})"
 
 

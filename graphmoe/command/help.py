@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from graphmoe.command.errors import explain, groups, options, parsed
+from graphmoe.command.errors import explain, groups, is_model_folder, options, parsed
 from graphmoe.command.words import OTHER_SOURCES, composed, own_folders, run_words
 from graphmoe.config.arguments import COMMANDS, field_docs, typed_as
 from graphmoe.config.ranges import spelled
@@ -73,6 +73,8 @@ def _given(words: Sequence[str], more: Mapping[str, Any]) -> tuple[dict[str, Any
         unread = [f"{word} is not read by --help" for word in read if word.partition("=")[0] in OTHER_SOURCES]
         unread += [f"{folder} is not a folder" for folder in own if not folder.is_dir()]
         overrides, unreadable = parsed(read)
+        models = [str(each.value()) for each in overrides if each.key_or_group == "model" and not own]
+        unread += [f"the folder {name} is not read by --help" for name in models if is_model_folder(name)]
         if unread or unreadable:
             raise ConfigError(unreadable or unread[0])
         kept = [str(each.input_line) for each in overrides if not each.is_sweep_override()]

@@ -6,8 +6,10 @@ Nothing here imports torch before the configuration is composed: a misspelt key 
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.errors import explain
+from graphmoe.command.errors import explain, is_model_folder, options, parsed
 from graphmoe.command.help import help_text
 from graphmoe.command.sweep.job import (
     SweepReport,
@@ -31,7 +33,7 @@ from graphmoe.command.sweep.job import (
     run_job,
 )
 from graphmoe.command.sweep.process import SweepError
-from graphmoe.command.words import run_words
+from graphmoe.command.words import OTHER_SOURCES, own_folders, run_words
 from graphmoe.config.arguments import answer_version, emit, print_error, wants_help
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import note_interpolations
@@ -39,12 +41,15 @@ from graphmoe.config.progress import starting
 from graphmoe.config.ranges import own_code
 from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig, compiled_folder
 from graphmoe.config.untrusted import load_yaml
+from graphmoe.run.files import hydra_value
 from graphmoe.runtime.cache.folders import check_trusted
 from graphmoe.runtime.host.signals import Interrupted
 
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
 Complete = Callable[[RunConfig], RunConfig]
+_SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")
+"""Ends of names of folders, as shells complete them."""
 
 
 def hydra_app(
@@ -114,10 +119,53 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
         sys.exit(0)
     answer_version(words)
     try:
-        sys.argv[1:] = run_words(words)
+        sys.argv[1:] = read_words(words, prog)
     except ConfigError as error:
         print_error(error)
         sys.exit(2)
+
+
+def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
+    """Return a command line as Hydra reads it, in which ``model=`` may name a folder: `run_words`.
+
+    Each such folder becomes an option of the group model, and the weights in it those to start from. Without
+    ``model=`` the folder of ``checkpoint.init_from`` is the model's too. ``prog`` says that it starts.
+    """
+    words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
+    given = {override.key_or_group: override for override in parsed(words)[0]}
+    key, chosen, start = "model", given.get("model"), given.get("checkpoint.init_from")
+    is_free = "experiment" not in given and not {*OTHER_SOURCES} & {*words}  # which may choose a model
+    if not chosen and start and is_free and is_model_folder(str(start.value())):
+        key, chosen = "checkpoint.init_from", start
+        words.append(f"model={hydra_value(str(start.value()).rstrip('/'))}")
+    if chosen is None or chosen.is_delete():
+        return words
+    names = chosen.sweep_string_iterator() if chosen.is_choice_sweep() else [chosen.value()]
+    resumed = given.get("checkpoint.resume_from")
+    code = [str(given[name].value()) for name in ("model.attention", "model.layer") if name in given]
+    for name in {*map(str, names)} - {*options("model", [*own_folders(words)])}:
+        if is_model_folder(name):
+            if prog:
+                starting(prog)
+            _store_model(key, name.rstrip("/"), code, is_start=resumed is None or resumed.value() is None)
+    return words
+
+
+def _store_model(key: str, name: str, code: Sequence[str], *, is_start: bool) -> None:
+    from graphmoe.run.weights import model_of, option_name  # imports torch
+
+    folder = Path(os.path.expanduser(name))
+    try:
+        config, has_weights = model_of(folder, code)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={name}: {error}") from error
+    # The folder may be a stranger's: no other keys are taken from it, and no text is looked up as a variable.
+    model = OmegaConf.structured(replace(config, name=option_name(config.name)))
+    node = {"model": OmegaConf.to_container(model, enum_to_str=True)}
+    if has_weights and is_start:
+        node["checkpoint"] = {"init_from": str(folder)}
+    *group, option = filter(None, f"model/{name}".split("/"))
+    ConfigStore.instance().store(option, node, "/".join(group), package="_global_")
 
 
 def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:

@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
 
 
 def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words as Hydra reads them; a word without a key is the model's preset.
+    """Return the words as Hydra reads them; a word without a key is the model's preset or folder.
 
     ``more`` are types of keys that only the tool has. *Raises* ConfigError naming each word that is none.
     """

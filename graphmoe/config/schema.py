@@ -248,7 +248,7 @@ class CheckpointConfig:
     resume_from: Annotated[str, PATH] | None = None
     """Run folder or checkpoint folder of another run to take the whole state from."""
     init_from: Annotated[str, PATH] | None = None
-    """Weights to start from: a Hugging Face folder, one that graphmoe.convert wrote, or a run's folder."""
+    """Folder to take weights from: Hugging Face, graphmoe.convert, a run; without model= its model too."""
     other_tokenizer: bool = False
     """Start from weights of another tokenizer than the data's, though its ids then stand for other text."""
 

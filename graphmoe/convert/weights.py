@@ -91,7 +91,7 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in files),
         "files": [str(path.relative_to(args.to)) for path in files],
         "seconds": round(time.monotonic() - started, 3),
-        "command": train_command(args.to, named) if family is None else None,
+        "command": train_command(args.to) if family is None else None,
     }
 
 

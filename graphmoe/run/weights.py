@@ -1,8 +1,8 @@
 """Folders that hold a model's weights in graphmoe's own names, and loading weights of any folder.
 
-Such a folder has ``model/<name>.yaml`` (an option of the configuration group ``model``, so that
-``--config-dir`` takes the folder), ``weights.safetensors`` or its shards, and ``weights.json``. Anybody may
-have written it, and the ``resolved.yaml`` of a run: both are typed, and nothing in them is resolved.
+Such a folder has ``model/<name>.yaml`` (the keys of the configuration group ``model``),
+``weights.safetensors`` or its shards, and ``weights.json``. Anybody may have written it, and the
+``resolved.yaml`` of a run: both are typed, and nothing in them is resolved.
 """
 
 import json
@@ -21,13 +21,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint import CHECKPOINTS, CheckpointStore, saved_steps
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.checkpoint.folders import MismatchError
+from graphmoe.checkpoint.folders import MismatchError, run_of, shortened
 from graphmoe.checkpoint.hf.families import different_keys, same_function
-from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, shapes_of
+from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, read_hf_config, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
-from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, write_shards
+from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, has_weights, write_shards
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
@@ -61,8 +61,8 @@ def load_weights(
     main weights. Weights are cast to the dtype of what they fill. Keys that change what the same weights
     compute, rope_theta for one, are logged where the folder has them otherwise; the model's own stay.
 
-    *Raises* ConfigError (CheckpointError for a run) that lists all tensors that are missing, extra or
-    mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged then.
+    *Raises* ConfigError (CheckpointError for a run) that lists the first ten tensors that are missing, extra
+    or mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged.
     """
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
@@ -89,9 +89,10 @@ def _take(
     state: Mapping[str, Tensor | FlatShard], folder: Path, config: ModelConfig, *, only_check: bool = False
 ) -> ModelConfig:
     if (kind := kind_of(folder)) is not FolderKind.run:
-        source = open_folder(folder, kind, own_model_code(config), shaped_as=config)
+        source = open_folder(folder, kind, own_model_code(config))
         _refuse_other_tie(folder, source.config, config)
-        source.check(hints=same_function(config, source.config))
+        _refuse_other_shapes(folder, source, config)
+        source.check()
         if not only_check:
             source.fill(state)
         return source.config
@@ -106,13 +107,43 @@ def _take(
     return theirs
 
 
-def open_folder(
-    folder: Path, kind: FolderKind, named: Named, shaped_as: ModelConfig | None = None
-) -> OpenFolder:
+def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
+    """Model of a folder of any kind, and whether the weights are there too. *Raises* ConfigError."""
+    kind = kind_of(folder)
+    if kind is FolderKind.run:
+        return run_config(folder, named), bool(saved_steps(run_of(folder.absolute()) / CHECKPOINTS))
+    if kind is FolderKind.hf and not has_weights(folder):
+        return read_hf_config(folder)[1], False
+    return open_folder(folder, kind, named).config, True
+
+
+def open_folder(folder: Path, kind: FolderKind, named: Named) -> OpenFolder:
     """Open a folder of safetensors of either kind. *Raises* ConfigError."""
-    if kind is FolderKind.hf:
-        return open_hf(folder, shaped_as)
-    return open_weights(folder, named, shaped_as)
+    return open_hf(folder) if kind is FolderKind.hf else open_weights(folder, named)
+
+
+def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) -> None:
+    if not (why := of_another_model(folder, source.config, ours)):
+        return
+    theirs, wanted = source.shapes, shapes_of(ours)
+    lines = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in theirs]
+    lines += [f"extra: {name} {list(shape)}" for name, shape in theirs.items() if name not in wanted]
+    for name in wanted:
+        if wanted[name] != theirs.get(name, wanted[name]):
+            lines.append(f"mis-shaped: {name} is {list(theirs[name])}, not {list(wanted[name])}")
+    if lines:
+        raise ConfigError(f"{why}\n  {len(lines)} tensors differ:\n  {shortened(lines)}")
+
+
+def of_another_model(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str | None:
+    """Say in which keys a folder's model is another one and what to type; None if it is the same."""
+    if not (changes := different_keys(theirs, ours)):
+        return None
+    listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
+    return (
+        f"{folder} is of another model ({listed}; its own -> this run's); use "
+        f"model={hydra_value(str(folder))} and none of these keys, or start without its weights"
+    )
 
 
 def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> None:
@@ -136,17 +167,10 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
     except MismatchError as error:
         if config_file(folder) is None:
             raise
-        changes = different_keys(run_config(folder, own_model_code(ours)), ours)
-        listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
-        why = (
-            f"{folder} is of another model ({listed}; its own -> this run's); set these keys as it has them, "
-            "or start without its weights"
+        why = of_another_model(folder, run_config(folder, own_model_code(ours)), ours) or (
+            f"{folder} is of the same model, but not of the same precision or optimizer; use the same, "
+            "or checkpoint.init_from, which takes the weights only"
         )
-        if not changes:
-            why = (
-                f"{folder} is of the same model, but not of the same precision or optimizer; use the same, "
-                "or checkpoint.init_from, which takes the weights only"
-            )
         raise MismatchError(f"{why}\n{error}") from error
 
 
@@ -158,11 +182,8 @@ class WeightsMeta(msgspec.Struct):
     token_ids: dict[str, int | list[int] | None] | None = None
 
 
-def open_weights(folder: Path, named: Named = (), shaped_as: ModelConfig | None = None) -> OpenFolder:
-    """Read the headers of a folder of our own format, ``named`` as for `model_from`.
-
-    *Raises* ConfigError.
-    """
+def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
+    """Read the headers of a folder of our own format, ``named`` as for `model_from`. *Raises* ConfigError."""
     meta = read_json(folder / META_FILE, WeightsMeta)
     if meta.format != FORMAT:
         raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
@@ -175,7 +196,7 @@ def open_weights(folder: Path, named: Named = (), shaped_as: ModelConfig | None 
     config = model_from(read_yaml(path, dict[str, Any]), f"{path}: ", named)
     files = TensorFiles(folder, STEM)
     files.require_parts(config, str(path))
-    shapes = shapes_of(shaped_as or config)
+    shapes = shapes_of(config)
     return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
 
 
@@ -192,7 +213,7 @@ def write_weights(
     written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
     option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
     option.parent.mkdir(exist_ok=True)
-    option.write_text(f"# {train_command(folder, config)}\n{model_to_yaml(config)}", encoding="utf-8")
+    option.write_text(f"# {train_command(folder)}\n{model_to_yaml(config)}", encoding="utf-8")
     path = folder / META_FILE
     document = {"format": FORMAT, "model": f"{OPTIONS}/{option.name}", **meta}
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -204,11 +225,9 @@ def own_pieces(names: Iterable[str]) -> list[Piece]:
     return [Piece(name, name) for name in names]
 
 
-def train_command(folder: Path, config: ModelConfig) -> str:
-    """The command that starts a run from the weights in a folder of our own format."""
-    words = ["--config-dir", str(folder), f"model={option_name(config.name)}"]
-    words.append(f"checkpoint.init_from={hydra_value(str(folder))}")
-    return shlex.join(["python", "-m", "graphmoe.train", *words])
+def train_command(folder: Path) -> str:
+    """The command that starts a run from the weights in a folder."""
+    return shlex.join(["python", "-m", "graphmoe.train", f"model={hydra_value(str(folder))}"])
 
 
 def option_name(name: str) -> str:

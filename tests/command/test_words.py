@@ -1,11 +1,19 @@
 """Words of a command line in the forms that people type, as Hydra reads them."""
 
+import json
 import re
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from graphmoe import save_hf
+from graphmoe.command.hydra import read_words, to_config
 from graphmoe.command.words import run_words
 from graphmoe.config.schema import ConfigError
+from graphmoe.convert import ConvertArgs
+from graphmoe.convert.weights import convert
+from tests.command.test_convert import CONFIG, random_model
 from tests.runs import hydra_config
 
 
@@ -94,3 +102,74 @@ def test_a_wrong_word_is_one_line_before_anything_is_composed(typed, said):
 )
 def test_what_only_hydra_can_judge_is_left_to_it(typed):
     assert sorted(run_words(typed.split())) == sorted(typed.split())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A Hugging Face folder, and beside it one of its config.json alone."""
+    save_hf(random_model(), CONFIG, tmp_path / "hf")
+    (tmp_path / "shape").mkdir()
+    shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "shape")
+    return tmp_path / "hf"
+
+
+def composed_of(*words):
+    """Model and start of the run that a command line composes."""
+    config = to_config(hydra_config(*read_words([*words, "data=synthetic"]), with_hydra=False))
+    return config.model, config.checkpoint.init_from
+
+
+def test_a_folder_gives_model_and_weights(folder, monkeypatch):
+    taken = replace(CONFIG, name="hf")
+    monkeypatch.chdir(folder.parent)
+    for word in (f"model={folder}", f"--model={folder}/", f"{folder}", f"checkpoint.init_from={folder}"):
+        assert composed_of(word) == (taken, str(folder)), word
+    assert composed_of("model=hf/") == composed_of("model=./hf") == (taken, "hf")
+    assert composed_of("model=shape", "model.top_k=1") == (replace(taken, name="shape", top_k=1), None)
+    assert composed_of("model=hf", "checkpoint.init_from=null") == (taken, None)
+    assert composed_of("model=hf", "checkpoint.init_from=shape") == (taken, "shape")
+    assert composed_of("model=hf", "checkpoint.resume_from=elsewhere") == (taken, None)
+    assert composed_of("model=tiny", "checkpoint.init_from=hf")[0].name == "tiny"
+    words = read_words(["-m", "model=hf/,./shape/,tiny", "train.steps=1"])
+    assert words == ["-m", "model=hf,./shape,tiny", "train.steps=1"]
+    assert composed_of("model=./shape") == (replace(taken, name="shape"), None)
+
+
+def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
+    path = folder / "config.json"
+    hostile = {"train": {"steps": 9}, "auto_map": {"AutoConfig": "a.b"}, "attention": "os:x", "name": "${x}"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | hostile))
+    folder.rename(tmp_path / "a $b")
+    assert composed_of(f"model='{tmp_path}/a $b/'")[0] == replace(CONFIG, name="a-b")
+    convert(ConvertArgs(from_=tmp_path / "a $b", to=tmp_path / "own"))
+    (option,) = (tmp_path / "own" / "model").iterdir()
+    plain = option.read_text()
+    for line, said in (("attention: os:x", "code outside the package"), ("name: ${x}", "would be looked up")):
+        option.write_text(re.sub(rf"^{line.split()[0]} .*", line, plain, flags=re.MULTILINE))
+        with pytest.raises(ConfigError, match=rf"^model={tmp_path}/own: .*{said}") as error:
+            composed_of(f"model={tmp_path}/own")
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (
+            "model=no/where",
+            "there is no folder 'no/where'; give a folder with config.json, or one of deepseek",
+        ),
+        ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
+        ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),
+        ("model=" + 300 * "a/", "there is no folder 'a/a/"),
+        ("model=damaged", "model=damaged: damaged/config.json is no JSON"),
+        ("-m model=tiny,damaged", "model=damaged: damaged/config.json is no JSON"),
+    ],
+)
+def test_a_folder_that_gives_no_model_is_one_line(typed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty", "damaged"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=re.escape(said)) as error:
+        read_words(typed.split())
+    assert "\n" not in str(error.value)

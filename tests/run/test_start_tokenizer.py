@@ -57,7 +57,7 @@ def test_the_printed_command_goes_on_with_the_tokenizer_of_the_folder(weights, t
 def test_what_convert_prints_can_be_copied(weights, tmp_path, capsys):
     main([f"from={tmp_path}/hf", f"to={tmp_path}/[x]"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("start a run from it: python -m graphmoe.train --config-dir ")
+    assert lines[1].startswith("start a run from it: python -m graphmoe.train 'model=")
     assert lines[2].endswith(": data=files 'data.paths=[corpus/*.jsonl]'") and f"{tmp_path}/[x] (" in lines[0]
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.hf.families import to_model_config
+from graphmoe.checkpoint.folders import shortened
+from graphmoe.checkpoint.hf.families import Family, to_model_config
 from graphmoe.checkpoint.hf.fp8 import (
     FP8,
     FP8_NAME,
@@ -87,12 +88,12 @@ class OpenFolder:
                 found.setdefault(piece.ours, []).append(piece)
         return found
 
-    def check(self, hints: Iterable[str] = ()) -> None:
-        """Raise ConfigError with ``hints`` and all tensors missing, extra, mis-shaped or no float."""
+    def check(self) -> None:
+        """Raise ConfigError with the first ten tensors that are missing, extra, mis-shaped or no float."""
         problems = self._fp8() or self._differences()
         if problems:
             head = f"{self.files.folder} does not fit the model in {number_of(len(problems), 'tensor')}:"
-            raise ConfigError("\n  ".join([*hints, head, *problems]))
+            raise ConfigError(f"{head}\n  {shortened(problems)}")
 
     def _differences(self) -> list[str]:
         assert {piece.ours for piece in self.pieces} == self.shapes.keys()
@@ -149,24 +150,24 @@ class OpenFolder:
         return [f"wrong scale: {where} has {wrong}; it must be finite and not negative"] if wrong else []
 
 
-def open_hf(folder: Path, shaped_as: ModelConfig | None = None) -> OpenFolder:
-    """Read the headers of a folder; no weights yet.
-
-    *Raises* ConfigError that lists all keys with unsupported values. shaped_as: another
-    configuration than the folder's own to lay out the pieces by.
-    """
+def read_hf_config(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """Read config.json. *Raises* ConfigError that lists all keys with unsupported values."""
     path = folder / "config.json"
     raw = read_json(path, dict[str, Any])
-    family, config = to_model_config(raw, str(path), folder_name(folder))
+    return *to_model_config(raw, str(path), folder_name(folder)), raw
+
+
+def open_hf(folder: Path) -> OpenFolder:
+    """Read the headers of a folder; no weights yet. *Raises* ConfigError as `read_hf_config`."""
+    family, config, raw = read_hf_config(folder)
     files = TensorFiles(folder, STEM)
     fused = any(name.endswith(FUSED) for name in files.headers)
-    files.require_parts(config, str(path), *([] if fused else ["num_experts"]))
+    files.require_parts(config, str(folder / "config.json"), *([] if fused else ["num_experts"]))
     if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
         config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
-    shaped_as, ids = shaped_as or config, {key: raw.get(key) for key in TOKEN_IDS}
-    block_scales = bool(raw.get("quantization_config"))
-    layout = pieces(family, shaped_as, fused=fused)
-    return OpenFolder(config, files, shapes_of(shaped_as), layout, ids, block_scales)
+    ids, block_scales = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
+    layout = pieces(family, config, fused=fused)
+    return OpenFolder(config, files, shapes_of(config), layout, ids, block_scales)
 
 
 def entries_of(

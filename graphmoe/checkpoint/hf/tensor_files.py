@@ -94,6 +94,12 @@ class TensorFiles:
                 )
 
 
+def has_weights(folder: Path) -> bool:
+    """Tell whether there are files of weights, of any format."""
+    patterns = ("*.safetensors*", "pytorch_model*", "*.pt", "*.pth")
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
 def _paths(folder: Path, stem: str) -> list[Path]:
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():

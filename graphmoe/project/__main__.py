@@ -68,8 +68,8 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
     from graphmoe.project.tables import render, render_search
 
     if args.search:
-        with _shown_progress() as report:
-            document = search(config, args, words, report)
+        with _shown_progress() as (report, show):
+            document = search(config, args, words, report, show)
     else:
         document = project(config, args)
     shown, write = (render_search, write_search) if args.search else (render, write_projection)
@@ -83,17 +83,23 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
 
 
 @contextlib.contextmanager
-def _shown_progress() -> Iterator[Callable[[str], None]]:
-    """Show words on stderr with the seconds so far: on a line that changes, or a line every few seconds."""
-    console = Console(stderr=True)
+def _shown_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """Show words on stderr with the seconds so far: on a line that changes, or a line every few seconds.
+
+    Words of the second function are lines that stay.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
         with working("projecting") as say:
-            yield say
+            yield say, lambda line: print(line, file=sys.stderr)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, shown_in(lambda _: None):
         task = progress.add_task("", total=None)
-        yield lambda text: progress.update(task, description=text)
+        yield (
+            lambda text: progress.update(task, description=text),
+            lambda line: console.print(line, markup=False),
+        )
 
 
 if __name__ == "__main__":

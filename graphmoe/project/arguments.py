@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from graphmoe.config.arguments import file_problems, nearest
-from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig, TrainConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, LaunchConfig, RunConfig, TrainConfig
 from graphmoe.plan.costs.hardware import GPUS_PER_NODE, Card, card_of
 from graphmoe.plan.layout import Layout
 
@@ -23,8 +23,8 @@ class ProjectArgs:
 
     hardware: str
     """Card of all ranks: mi300x, mi325x, mi355x, h100, h200 or b200."""
-    nodes: int = 1
-    """Nodes of 8 GPUs, > 0."""
+    nodes: int | None = None
+    """Nodes of launch.nproc GPUs, > 0; null takes launch.nodes, or 1."""
     assumptions: Assumptions = Assumptions.exact
     """exact: the bytes that this project's runs hold; published: those of a published chart."""
 
@@ -39,17 +39,27 @@ class ProjectArgs:
     page: Path | None = None
     """Page with pictures to write, a file that ends in .html."""
 
+    per_node = GPUS_PER_NODE  # no key of the tool: a run's launch.nproc, once it is known
+
+    def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
+        """Take the GPUs of a node from a run's keys, and the nodes unless ``nodes`` is given.
+
+        A run's default, one process, stands for a whole node here.
+        """
+        is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
+        self.per_node = GPUS_PER_NODE if is_open or launch.nproc == "auto" else int(launch.nproc)
+        self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
+
     @property
     def card(self) -> Card:
-        return card_of(self.hardware)
+        return replace(card_of(self.hardware), per_node=self.per_node)
 
     @property
     def num_ranks(self) -> int:
-        return self.nodes * GPUS_PER_NODE
+        return (self.nodes or 1) * self.per_node
 
 
-NOT_OF_A_RUN = ("launch.nodes", "launch.nproc", "launch.fake_world")
-"""Keys of a run for the number of ranks, which this tool takes from ``nodes``."""
+RANKS = ("launch.nproc", "launch.nodes")
 GLOBAL_BATCH = "train.global_batch_size"
 MICRO_BATCH = "train.micro_batch_size"
 FP8 = "precision.fp8"
@@ -83,11 +93,14 @@ def check_words(words: Sequence[str]) -> None:
 
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
     """Raise ConfigError for values out of range, and for words of a run that contradict the tool's."""
-    problems = [f"{key}={n} must be 1 or more" for key in ("nodes", "top") if (n := getattr(args, key)) < 1]
+    numbers = {"nodes": args.nodes, "top": args.top}
+    problems = [f"{key}={n} must be 1 or more" for key, n in numbers.items() if n is not None and n < 1]
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
-        if name in NOT_OF_A_RUN:
-            problems.append(f"{word}: the ranks are nodes={args.nodes} times {GPUS_PER_NODE}; leave it out")
+        if name == "launch.fake_world":
+            problems.append(f"{word}: the ranks are launch.nodes times launch.nproc; give these")
+        if name == "launch.nodes" and args.nodes is not None:
+            problems.append(f"{word} and nodes={args.nodes} are both given; leave one of the two out")
         if args.search and name == "pipeline.microbatches" and value != "null":
             problems.append(f"{word} is another global batch for each layout; give train.global_batch_size")
     if args.search and args.assumptions is Assumptions.published:
@@ -109,9 +122,10 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
     or one. For a search it has four times ``train.micro_batch_size`` sequences for each GPU, whatever the
     layout, whose rules are not checked yet.
     """
+    args.place(config.launch, fixed)
     config = replace(
         config,
-        launch=replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes),
+        launch=replace(config.launch, nproc=args.per_node, nodes=args.nodes),
         precision=replace(config.precision),
         train=replace(config.train),
     )
@@ -136,10 +150,11 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
     """Return the command that starts a run on each node: a search's words, and those that it found."""
     keys = fixed_keys(words)
-    own = [word for word in words if not fixed_keys([word]) & {"format"}]
+    own = [word for word in words if not fixed_keys([word]) & {"format", *RANKS}]
     data = [] if keys & NAMES_DATA else [DATA]
-    launch = [f"launch.nproc={GPUS_PER_NODE}", f"launch.nodes={args.nodes}"]
-    launch += [ENDPOINT] * (args.nodes > 1 and "launch.endpoint" not in keys)
+    nodes = args.num_ranks // args.per_node
+    launch = [f"launch.nproc={args.per_node}", f"launch.nodes={nodes}"]
+    launch += [ENDPOINT] * (nodes > 1 and "launch.endpoint" not in keys)
     return shlex.join(["python", "-m", "graphmoe.train", *own, *data, *found.split(), *launch])
 
 
@@ -168,6 +183,6 @@ def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig
     if (
         config.moe.dispatcher not in any_ranks and config.parallel.ep == 1
     ):  # it needs ranks that share experts
-        ep = math.gcd(config.model.num_experts, GPUS_PER_NODE)
+        ep = math.gcd(config.model.num_experts, args.per_node)
         config.parallel = replace(config.parallel, ep=ep)
     return config

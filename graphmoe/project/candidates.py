@@ -16,7 +16,6 @@ from graphmoe.config.schema import (
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.experts import balance_of, dispatcher_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
@@ -51,7 +50,8 @@ class Candidates:
         free = replace(config, moe=replace(config.moe, balance=Balance.auto))
         is_fixed = "moe.balance" in fixed or balance_of(free) is not config.moe.balance
         self.config = config = config if is_fixed else free
-        self._launch = replace(config.launch, nproc=GPUS_PER_NODE, nodes=args.nodes)
+        self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
+        self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
         self.kinds = self._kinds()
         self.micro_batch_sizes = self._micro_batch_sizes()
         batch = f"{GLOBAL_BATCH}={config.train.global_batch_size}"
@@ -193,7 +193,7 @@ class Candidates:
         shares = divisors(model.num_experts, ranks) if has_experts(model) else [1]
         for pp, tp, cp, ep in itertools.product(
             self._tried("pp", divisors(ranks, len_of_parts(model))),
-            self._tried("tp", divisors(ranks, GPUS_PER_NODE)),
+            self._tried("tp", divisors(ranks, self._per_node)),
             self._tried("cp", divisors(ranks, MOST_CP)),
             self._tried("ep", shares),
         ):

@@ -80,7 +80,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "hardware": card.name,
-        "nodes": args.nodes,
+        "nodes": args.num_ranks // args.per_node,
         "num_ranks": args.num_ranks,
         "assumptions": args.assumptions.value,
         "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},

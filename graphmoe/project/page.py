@@ -76,7 +76,7 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _caveats(document: Mapping[str, Any]) -> list[str]:
-    lines = document.get("best", [document])
+    lines = listed(document) if "best" in document else [document]
     near = any(line.get("fits", True) and not line["fits_with_margin"] for line in lines)
     not_counted = f"Not counted in memory: {', '.join(document['not_counted'])}."
     return [

@@ -18,10 +18,14 @@ from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision
 from graphmoe.project.estimates import Estimates
 from graphmoe.project.memory import refuse_unknown
 
-PROJECTED = 20
-"""Candidates that are projected whole, or twice as many as are listed."""
+PROJECTED = 5
+"""Candidates that are projected whole beside as many as are listed."""
 WITH_MARGIN = 5
 """Candidates with a margin that are projected whole at least."""
+OF_SHAPE = 2
+"""Candidates of each listed shape that are projected whole: the order of schedules is estimated."""
+MANY_EP = 8
+"""Ranks that share the experts in the layout that is shown beside a faster one."""
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
     "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu", "fp8",
@@ -42,14 +46,19 @@ Rejected = dict[str, Any]
 
 
 def search(
-    config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
+    config: RunConfig,
+    args: ProjectArgs,
+    words: Sequence[str],
+    report: Callable[[str], None] = lambda _: None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Return all candidates as plain values. Keys in ``words``, those of a run, stay as they are.
 
     Each layout with its schedule and its size of micro-batches has the fastest kind of recompute that fits.
     Where that one leaves no margin, the fastest that leaves one is there too; where no kind fits, the one
     that needs least memory is.
-    ``report`` gets the progress of the search in words. *Raises* ConfigError.
+    ``report`` gets the progress of the search in words, ``show`` a line for each layout with a margin that is
+    estimated to be faster than all before. *Raises* ConfigError.
     """
     refuse_unknown(config)
     fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
@@ -58,29 +67,48 @@ def search(
     estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
+    fastest = 0.0
     for found in _tried(tried, estimates, card):
         if isinstance(found, Fitting):
             fitting.append(found)
+            if found.tokens_per_s_per_gpu > fastest and has_margin(found.total_gb, card):
+                fastest = found.tokens_per_s_per_gpu
+                show(f"about {fastest:,.0f} tokens/s/GPU, {found.total_gb:,.1f} GB: {found.candidate.words}")
         else:
             rejected.append(found)
         report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")
     fitting.sort(key=lambda found: found.tokens_per_s_per_gpu, reverse=True)
-    count = max(PROJECTED, 2 * args.top)
-    with_margin = [found for found in fitting if has_margin(found.total_gb, card)]
-    in_bf16 = [found for found in with_margin if not is_fp8(found.candidate.config.precision)]
-    with_margin = [*with_margin[:WITH_MARGIN], *in_bf16[: WITH_MARGIN * args.try_fp8]]
-    others = [found for found in fitting[count:] if found not in with_margin]
-    chosen = [*fitting[:count], *(found for found in fitting[count:] if found in with_margin)]
+    safe = [found for found in fitting if has_margin(found.total_gb, card)]
+    in_bf16 = [found for found in safe if not is_fp8(found.candidate.config.precision)]
+    shared = [found for found in safe if found.candidate.layout.ep >= MANY_EP]
+    shapes: dict[object, list[Fitting]] = {}
+    for found in safe:
+        one = found.candidate.config
+        key = found.candidate.layout, one.precision.fp8, one.moe.dispatcher
+        shapes.setdefault(key, []).append(found)
+    picked = [
+        *fitting[: args.top + PROJECTED],
+        *safe[:WITH_MARGIN],
+        *in_bf16[: WITH_MARGIN * args.try_fp8],
+        *shared[:OF_SHAPE],
+        *(found for of_shape in [*shapes.values()][: args.top] for found in of_shape[:OF_SHAPE]),
+    ]
+    chosen = {id(found): found for found in picked}
+    others = [found for found in fitting if id(found) not in chosen]
     report(f"projecting the fastest of {len(fitting):,} layouts")
-    lines = [_projected(found, args) for found in chosen]
+    lines = [_projected(found, args) for found in chosen.values()]
     lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
-    safe = [line for line in lines if line["fits_with_margin"]]
-    recommended = next(iter([*safe, *lines]), None)
-    without_fp8 = next((line for line in safe if line["fp8"] == "none"), None)
+    with_margin = [line for line in lines if line["fits_with_margin"]]
+    best_of_shapes = {
+        (*line["layout"].values(), line["fp8"], "moe.dispatcher" in line["words"]): line
+        for line in reversed(with_margin)
+    }
+    recommended = next(iter([*with_margin, *lines]), None)
+    without_fp8 = next((line for line in with_margin if line["fp8"] == "none"), None)
     return {
         "model": config.model.name,
         "hardware": card.name,
-        "nodes": args.nodes,
+        "nodes": args.num_ranks // args.per_node,
         "num_ranks": args.num_ranks,
         "seq_len": config.data.seq_len,
         "micro_batch_sizes": tried.micro_batch_sizes,
@@ -91,6 +119,8 @@ def search(
         "num_fitting": len(fitting),
         "num_simulated": len(chosen),
         "best": lines[: args.top],
+        "shapes": [*best_of_shapes.values()][::-1][: args.top],
+        "with_ep": next((line for line in with_margin if line["layout"]["ep"] >= MANY_EP), None),
         "recommended": recommended
         and {**recommended, "command": train_command(words, recommended["words"], args)},
         "without_fp8": without_fp8 if args.try_fp8 else None,

@@ -9,7 +9,6 @@ from typing import Any
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.sizes import flops_per_token, rank_weights
 from graphmoe.optim import rule_of
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import Speeds
 from graphmoe.plan.costs.segment_times import (
     SegmentTime,
@@ -132,7 +131,7 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
     """Seconds from the end of an action to the arrival of its state at the next stage, by the slowest hop."""
-    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= GPUS_PER_NODE)
+    return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:

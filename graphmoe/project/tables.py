@@ -185,10 +185,11 @@ def joined_or(values: Sequence[object]) -> str:
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best layouts, and the recommended one where it is none of them."""
-    best, recommended = document["best"], document["recommended"]
-    is_there = recommended is None or recommended["words"] in (line["words"] for line in best)
-    return best if is_there else [*best, recommended]
+    """Return the best layout of each shape, of those with a margin if any has one, and those to compare."""
+    lines = document["shapes"] or document["best"]
+    more = [line for line in (document["recommended"], document["with_ep"]) if line]
+    words = {line["words"]: line for line in (*more[::-1], *lines)}
+    return sorted(words.values(), key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
 
 
 def recommendation(document: Mapping[str, Any]) -> str:
@@ -200,6 +201,10 @@ def recommendation(document: Mapping[str, Any]) -> str:
         if plain and recommended["fp8"] != "none":
             rate = f"{plain['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
             in_bf16 = f"; without products in 8 bits {cells(plain)[0]} has {rate}"
+        shared = document["with_ep"]
+        if shared and shared["words"] != recommended["words"]:
+            rate = f"{shared['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
+            in_bf16 += f"; the best with parallel.ep of 8 or more, {cells(shared)[0]}, has {rate}"
         return f"the fastest that is not {NEAR}, {left}{in_bf16}"
     return f"the fastest, with only {left}, as all that fit are {NEAR}"
 

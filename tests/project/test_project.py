@@ -94,6 +94,23 @@ def test_tables_end_in_a_verdict(project):
     assert "DOES NOT FIT: rank 0 needs" in words and "most are activations" in words
 
 
+@pytest.mark.parametrize(
+    ("words", "nodes", "ranks"),
+    [
+        ("launch.nproc=4", 1, 4),
+        ("launch.nproc=4 launch.nodes=3", 3, 12),
+        ("launch.nproc=1", 1, 1),
+        ("launch.nodes=2", 2, 16),
+        ("launch.nproc=2 nodes=3", 3, 6),
+        ("launch=node", 1, 8),
+        ("experiment=deepseek_v2_32_mi355x", 4, 32),
+    ],
+)
+def test_nodes_and_their_gpus_are_those_of_a_run(words, nodes, ranks, document):
+    found = document("hardware=mi355x", *words.split())
+    assert (found["nodes"], found["num_ranks"], len(found["memory_gb_per_rank"])) == (nodes, ranks, ranks)
+
+
 def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
     words = (
         *CHART.split(),
@@ -137,7 +154,9 @@ hardware=h100 serach=true | error: unknown key 'serach'; did you mean 'search'?
 modle=tiny | error: unknown key or group 'modle' on the command line ('modle=tiny')
 hardware=mi30x | hardware=mi30x is not known; did you mean 'mi300x'?; use one of mi300x
 hardware=h100 nodes=0 | nodes=0 must be 1 or more
-hardware=h100 launch.nproc=4 | launch.nproc=4: the ranks are nodes=1 times 8; leave it out
+hardware=h100 nodes=2 launch.nodes=2 | launch.nodes=2 and nodes=2 are both given; leave one of the two out
+hardware=h100 launch.fake_world=8 | launch.fake_world=8: the ranks are launch.nodes times launch.nproc
+hardware=h100 launch.nproc=4 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 4 ranks
 hardware=h100 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
 hardware=h100 assumptions=exakt | assumptions=exakt: expected one of exact, published
 hardware=h100 compile.enabled=false | use compile.enabled=true
@@ -164,7 +183,9 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
     page = tmp_path / "search.html"
     words = (*SMALL, "search=true", "top=3", "parallel.tp=1", "train.global_batch_size=16")
     result = project(*words, f"page={page}")
-    assert (result.status, result.err) == (0, f"wrote {page}\n")  # progress is for terminals
+    *found, last = result.err.splitlines()
+    assert (result.status, last) == (0, f"wrote {page}") and found
+    assert all(re.fullmatch(r"about [\d,]+ tokens/s/GPU, [\d.]+ GB: parallel.*", line) for line in found)
     said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "Recommended *", "*. ", "network and overlap are")
     assert all(
         words in page.read_text() for words in (*said, "Not counted in memory: the device", "What to type")

@@ -9,6 +9,7 @@ import pytest
 
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import CARDS
+from graphmoe.plan.costs.rates import Speeds, default_rates
 from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.check import in_flight
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
@@ -22,7 +23,7 @@ from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
 from graphmoe.project.page import write_search
 from graphmoe.project.search import search
-from graphmoe.project.tables import render_search
+from graphmoe.project.tables import listed, render_search
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, text_of
 
@@ -71,6 +72,34 @@ def test_the_best_are_those_of_brute_force(small_card):
         same = next(other for other in everything["best"] if other["words"] == line["words"])
         assert same["tokens_per_s_per_gpu"] == pytest.approx(line["about_tokens_per_s_per_gpu"], rel=0.15)
         assert same["memory_gb"]["total"] == pytest.approx(line["total_gb"])
+
+
+def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
+    shown: list[str] = []
+    run = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
+    found = search(run, replace(small_card, top=1000), NARROW, show=shown.append)
+    lines = found["shapes"]
+    fitting = [line for line in found["best"] if line["fits_with_margin"]]
+    for line in lines:
+        same = [other for other in fitting if other["layout"] == line["layout"]]
+        assert line["tokens_per_s_per_gpu"] == max(other["tokens_per_s_per_gpu"] for other in same)
+    assert len(lines) == len({tuple(line["layout"].values()) for line in fitting}) > 3
+    shared = [line for line in lines if line["layout"]["ep"] == 8]
+    assert found["with_ep"] == next(iter(shared), None) != found["recommended"] and shared
+    assert {found["with_ep"]["words"]} < {line["words"] for line in listed({**found, "shapes": lines[:1]})}
+    assert "the best with parallel.ep of 8 or more, " in text_of(render_search(found), width=1000)
+    rates = [float(line.split()[1].replace(",", "")) for line in shown]
+    assert rates and rates == sorted(rates)
+
+
+def test_a_node_may_have_any_number_of_gpus(small_card):
+    words = ("launch.nproc=6", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1")
+    args = replace(small_card)
+    command = searched(args, *words, "train.global_batch_size=12")["recommended"]["command"]
+    assert command.endswith("launch.nproc=6 launch.nodes=1") and command.count("launch.nproc") == 1
+    near, far = (replace(CARDS["h200"], per_node=count) for count in (4, 2))
+    seconds = [Speeds(card, default_rates(is_nvidia=True)).exchange(1e9, 4) for card in (near, far)]
+    assert seconds[1] > 2 * seconds[0]
 
 
 def test_precision_varies_where_it_is_asked_for(small_card):

@@ -14,7 +14,7 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU of a node of eight, and its links to the others."""
+    """One GPU of a node, and its links to the others."""
 
     name: str
     tflops: float
@@ -29,6 +29,8 @@ class Card:
     """Peak to one other GPU: all links through NVSwitch, one of seven between AMD's."""
     network_gb_per_s: float
     """Peak to other nodes, one direction."""
+    per_node: int = GPUS_PER_NODE
+    """GPUs of a node."""
 
     @property
     def fp8_tflops(self) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.rates import ALIGNED, FP8, FP8_SCALE, FP32, Fp8Dense, Product, Sides, Speeds
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
@@ -167,7 +166,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     if not layout.ring:
         return 0.0, 0.0
     block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
-    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= GPUS_PER_NODE)
+    passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.per_node)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
     backward = steps * max(passing + gradients - scores.inputs / layout.cp, 0.0) + gradients

@@ -15,7 +15,7 @@ from msgspec import Meta
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError, Fp8Recipe
 from graphmoe.config.untrusted import FileError, from_json, read_json, typed
-from graphmoe.plan.costs.hardware import GPUS_PER_NODE, H200, Card
+from graphmoe.plan.costs.hardware import H200, Card
 
 FP8 = "fp8_"
 """Beginning of the names of rates of products in 8 bits, as shares of that peak."""
@@ -270,7 +270,7 @@ class Speeds:
         """
         if ranks == 1:
             return 0.0
-        in_node = _in_node(ranks, stride)
+        in_node = self._in_node(ranks, stride)
         return max(
             num_bytes * (in_node - 1) / ranks / self._node,
             num_bytes * (ranks - in_node) / ranks / self._network,
@@ -283,7 +283,7 @@ class Speeds:
         """
         if ranks == 1:
             return 0.0
-        in_node = _in_node(ranks, stride)
+        in_node = self._in_node(ranks, stride)
         return max(
             num_bytes * (ranks - 1) / ranks / self._node,
             num_bytes * (ranks - in_node) / ranks / in_node / self._network,
@@ -301,6 +301,5 @@ class Speeds:
     def _network(self) -> float:
         return self.card.network_gb_per_s * 1e9 * self.rates.network
 
-
-def _in_node(ranks: int, stride: int) -> int:
-    return max(min(ranks, GPUS_PER_NODE // stride), 1)
+    def _in_node(self, ranks: int, stride: int) -> int:
+        return max(min(ranks, self.card.per_node // stride), 1)

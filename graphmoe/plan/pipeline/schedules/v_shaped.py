@@ -23,6 +23,8 @@ FILLING = 2
 """Micro-batches for each rank with which blocks are compared; tables with more take the same block."""
 COMPARED = 4
 """Most micro-batches for each rank with which tables by costs and by equal costs are compared."""
+CLEAR = 0.02
+"""Difference of two tables of few micro-batches from which on the same one is faster with more."""
 PATIENCE = (0.25, 0.75)
 """Shares of the time of a rank's other work within which it waits for arrivals; both are compared."""
 LONGER = 1.03
@@ -55,27 +57,40 @@ def folded(
     assert len(costs.forward) == placement.num_stages
     if limit > 2 * num_ranks or limit >= 2 * num_micro_batches:
         limit = 2 * num_ranks  # of few micro-batches no rank can keep more than it may
-    equal = Costs.of_rank(placement, 1, 1, 1)
     compared = min(stands_for or num_micro_batches, COMPARED * num_ranks)
-
-    def table(by: Costs, count: int) -> Table:
-        return Table(schedule, placement, count, _steps(by, num_ranks, count, limit))
-
-    # A block of unequal costs keeps activations for longer, so its ranks may wait for memory more often.
-    chosen = min(dict.fromkeys([costs, equal]), key=lambda by: makespan_of(table(by, compared), costs))
-    return table(chosen, num_micro_batches)
+    followed = _followed(costs, num_ranks, compared, limit)
+    steps, _ = _steps(followed, num_ranks, num_micro_batches, limit)
+    return Table(schedule, placement, num_micro_batches, steps)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=1024)
+def _followed(costs: Costs, num_ranks: int, compared: int, limit: int) -> Costs:
+    """Return the costs whose table takes least by ``costs``: these, or equal ones.
+
+    A block of unequal costs keeps activations for longer, so its ranks may wait for memory more often.
+    """
+    placement = Placement.folded(num_ranks)
+    equal, ratio = Costs.of_rank(placement, 1, 1, 1), 1.0
+    for count in sorted({min(compared, FILLING * num_ranks), compared}):
+        steps, _ = _steps(equal, num_ranks, count, limit)
+        _, makespan = _steps(costs, num_ranks, count, limit)
+        ratio = makespan / (makespan_of(Table("", placement, count, steps), costs) or 1.0)
+        if abs(ratio - 1) > CLEAR:  # more micro-batches do not change which is faster
+            break
+    return costs if ratio <= 1 else equal
+
+
+@functools.lru_cache(maxsize=32)
 def _steps(
     costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
-) -> tuple[tuple[Action, ...], ...]:
+) -> tuple[tuple[tuple[Action, ...], ...], float]:
+    """Return the actions of each rank, and their makespan."""
     compared = min(num_micro_batches, FILLING * num_ranks)
     block, patience = _best_block(costs, num_ranks, compared, limit)
-    ranks, _ = _run(block, costs, num_micro_batches, limit, patience)
+    ranks, makespan = _run(block, costs, num_micro_batches, limit, patience)
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     each = [(kind, stage) for kind in kinds for stage in range(2 * num_ranks)]
-    return tuple(tuple(Action(*each[work], number) for work, number in steps) for steps in ranks)
+    return tuple(tuple(Action(*each[work], number) for work, number in steps) for steps in ranks), makespan
 
 
 @functools.lru_cache(maxsize=1024)

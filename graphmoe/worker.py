@@ -261,7 +261,6 @@ def leave_report(folder: Path) -> None:
 
 
 def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
-    """Say what went wrong, where the launcher does not, leave it in a file, and end the process."""
     if isinstance(error, SystemExit):
         raise error
     status = 2 if isinstance(error, ConfigError) else 1

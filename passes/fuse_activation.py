@@ -75,7 +75,6 @@ def _replace(silu: Node) -> str | None:
 
 
 def _product(silu: Node, sizes: tuple[int, ...]) -> tuple[Node, list[Node]]:
-    """Follow products and casts as long as each value has one reader: the last, and the factors of silu."""
     node, factors = silu, list[Node]()
     while (user := only_user(node)) is not None:
         if is_op(user, aten.mul):
@@ -90,7 +89,6 @@ def _product(silu: Node, sizes: tuple[int, ...]) -> tuple[Node, list[Node]]:
 
 
 def _factors(node: Node, sizes: tuple[int, ...]) -> list[Node]:
-    """List the factors of a factor of that shape: up * weight may be made before silu(gate) joins it."""
     product = origin(node, casts=True)
     if is_op(product, aten.mul) and shape(product) == sizes and only_user(product) is not None:
         return [each for one, _ in operand_pairs(product) for each in _factors(one, sizes)] or [node]

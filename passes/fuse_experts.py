@@ -83,7 +83,6 @@ def hidden_only(graph: fx.Graph) -> None:
 
 
 def _experts(unpermute: Node) -> tuple[Node, ...] | str:
-    """Walk back from the sum to the gather: x, both weights, those of slots, and the plan of three."""
     y, slot, row, ends, weight = operands(unpermute)
     chain = []
     for target in (ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):

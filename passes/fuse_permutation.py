@@ -180,7 +180,6 @@ def _summed_by_token(node: Node, plan: Plan) -> Returned | str | None:
 
 
 def _weighted(total: Node, rows: Node, k: int, weight: Node | None, plan: Plan) -> Returned | str:
-    """The sum, with weights that were multiplied to the rows in their own order, if dtypes allow."""
     options = [(rows, weight)]
     product = origin(rows, casts=True)
     if is_op(product, aten.mul) and weight is None and escape(product, [total]) is None:

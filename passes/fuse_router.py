@@ -71,7 +71,6 @@ def fuse_router(graph: fx.Graph) -> Rewrites:
 
 
 def _counted_by(routers: Sequence[Choice], choosing: Sequence[Choice]) -> list[Choice]:
-    """Choices by the scores alone, which the balance loss of a router with a bias counts."""
     return [each for each in choosing if any(each.is_best_of(router) for router in routers)]
 
 
@@ -103,7 +102,6 @@ def _replace(graph: fx.Graph, choice: Choice, choosing: Sequence[Choice]) -> str
 
 
 def _other_reader(choice: Choice, roots: Sequence[Node]) -> Node | None:
-    """Name the nodes that still read a result between logits and ``roots`` when those are replaced."""
     if choice.score is not None:
         return escape(choice.scores, roots)
     results = list(choice.ranking.users) if choice.ranking else []
@@ -188,7 +186,6 @@ def counts_of(graph: fx.Graph, choice: Choice) -> Iterator[Sum]:
 
 
 def _counted_sequences(node: Node, choice: Choice) -> int | None:
-    """B where this counts the slots of B sequences, one flat axis of B * E bins."""
     if len(shape(node)) != 1 or not is_op(origin(operand(node, 2)), aten.add) or not adds_ones(node):
         return None
     num_experts = choice.num_experts
@@ -255,7 +252,6 @@ def _entropy(node: Node, choice: Choice) -> Sum | None:
 
 
 def _is_log_of(node: Node, share: Node) -> bool:
-    """Return whether a node holds the logarithms of a share, with a floor under it or none."""
     log = origin(node)
     if not is_op(log, aten.log):
         return False

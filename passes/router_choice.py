@@ -115,7 +115,6 @@ def choices(graph: fx.Graph) -> Iterator[Choice | str]:
 
 
 def _routes(ids: Node) -> bool:
-    """Return whether given ids are those of experts, not labels: constant, drawn, or the start of a plan."""
     plans = calls(ids.graph, torch.ops.graphmoe.routing_plan)
     planned = any(origin(operand(plan)) is origin(ids) for plan in plans)
     drawn = is_op(origin(ids), aten.searchsorted)  # of moe.expert_load
@@ -140,7 +139,6 @@ def top_of(node: Any) -> tuple[Node, int] | None:
 
 
 def _first_of_sort(node: Any, which: int) -> tuple[Node, int] | None:
-    """The sort, largest first, of whose values (0) or indices (1) a node is the first k, and k."""
     if not is_op(node, aten.slice) or part(operand(node), aten.sort) != which:
         return None
     call = operand(operand(node))

@@ -107,7 +107,6 @@ def adds_ones(node: Node) -> bool:
 
 
 def _unsorted(node: Node) -> Node:
-    """The ids, where a node may also be the ids in their sorted order."""
     node = origin(node)
     if part(node, aten.sort) == 0:
         return origin(operand(operand(node)))

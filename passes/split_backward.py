@@ -132,7 +132,6 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _narrows(node: fx.Node) -> bool:
-    """Return whether a node casts to a smaller dtype: what it reads would be kept in the larger one."""
     if node.target not in CASTS:
         return False
     source, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
@@ -142,7 +141,6 @@ def _narrows(node: fx.Node) -> bool:
 
 
 def _is_cheap_pointwise(node: fx.Node) -> bool:
-    """Pointwise on values that are in memory in any case: products, or inputs of the backward."""
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     return pointwise and all(_is_materialised(source) for source in node.all_input_nodes)
 

@@ -62,7 +62,6 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
 
 
 def _extra(path: str) -> PassSpec:
-    """A user's pass, named as ``package.module:function``, where the name may also be a PassSpec."""
     found, name = import_code(path, "passes.extra"), path.partition(":")[2]
     spec = found if isinstance(found, PassSpec) else PassSpec(name, found, "forward", "allclose")
     if spec.stage not in ("forward", "joint"):

@@ -97,7 +97,6 @@ def _set_switches() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def switches_of_module() -> None:
-    """Set torch's switches before the fixtures of a module run."""
     _set_switches()
 
 
@@ -201,7 +200,6 @@ def text_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Write a module of the user's into a folder on the path."""
     monkeypatch.syspath_prepend(tmp_path)
     return lambda name, text: (tmp_path / f"{name}.py").write_text(text)
 

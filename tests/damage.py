@@ -33,8 +33,6 @@ class TooLong(BaseException):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """End a block that takes more than ``MOST_S``."""
-
     def end(number: int, frame: object) -> None:
         raise TooLong
 
@@ -96,7 +94,6 @@ def damage(folder: Path, rng: random.Random) -> str:
 
 
 def flip_bit(path: Path) -> None:
-    """Flip a bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -114,14 +111,12 @@ def no_file_beyond(num_bytes: int) -> Iterator[None]:
 
 
 def fresh_copy(source: Path, to: Path) -> Path:
-    """A copy of a folder in place of what is there."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(source, to, symlinks=True)
     return to
 
 
 def dead_pid() -> int:
-    """The number of a process that has ended."""
     child = subprocess.Popen(["true"])
     child.wait()
     return child.pid
@@ -152,7 +147,6 @@ def _other_value(path: Path, rng: random.Random) -> str:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the holder of each value of a document, and its key."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
         yield node, key

@@ -36,7 +36,6 @@ _of_stage: list[Callable[[], object]] = []
 
 
 def nothing(graph: torch.fx.Graph) -> int:
-    """The pass."""
     return 0
 
 

@@ -43,7 +43,6 @@ class KinetoTrace:
         sequence: int | None = None,
         forward_thread: int = 0,
     ) -> None:
-        """An operation of torch, with the shapes of its inputs."""
         args: dict[str, Any] = {}
         if sequence is not None:
             args = {"Sequence number": sequence, "Fwd thread id": forward_thread}
@@ -82,7 +81,6 @@ class KinetoTrace:
         return correlation
 
     def write(self, path: Path, facts: dict[str, Any] | None = None) -> Path:
-        """Write the file, compressed if its name says so."""
         document = {"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": self.device}]}
         document |= {"graphmoe": facts} if facts else {}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,6 @@ def slow_but(cases: Mapping[str, Any], *default: str) -> list[Any]:
 
 
 def config(*overrides: str) -> RunConfig:
-    """The checked configuration of a tiny run, without Hydra."""
     return copy.deepcopy(_composed(overrides))
 
 
@@ -93,14 +92,12 @@ def _composed(overrides: tuple[str, ...]) -> RunConfig:
 
 
 def hydra_config(*words: str, with_hydra: bool = True) -> DictConfig:
-    """The configuration of words of a command line as Hydra composes it."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         return compose("config", list(words), return_hydra_config=with_hydra)
 
 
 def text_of(shown: RenderableType, width: int = 200) -> str:
-    """The text of tables on a terminal of so many columns."""
     console = Console(width=width)
     with console.capture() as capture:
         console.print(shown)
@@ -108,7 +105,6 @@ def text_of(shown: RenderableType, width: int = 200) -> str:
 
 
 def document_of(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """The JSON document that a tool prints."""
     main([*words, "format=json"])
     return json.loads(capsys.readouterr().out)
 
@@ -133,7 +129,6 @@ def trainer_in(folder: Path, *overrides: str) -> Trainer:
 
 
 def train_in(folder: Path, *overrides: str) -> Trainer:
-    """A trainer that has run to its end."""
     trainer = trainer_in(folder, *overrides)
     assert trainer.run()
     return trainer
@@ -150,13 +145,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The summary.json of a run."""
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
 
 
 def numbers(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without what differs from run to run."""
     return [{k: v for k, v in row.items() if k not in TIMED} for row in metrics(folder)]
 
 
@@ -167,7 +160,6 @@ def assert_load_swings(rows: list[dict[str, Any]], num_experts: int, after: int)
 
 
 def final_state(folder: Path, scratch: Path, *overrides: str) -> dict[str, Any]:
-    """Every tensor and value of a run's newest checkpoint, by name."""
     state = trainer_in(scratch, *overrides)._state()
     assert CheckpointStore.open_any(folder).load(state) is not None
     entries = flatten(state)
@@ -258,12 +250,10 @@ class Command:
         return self.process.exitcode
 
     def kill(self, number: int) -> None:
-        """Send a signal, if the process still runs."""
         if self.process.is_alive():
             os.kill(self.pid, number)
 
     def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
-        """Poll until something has happened or the process has ended."""
         end = time.monotonic() + seconds
         while not reached() and self.process.is_alive():
             assert time.monotonic() < end, self.err.read_text()
@@ -282,7 +272,6 @@ def command(
     seconds: float = 60,
     environment: dict[str, str] | None = None,
 ) -> Command:
-    """Run a command to its end."""
     started = Command(folder, words, module, environment=environment)
     started.wait(seconds)
     return started

@@ -49,14 +49,12 @@ class Gpu:
     """Names of the work that is done before each piece of work begins."""
 
     def queue(self, work: str) -> None:
-        """Queue a piece of work on the current stream."""
         assert work not in self.on, work
         self.on[work], self.behind[work] = self.current.name, self.current.behind
         self.current.behind |= {work}
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Make a stream the current one, as torch.cuda.stream does."""
         before, self.current = self.current, stream
         try:
             yield

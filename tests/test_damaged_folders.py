@@ -76,7 +76,6 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def weights(run) -> dict[str, Path]:
-    """Folders of weights, each in two files."""
     made = {kind: run.parent / kind for kind in ("hf", "graphmoe", "fp8")}
     for kind, folder in made.items():
         form = ["target=hf", "quantise=fp8_block"] if kind == "fp8" else [f"target={kind}"]
@@ -149,7 +148,6 @@ def test_text_from_damaged_runs_is_generated_or_refused(run, tmp_path, require_n
 
 
 def with_rest(run: Path, folder: Path, part: str) -> Path:
-    """The damaged part of a run with the rest of it, whole."""
     if part == "run":
         return folder
     whole = fresh_copy(run, folder.parent / "whole")

@@ -68,7 +68,6 @@ def fenced(text: str) -> list[str]:
 
 
 def inline(text: str) -> list[str]:
-    """The pieces of inline code of a page, on one line each."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
 
@@ -107,7 +106,6 @@ def words_of(line: str) -> tuple[str, list[str]]:
 
 
 def load(tool: str) -> ModuleType:
-    """The module that a command runs, without running it."""
     if not tool.endswith(".py"):
         module = importlib.import_module(tool)
         return importlib.import_module(f"{tool}.__main__") if hasattr(module, "__path__") else module
@@ -133,7 +131,6 @@ composed = functools.cache(hydra_config)
 
 
 def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | None = None) -> None:
-    """Compose and check each configuration that the words ask for."""
     args = get_args(list(words))
     if args.shell_completion:
         assert args.overrides == ["install=bash"]
@@ -185,7 +182,6 @@ def with_stand_in(word: str, folder: Path) -> str:
 
 
 def check_command(page: str, line: str, folder: Path) -> None:
-    """Check the words of one command line as its tool does."""
     tool, words = words_of(line)
     module = load(tool)
     if "--config-dir" not in words:
@@ -262,7 +258,6 @@ def test_links_and_paths_of_a_page_lead_somewhere():
 
 
 def missing_targets(page: Path) -> Iterator[tuple[str, str]]:
-    """Links of a page, and paths in its code, that lead nowhere."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", target):
@@ -278,7 +273,6 @@ def missing_targets(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -31,7 +31,6 @@ site.addsitedir({site!r})
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the tree, links as links."""
     copy: Path = tmp_path_factory.mktemp("checkout") / "tree"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split("\n")[:-1]:

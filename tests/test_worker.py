@@ -24,7 +24,6 @@ SHORT = ("train.steps=4", "hydra.run.dir=run")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a run of the command line, one worker."""
     folder = tmp_path_factory.mktemp("finished")
     assert command(folder, *TINY, *SHORT).wait() == 0
     return folder / "run"

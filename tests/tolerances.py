@@ -39,7 +39,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, *, terms: float
 
 
 def assert_forward_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check a result by the table's row for its own dtype."""
     error, limit = relative_error(actual, expected), TOLERANCES[actual.dtype].forward
     assert error <= limit, f"relative L2 error {error:.1e} is over {limit:.1e}"
 

@@ -252,7 +252,6 @@ def _time_case(case: str, rate: str, measured: Callable[[], tuple[float | None, 
 
 
 def _segment_us(device: torch.device) -> float:
-    """Return the least time of kernels that follow each other, as many as a segment has."""
     numbers = torch.zeros(1024, device=device)
 
     def kernels() -> None:
@@ -273,7 +272,6 @@ def _segment_us(device: torch.device) -> float:
 
 
 def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
-    """Return the host's ms in a step of a small model, and us for each start of a segment."""
     overrides = [*LAUNCHED, f"run.device={device.type}"] + ["compile=none"] * (device.type != "cuda")
     starts = 2 * num_segments(compose_config(*overrides).model)
     steps = train(overrides, limit_s).steps[-TIMED_STEPS:]

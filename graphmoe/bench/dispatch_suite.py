@@ -199,7 +199,6 @@ class DispatchSuite:
         return found
 
     def _tokens(self, shape: MlpShape, routing: str) -> tuple[Tensor, Tensor, Tensor, SendPlan]:
-        """Return this rank's tokens in bf16, slot weights, experts at random or all alike, and their plan."""
         ranks, (T, E, K) = self._ranks, (shape.T, shape.E, shape.K)
         generator = torch.Generator(ranks.device).manual_seed(ranks.rank)
         h_TD = torch.randn(T, shape.D, generator=generator, device=ranks.device).to(shape.dtype)
@@ -222,7 +221,6 @@ class DispatchSuite:
         return row | {"hidden": 1 - (row["both_ms"] - row["products_ms"]) / row["median_ms"]}
 
     def _bind_products(self, shape: MlpShape) -> dict[str, Call]:
-        """Return calls of a rank's experts on a natural routing of as many tokens, by direction."""
         ranks, directions = self._ranks, ("forward", "dgrad")
         choice = ranks.together(
             lambda: choose_backends("auto", shape, ranks.device, None) if ranks.rank == 0 else ""

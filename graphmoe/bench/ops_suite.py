@@ -112,7 +112,6 @@ def _own(
     amounts: Mapping[str, tuple[int, tuple[str, ...]]],
     memory: Literal["peak"] | None = None,
 ) -> Iterator[Operation]:
-    """Yield operations without alternatives: ``make`` has a call by the last part of each name."""
     for name, (amount, results) in amounts.items():
 
         def alone(generator: torch.Generator, part: str = name.rpartition("/")[2]) -> Calls:

@@ -65,7 +65,6 @@ def help_text(
 
 
 def _given(words: Sequence[str], more: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path], str]:
-    """Return the value of each key, the user's folders, and a sentence that says whose values they are."""
     asked = [word for word in words if word not in ("help", "-h", "--help", "--help=all", "--help-all")]
     own, read = [*own_folders(asked)], asked
     try:

@@ -210,7 +210,6 @@ def to_config(
 
 
 def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
-    """Refuse steps on the command line beside tokens or epochs, which take the place of a file's steps."""
     steps = next((word for word in words if word.lstrip("+").startswith("train.steps=")), None)
     for key in ("tokens", "epochs"):
         if steps and (value := getattr(config.train, key)) is not None:

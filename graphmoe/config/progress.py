@@ -133,7 +133,6 @@ def _can_rewrite() -> bool:
 
 @contextmanager
 def _rewritten_line() -> Iterator[None]:
-    """Inside the block words are in one line of the terminal, below what else is printed on stderr."""
     from rich.live import Live
     from rich.text import Text
 

@@ -114,7 +114,6 @@ def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> So
 
 
 def _write_tokenizer(source: Source, to: Path) -> list[Path]:
-    """Copy the tokenizer's files, and have transformers know where the text of a run's model ends."""
     places = {name: source.tokenizer.with_name(name) for name in TOKENIZER_FILES}
     places[TOKENIZER] = source.tokenizer
     found = {name: path for name, path in places.items() if path.is_file()}

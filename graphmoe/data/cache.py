@@ -140,7 +140,6 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock that is free as soon as its holder dies."""
     lock = FileLock.acquire(path)
     if lock is None:
         log.info("another process prepares %s; waiting", path.stem)

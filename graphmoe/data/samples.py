@@ -170,7 +170,6 @@ class PackedSamples(Samples):
         raise DataError(f"{tries} samples in a row hold bad tokens; the first: {self.bad.first}")
 
     def _cut(self, epoch: int, index: int) -> npt.NDArray[np.int64] | None:
-        """Sample ``index`` of this epoch, or None when it holds a bad token that may be skipped."""
         if self.shuffle:
             key = derive_key(self.seed, epoch, SAMPLE_KEY)
             index = int(permute(np.array([index]), self.num_samples, key)[0])
@@ -252,7 +251,6 @@ class MixedSamples(Samples):
         return self.parts[part].sample(int(after_P[part]) - int(end_P[part]) + slot)
 
     def _before(self, block: int) -> npt.NDArray[np.int64]:
-        """Return how many samples each corpus gives before a block."""
         total = block * self._block
         count_P = np.floor(self.share_P * total).astype(np.int64)
         count_P[np.argmax(self.share_P)] += total - count_P.sum()

@@ -74,7 +74,6 @@ class _Shift:
 
 
 def _part(step: int, index: int, seq: int) -> tuple[slice, slice, bool]:
-    """The queries and the keys of a step that meet, and whether they do so causally."""
     everything = slice(0, seq)
     if step == 0:
         return everything, everything, True

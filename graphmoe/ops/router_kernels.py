@@ -121,7 +121,6 @@ def _number(key):
 
 @triton.jit
 def _first_best(key, index, AXIS: tl.constexpr):
-    """Lowest index among the largest keys along the axis."""
     best = tl.max(key, AXIS)
     return tl.min(tl.where(key == tl.expand_dims(best, AXIS), index, NO_EXPERT), AXIS)
 

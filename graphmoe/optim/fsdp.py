@@ -122,7 +122,6 @@ class ShardedOptimizer(StepOptimizer):
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its memory."""
     assert isinstance(tensor, DTensor)
     return tensor.to_local().detach()
 
@@ -189,7 +188,6 @@ class ShardedWeights:
                 gathering.set_modules_to_backward_prefetch(inside_out[i + 1 :] or before)
 
     def _gatherings(self, block: Sequence[nn.Module]) -> Iterator[FSDPModule]:
-        """Make a gathering for each group of ranks that have the same part of some parameters."""
         self._fill(block)
         held = {place: getattr(*place) for module in block for place in _places(module)}
         marks = {place: layout_of(parameter) for place, parameter in held.items()}

@@ -168,7 +168,6 @@ class Optimizer(StepOptimizer):
         self.weight_forms.written()
 
     def _restorable(self) -> dict[int, Tensor]:
-        """Return main weights by the id of the rounded ones, where this rank owns both whole."""
         whole = [family for family in self.families if family.group is None and self.rounds]
         mains = [(family, family.views(family.main)) for family in whole]
         return {id(w): main for f, views in mains for w, main in zip(f.weights, views.values(), strict=True)}

@@ -76,7 +76,6 @@ def timeline_chart(panels: Sequence[Panel]) -> Chart:
 
 
 def _ranks_axis(panel: Panel) -> dict[str, Any]:
-    """Axis with a row for each rank, which says how long it is idle and how much it keeps."""
     ranks = range(panel.timeline.table.placement.num_ranks)
     return {
         "range": [ranks.stop - 0.5, -0.5],

@@ -108,7 +108,6 @@ def _make_plan(args: ViewArgs, place: int) -> Plan:
 
 
 def _slower(args: ViewArgs, plan: Plan) -> str | None:
-    """Return a warning where 1f1b would be faster on as many ranks, with a schedule to use instead."""
     assert plan.panel is not None
     shown, ranks = plan.panel.timeline, plan.placement.num_ranks
 
@@ -126,7 +125,6 @@ def _slower(args: ViewArgs, plan: Plan) -> str | None:
 
 
 def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> tuple[int, int]:
-    """Return ranks and virtual stages: as given, else by the layout's pieces, else by default."""
     given = args.virtual_stages or []
     virtual = given[place if len(given) > 1 else 0] if given else None
     num_pieces = 0 if layout is None else len(parse_layout(layout, key="layout"))

@@ -161,7 +161,6 @@ class Candidates:
                 yield "pipeline.virtual_stages=null"
 
     def _micro_batch_sizes(self) -> list[int]:
-        """Return powers of two that divide the global batch, the given size alone where there is one."""
         train = self.config.train
         if MICRO_BATCH in self.fixed:
             return [train.micro_batch_size]
@@ -170,7 +169,6 @@ class Candidates:
         return few or whole[-1:]
 
     def _kinds(self) -> dict[str, RecomputeConfig]:
-        """Return kinds of recompute by their words, the given one alone where the command line has one."""
         model = self.config.model
         if any(key.partition(".")[0] == "recompute" for key in self.fixed):
             return {"": self.config.recompute}
@@ -235,7 +233,6 @@ class Candidates:
 
 
 def _all_keys(recompute: RecomputeConfig) -> str:
-    """Return words for all keys of recompute, for a configuration whose files set some of them."""
     lists = {key: ",".join(getattr(recompute, key)) for key in ("segments", "ops", "layer_ids")}
     words = [f"recompute.{key}=[{names}]" for key, names in lists.items()]
     return " ".join([f"recompute.all={str(recompute.all).lower()}", *words])

@@ -167,7 +167,6 @@ class Estimates:
         return tokens / max(makespan + gradients - hidden + update, host)
 
     def _waits(self, candidate: Candidate) -> tuple[float, float]:
-        """Return what each micro-batch and each further rank add to a makespan, in times of a rank."""
         like = self._like(candidate)
         time = self._stage(like, candidate.kind, self._all).time
         message = message_seconds(replace(self._sizes[like][1], layout=candidate.layout), self.speeds)

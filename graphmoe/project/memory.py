@@ -245,7 +245,6 @@ def _attention_work(sizes: Sizes) -> float:
 
 
 def _experts_work(sizes: Sizes) -> float:
-    """Bytes of rows as they arrive and leave, of their gradients, and of activations of the slots."""
     model, e, (rows, slots) = sizes.model, sizes.element_bytes, sizes.room
     inner = model.expert_ffn_size // sizes.layout.etp
     travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0

@@ -135,7 +135,6 @@ def _details(document: dict[str, Any]) -> list[RenderableType]:
 
 
 def _joined(by_part: dict[str, float]) -> dict[str, float]:
-    """Join neighbouring layers that keep the same bytes into one line, with the bytes of each."""
     found: dict[str, float] = {}
 
     def kind_and_size(item: tuple[str, float]) -> tuple[str, float]:

@@ -97,7 +97,6 @@ def share_of_steps(run: RunData) -> float:
 
 
 def _seconds(run: RunData) -> tuple[float, float, float]:
-    """Seconds of all starts, of the steps after them, and of both with what is beside them."""
     start = sum(seconds for seconds in run.starts if seconds is not None)
     steps = 0.0
     if len(run.steps) > len(run.starts):
@@ -209,6 +208,5 @@ def threads_of(run: RunData) -> str:
 
 
 def _made(run: RunData) -> str:
-    """Seconds of compilation, as an addition to a sentence on the start, where there is one only."""
     seconds = run.compiled.get("seconds")
     return f" (compilation {duration(seconds)})" if seconds and len(run.starts) < 2 else ""

@@ -77,7 +77,6 @@ def learning(run: RunData) -> Answer:
 
 
 def _course(training: Curve, checks: Curve) -> tuple[str, str]:
-    """The loss at the end: the last fifth of the steps against the fifth before."""
     count = len(training.values) // 5
     few = f"{len(training.values):,} steps are too few to say whether it still falls."
     if count < 5:
@@ -235,7 +234,6 @@ def _lost(run: RunData, trace: Summary) -> Iterator[str]:
 
 
 def _free_memory(run: RunData) -> float | None:
-    """Share of a GPU's memory that the run never held."""
     peak, card = run.summary.get("peak_memory_gib"), run.summary.get("device_memory_gib")
     return None if run.of("run.device") == "cpu" or not peak or not card else 1 - peak / card
 

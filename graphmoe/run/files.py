@@ -37,7 +37,6 @@ Number = float | None
 
 
 def _record(required: str, **fields: Any) -> Any:
-    """Type of a JSON object: its fields with their types, of which some must be there."""
     needed = {name: Required[kind] for name, kind in fields.items() if name in required.split()}
     return TypedDict("Record", {name: NotRequired[kind] for name, kind in fields.items()} | needed)  # type: ignore[operator]
 

@@ -178,7 +178,6 @@ def _read_config(path: Path, ours: Any) -> dict[str, Any]:
 
 
 def _differences(theirs: Any, ours: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, theirs, ours) of what tells one run from another, None for what one of them lacks."""
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         if theirs != ours:
             yield key, _brief(theirs), _brief(ours)

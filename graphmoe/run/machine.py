@@ -114,7 +114,6 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def _command() -> list[str]:
-    """Command that was typed: that of a worker's launcher, which is graphmoe's own or torchrun."""
     own, launcher = sys.orig_argv, os.environ.get(LAUNCHER_PID)
     if launcher is None and ELASTIC not in os.environ:
         return own

@@ -216,7 +216,6 @@ def _whole_steps(trace: Trace, begin: float, end: float) -> Summary:
 
 
 def _launching(trace: Trace) -> list[HostEvent]:
-    """The calls inside steps that launch kernels or graphs, without those inside another on their thread."""
     found: list[HostEvent] = []
     ends: dict[Thread, float] = defaultdict(lambda: -math.inf)
     for call in trace.calls:

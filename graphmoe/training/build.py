@@ -75,7 +75,6 @@ def build(
 def _fill(
     config: RunConfig, device: torch.device, mesh: Mesh, model: Transformer, block: Sequence[nn.Module]
 ) -> None:
-    """Make a block of a model on the meta device real."""
     materialise(nn.ModuleList(block), device)
     only = {parameter for module in block for parameter in module.parameters()}
     init_weights(model, config.model.init_std, config.train.seed, mesh.layout, mesh.rank, only)

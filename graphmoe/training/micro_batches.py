@@ -82,7 +82,6 @@ class OneAfterTheOther:
             self._forward(tokens, add)
 
     def _overlap_in_use(self) -> Overlap | None:
-        """Return the overlap, or None where the host counts arriving rows and would wait between units."""
         dispatcher = self.model.dispatcher
         return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
@@ -165,7 +164,6 @@ class Pipelined(OneAfterTheOther):
     def _run(
         self, number: int, micro_batch: int, received: tuple[Tensor, ...]
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run a stage: hidden states for the next one, and the term of the loss."""
         assert self._add is not None
         pieces, tokens = self.stages[number], self._batches[micro_batch]
         in_lane = self._lane if torch.is_grad_enabled() else None

@@ -219,7 +219,6 @@ class PipelineProfile:
             self._keep(number, _Part(platform.node(), self._recorder.began_ns, spans, peak))
 
     def _keep(self, number: int, part: _Part) -> None:
-        """Bring the parts of all ranks to the first, which writes them. A collective of the pipeline."""
         first = self._place == 0
         parts: list[_Part] | None = [part] * self._table.placement.num_ranks if first else None
         dist.gather_object(part, parts, group=self._group, group_dst=0)

@@ -142,7 +142,6 @@ def state_of_places(plan: Plan) -> list[float]:
 
 
 def _check_batches(plan: Plan) -> None:
-    """Refuse batches that wait, and rows of metrics, that alone exceed the memory of the host."""
     train, data, model = plan.config.train, plan.config.data, plan.config.model
     batch = 8 * train.micro_batch_size * ((data.seq_len or 1) + 1)
     validation = train.val_batches * batch if data.source_facts.endless else 0
@@ -162,7 +161,6 @@ def _check_batches(plan: Plan) -> None:
 
 
 def _check_activations(plan: Plan, device: torch.device, state: Sequence[float]) -> None:
-    """Refuse a micro-batch for which the memory that is free now has no room beside the state."""
     train, data, nproc = plan.config.train, plan.config.data, plan.config.launch.nproc
     least = least_bytes(plan, state)
     cases = [(float(free_memory_of(device)), *each, "") for each in least]
@@ -213,7 +211,6 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
 
 
 def _again_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:
-    """Bytes that the backward of a stage's last layer makes again, while it keeps all that others read."""
     return SURE * made_again(sizes, plan.recompute, stage.layers[-1]) if len(stage.layers) else 0.0
 
 

@@ -100,7 +100,6 @@ def _tensorboard(folder: Path, done: int) -> Tracker:
 
 
 def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
-    """Open the W&B run of the folder, or a new one if the steps after ``after`` are taken back."""
     try:
         import wandb
     except ImportError as error:
@@ -130,7 +129,6 @@ def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
 
 
 def _mlflow(folder: Path, config: RunConfig, after: int | None) -> Tracker:
-    """Open an MLflow run as `_wandb` does, at the place that MLFLOW_TRACKING_URI names."""
     try:
         import mlflow
     except ImportError as error:

@@ -255,12 +255,10 @@ def _cell(value: Any) -> str:
 
 
 def _head(text: str) -> str:
-    """Return a heading, which may break inside a key."""
     return _term(text) if text.lower() in TERMS else re.sub("([._])", r"\1<wbr>", _text(text))
 
 
 def _term(text: str) -> str:
-    """A word with what it means, if `TERMS` has it, which the page shows beside it."""
     says = TERMS.get(text.lower())
     if says is None:
         return _text(text)

@@ -70,7 +70,6 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
 
 
 def _is_own_group(gid: int) -> bool:
-    """Tell whether a group is the user's private one, of which nobody else is (Debian, Fedora)."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:

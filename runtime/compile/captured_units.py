@@ -127,7 +127,6 @@ class CapturedUnit:
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def _free(self) -> _UnitOnLane:
-        """The first on the lane whose results the micro-batch does not wait to read."""
         name, number = self._shared.lane_name, 0
         while (lane := self._lanes.get((name, number))) and lane.taken_by == self._shared.micro_batch:
             number += 1
@@ -311,7 +310,6 @@ class _Inputs(Replay):
 
 
 def _apart_from(scratch: Sequence[Tensor], results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """Return the results, of which those in the scratch are copied, such as a gradient passed through."""
     taken = {tensor.untyped_storage().data_ptr() for tensor in scratch}
     apart = []
     for result in results:

@@ -334,7 +334,6 @@ def _before_rounding(node: fx.Node) -> fx.Node:
 
 
 def _transposed_product(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """(a b)^T as b^T a^T: its rows are contiguous."""
     product = node.args[0] if node.target is aten.permute.default and list(node.args[1]) == [1, 0] else None  # type: ignore[arg-type]
     if not (isinstance(product, fx.Node) and product.target is aten.mm.default and len(product.users) == 1):
         return node

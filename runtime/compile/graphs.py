@@ -133,7 +133,6 @@ def unit_graphs(
 
 
 def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> tuple[MadeBy | None, ...]:
-    """Name the operation that made each output of a unit, which may pass it on."""
     results, behind = _outputs(forward), dict[fx.Node, fx.Node]()
     if views is not None:
         inputs = forward.graph.find_nodes(op="placeholder")

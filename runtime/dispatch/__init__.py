@@ -160,7 +160,6 @@ def close_dispatcher() -> None:
 
 
 def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
-    """Describe the choice for the log."""
     words = f"moe.dispatcher={plan.dispatcher}"
     if not isinstance(dispatcher, Symm) or plan.transport is None:
         return words

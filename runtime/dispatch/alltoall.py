@@ -59,7 +59,6 @@ class AllToAll:
         return torch.ops.graphmoe.unpermute(y_SD, slot_R[: sum(sent)], row_TW, ends_P, None)
 
     def _exchange_counts(self, counts_P: Tensor) -> tuple[list[int], list[int]]:
-        """Return the numbers of rows for each rank and from each rank."""
         both_2P = torch.stack([counts_P, counts_P])
         if self._group is not None:
             dist.all_to_all_single(both_2P[1], counts_P, group=self._group)

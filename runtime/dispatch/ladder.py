@@ -143,7 +143,6 @@ class ReceiveLadder:
         return next(fit, len(self._levels) - 1)
 
     def _tightest(self, loads: Sequence[Load]) -> tuple[int, Load, Load]:
-        """Return the layer with most in proportion to its room, its load and its room."""
         found = zip(range(len(loads)), loads, self._rooms(), strict=True)
         return max(found, key=lambda each: max(each[1].rows / each[2].rows, each[1].slots / each[2].slots))
 

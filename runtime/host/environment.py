@@ -151,6 +151,5 @@ def _gpu_runtime_started() -> bool:
 
 
 def _set_earlier() -> dict[str, str]:
-    """Return the variables that an earlier call, here or in the parent, set and nobody has changed."""
     marked = json.loads(os.environ.get(MARKER, "{}"))
     return {name: value for name, value in marked.items() if os.environ.get(name) == value}

@@ -145,7 +145,6 @@ def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
 
 
 def _is_of_others(error: BaseException | None) -> bool:
-    """Tell whether the error, or one that it came from, says that the connection to another rank broke."""
     while error is not None:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & _OF_CONNECTIONS or _BROKEN_CONNECTION.search(str(error)):

@@ -119,7 +119,6 @@ class HangWatch:
         known.stopped_s = known.stopped_s + passed if stopped else 0.0
 
     def _end(self, ranks: Sequence[_Watched], attempt: str, log_dir: Path) -> None:
-        """Name the rank that the others wait for, leave each one's stacks in its log, and kill all."""
         their_logs = self.log_dir or log_dir
         self._ask_for_stacks(ranks)
         ask_for_dumps(self._folder, [each.stamp.rank for each in ranks], their_logs)

@@ -100,11 +100,9 @@ class Channels:
 
     @property
     def _place(self) -> torch.device:
-        """Return the device that messages are sent from and received on."""
         return torch.device("cpu") if self.by_host or not self.has_nccl else self._device
 
     def _open(self, ranks: Sequence[int]) -> None:
-        """Send one byte along each channel of this pipeline, in one order on all of its ranks."""
         for channel, (group, peer) in self._ends.items():
             byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
             way = dist.isend if ranks[channel[0]] == dist.get_rank() else dist.irecv

@@ -35,12 +35,10 @@ FLOORS = {  # case: (FLOPs or bytes, milliseconds), worked out by hand
 
 
 def documented(*words: str):
-    """The document of a command line."""
     return bench.bench(bench.parse_args(BenchArgs, words, prog="graphmoe.bench"), words)
 
 
 def table_of(document) -> list[str]:
-    """Lines of the rendered table, all with as many cells."""
     lines = [line for line in bench.render(document).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + len(document["rows"]) and len({line.count("|") for line in lines}) == 1
     return lines

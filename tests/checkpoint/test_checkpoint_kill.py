@@ -25,7 +25,6 @@ _CONTEXT.set_forkserver_preload(["graphmoe.checkpoint", "torch.distributed.devic
 
 
 def state_at(step: int) -> dict:
-    """About 4 MB that all say the same step."""
     layers = {str(layer): torch.full((250_000,), float(step)) for layer in range(4)}
     return {"model": layers, "counters": {"step": step}}
 

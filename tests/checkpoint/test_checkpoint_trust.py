@@ -29,7 +29,6 @@ PROTO, STOP = b"\x80\x04", b"."
 
 
 def saved_in(folder: Path) -> Path:
-    """A checkpoint of a tensor and a plain value."""
     store = CheckpointStore(folder, CheckpointConfig())
     store.save(1, {"x": TENSOR, "step": 1, "value": VALUE}, wait=True)
     return folder / "step_00000001"

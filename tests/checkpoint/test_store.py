@@ -28,7 +28,6 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def zeros_like(state):
-    """The same structure with each tensor zeroed and each plain value None."""
     if isinstance(state, dict):
         return {key: zeros_like(value) for key, value in state.items()}
     if isinstance(state, list) and any(isinstance(item, dict | torch.Tensor) for item in state):

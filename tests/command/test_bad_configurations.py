@@ -39,7 +39,6 @@ HYDRA_KEYS = ("run.dir", "sweep.dir", "job.chdir", "verbose", "mode", "output_su
 
 
 def bad_word(rng: random.Random) -> tuple[str, str]:
-    """A wrong word of a command line, and the key in it."""
     key, value = rng.choice(known_keys()), rng.choice(VALUES)
     form = rng.choice(("value",) * 16 + ("typo", "typo", "add", "force", "delete", "bare", "group", "hydra"))
     if form == "typo":
@@ -54,7 +53,6 @@ def bad_word(rng: random.Random) -> tuple[str, str]:
 
 
 def answer(folder: Path, words: list[str], bad_keys: list[str]) -> str | None:
-    """Return how a command took its words wrongly, or None."""
     folder.mkdir()
     started = Command(folder, (*TINY, "train.steps=2", *words))
     started.process.join(MOST_S)

@@ -35,7 +35,6 @@ print(json.dumps(answers))
 
 
 def answer(*words: str) -> tuple[int, str, str]:
-    """Return status, stdout and stderr of the console command."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     on_out, on_err = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
     with mock.patch.object(sys, "argv", ["/usr/bin/graphmoe", *words]), on_out, on_err:

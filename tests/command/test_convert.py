@@ -33,7 +33,6 @@ CONFIG = ModelConfig(
 
 
 def random_model(config=CONFIG, seed=0):
-    """A model whose every weight is random, the router's bias too."""
     model = build_model(config, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -49,7 +48,6 @@ def assert_same_weights(a, b):
 
 @pytest.fixture
 def hf(tmp_path):
-    """A Hugging Face folder with a tokenizer, and the model in it."""
     model = random_model()
     ids = {"bos_token_id": 3, "eos_token_id": [4, 5]}
     save_hf(model, CONFIG, tmp_path / "hf", max_shard_size="9KB", token_ids=ids)

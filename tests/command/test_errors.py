@@ -14,7 +14,6 @@ from tests.runs import TINY, command, hydra_config
 
 
 def message_of(word: str) -> str:
-    """The message for a command line that cannot be composed."""
     with pytest.raises(Exception) as caught:
         to_config(hydra_config(word, with_hydra=False))
     return explain(caught.value, [word])

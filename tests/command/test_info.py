@@ -19,7 +19,6 @@ from tests.test_docs import rows_below
 
 
 def described(preset: str, num_ranks: int = 1, **parallel: int) -> dict[str, Any]:
-    """The figures of a preset on as many ranks."""
     run = replace(config(), model=load_preset(preset), parallel=ParallelConfig(**parallel))
     layout = Layout.of(run.parallel, num_ranks)
     return describe(plan_of(with_one_micro_batch(run, layout), num_ranks))

@@ -106,7 +106,6 @@ def test_what_only_hydra_can_judge_is_left_to_it(typed):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A Hugging Face folder, and beside it one of its config.json alone."""
     save_hf(random_model(), CONFIG, tmp_path / "hf")
     (tmp_path / "shape").mkdir()
     shutil.copy(tmp_path / "hf" / "config.json", tmp_path / "shape")
@@ -114,7 +113,6 @@ def folder(tmp_path):
 
 
 def composed_of(*words):
-    """Model and start of the run that a command line composes."""
     config = to_config(hydra_config(*read_words([*words, "data=synthetic"]), with_hydra=False))
     return config.model, config.checkpoint.init_from
 

@@ -100,7 +100,6 @@ def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
 
 
 def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path):
-    """The user id is one that a container does not know."""
     unknown = KeyError("getpwuid(): uid not found: 4242")
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=unknown))
     for name in ("HOME", "GRAPHMOE_CACHE"):

@@ -11,7 +11,6 @@ from tests.data.texts import sentences
 
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory) -> Path:
-    """A tokenizer.json of 400 ids whose id 0 ends a document."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     train_bpe(iter(sentences(200)), 400, 200).save(str(path))
     return path
@@ -24,7 +23,6 @@ def tokenizer(tokenizer_path) -> Tokenizer:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """An empty cache folder that data.cache_dir defaults to."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("GRAPHMOE_CACHE", str(folder))
     return folder

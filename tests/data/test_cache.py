@@ -29,7 +29,6 @@ def _ask(cache: Path, tally: Path, seconds: float) -> None:
 
 
 def builder(cache, tally, seconds):
-    """Start another process that asks for the entry ``thing``."""
     process = FORK.Process(target=_ask, args=(cache, tally, seconds))
     process.start()
     return process

@@ -26,7 +26,6 @@ def open_text(tmp_path, tokenizer_path, cache):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Files of any size are large ones."""
     for module in ("sources.memmap", "cache", "contents"):
         monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
 
@@ -96,7 +95,6 @@ def test_a_run_on_a_damaged_entry_ends_in_one_line_and_the_same_command_goes_on(
 
 @pytest.fixture
 def prefix(tmp_path):
-    """A pair of 30 documents of 20 tokens."""
     write_token_file(tmp_path / "m", [np.arange(20)] * 30, np.uint16)
     return tmp_path / "m"
 

@@ -25,8 +25,6 @@ import pyarrow.parquet as pq  # noqa: E402
 
 @pytest.fixture
 def open_files(tokenizer_path, cache, tmp_path):
-    """open_data over files of the test's folder."""
-
     def open_files(*patterns, seq_len=16, vocab_size=400, **changes):
         paths = [str(tmp_path / pattern) for pattern in patterns]
         changes = {"val_fraction": 0.0, "shuffle": False, "tokenizer": str(tokenizer_path), **changes}
@@ -37,7 +35,6 @@ def open_files(tokenizer_path, cache, tmp_path):
 
 
 def texts_of(corpus) -> list[str]:
-    """The documents of a corpus that is not shuffled."""
     file = corpus.train.documents.files[0]
     ends = file.start_N + file.length_N
     assert (np.asarray(file.tokens_T)[ends - 1] == 0).all(), "each document ends with the end token"

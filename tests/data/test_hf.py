@@ -28,7 +28,6 @@ def small_blocks(monkeypatch, tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A dataset of 3 shards with 60 documents."""
     folder = tmp_path / "set"
     folder.mkdir()
     write_shards(folder, 0)

@@ -8,7 +8,6 @@ SENTENCE = "the loss of an expert is shown for each token and router while gradi
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """``count`` different short texts."""
     rng = random.Random(seed)
     return [f"{i}: " + " ".join(rng.choices(SENTENCE.split(), k=rng.randint(3, 40))) for i in range(count)]
 

@@ -124,7 +124,6 @@ class FakeBuffer:
         return *total, *[None] * (2 - len(total)), object()
 
     def _first(self, x_TD: Tensor, call: dict[str, Any]) -> tuple[Any, ...]:
-        """A dispatch that has no handle yet."""
         chosen_TK, weight_TK, in_rank_TP = call["topk_idx"], call["topk_weights"], call["is_token_in_rank"]
         assert weight_TK.dtype == torch.float32 and weight_TK.is_contiguous()
         assert chosen_TK.dtype == torch.int64 and len(chosen_TK) == len(x_TD)
@@ -158,7 +157,6 @@ class FakeBuffer:
         return received_ND, number_NK, weight_NK, [], *between, handle, object()
 
     def _again(self, x_TD: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
-        """A dispatch along the ways of an earlier one."""
         prefix_PP, channel_PC, _, source_N, in_rank_TP, _ = handle
         assert channel_PC.equal(self._channels(in_rank_TP)) and len(in_rank_TP) == len(x_TD)
         arrived = self._arrived(prefix_PP)
@@ -227,7 +225,6 @@ class FakeExchange:
 
 @contextmanager
 def fake_exchange() -> Iterator[FakeExchange]:
-    """Put a fake in place of torch's exchange in the dispatcher."""
     fake = FakeExchange()
     with (
         mock.patch.object(nvshmem, "nvshmem_empty", fake.empty),

@@ -64,7 +64,6 @@ class Case:
     """Change of the trainers of both."""
 
     def __str__(self) -> str:
-        """Name of the test."""
         change = self.change.__name__ if self.change else ""
         words = (self.layout or "dp", self.schedule, *self.overrides, *self.model, self.mode, change)
         kept = (word.rpartition(".")[2] for word in words if word not in ("", "eager"))
@@ -81,7 +80,6 @@ class Case:
 
     @property
     def alone(self) -> Training:
-        """The same on one process, uncompiled."""
         sizes = [word for word in self.overrides if "batch" in word or "precision" in word]
         return Training((*BASE, *(PIPELINE if self.schedule else ()), *self.model, *sizes), self.change)
 
@@ -104,7 +102,6 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
 
 
 def gradient_errors(case: Case, found: Sequence[Outcome], wanted: Outcome) -> dict[str, float]:
-    """Relative error of each parameter's gradient, over the parts of all ranks."""
     parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for of_rank, expected in zip(found, of_ranks(case, wanted.gradients), strict=True):
         for name, gradient in of_rank.gradients.items():
@@ -114,12 +111,10 @@ def gradient_errors(case: Case, found: Sequence[Outcome], wanted: Outcome) -> di
 
 
 def some_labels_ignored(trainer: Trainer) -> None:
-    """Ignore a fifth of the labels."""
     _ignore(trainer, lambda labels: labels % 5 == 0)
 
 
 def all_labels_ignored(trainer: Trainer) -> None:
-    """Ignore all labels."""
     _ignore(trainer, lambda labels: labels >= 0)
 
 
@@ -133,7 +128,6 @@ def _ignore(trainer: Trainer, chosen: Callable[[Tensor], Tensor]) -> None:
 
 
 def an_expert_without_tokens(trainer: Trainer) -> None:
-    """Let no token choose the fourth expert."""
     for router in trainer.model.routers():
         router.selection_bias[3] = -9.0
 
@@ -293,7 +287,6 @@ def check_who_carries_messages(trainer: Trainer) -> None:
 
 
 def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Cut whole tensors by parameter name into those of each rank."""
     run = case.training.config
     plan = plan_of(run, case.ranks)
     layout = plan.layout
@@ -305,7 +298,6 @@ def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]
 
 
 def replicated(rows: Tensor) -> list[dict[str, float]]:
-    """Values of ``REPLICATED`` in rows of steps that have them."""
     begin = len(SCALARS + RECEIVED)
     return [
         dict(zip(REPLICATED, row, strict=True)) for row in rows[:, begin : begin + len(REPLICATED)].tolist()
@@ -313,7 +305,6 @@ def replicated(rows: Tensor) -> list[dict[str, float]]:
 
 
 def _common(case: Case, rows: Tensor, like: Tensor) -> Tensor:
-    """Rows of steps that count, without the columns of arriving rows."""
     received = len(RECEIVED) * (rows.shape[1] > like.shape[1])
     if received:
         rows = rows[rows[:, len(SCALARS) + RECEIVED.index("void")] == 0]

@@ -90,12 +90,10 @@ class Job:
         return {name: [results[name] for results in by_rank] for name in self.cases}
 
     def _errors(self) -> str:
-        """The traces of the ranks, where they left any."""
         return "\n".join(path.read_text() for path in sorted(self._scratch.glob("*.error"))) or "no trace"
 
 
 def share_gpus(num_ranks: int) -> bool:
-    """Return whether there are fewer GPUs than ranks."""
     return torch.cuda.device_count() < num_ranks
 
 

@@ -45,14 +45,12 @@ def state_of_rank(layout: Layout, rank: int, step: int) -> dict[str, Any]:
 
 
 def whole_state(step: int) -> dict[str, Any]:
-    """The same state where one process holds plain tensors."""
     kinds = {kind: {name: whole(name, kind, step) for name in PARAMETERS} for kind in ("main", "exp_avg")}
     model = {name: whole(name, "model", step) for name in PARAMETERS}
     return {"model": model, "optimizer": kinds, "loader": {"position": step}, "step": step}
 
 
 def differing(state: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of the entries that are not the same, bit for bit."""
     ours, theirs = flatten(state), flatten(other)
     assert ours.names == theirs.names
     names = [name for name, value in ours.values.items() if value != theirs.values[name]]

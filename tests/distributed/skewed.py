@@ -75,7 +75,6 @@ class Skew:
 
 
 def no_memory(trainer: Trainer) -> None:
-    """Let no rank have memory for more room."""
     trainer.steps._ladder._has_memory = lambda now, then: False
 
 

@@ -55,14 +55,12 @@ class Suite:
 
 
 def too_few_experts(ranks: Ranks, folder: Path) -> list[Row]:
-    """Run a shape with fewer experts than ranks and slots need."""
     suite = DispatchSuite(RankGroup(CPU), repeats=1)
     return run_cases(suite.cases(dataclasses.replace(SHAPE, E=2), {"pull": None}), str, None)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Results of each case, by rank."""
     cases = {"suite": Suite(), "broken": Suite(broken=True), "too few experts": too_few_experts}
     return run_ranks(tmp_path_factory.mktemp("ranks"), cases)
 

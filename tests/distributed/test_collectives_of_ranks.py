@@ -68,7 +68,6 @@ CASES = {
 
 
 def others(ranks: Ranks, folder: Path) -> tuple[Tensor, ...]:
-    """Run operations without gradients, and torch's checks of registration, fakes and tracing."""
     ops.use_groups(Mesh(LAYOUT))
     x = torch.arange(4.0).view(2, 2) + ranks.rank
     first, second = ops.sums_over("tp", SIZE, x, x.sum().requires_grad_())
@@ -86,7 +85,6 @@ def others(ranks: Ranks, folder: Path) -> tuple[Tensor, ...]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Results of each rank, by case."""
     return Job(tmp_path_factory.mktemp("ranks"), {**CASES, "others": others}, num_ranks=4).results()
 
 

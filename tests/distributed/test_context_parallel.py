@@ -45,14 +45,12 @@ class Ring:
         return [result.cpu() for result in results]
 
     def whole(self) -> list[Tensor]:
-        """q, k, v and the gradient of the output, over whole sequences."""
         generator = torch.Generator().manual_seed(0)
         (of_queries, of_keys), (query, value) = self.heads, self.sizes
         shapes = ((of_queries, query), (of_keys, query), (of_keys, value), (of_queries, value))
         return [torch.randn(2, self.seq_len, *each, generator=generator).to(self.dtype) for each in shapes]
 
     def expected(self) -> list[Tensor]:
-        """The same over whole sequences in fp64, by the definition."""
         *tensors, d_out = (x.double() for x in self.whole())
         q, k, v = (x.requires_grad_() for x in tensors)
         groups = self.heads[0] // self.heads[1]
@@ -63,7 +61,6 @@ class Ring:
         return [out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)]
 
     def joined(self, results: list[list[Tensor]]) -> list[Tensor]:
-        """Results over whole sequences, from those of all ranks in zigzag order."""
         found = []
         for parts in zip(*results, strict=True):
             chunks = {}
@@ -83,7 +80,6 @@ RINGS = {
 
 
 def positions(ranks: Ranks, folder: Path) -> list[list[int]]:
-    """Return the positions of 16 that a rank holds in each order."""
     found = []
     for layout in (Layout(cp=4), Layout(cp=4, ring=True), Layout(dp=2, cp=2, ring=True)):
         use_groups(Mesh(layout))
@@ -94,7 +90,6 @@ def positions(ranks: Ranks, folder: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Results of each case, by rank."""
     return run_ranks(tmp_path_factory.mktemp("four"), {**RINGS, "positions": positions}, num_ranks=4)
 
 

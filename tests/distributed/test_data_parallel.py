@@ -50,7 +50,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Outcome]]:
-    """The outcomes of two ranks."""
     return run_ranks(folder, EXACT | SAVED)
 
 

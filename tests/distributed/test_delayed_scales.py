@@ -48,7 +48,6 @@ def scales(tmp_path_factory) -> dict[str, list[Values]]:
 
 
 def moved(values: Values) -> Values:
-    """Return the scales that have a history."""
     return {name: each for name, each in values.items() if each[1] > 0}
 
 

@@ -50,7 +50,6 @@ CASES[INDUCTOR] = case(TURNS, BF16, "model.num_layers=1", "model.num_dense_layer
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """Outcomes of each case by the way of rows, and rank."""
     cases = {}
     for name in selected(request, "name"):
         for kind in ("auto", "bf16"):
@@ -102,7 +101,6 @@ COPIED = {
 
 @pytest.fixture(scope="module")
 def copied(request, tmp_path_factory):
-    """Outcomes of each case with replicas and without, and rank."""
     cases = {}
     for name in selected(request, "kind"):
         for balance in (REPLICAS, "moe.balance=none"):

@@ -27,7 +27,6 @@ STAGES = (
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ...]) -> Path:
-    """The folder of a run on text that recorded its pipeline."""
     folder = tmp_path_factory.mktemp("recorded")
     run = command(folder, *TINY, *text_words, *STAGES, "log.sample_tokens=8", seconds=180)
     assert run.wait() == 0, run.err.read_text()

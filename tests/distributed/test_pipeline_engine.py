@@ -50,7 +50,6 @@ def cases_of(num_ranks):
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def runs(request, tmp_path_factory):
-    """Cases by name, each with its findings and its log by rank."""
     cases = cases_of(request.param)
     results = run_ranks(tmp_path_factory.mktemp("ranks"), cases, request.param)
     return {name: (case, results[name]) for name, case in cases.items()}

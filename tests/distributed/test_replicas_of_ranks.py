@@ -59,7 +59,6 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Results of each rank, by case."""
     cases = {name: Traffic(case) for name, case in CASES.items()}
     return Job(tmp_path_factory.mktemp("ranks"), {**cases, "checks": checks}, num_ranks=RANKS).results()
 

@@ -36,7 +36,6 @@ PARTS = ("ends", "row", "slot")
 
 
 def weights(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Weights of all experts."""
     sizes = (2 * WIDTH, D), (D, WIDTH)
     both = (values(RANKS * OWNED, *size, seed=i) / size[1] ** 0.5 for i, size in enumerate(sizes))
     return tuple(w.to(dtype) for w in both)  # type: ignore[return-value]
@@ -125,7 +124,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[lis
 
 
 def expected() -> list[list[Tensor]]:
-    """The same of each rank in fp64, from the experts of places."""
     gate_up, down = (w.requires_grad_() for w in weights(torch.float64))
     found = []
     for rank in range(RANKS):

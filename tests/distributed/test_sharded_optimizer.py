@@ -155,7 +155,6 @@ def weights_on_their_way(ranks: Ranks, folder: Path) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Results of two ranks."""
     cases: dict[str, Case] = {name: CASES[name] for name in selected(request, "name")}
     cases |= {f.__name__: f for f in (times_of_sums, weights_on_their_way)}
     return run_ranks(tmp_path_factory.mktemp("two"), cases)

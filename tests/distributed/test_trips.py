@@ -65,7 +65,6 @@ CASES = TRIPS | SHORT | OTHERS | CHECKS
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results of each case, by rank."""
     found = {}
     for size in (2, 4):
         cases = {name: case for name, case in CASES.items() if case.layout.size("world") == size}

@@ -119,7 +119,6 @@ def stage_of(part, *, defers=False):
 
 
 def in_one_process(num_stages, num_micro_batches, sums=False, steps=1):
-    """Losses and gradients of each part without a pipeline."""
     parts = [Part(stage, num_stages, sums) for stage in range(num_stages)]
     for micro_batch in steps * list(range(num_micro_batches)):
         sent, losses = (), []

@@ -69,7 +69,6 @@ class Outcome:
 
     @property
     def val_losses(self) -> Tensor:
-        """Losses of all validations, in their order."""
         return torch.tensor([row["val_loss"] for row in self.written if "val_loss" in row])
 
 
@@ -262,7 +261,6 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, which a later run in the same process leaves alone."""
     held = {n: each.data if isinstance(each, FlatShard) else each.detach() for n, each in tensors.items()}
     return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
@@ -284,12 +282,10 @@ def on_rank(trainer: Trainer, rank: int) -> bool:
 
 
 def nan_gradient_in_step_2(trainer: Trainer) -> None:
-    """Spoil the gradients of one step, on rank 1 only."""
     _spoil(trainer, lambda step: step == 2)
 
 
 def nan_gradients_from_step_2(trainer: Trainer) -> None:
-    """Spoil the gradients of all later steps, on rank 1 only."""
     _spoil(trainer, lambda step: step >= 2)
 
 
@@ -339,7 +335,6 @@ class SignalIn:
 
 
 def never_publish_step_4(trainer: Trainer) -> None:
-    """Let rank 1 hang once all ranks have written their parts."""
     write = store.write_entries
 
     def hang(folder: Path, *arguments):

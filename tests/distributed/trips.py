@@ -57,7 +57,6 @@ class Exchanged:
     """Positions of the rows that arrived, in the order of arrival."""
 
     def assert_bitwise(self) -> None:
-        """Both have the same rows, weights of experts here, results and gradients."""
         wanted, actual, live = self.wanted, self.actual, self.live_A
         here = wanted["number"] >= 0
         assert wanted["number"].equal(actual["number"][live])

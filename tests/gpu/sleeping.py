@@ -44,7 +44,6 @@ def assert_host_is_back_while_the_device_sleeps(call: Callable[[], object]) -> N
 
 
 def assert_never_waits(call: Callable[[], object]) -> None:
-    """Check both proofs, after a call that makes it warm."""
     call()
     with syncs_are_errors():
         call()
@@ -52,7 +51,6 @@ def assert_never_waits(call: Callable[[], object]) -> None:
 
 
 def assert_repeats(call: Callable[[], Sequence[Tensor]]) -> None:
-    """Check that a call gives the same bits each time."""
     first = call()
     for _ in range(4):
         assert all(torch.equal(a, b) for a, b in zip(first, call(), strict=True))

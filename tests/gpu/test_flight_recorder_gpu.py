@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def collectives_in(dump: Path) -> list[str]:
-    """Names of what a rank recorded, in order."""
     return [entry["profiling_name"] for entry in pickle.loads(dump.read_bytes())["entries"]]
 
 

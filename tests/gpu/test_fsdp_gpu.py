@@ -72,7 +72,6 @@ class Unread:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Results of each case on two ranks."""
     cases = {
         f"{shard} {way}": Training((*BASE, *WAYS[way], f"parallel.dp_shard={shard}"))
         for shard, ways in (("zero1", PLAIN), ("fsdp2", WAYS))

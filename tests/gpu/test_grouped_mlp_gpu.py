@@ -24,7 +24,6 @@ ROUTED = ("skewed", 2048, 512, 256, 16, 4, 0)
 
 
 def step(p, leaves, backend="triton"):
-    """y and the four gradients, through autograd."""
     y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, backend)
     return [y_TD, *torch.autograd.grad(y_TD, leaves, p.dy_TD)]
 
@@ -113,7 +112,6 @@ def test_a_captured_step_replays_on_another_routing(backend):
     leaves, E = leaves_of(p), len(p.w_down)
 
     def whole():
-        """Plan, forward and backward from the experts that stand in ``p.expert_TK`` now."""
         _, ends_E, row_TK, slot_R = ops.routing_plan(p.expert_TK, E)
         return step(p._replace(plan=(slot_R, row_TK, ends_E)), leaves, backend)
 

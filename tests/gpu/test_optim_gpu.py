@@ -27,7 +27,6 @@ class Wide(nn.Module):
 
 
 def reference(main: Tensor, grad: Tensor) -> Tensor:
-    """The first step of torch's AdamW in fp64."""
     weight = nn.Parameter(main.double())
     weight.grad = grad.double()
     torch.optim.AdamW([weight], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=DECAY).step()

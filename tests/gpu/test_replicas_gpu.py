@@ -51,7 +51,6 @@ class CapturedTraffic:
         expert_RS, counts_E = slots[0].clone(), case.counts_RE[rank].cuda()
 
         def step() -> list[Tensor]:
-            """Send weights away as gradients of their own."""
             counts_RE = torch.ops.graphmoe.replica_counts(counts_E, case.ranks)
             pulled = exchange.pull(weights, expert_RS)
             room = exchange.gradient_room([tuple(w_SX.shape) for w_SX in pulled], expert_RS)
@@ -76,7 +75,6 @@ CASES = {holders: Case(2, 4, 4, holders, BF16, SHAPES, "cuda") for holders in HO
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Results of each case, by rank."""
     cases = {name: Traffic(case) for name, case in CASES.items()}
     cases["captured"] = CapturedTraffic(CASES["all"])
     return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results()

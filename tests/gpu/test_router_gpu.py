@@ -30,7 +30,6 @@ def real_inputs(case, seed=0):
 
 
 def results_and_gradient(case, logits, bias, incoming):
-    """The six results and the gradient of the logits."""
     outputs, gradient = by_autograd(logits, bias, None, case, differentiable)
     return *outputs, gradient(incoming)
 

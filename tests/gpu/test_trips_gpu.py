@@ -32,7 +32,6 @@ BLOCKS = {"pull": 0, "copies and pull": 100, "copies": 300}
 
 
 def cases(ranks: int) -> dict[str, Trip]:
-    """Trips by symm that a number of ranks runs, by name."""
     common = {"tokens": 300, "hidden": 2048, "dtype": BF16, "device": "cuda"}
     found: dict[str, Trip] = {}
     for name, layout in LAYOUTS[ranks].items():
@@ -60,7 +59,6 @@ CASES = cases(RANKS)
 
 
 def of_vendor(kind: str, ranks: int) -> dict[str, Trip]:
-    """Trips by a vendor's dispatcher, each eager and captured."""
     common = {"tokens": 300, "hidden": 512, "dtype": BF16, "device": "cuda"}
     layout = Layout(dp=ranks, ep=ranks)
     if ranks == 4:
@@ -89,7 +87,6 @@ def named(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results of each case of symm, by rank."""
     return Job(tmp_path_factory.mktemp("ranks"), CASES, RANKS, device="cuda").results(seconds=500)
 
 
@@ -213,7 +210,6 @@ def test_a_trip_between_four_gpus_gives_what_alltoall_gives(outcomes, kind):
 
 
 def test_where_rows_do_not_fit_nothing_is_sent_and_nothing_is_overwritten(outcomes):
-    """A trip of rows that fit, behind it, is as before."""
     for rank, found in enumerate(outcomes("nvshmem")["overflow"]):
         assert int(found.actual["room"]) == [0, 600][rank]
         assert (found.actual["number"] == -1).all()

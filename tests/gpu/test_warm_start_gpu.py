@@ -21,7 +21,6 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory) -> dict[str, Any]:
-    """Five processes with one cache, one after the other."""
     folder = tmp_path_factory.mktemp("jobs")
     exact = ("precision.deterministic=true",)
     runs = {"first": (), "second": ("optim.lr=2e-3",), "third": (), "exact": exact, "exact again": exact}

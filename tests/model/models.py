@@ -30,7 +30,6 @@ def make_batch(sequences=B, length=S, vocab=V):
 
 
 def filled(module, std=0.2, seed=0):
-    """The module with normal weights, norms among them."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=std, generator=generator)

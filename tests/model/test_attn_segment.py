@@ -121,7 +121,6 @@ def rms_norm(x, weight, eps):
 
 
 def mla_reference(x, w, config):
-    """DeepSeek-V2, equations 9 to 19."""
     nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     h = rms_norm(x, w["norm.weight"], config.norm_eps)
     if config.q_lora_rank:
@@ -152,7 +151,6 @@ def gqa_reference(x, w, config):
 
 
 def scale_of(config, size):
-    """The scale of the logits."""
     if config.rope_scaling is RopeScaling.none:
         return size**-0.5
     return size**-0.5 * yarn_correction(config.yarn_factor, config.yarn_mscale_all_dim) ** 2

@@ -138,7 +138,6 @@ def test_micro_batches_in_turns_share_nothing_and_pass_gradients_through_the_dec
 
 
 def test_a_layer_hands_out_the_plan_of_replicas_unless_rows_go_in_chunks():
-    """In chunks each row goes to the owner of its expert."""
     room = Load(64, 128)
     layer = MoELayer(CONFIG, MoEConfig(balance=Balance.replicas), dispatcher=Symm(room, 16, 1))
     planned = layer.writes

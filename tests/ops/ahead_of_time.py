@@ -107,7 +107,6 @@ def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def launches_of_layers(layers: Mapping[str, Any], every_step: Callable[..., Any]) -> list[dict[str, Any]]:
-    """The kernels of layers on Hopper and on Instinct."""
     cases = []
     for kind, targets in {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950")}.items():
         for shape, sizes in layers.items():

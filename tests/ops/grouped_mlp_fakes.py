@@ -44,7 +44,6 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def install_turbo(monkeypatch: Any) -> FakeTurbo:
-    """Put a fake Primus-Turbo in place of the package."""
     fake, backends = FakeTurbo(), enum.Enum("BackendType", BACKENDS)
     install_module(monkeypatch, VARIABLE_K_MODULE, grouped_gemm_variable_k_impl=fake.variable_k)
     install_module(monkeypatch, "primus_turbo.pytorch.core.backend", BackendType=backends)
@@ -57,8 +56,6 @@ def install_turbo(monkeypatch: Any) -> FakeTurbo:
 
 
 def install_te(monkeypatch: Any, supported: bool = True) -> None:
-    """Put a fake Transformer Engine in place of the package."""
-
     def is_supported(*args: Any, **kwargs: Any) -> bool:
         call = bind(TE_SUPPORTED, args, kwargs)
         assert call["recipe"] is None and call["dtype"] in HALF

@@ -58,5 +58,4 @@ if INTERPRETING:
 
 
 def device_of(backend: str) -> str:
-    """The device of a backend's tensors."""
     return "cuda" if backend == "cuda" else "cpu"

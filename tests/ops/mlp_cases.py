@@ -147,7 +147,6 @@ def exact_result(p):
 
 
 def written_out(x_TD, w_gate_up, w_down, weight_TK, expert_TK):
-    """The sum over a token's experts, expert by expert."""
     y_TD = x_TD * 0
     for expert in expert_TK.unique().tolist():
         if expert < 0:
@@ -193,7 +192,6 @@ def assert_results_match(p: Problem, y_TD, gradients, slack: float = 1.0) -> Non
 
 
 def poison(p: Problem, *buffers: torch.Tensor) -> None:
-    """Fill dead rows with NaN."""
     for buffer in buffers:
         assert len(buffer) == len(p.plan[0])
         buffer[p.live :] = NAN

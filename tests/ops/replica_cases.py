@@ -46,7 +46,6 @@ class Case:
 
     @functools.cached_property
     def expert_RS(self) -> Tensor:
-        """Also with -1 before the first expert."""
         if self.holders == "plan":
             found: Tensor = torch.ops.graphmoe.replica_plan(self.counts_RE, self.slots, 0)[1]
             return found
@@ -91,7 +90,6 @@ class Case:
         return w_EX[held[held >= 0].long()]
 
     def came_home(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
-        """The totals of a rank after what came home."""
         total_LX = self.totals(rank, weight, seed, whole)
         for source in range(self.ranks):
             d_SX = self.gradients(source, weight, seed, whole)
@@ -126,7 +124,6 @@ class Case:
         return found | self.run_by_autograd(rank, expert_RS)
 
     def run_by_autograd(self, rank: int, expert_RS: Tensor) -> Results:
-        """As a plain eager layer does."""
         if not self.by_autograd or not self.dtype.is_floating_point or self.dtype.itemsize == 1:
             return {}
         w_LX = self.weights(rank, 0).to(self.device).requires_grad_()
@@ -137,7 +134,6 @@ class Case:
         return {"by autograd": groups[self.owned :][self.expert_RS[rank] >= 0].detach(), "gradient": dw_LX}
 
     def wanted(self, rank: int) -> Results:
-        """Results of `run` by definition."""
         both, found = range(len(self.shapes)), {"counts": self.counts_RE, "counts again": self.counts_RE + 1}
         for seed, weights in enumerate((both, both[:1], both)):
             found |= {f"pulled {i} {seed}": _bytes(self.pulled(rank, i, seed)) for i in weights}

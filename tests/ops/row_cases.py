@@ -125,7 +125,6 @@ def dotted(dx_TD, y_RD, plan):
 
 
 def values(*shape, dtype=torch.float32, device="cpu", seed=0):
-    """Normal numbers that ``dtype`` holds exactly."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
@@ -158,7 +157,6 @@ def assert_rounded_alike(actual, expected):
 
 
 def assert_dead_rows_are_untouched(y_RD, plan):
-    """Check an output that was made inside `fresh_memory_is_nan`."""
     dead = y_RD[plan.live :]
     assert bool(dead.isnan().all()), f"{int((~dead.isnan()).any(-1).sum())} of {len(dead)} dead rows written"
 

@@ -44,7 +44,6 @@ def rows_of(by: Recipe, x: Tensor, w: Tensor) -> Stored:
 
 
 def fp64_of(q: Tensor, scale: Tensor) -> Tensor:
-    """Values of rows by another way than `values`."""
     if scale.dtype == torch.uint8:
         return q.double() * torch.exp2(scale.double() - 127).repeat_interleave(MX_BLOCK, 1)
     return q.double() * scale.double().t().repeat_interleave(BLOCK, 1)

@@ -53,7 +53,6 @@ def layer(
 
 
 def decibels(found: Tensor, wanted: Tensor) -> float:
-    """The ratio of signal to noise."""
     noise = (found.double() - wanted.double()).square().sum()
     return float(10 * torch.log10(wanted.double().square().sum() / noise))
 
@@ -119,7 +118,6 @@ def same(found: Tensor, wanted: Tensor, live: int | None = None) -> None:
 
 
 def of_all_sizes(w: Tensor) -> Tensor:
-    """Rows of other sizes, one of zeros, and one infinity."""
     sizes = torch.tensor([1.0, 1e22, 1e38, 1e-30, 1e-38, 0.0], device=w.device)
     w = w * sizes.repeat(w.shape[-2])[: w.shape[-2], None].to(w.dtype)
     w[..., 7, 9] = torch.inf
@@ -303,7 +301,6 @@ def test_dead_rows_full_of_nan_are_not_read(backend):
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """The kernels of two layers on Hopper and on Instinct."""
     return launches_of_layers(WIDE, _every_step)
 
 

@@ -45,7 +45,6 @@ ops = torch.ops.graphmoe
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Put fakes in place of the vendors' packages."""
     vendor.te_module.cache_clear()
     grouped_mlp_fakes.install_te(monkeypatch)
     yield grouped_mlp_fakes.install_turbo(monkeypatch)

@@ -72,7 +72,6 @@ def choose(requested="auto", shape=SHAPE, device=GPU, memory=None, measure=milli
 
 
 def measured(**rest):
-    """The choice of auto, and what was measured for it."""
     clock = Clock()
     return choose(measure=clock, **rest), clock.asked
 

@@ -72,7 +72,6 @@ def inputs_of(case, dtype=torch.float32, device="cpu"):
 
 
 def written_out(h_TD, w_VD, labels_T):
-    """loss, count, dh and dw by fp64 autograd of the formula."""
     h, w = (x.detach().double().requires_grad_() for x in (h_TD, w_VD))
     loss = F.cross_entropy(h @ w.T, labels_T, ignore_index=IGNORED, reduction="sum")
     return loss, (labels_T != IGNORED).sum(), *torch.autograd.grad(loss, (h, w))
@@ -105,7 +104,6 @@ def assert_matches_fp64(run, case, dtype, device="cpu"):
 
 
 def runs_of(backend):
-    """``(h, w, labels, ignore_index, needs_grad, rows)`` -> results."""
     if backend == "plain":
         return plain
     from graphmoe.ops import linear_cross_entropy_kernels as kernels

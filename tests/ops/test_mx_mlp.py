@@ -29,7 +29,6 @@ LEAST = {"y": 20, "dx": 18, "dw_gate_up": 18, "dw_down": 18, "dweight": 18}
 
 
 def along(q: Tensor, scale: Tensor) -> Tensor:
-    """Values in fp64 by another way than `reference.values`."""
     return q.double() * torch.exp2(scale.double() - 127).repeat_interleave(MX_BLOCK, -1)
 
 
@@ -194,7 +193,6 @@ def test_dead_rows_full_of_nan_are_not_read(backend):
     wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
 
     def with_nan(tensor: Tensor) -> Tensor:
-        """0x7f is the NaN of e4m3, and 255 that of scales."""
         extra = tensor.new_empty(room, *tensor.shape[1:])
         extra.view(torch.uint8).fill_(255 if tensor.dtype == torch.uint8 else 0x7F)
         return torch.cat([tensor, extra])

@@ -49,7 +49,6 @@ class Rows(NamedTuple):
 
 
 def rows_of(backend):
-    """The operations, or in the interpreter their kernels."""
     if backend != "interpreted":
         return Rows(ops.routing_plan, spread, summed, row_cases.dotted)
     from graphmoe.ops import permute_kernels as kernels
@@ -64,7 +63,6 @@ def rows_of(backend):
 
 @pytest.fixture
 def unrouted():
-    """A plan with slots that are not routed here and dead rows."""
     return brute_force_plan(*experts_of("some slots are not routed here"), dead_rows=3)
 
 

@@ -115,7 +115,6 @@ def test_kernels_make_the_plan_of_the_plain_form(backend, ranks, owned, slots):
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
-    """Both kernels for 8 and 64 ranks."""
     cases = []
     for ranks, experts in ((8, 256), (64, 384)):
         for case in launches_of("", functools.partial(_both, ranks, experts)):

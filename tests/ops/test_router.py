@@ -39,12 +39,10 @@ class Case:
     low: bool = False  # the first tokens have low logits only
 
     def settings(self):
-        """The operation's arguments behind logits, bias and chosen experts."""
         weighting = (self.renormalise, self.after, self.scale, self.count_scores)
         return (self.B, self.K, self.score, *self.groups, *weighting)
 
     def backward_settings(self):
-        """The backward operation's arguments behind gradients, logits and experts."""
         return (self.B, self.score, self.renormalise, self.after, self.scale)
 
 
@@ -87,7 +85,6 @@ def coarse_choices(T, E, seed):
 
 
 def inputs_of(case, seed=0, device="cpu"):
-    """Logits, bias and given experts."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(case.B * case.S, case.E, generator=generator) * 2
     if case.low:
@@ -112,7 +109,6 @@ def brute_force_choice(choice_TE, k, groups, kept_groups, summed):
 
 
 def choice_of(case, logits_TE, bias_E=None, groups=None):
-    """The experts of each token from fp64 scores."""
     exact = logits_TE.double().cpu()
     choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
     if bias_E is not None:
@@ -174,7 +170,6 @@ def by_plain_form(logits, bias, chosen, case, wanted):
 
 
 def by_kernels(logits, bias, chosen, case, wanted):
-    """The same from the kernels themselves."""
     from graphmoe.ops import router_kernels
 
     outputs = router_kernels.forward(logits, bias, chosen, *case.settings())

@@ -18,7 +18,6 @@ LIVE, ROWS = 7, 10
 
 
 def swiglu(backend):
-    """Forward and backward of a backend."""
     if backend != "interpreted":
         return ops.swiglu, ops.swiglu_backward
     from graphmoe.ops import swiglu_kernels

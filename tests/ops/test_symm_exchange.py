@@ -33,7 +33,6 @@ class Block:
 
 
 def exchange(gpu, ranks, streams, fails=()):
-    """Copies from all other ranks, and a kernel beside them."""
     others = SimpleNamespace(streams=[torch.cuda.Stream() for _ in range(streams)])
     copies = [(Block(gpu, str(rank), rank in fails), "block") for rank in range(1, ranks)]
     gpu.queue("barrier")
@@ -95,7 +94,6 @@ def test_rows_are_read_from_an_address_that_suits_the_widest_load(dtype, columns
 
 
 def pack_and_copy(gpu):
-    """Queue an exchange that moves rows by copies."""
     gpu.queue("reserve")
     with before_products():
         gpu.queue("pack")

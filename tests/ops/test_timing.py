@@ -27,7 +27,6 @@ class FakeClock:
         self.now += seconds
 
     def event(self, enable_timing: bool) -> SimpleNamespace:
-        """Make an event of a device that runs each call at once."""
         event = SimpleNamespace(elapsed_time=lambda end: (end.at - event.at) * 1e3)
         event.record = lambda: setattr(event, "at", self.now)
         return event

@@ -30,12 +30,10 @@ EXPERTS = "precision.fp8_products=[experts]"
 
 @pytest.fixture
 def turbo(monkeypatch):
-    """Put a fake in place of the package."""
     return grouped_mlp_fakes.install_turbo(monkeypatch)
 
 
 def directions(p, backend):
-    """Results of all directions one by one, with NaN in dead rows."""
     run = ops_of(backend)
     with fresh_memory_is_nan():
         y_TD, h_RH = run.forward(*p.inputs, *p.plan)

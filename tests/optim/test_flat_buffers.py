@@ -16,7 +16,6 @@ LIMITS = (100, 700, 1e9)
 
 
 def placements(num_ranks: int, limit: float) -> list[BufferLayout]:
-    """Return the layout of each rank."""
     return [BufferLayout.of(WEIGHTS, num_ranks, index, limit) for index in range(num_ranks)]
 
 

@@ -13,7 +13,6 @@ TOTAL = 50
 
 
 def rate(config: OptimConfig, step: int) -> float:
-    """Learning rate of the step with this number, counted from 1."""
     return at(config, torch.tensor(float(step - 1))).item()
 
 

@@ -46,13 +46,11 @@ def compile_update(optimizer: Optimizer) -> CompiledSegments:
 
 
 def gradients(net: nn.Module, step: int, scale: float = 1.0) -> list[Tensor]:
-    """Random gradients, smaller from step to step."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(p.shape, generator=generator) * scale / (step + 1) for p in net.parameters()]
 
 
 def backward(net: nn.Module, grads: list[Tensor]) -> None:
-    """Let autograd accumulate these gradients."""
     sum((p.float() * g).sum() for p, g in zip(net.parameters(), grads, strict=True)).backward()
 
 

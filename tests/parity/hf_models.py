@@ -31,7 +31,6 @@ GROUPED += ("num_experts_per_tok", "moe_intermediate_size")
 
 
 def latent(heads: int, *rest: int | None) -> dict[str, Any]:
-    """Shape of multi-head latent attention, in the order of ``LATENT``."""
     return dict(zip(LATENT, (heads, *rest), strict=True)) | {"num_key_value_heads": heads}
 
 
@@ -168,7 +167,6 @@ def reload(folder: Path) -> Any:
 
 
 def tensors_in(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    """All tensors of a folder's safetensors files."""
     files = [load_file(path) for path in sorted(folder.glob(f"{stem}*.safetensors"))]
     return {name: tensor for file in files for name, tensor in file.items()}
 

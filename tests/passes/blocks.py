@@ -79,7 +79,6 @@ def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
 
 
 def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
-    """The last of the passes changes nothing and says why."""
     before, _ = rewritten(plain, *passes[:-1])
     after, results = rewritten(plain, *passes)
     assert operations(after) == operations(before)
@@ -89,19 +88,16 @@ def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
 
 
 def operations(traced: Traced) -> Counter[str]:
-    """Number of calls of each operation, by its short name."""
     calls = [node.target for node in traced.graph.graph.nodes if node.op == "call_function"]
     return Counter(getattr(target, "_opname", target.__name__) for target in calls)
 
 
 def call_of(traced: Traced, name: str) -> fx.Node:
-    """The one call of an operation of this project."""
     (call,) = [node for node in traced.graph.graph.nodes if str(node.target).startswith(f"graphmoe.{name}")]
     return call
 
 
 def row_sized(traced: Traced, rows: int) -> list[str]:
-    """The index, silu and mul nodes over all routed rows."""
     found = []
     for node in traced.graph.graph.nodes:
         sizes = getattr(node.meta.get("val"), "shape", ())
@@ -131,7 +127,6 @@ def run(traced: Traced) -> Results:
 
 
 def assert_same_numbers(fused: Traced, plain: Traced, *others: Sequence[Tensor]) -> None:
-    """Outputs and gradients agree as the passes promise, for other inputs too."""
     for given in others:
         assert_same_numbers(Traced(fused.graph, [*given]), Traced(plain.graph, [*given]))
     results, expected = run(fused), run(plain)
@@ -164,7 +159,6 @@ def _coarsest(traced: Traced) -> torch.dtype:
 
 
 def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*sizes, generator=generator).to(dtype).requires_grad_()
 
@@ -209,7 +203,6 @@ def our_grouped_mm() -> Iterator[None]:
 
 
 def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Traced:
-    """A traced MoE block of transformers, its experts in their grouped_mm form."""
     from transformers.models import deepseek_v2, deepseek_v3, mixtral, qwen3_moe
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE

@@ -49,7 +49,6 @@ def weights(dtype: torch.dtype = torch.float32, widths: tuple[int, int] = (32, 4
 
 
 def joint_of(plain: Traced, *passes: functools.partial[object]) -> Traced:
-    """Forward and backward of a graph after passes, with gradients of ones."""
     fakes = fakes_of(plain.inputs)
     joint = joint_graph(plain.graph, fakes)
     for each in passes:
@@ -61,7 +60,6 @@ def joint_of(plain: Traced, *passes: functools.partial[object]) -> Traced:
 
 
 def results(joint: Traced, plain: Traced) -> list[Tensor]:
-    """Outputs, and gradients for outputs' gradients of ones."""
     outputs = [x.detach() for x in plain.graph(*plain.inputs) if x.requires_grad]
     inputs = [x.detach() for x in joint.inputs]
     both = joint.graph(inputs, [torch.ones_like(x) for x in outputs])

@@ -42,8 +42,6 @@ ENDS = {"natural": [7, 20, 21, R], "one_expert": [0, R, R, R], "empty_experts": 
 
 
 def experts(halves, product):
-    """Two grouped products with an activation between them."""
-
     def run(x, gate_up, down, weight, ends):
         gate, up = halves(grouped_mm(x, gate_up, ends))
         return grouped_mm(product(gate, up, weight).to(x.dtype), down, ends)

@@ -98,8 +98,6 @@ def by_token(y, inverse):
 
 
 def layer(count, invert, gather, put_back, stable=True):
-    """Tokens through one square matrix of each expert and back."""
-
     def run(x, weight, w, expert):
         ids = expert.reshape(-1)
         ordered, order = torch.sort(ids, stable=stable)

@@ -125,14 +125,11 @@ def best(values, k=2, **named):
 
 
 def weighed(scores, choice):
-    """Weights and experts."""
     experts = best(choice)
     return scores.gather(1, experts), experts
 
 
 def read_by(*readers, score=softmax):
-    """A router whose scores have more readers."""
-
     def run(x, y):
         scores = score(x)
         return *scores.topk(2, dim=-1), *(read(scores) for read in readers)
@@ -186,8 +183,6 @@ def test_other_spellings_become_one_operation(name):
 
 
 def slots_of(ids_of, step=1.0):
-    """A router with a histogram of ids in two sequences."""
-
     def run(x, y):
         weights, experts = x.softmax(-1).topk(2, dim=-1)
         bins = ids_of(experts).reshape(2, -1) + 8 * torch.arange(2).unsqueeze(1)

@@ -22,7 +22,6 @@ PRODUCTS = {aten.mm.default, aten.bmm.default, torch.ops.graphmoe.grouped_mm_wgr
 
 
 def graphs_of(layer: int, *specs, dtype=torch.float32) -> tuple[UnitGraphs, list[torch.Tensor]]:
-    """Graphs of a tiny layer, and tensors to run them with."""
     run = config("model.aux_loss=sequence", "model.aux_loss_coef=0.1")
     model = build_model(run.model, device=torch.device("cpu"), dtype=dtype, seed=0, execution=run.moe)
     segments = model.layers[layer].segments()
@@ -52,14 +51,12 @@ def kept(graphs: UnitGraphs, tensors: list[torch.Tensor]):
 
 
 def run_both(split, count: int, read: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of inputs, so many, then of weights."""
     first = split.inputs(*(read[i] for i in split.inputs_read))
     assert len(first) == count + split.num_handed
     return [*first[:count], *split.weights(*first[count:], *(read[i] for i in split.weights_read))]
 
 
 def gradients_of(graphs: UnitGraphs, read: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Gradients by the input's position."""
     positions = (*graphs.input_gradients, *graphs.weight_gradients)
     return dict(zip(positions, run_both(graphs.backward, len(graphs.input_gradients), read), strict=True))
 

@@ -15,7 +15,6 @@ SIZES = [(4, 2, 2), (4, 4, 1), (8, 1, 8), (12, 5, 3), (64, 6, 2), (256, 8, 64), 
 
 
 def of_ranks(share: list[float], ranks: int) -> list[float]:
-    """Rows of each rank over the mean."""
     own = len(share) // ranks
     return [sum(share[rank * own : (rank + 1) * own]) * ranks / sum(share) for rank in range(ranks)]
 

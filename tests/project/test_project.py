@@ -29,7 +29,6 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch, capsys):
-    """Run the command with some words in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
 
@@ -50,8 +49,6 @@ def project(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def document(project):
-    """Make the document of a command."""
-
     def document(*words: str) -> Any:
         result = project(*words, "format=json")
         assert result.status == 0, result.err
@@ -243,7 +240,6 @@ def test_commands_of_the_documentation_project_what_fits(tmp_path, document):
 
 
 def sizes_of(layout: str) -> str:
-    """Words for such as PP24 EP8 CP2."""
     return " ".join(
         f"parallel.{name.lower()}={size}" for name, size in re.findall(r"(PP|EP|CP)(\d+)", layout)
     )
@@ -264,7 +260,6 @@ def test_the_chart_is_reproduced_and_what_runs_of_this_project_take_is_beside_it
 
 
 def layouts():
-    """Rows of the table of a search, each with its card."""
     rows = rows_below(DOCS, "| card | layout |")
     cards = itertools.accumulate((row[0] for row in rows), lambda card, cell: cell or card)
     return [(card, *row[1:]) for card, row in zip(cards, rows, strict=True)]

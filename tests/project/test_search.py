@@ -41,7 +41,6 @@ def searched(args: ProjectArgs, *words: str):
 
 
 def projected(words: str, args: ProjectArgs):
-    """Projection of a candidate whose words are typed."""
     named = {"recompute=none": [], "recompute=all": ["recompute.all=true"]}
     typed = [part for word in words.split() for part in named.get(word, [word])]
     run = completed(configured(*typed), replace(args, search=False))
@@ -50,7 +49,6 @@ def projected(words: str, args: ProjectArgs):
 
 
 def has_its_own_numbers(line, document) -> bool:
-    """True where a listed layout has the numbers of its own projection."""
     keys = ("tokens_per_s_per_gpu", "memory_gb", "bubble", "layout", "pipeline")
     return all(document[key] == line[key] for key in keys)
 

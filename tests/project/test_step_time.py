@@ -89,7 +89,6 @@ def rate_of(schedule: str) -> float:
 
 
 def test_zbv_gains_as_much_as_amd_measured_where_weight_gradients_of_experts_are_not_put_off():
-    """Compare with AMD's measurement, which is 1.08 of 1f1b."""
     assert rate_of("zbv") / rate_of("1f1b") == pytest.approx(1.08, abs=0.03)
 
 

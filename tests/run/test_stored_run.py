@@ -110,7 +110,6 @@ def test_a_folder_inside_of_a_run_is_no_run_itself(run, tmp_path):
 
 
 def own_folder(folder: Path, **meta) -> Path:
-    """A folder as graphmoe.convert writes it, with one tensor."""
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "m.yaml").write_text(yaml.safe_dump(to_plain(config())["model"]))
     save_file({"embed.weight": torch.zeros(2)}, folder / "weights.safetensors")

@@ -167,7 +167,6 @@ def stored(as_traced, monkeypatch) -> list[int]:
 
 
 def num_weights(stored: list[int], trainer: Trainer) -> int:
-    """Return how often a weight was stored, and forget it."""
     weights = {weight.data_ptr() for weight in trainer.optimizer.weights}
     found = sum(address in weights for address in stored)
     stored.clear()
@@ -185,7 +184,6 @@ def test_each_weight_is_stored_once_a_step_along_either_axis_and_once_for_a_vali
 
 @pytest.fixture(scope="module")
 def of_each_micro_batch(tmp_path_factory) -> Path:
-    """A run that stores its weights in each micro-batch."""
     folder = tmp_path_factory.mktemp("each") / "run"
     with units_as_traced(), mock.patch.object(unit_graphs, "take_out_forms", lambda *_: ()):
         train_in(folder, *TRAINED)

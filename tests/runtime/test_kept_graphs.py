@@ -36,7 +36,6 @@ def executor(folder: Path, *overrides: str) -> CompiledSegments:
 
 
 def embed() -> unit_graphs.UnitGraphs:
-    """Graphs of a unit that does nothing."""
     return unit_graphs.UnitGraphs(torch.fx.GraphModule({}, torch.fx.Graph()), 0, (), name="embed")
 
 

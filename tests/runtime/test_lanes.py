@@ -137,7 +137,6 @@ class Stage:
         return graph
 
     def step(self, schedule: str, seed: int, reverse: bool = False) -> list[torch.Tensor]:
-        """Outputs, gradients of inputs and sums of weights' gradients of one step."""
         actions = schedule.split()
         lanes, results, self.later = {}, {}, {}
         with self.capture.step():
@@ -165,7 +164,6 @@ class Stage:
     def forward(
         self, seed: int, lane: object = 0, later: PendingWeightGrads | None = None, tokens: int = 3
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input and output of a micro-batch."""
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(tokens, 4, generator=generator).to(self.device).requires_grad_()
         ids = torch.randint(0, 7, (tokens,), generator=generator).to(self.device)
@@ -246,7 +244,6 @@ def test_no_graph_is_made_twice_without_need(schedule, lanes):
 
 @pytest.mark.parametrize("names", [(), ("attn", "moe_dispatch")], ids="-".join)
 def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run(names):
-    """Check without collecting garbage, which training does at fixed steps only."""
     stage, seen = Stage(names), []
     for seed in range(3):
         stage.step(ZERO_BUBBLE, seed)

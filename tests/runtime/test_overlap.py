@@ -33,7 +33,6 @@ NEEDS = {
 
 
 def model(num_layers: int) -> list[OrderedUnit]:
-    """Embedding, MoE layers and loss, each layer after the one before."""
     units, number = [OrderedUnit("embed")], {"combine": 0}
     for layer in range(num_layers):
         for name in LAYER:
@@ -105,7 +104,6 @@ def test_pieces_that_need_each_other_are_an_error():
 
 
 def run(overlap: Overlap, pieces: list[OrderedUnit], done: list) -> torch.Tensor:
-    """Forward of the pieces, whose weight gradients tell ``done`` of themselves."""
     results: list[torch.Tensor] = []
     for piece in pieces:
         segment = SimpleNamespace(stream="comm" if piece.transfers else "compute")
@@ -164,7 +162,6 @@ def test_gradients_of_all_units_that_read_the_same_are_added_and_zeros_where_not
 
 
 def exchange(gpu, number):
-    """Queue the work of an exchange that moves rows by copies."""
     gpu.queue(f"reserve {number}")
     with before_products():
         gpu.queue(f"pack {number}")

@@ -64,7 +64,6 @@ def errors(ranks: Ranks, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Results of each case on two ranks."""
     cases = {case.__name__: case for case in (summed, objects, errors)}
     return run_ranks(tmp_path_factory.mktemp("world"), cases)
 

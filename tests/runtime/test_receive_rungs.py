@@ -52,7 +52,6 @@ class Steps:
         return all(room is None or (load <= room and load.slots <= room.slots) for load, room in pairs)
 
     def run(self, step: int, *loads: Load) -> None:
-        """Run a step until it had room."""
         while not self.fits(loads):
             self.num_void += 1
             self.ladder.climb(step, loads)
@@ -214,7 +213,6 @@ def test_levels_rise_by_a_quarter_from_the_budget_to_the_worst_case():
 
 
 def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(monkeypatch):
-    """Pools of graphs that give way to others are none of it."""
     gib, device = 2**30, torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 139 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 132 * gib - free)
@@ -341,7 +339,6 @@ def test_kept_bytes_grow_with_the_room_by_the_formula(one_peer, dtype, fused):
 
 
 def _of_one_layer(model, room: Load, dtype: torch.dtype, fused: bool) -> int:
-    """Bytes that each further layer adds to the formula."""
     one, two = (
         room_bytes([room] * layers, model, Layout(), dtype.itemsize, fused=fused) for layers in (1, 2)
     )
@@ -349,7 +346,6 @@ def _of_one_layer(model, room: Load, dtype: torch.dtype, fused: bool) -> int:
 
 
 def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
-    """Bytes that autograd keeps of a layer's forward."""
     layer = MoELayer(model, run_config().moe, dispatcher=Symm(room, model.num_experts, 1)).to(dtype)
     experts = layer.moe_experts
     for parameter in layer.parameters():

@@ -32,7 +32,6 @@ SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)
 
 @pytest.fixture
 def device(monkeypatch):
-    """A stand-in for two GPUs, of which this process is the second."""
     state = SimpleNamespace(capturing=False, made=[], met=[], synchronized=0)
 
     def symmetric_memory(num_bytes, group):

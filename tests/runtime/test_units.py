@@ -117,7 +117,6 @@ def test_a_rounding_at_the_end_is_left_out_and_a_transposed_product_is_one_of_th
 
 
 def grads_of_experts(name: str, dtype: torch.dtype):
-    """Operands of the gradients of the experts' weights."""
     p = make_problem(name, dtype)
     h, a = (torch.ones(len(p.plan[0]), w).to(dtype) for w in (p.w_gate_up.shape[1], p.w_down.shape[2]))
     return p.dy_TD, p.x_TD, h, a, *p.plan

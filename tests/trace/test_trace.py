@@ -292,7 +292,6 @@ def test_a_trace_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 
 
 def script(folder: Path, name: str, text: str) -> None:
-    """An executable in a folder."""
     (folder / name).write_text(f"#!{sys.executable}\n{text}")
     (folder / name).chmod(0o755)
 

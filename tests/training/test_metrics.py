@@ -289,7 +289,6 @@ class Time:
         self._monkeypatch = monkeypatch
 
     def takes(self, owner: object, name: str, seconds: float) -> None:
-        """Let each call of this function take so much longer."""
         function: Callable[..., Any] = getattr(owner, name)
 
         def slow(*arguments: Any, **named: Any) -> Any:

@@ -166,7 +166,6 @@ def steps(trainer: Trainer, count: int) -> Trainer:
 
 
 def names_in(store: CheckpointStore, scratch: Path, *overrides: str) -> list[str | None]:
-    """Name the first value of each checkpoint that is not finite."""
     found = []
     for step in store.latest():
         state = trainer_in(scratch, *overrides)._state()

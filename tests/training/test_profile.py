@@ -26,7 +26,6 @@ def trace_of(folder: Path, rank: int = 0) -> dict[str, Any]:
 
 
 def ranges_of(trace: dict[str, Any]) -> Counter[str]:
-    """Count our ranges by name."""
     names = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
     return Counter(name for name in names if not name.startswith("## Call"))
 

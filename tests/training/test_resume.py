@@ -38,7 +38,6 @@ def words(name: str, *overrides: str) -> tuple[str, ...]:
 
 
 def row_keys(folder: Path) -> list[tuple[int, bool]]:
-    """(step, is it a validation) of each row."""
     return [(row["step"], "val_loss" in row) for row in metrics(folder)]
 
 
@@ -49,7 +48,6 @@ ALL_ROWS = [(0, True)] + [
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """A run of the command line that nothing disturbed."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert command(folder, *words("run")).wait() == 0
     assert row_keys(folder / "run") == ALL_ROWS

@@ -40,7 +40,6 @@ from tests.runs import ROOT, TINY, config, slow_but, train_in
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Path:
-    """A run with checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("start") / "first"
     trainer = train_in(folder)
     (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.config)))
@@ -142,8 +141,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Let the machine have so many bytes."""
-
     def has(num_bytes: float) -> None:
         memory = SimpleNamespace(total=num_bytes, available=num_bytes)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)

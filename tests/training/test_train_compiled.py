@@ -31,7 +31,6 @@ UNVALIDATED = (*COMPILED, "train.val_batches=0")
 
 
 def losses(folder, *overrides: str) -> list[float]:
-    """Losses of fifty steps, then of the validations."""
     train_in(folder, *STEPS, *overrides)
     return [row[key] for key in ("loss", "val_loss") for row in metrics(folder) if key in row]
 

@@ -121,7 +121,6 @@ class OpenFolder:
         return problems
 
     def _equal(self, *names: str) -> bool:
-        """Tell whether two tensors hold the same, or one is no float tensor, which has a line of its own."""
         is_float = all(self.files.headers[name].dtype in DTYPES for name in names)
         return not is_float or torch.equal(*map(self.files.read, names))
 
@@ -138,7 +137,6 @@ class OpenFolder:
         ]
 
     def _wrong_scale(self, name: str) -> list[str]:
-        """Line about the scales of an fp8 weight, if they are not one finite number for each block."""
         weight, found = self.files.headers[name], self.files.headers.get(name + SCALE)
         wanted = list(scale_shape(weight.shape))
         if found is None:

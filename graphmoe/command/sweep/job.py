@@ -162,7 +162,6 @@ def _mask_record(record: logging.LogRecord) -> bool:
 
 
 def _mask_file(path: Path) -> None:
-    """Take the values of host.env out of what Hydra wrote of a sweep."""
     if not path.is_file() or not _is_first_node():
         return
     config = OmegaConf.load(path)
@@ -227,7 +226,6 @@ def _launcher() -> str | None:
 
 
 def _end(record: Job, status: JobStatus) -> None:
-    """Write what became of a job: its error, else that it finished, else the status."""
     assert record.path is not None
     job = read_job(record.path) or record  # with the folder that the run has noted there
     job.status, job.error = status, record.error

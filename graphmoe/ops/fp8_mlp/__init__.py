@@ -117,7 +117,6 @@ def _hidden(
     slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     dtype: torch.dtype, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """hq and hs of `_forward`, for a backward that computes them again."""
     plan, more = Plan(slot_R, row_TK, ends_E), _pulled(expert_RS, gate_up_q, gate_up_s)
     return _kernels(xq_TD, xs_T1).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype, **more)
 
@@ -257,7 +256,6 @@ def _grad(
     dy_TD: Tensor, x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor,
     row_TK: Tensor, ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`mlp_gradients` behind a forward that is computed again."""
     layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
     h = mlp(*layer, recipe=recipe)[1:]
     return mlp_gradients(dy_TD, *h, *layer, recipe=recipe)  # type: ignore[return-value]

@@ -60,7 +60,6 @@ def columns(w_ENC: Tensor, *, whole: bool = False) -> Scaled:
 
 
 def _largest(w: Tensor) -> Tensor:
-    """The largest number of each matrix."""
     return torch.linalg.vector_norm(w, torch.inf, (-2, -1)).float().view(-1)
 
 
@@ -103,7 +102,6 @@ def _hidden(
     activation: Sequence[Any],
     known: Known | None = None,
 ) -> Scaled:
-    """h by blocks; and the weights of slots for, numbers and scales of, the activation, or three None."""
     R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
     h_RH = x[0].new_empty(R, H, dtype=dtype)
     _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
@@ -288,7 +286,6 @@ def _weight_grad(
 
 
 def _with_height(tile: Config, rows_per_expert: int) -> Config:
-    """A tile of fewer rows where an expert has few."""
     height = 16
     while height < min(rows_per_expert, tile.block_m):
         height *= 2

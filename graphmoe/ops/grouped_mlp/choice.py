@@ -113,7 +113,6 @@ def _checked(requested: str, reasons: dict[str, str | None]) -> str:
 
 
 def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[str, Any]:
-    """The choice and the milliseconds behind it. A backend that fails is left out, and the log says why."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"{KEY}=auto cannot measure inside a graph capture: choose the backends before it")
     times: dict[str, dict[str, float]] = {direction: {} for direction in DIRECTIONS}
@@ -237,7 +236,6 @@ def _triton_version() -> str | None:
 
 @functools.cache
 def _source_hash() -> str:
-    """Hash of the sources of all operations."""
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())

@@ -63,7 +63,6 @@ def _hidden(
     parts: Sequence[Part],
     activation: Sequence[Any],
 ) -> Scaled:
-    """h; and the weights of slots for, numbers and scales of, the activation, or three None."""
     R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
     h_RH, h = x[0].new_empty(R, H, dtype=dtype), _empty(x, R, H)
     _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
@@ -161,7 +160,6 @@ def _product(
 
 
 def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int) -> None:
-    """Launch a kernel whose programs have 32 rows of a few columns."""
     from graphmoe.ops.mx_mlp import kernels
 
     R = len(plan.slot_R)

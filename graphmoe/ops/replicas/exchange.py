@@ -206,7 +206,6 @@ def reserve(num_bytes: int, ranks: int) -> None:
 
 
 def _form(ranks: int) -> tuple[Any, Any]:
-    """The module with the form of the peers in use, and its first argument."""
     peers = peers_of(ranks)
     if isinstance(peers, CollectivePeers):
         return collective, peers

@@ -132,13 +132,11 @@ def _words(w_LX: Tensor) -> Tensor:
 
 
 def _starts(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
-    """Starts of gradients of these shapes, and the end of the last."""
     sizes = [dtype.itemsize * torch.Size(shape).numel() for shape in shapes]
     return [COUNT_BYTES + each for each in offsets(sizes)]
 
 
 def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    """Gradients of these shapes in the own region."""
     starts = _starts(shapes, dtype)[:-1]
     return [
         memory.view(memory.rank, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)
@@ -146,5 +144,4 @@ def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]], dtype: torch.
 
 
 def _slots(expert_RS: Tensor) -> dict[str, int]:
-    """Slots of all ranks, and the same padded."""
     return {"RS": expert_RS.numel(), "BLOCK_RS": triton.next_power_of_2(expert_RS.numel())}

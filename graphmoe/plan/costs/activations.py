@@ -84,7 +84,6 @@ def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
 
 @functools.lru_cache(maxsize=8192)
 def _layer(sizes: Sizes, is_dense: bool, again: frozenset[str], parts: frozenset[str]) -> Bytes:
-    """Count what a layer keeps that makes the segments in ``again``, and ``parts`` of others, again."""
     if is_dense:
         return _kept([*_attn(sizes, "mlp"), *_mlp(sizes)], DENSE_SEGMENTS, again, parts)
     travels = sizes.layout.size("ep_etp") > 1
@@ -193,7 +192,6 @@ def _latent_heads(sizes: Sizes, latents: Latents) -> Iterator[Kept]:
 
 
 def _attention_result(sizes: Sizes) -> Iterator[Kept]:
-    """Yield attention's results for its backward, and the last projection's input where that is a copy."""
     e, heads = sizes.element_bytes, sizes.model.num_heads
     size, value = sizes.value_head, sizes.attention.value
     yield Kept("attn", e * sizes.attended * sizes.heads(heads) * size, part="core_attn")
@@ -249,7 +247,6 @@ def _shares_in_fp8(sizes: Sizes) -> bool:
 
 
 def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
-    """Yield the tensors of the shared experts, and tokens in 8 bits that the routed ones here read too."""
     model, name = sizes.model, "shared_experts"
     if model.shared_ffn_size:
         yield from _swiglu(sizes, name, model.shared_ffn_size)
@@ -327,7 +324,6 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
 
 
 def _carried(sizes: Sizes, pieces: StagePieces) -> int:
-    """Bytes that a stage has received: the state, or the normed states of all depths so far."""
     model = sizes.model
     if normalises(pieces, model.mtp_depth) or not (pieces.loss or len(pieces.mtp)):
         return sizes.state

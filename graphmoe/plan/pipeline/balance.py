@@ -50,7 +50,6 @@ def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ..
 
 
 def _even_stages(sums: Sequence[float], num_stages: int) -> Borders:
-    """Return the borders whose largest stage is smallest, and of such borders the most even ones."""
     largest, _ = _cheapest(sums, num_stages, max)
 
     def evenness(before: float, stage: float) -> float:
@@ -84,7 +83,6 @@ def _cheapest(
 
 
 def _even_ranks(sums: Sequence[float], rank_of: Sequence[int], borders: Borders) -> Borders:
-    """Return the borders whose busiest rank has least, sought from ``borders`` where not all can be tried."""
     num_parts, num_stages = len(sums) - 1, len(rank_of)
 
     def costs(of: Borders) -> tuple[list[float], list[float]]:

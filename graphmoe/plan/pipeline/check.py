@@ -184,7 +184,6 @@ def _missing(actions: Iterable[Action], done: set[Action], num_stages: int) -> A
 
 
 def _who_waits(table: Table, position: list[int], waiting: dict[Action, list[int]]) -> str:
-    """Describe the ranks that wait in a circle, or the chain of ranks that leads to a missing action."""
     owner = {result(a): (rank, a) for rank in range(len(table.ranks)) for a in table.actions(rank)}
     waits_for = {rank: need for need, ranks in waiting.items() for rank in ranks}
     chain = [min(waits_for)]

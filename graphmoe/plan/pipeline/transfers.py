@@ -131,7 +131,6 @@ def _sent(table: Table, rank: int) -> list[Message]:
 
 
 def _times(table: Table, rank: int) -> tuple[dict[Action, int], dict[Action, int]]:
-    """Return the numbers of the steps that read each result of another stage, and of those that make each."""
     num_stages = table.placement.num_stages
     done = [(time, action) for time, step in enumerate(table.ranks[rank]) for action in parts(step)]
     read = {

@@ -185,7 +185,6 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
 
 
 def _undivided_heads(parallel: ParallelConfig, model: ModelConfig) -> tuple[str, int] | None:
-    """Return key and number of the heads that ranks of cp and tp cannot share equally, if any."""
     ranks = max(parallel.cp * parallel.tp, 1)
     return next(((key, count) for key, count, _ in _heads(model) if count % ranks), None)
 

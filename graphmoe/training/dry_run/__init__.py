@@ -197,7 +197,6 @@ def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
 
 
 def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Sequence[Tensor]]:
-    """Return the tensors that stay. A shard of one rank alone is the whole buffer, which counts once."""
     families = optimizer.families
     return {
         "weights": [tensor for f in families for tensor in (f.weight, f.weight_shard)],

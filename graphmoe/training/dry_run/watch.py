@@ -186,7 +186,6 @@ def bytes_inside(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _logits(h_TD: Tensor, w_VD: Tensor, *_: Any) -> int:
-    """The logits of a chunk (graphmoe/ops/linear_cross_entropy_kernels.py)."""
     tokens, vocabulary, size = h_TD.shape[0], w_VD.shape[0], h_TD.element_size()
     return min(rows_per_chunk(tokens, vocabulary, size), tokens) * vocabulary * size
 
@@ -204,7 +203,6 @@ def _expert_row_gradients(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down
 
 
 def _of_replicas(replicas: Sequence[Tensor | None], *weights: Tensor) -> int:
-    """Weights of the experts in this rank's slots, where there are replicas whose weights are not given."""
     expert_RS, given = (*replicas, None, None)[:2]
     slots = expert_RS.shape[1] if expert_RS is not None and given is None else 0
     return sum(slots * w[0].nbytes for w in weights)

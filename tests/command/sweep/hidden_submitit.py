@@ -8,7 +8,6 @@ from graphmoe import train
 
 
 def main() -> None:
-    """Run the command line."""
     walk = pkgutil.walk_packages
 
     def without_submitit(*arguments: Any, **named: Any) -> Iterator[pkgutil.ModuleInfo]:

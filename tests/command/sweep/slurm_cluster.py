@@ -14,7 +14,6 @@ JOB = 4242
 
 
 def install(folder: Path) -> None:
-    """Put the commands into a folder."""
     folder.mkdir()
     for name in ("sbatch", "srun", "sacct", "scontrol"):
         path = folder / name
@@ -51,7 +50,6 @@ def run(script: str) -> None:
 
 
 def srun(*words: str) -> None:
-    """One task on each node, with the variables of a step."""
     assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
     output, command = words[words.index("--output") + 1], words[words.index("--error") + 2 :]
     nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), []
@@ -80,7 +78,6 @@ def sacct(*words: str) -> None:
 
 
 def scontrol(action: str, *words: str) -> None:
-    """Hosts of a list, or a job that shall run again."""
     if action == "show":
         print("\n".join(words[1].split(",")))
     elif action == "requeue":

@@ -23,12 +23,10 @@ GONE = "cause-is-gone"
 
 
 def main() -> None:
-    """Run the command line."""
     hydra_app(task, prog="graphmoe.train", examples=(), makes_folder=True, known_errors=(RunFailed,))
 
 
 def task(config: RunConfig) -> float | None:
-    """Half the learning rate as validation loss."""
     folder, rate = Path(HydraConfig.get().runtime.output_dir), config.optim.lr
     record_folder(folder)
     with open(STARTS_FILE, "a", encoding="utf-8") as starts:

@@ -16,7 +16,6 @@ from tests.runs import ROOT
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """A machine with four GPUs and nobody on it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(gpu_leases, "POLL_S", 0.01)

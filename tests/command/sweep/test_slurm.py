@@ -44,7 +44,6 @@ def test_local_jobs_of_submitit_are_runs_like_any_other(plugin, tmp_path):
 
 
 def on_slurm(folder: Path, *words: str, **environment: str) -> Command:
-    """A sweep of one job, started where Slurm's commands are found first."""
     install(folder / "bin")
     environment["PATH"] = f"{folder / 'bin'}:{os.environ['PATH']}"
     return Command(folder, (*WORDS, "hydra/launcher=slurm", *words), environment=environment)

@@ -28,7 +28,6 @@ DIR = "hydra.sweep.dir=sweep"
 
 
 def stub(folder: Path, *words: str) -> Command:
-    """A sweep whose jobs take no time."""
     return command(folder, "-m", "run.device=cpu", *words, module=STUB)
 
 
@@ -37,12 +36,10 @@ def last_line(run: Command) -> str:
 
 
 def states(sweep: Path) -> dict[int, str]:
-    """The state of each job in sweep.json."""
     return {job["job"]: job["status"] for job in json.loads((sweep / "sweep.json").read_text())["jobs"]}
 
 
 def numbers_of_table(run: Command, states: tuple[str, ...] = tuple(JobStatus)) -> list[int]:
-    """The jobs of the table, from top to bottom."""
     rows = [line.split() for line in run.out.read_text().splitlines() if line.rstrip().endswith(states)]
     return [int(row[0]) for row in rows]
 

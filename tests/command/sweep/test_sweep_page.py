@@ -37,7 +37,6 @@ def job(folder: Path, number: int, status: JobStatus, value: float | None = None
 
 @pytest.fixture
 def jobs(tmp_path):
-    """One of each kind."""
     failed = job(tmp_path, 0, JobStatus.failed, None, "optim.lr=1", "data.seed=<b>")
     failed.error = "the configuration cannot run:\n  optim.lr=1 is <too> large"
     made = [

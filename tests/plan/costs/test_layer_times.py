@@ -80,7 +80,6 @@ def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
 
 
 def busy(run: RunConfig, rates: Rates = NVIDIA) -> dict[str, float]:
-    """Seconds of a micro-batch by segment, from a step's second on."""
     pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
     found = Counter[str]()
     for time in stage_times(run, sizes_of(run, 8), Speeds(H200, rates, adding=1.0), pieces):
@@ -163,7 +162,6 @@ def test_a_ring_waits_for_what_its_products_do_not_cover_and_for_the_last_gradie
 
 
 def again(run: RunConfig, index: int = 1, **recompute: object) -> tuple[dict[str, float], Sizes, Speeds]:
-    """Seconds of what runs again, without what is moved or launched."""
     sizes, speeds = sizes_of(run, 8), Speeds(replace(H200, hbm_tb_per_s=ENDLESS), PEAK)
     found = second_forward(sizes, speeds, Recompute.of(RecomputeConfig(**recompute)), index)
     return {name: seconds for name, seconds in found.items() if seconds > 1e-12}, sizes, speeds

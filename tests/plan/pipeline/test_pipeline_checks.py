@@ -12,7 +12,6 @@ from graphmoe.plan.pipeline.simulate import Costs, simulate
 
 
 def act(text):
-    """An action from its text, as in 3F0."""
     kind = next(letter for letter in text if letter in "FBIW")
     stage, micro_batch = map(int, text.split(kind))
     return Action(kind, stage, micro_batch)
@@ -28,7 +27,6 @@ def written(schedule, placement, num_micro_batches, *ranks):
 
 
 def edited(table, rank, old, new):
-    """The table with one piece of a rank's text replaced."""
     texts = [" ".join(map(str, steps)) for steps in table.ranks]
     assert old in texts[rank]
     texts[rank] = texts[rank].replace(old, new)

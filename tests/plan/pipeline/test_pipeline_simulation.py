@@ -10,7 +10,6 @@ from graphmoe.plan.pipeline.simulate import Costs, Timeline, makespan_of, simula
 
 
 def rows(timeline: Timeline, track="compute"):
-    """The spans of a track by rank, as text, start and end."""
     num_ranks = timeline.table.placement.num_ranks
     return [
         [

@@ -31,12 +31,10 @@ TABLES = list(tables())
 
 @pytest.fixture(scope="module")
 def transfers():
-    """Transfers by table and rank."""
     return [[transfers_of(table, rank) for rank in range(len(table.ranks))] for table in TABLES]
 
 
 def read_at(table, rank):
-    """Step numbers by the results of other ranks that the steps read."""
     placement = table.placement
     return {
         need: time
@@ -48,12 +46,10 @@ def read_at(table, rank):
 
 
 def made_at(table, rank):
-    """Step numbers by the results that the steps make."""
     return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
 
 
 def times(table, rank, by_step):
-    """Messages with the numbers of their steps, in order."""
     return {message: t for t, step in enumerate(table.ranks[rank]) for message in by_step.get(step, ())}
 
 

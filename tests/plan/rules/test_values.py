@@ -15,7 +15,6 @@ OUTSIDE = {POSITIVE: (0, -1), NOT_NEGATIVE: (-1,), BELOW_ONE: (-0.1, 1.0), SHARE
 
 
 def changed(**sections: dict) -> RunConfig:
-    """The default configuration with other values."""
     found = RunConfig()
     for section, values in sections.items():
         setattr(found, section, dataclasses.replace(getattr(found, section), **values))
@@ -23,7 +22,6 @@ def changed(**sections: dict) -> RunConfig:
 
 
 def said_of(key: str, value: object) -> list[str]:
-    """The violations of a configuration in which one value is another."""
     section, name = key.split(".")
     return violations(changed(**{section: {name: value}}))
 

@@ -25,7 +25,6 @@ def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
 
 
 def write(work: WorkFolder, **contents: str) -> None:
-    """Write files below inductor/, as torch would."""
     for name, text in contents.items():
         path = work.path / "inductor" / "ab" / f"{name}.so"
         path.parent.mkdir(exist_ok=True)
@@ -33,12 +32,10 @@ def write(work: WorkFolder, **contents: str) -> None:
 
 
 def read(work: WorkFolder) -> dict[str, str]:
-    """Return the contents of files below inductor/."""
     return {path.stem: path.read_text() for path in (work.path / "inductor").rglob("*.so")}
 
 
 def write_kernel(work: WorkFolder, code: str = "code") -> None:
-    """Write a kernel as Triton does, whose group file has absolute paths."""
     folder = work.path / "triton" / "ABC"
     folder.mkdir()
     names = ("kernel.json", "kernel.cubin")
@@ -57,7 +54,6 @@ def kept(cache: CompileCache, facts: Facts = FACTS, **contents: str) -> None:
 
 
 def blob_of(cache: CompileCache, path: str, facts: Facts = FACTS) -> Path:
-    """Return the path of the content of an entry's file."""
     return cache.blobs.path(cache.entries.read(key_of(facts)).files[path])
 
 

@@ -74,7 +74,6 @@ def facts(run_config: RunConfig | None = None, **knobs) -> dict:
 
 
 def another(value):
-    """A value of the same kind that differs."""
     if isinstance(value, enum.Enum):
         return next(choice for choice in type(value) if choice is not value)
     if isinstance(value, bool):

@@ -26,8 +26,6 @@ from tests.runtime.cache.cache_contents import (
 
 
 def read_only(monkeypatch, folder: Path) -> None:
-    """Make every change below the folder fail, for root too."""
-
     def refuse(function):
         def call(path, *arguments, **named):
             if Path(path).is_relative_to(folder):
@@ -142,7 +140,6 @@ def test_a_folder_that_the_user_has_set_stays_and_is_neither_filled_nor_kept(cac
 
 
 def old(folder: Path, days: float = 1.0) -> Path:
-    """Make a folder look as if it were so old."""
     then = time.time() - days * 86400
     os.utime(folder, (then, then))
     return folder

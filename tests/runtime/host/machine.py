@@ -26,7 +26,6 @@ class Machine:
         (self.folder / path).write_text(text)
 
     def has_nodes(self, cpus_of_node: dict[int, str]) -> None:
-        """NUMA nodes, each with a list of CPUs."""
         self.write("devices/system/node/has_cpu", ",".join(map(str, cpus_of_node)) + "\n")
         for node, cpus in cpus_of_node.items():
             self.write(f"devices/system/node/node{node}/cpulist", f"{cpus}\n")
@@ -37,11 +36,9 @@ class Machine:
             self.write(f"bus/pci/devices/0000:{0xA0 + gpu:02x}:00.0/numa_node", f"{node}\n")
 
     def allows(self, cpus: set[int]) -> None:
-        """Let the process use these CPUs only."""
         self.allowed = cpus
 
     def shows_only(self, *gpus: int) -> None:
-        """Let torch count only these GPUs, from 0."""
         self._shown = list(gpus)
 
     def _properties(self, device: torch.device) -> SimpleNamespace:

@@ -15,7 +15,6 @@ AUTO, CPU, GPU = DeviceChoice.auto, DeviceChoice.cpu, DeviceChoice.cuda
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """An environment of the test's own, without CUDA started."""
     fake = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", fake)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -24,8 +23,6 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def build(monkeypatch):
-    """Let torch be built for CUDA, for ROCm or for neither."""
-
     def choose(name: str) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0" if name == "cuda" else None)
         monkeypatch.setattr(torch.version, "hip", "7.0" if name == "rocm" else None)

@@ -23,7 +23,6 @@ from graphmoe.runtime.launch.elastic import _Forwarding
 
 @pytest.fixture
 def ended(monkeypatch) -> list[int]:
-    """The statuses with which a handler would have ended this process."""
     statuses: list[int] = []
     monkeypatch.setattr("graphmoe.runtime.host.signals.os._exit", statuses.append)
     return statuses

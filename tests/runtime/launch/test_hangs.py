@@ -39,7 +39,6 @@ def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
 
 @pytest.fixture
 def at(monkeypatch):
-    """Set the clock."""
     return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now))
 
 
@@ -190,7 +189,6 @@ NAMES = (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    """Unset torch's variables, and restore them afterwards."""
     for name in (*NAMES, STAMPS):
         monkeypatch.setenv(name, "")  # so that it is taken away afterwards, whoever sets it
         del os.environ[name]

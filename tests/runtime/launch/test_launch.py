@@ -43,7 +43,6 @@ def assert_gone(workers: list[psutil.Process]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Command:
-    """A run on two ranks that nothing disturbed."""
     run = command(tmp_path_factory.mktemp("two"), *TINY, *TWO, *FAULTY)
     assert run.wait() == 0, run.err.read_text()
     return run

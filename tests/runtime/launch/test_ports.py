@@ -95,7 +95,6 @@ def wait_for_rows(folder: Path, count: int, *processes: subprocess.Popen) -> Non
 
 
 def ports_of(process: subprocess.Popen) -> set[tuple[str, int]]:
-    """Addresses at which a command and its workers listen."""
     own = psutil.Process(process.pid)
     found = [each.net_connections() for each in (own, *own.children(recursive=True))]
     return {tuple(c.laddr) for all_of in found for c in all_of if c.status == psutil.CONN_LISTEN}
@@ -148,7 +147,6 @@ def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, mo
 
 
 def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(monkeypatch, caplog):
-    """Debian's /etc/hosts has 127.0.1.1 for the machine's name."""
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: real("127.0.1.1", *rest, **named))
     monkeypatch.setattr(socket, "gethostname", lambda: "node0")

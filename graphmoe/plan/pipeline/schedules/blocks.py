@@ -130,7 +130,6 @@ def _phases(works: list[Array], between: list[float], period: float) -> list[lis
 
 
 def _starts(work: Array) -> Array:
-    """Return starts by order and kind of work, if the rank never waits and begins with its first F."""
     orders = ORDERS_ALIKE if work[4] == work[5] else ORDERS
     in_order = work[orders]
     found = np.empty_like(in_order)

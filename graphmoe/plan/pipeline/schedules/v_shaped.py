@@ -84,7 +84,6 @@ def _followed(costs: Costs, num_ranks: int, compared: int, limit: int) -> Costs:
 def _steps(
     costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
 ) -> tuple[tuple[tuple[Action, ...], ...], float]:
-    """Return the actions of each rank, and their makespan."""
     compared = min(num_micro_batches, FILLING * num_ranks)
     block, patience = _best_block(costs, num_ranks, compared, limit)
     ranks, makespan = _run(block, costs, num_micro_batches, limit, patience)

@@ -126,7 +126,9 @@ BY_AUTOGRAD = [
 """Every case by every run, in one dtype; three neighbouring runs have a case in all three."""
 
 
-@pytest.mark.parametrize(("run", "case", "dtype"), BY_AUTOGRAD, ids=str)
+@pytest.mark.parametrize(
+    ("run", "case", "dtype"), BY_AUTOGRAD, ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_autograd_gives_the_gradients_of_all_four_inputs(run, case, dtype):
     p = make_problem(case, dtype)
     if dtype == torch.float64:

@@ -84,10 +84,16 @@ def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     above, exponent = rounding_of(dtype)
     powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(min=1)  # SMALLEST
-    both = (powers << 23).view(torch.float32), ((254 - powers) << 23).view(torch.float32)
-    # An infinity would get the largest number of 8 bits, and a finite product.
-    scale, inverse = (each.where(amax < torch.inf, torch.nan) for each in both)
-    return scale, inverse
+    zero = nan_unless_finite(amax)
+    return (powers << 23).view(torch.float32) + zero, ((254 - powers) << 23).view(torch.float32) + zero
+
+
+def nan_unless_finite(amax: Tensor) -> Tensor:
+    """0, or NaN: without it a cast to 8 bits may turn an infinity into the largest number.
+
+    NaN as a constant would keep equal operations of a graph apart. (torch/_functorch/compile_utils.py)
+    """
+    return amax - amax
 
 
 def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from graphmoe.ops.fp8 import BLOCK, quantise
+from graphmoe.ops.fp8 import BLOCK, nan_unless_finite, quantise
 
 KIND = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -28,9 +28,9 @@ def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are NaN if amax is not finite.
     """
-    finite, power = amax < torch.inf, ((amax.view(torch.int32) >> 23) - MX_EXPONENT).clamp(min=0)
-    inverse = ((254 - power) << 23).view(torch.float32).where(finite, torch.nan)
-    return power.where(finite, MX_NAN).to(torch.uint8), inverse
+    power = ((amax.view(torch.int32) >> 23) - MX_EXPONENT).clamp(min=0)
+    inverse = ((254 - power) << 23).view(torch.float32) + nan_unless_finite(amax)
+    return power.where(amax < torch.inf, MX_NAN).to(torch.uint8), inverse
 
 
 def mx_powers(scale: Tensor) -> Tensor:

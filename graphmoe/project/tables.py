@@ -196,15 +196,15 @@ def recommendation(document: Mapping[str, Any]) -> str:
     recommended, plain = document["recommended"], document["without_fp8"]
     left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
     if recommended["fits_with_margin"]:
-        in_bf16 = ""
+        in_bf16 = of_ep = ""
         if plain and recommended["fp8"] != "none":
             rate = f"{plain['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
             in_bf16 = f"; without products in 8 bits {cells(plain)[0]} has {rate}"
         shared = document["with_ep"]
         if shared and shared["words"] != recommended["words"]:
             rate = f"{shared['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU"
-            in_bf16 += f"; the best with parallel.ep of 8 or more, {cells(shared)[0]}, has {rate}"
-        return f"the fastest that is not {NEAR}, {left}{in_bf16}"
+            of_ep = f"; the best with parallel.ep of 8 or more, {cells(shared)[0]}, has {rate}"
+        return f"the fastest that is not {NEAR}, {left}{of_ep}{in_bf16}"
     return f"the fastest, with only {left}, as all that fit are {NEAR}"
 
 

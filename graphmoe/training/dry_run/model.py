@@ -136,6 +136,12 @@ class GraphSegments(CompiledSegments):
         log.info("traced %s: %s in %.1f s", report.unit, number_of(report.graphs, "graph"), report.seconds)
 
 
+_ADDS_ROWS = (  # torch makes one of these of an embedding's gradient, by its version
+    *(aten._unsafe_index_put.default, aten.index_put.default),
+    aten._unsafe_masked_index_put_accumulate.default,
+)
+
+
 def _is_in_place(node: fx.Node) -> bool:
     """Return True if Inductor lets a result take the memory of its first operand, as large as a weight.
 
@@ -144,7 +150,7 @@ def _is_in_place(node: fx.Node) -> bool:
     into = node.args[0] if node.args else None
     if not isinstance(into, fx.Node):
         return False
-    if node.target is aten._unsafe_masked_index_put_accumulate.default:
+    if node.target in _ADDS_ROWS:
         return into.target is aten.full.default and len(into.users) == 1
     stored = [user for user in node.users if user.target is aten.copy_.default and user.args == (into, node)]
     return node.target is aten.add.Tensor and len(stored) == len(node.users) == 1

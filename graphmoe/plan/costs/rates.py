@@ -150,7 +150,7 @@ def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
 def _source_of_defaults(card: Card) -> str:
     if not card.is_nvidia:
         return "assumed rates"
-    of_others = "" if card is H200 else f", and assumed to hold for {card.name}"
+    of_others = "" if card.name == H200.name else f", and assumed to hold for {card.name}"
     return f"rates measured on H200s{of_others}; network and overlap are assumed"
 
 

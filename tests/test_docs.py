@@ -185,7 +185,8 @@ def check_command(page: str, line: str, folder: Path) -> None:
     tool, words = words_of(line)
     module = load(tool)
     if "--config-dir" not in words:
-        words = [with_stand_in(word, folder) for word in words]
+        given, words = words, [with_stand_in(word, folder) for word in words]
+        words += ["data.tokenizer=tokenizer.json"] * (words != given and "data=files" in words)
     if words and words[-1] in ("--help", "--help=all", "--version") and not (words := words[:-1]):
         return
     if tool == "graphmoe.project" and words:

@@ -144,7 +144,6 @@ def _limit_to_groups(
     GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr, PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr,
     GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys with NO_CHOICE at every expert outside the best groups."""
     key_TGE = tl.reshape(key, (TOKENS, PADDED_GROUPS, PADDED_SIZE))
     member = tl.arange(0, PADDED_SIZE)[None, None, :]
     group = tl.arange(0, PADDED_GROUPS)[None, :]
@@ -257,7 +256,6 @@ def _forward_kernel(
 
 @triton.jit
 def _sum_rows(partial, first, last, column, COLUMNS_ALL: tl.constexpr, ROWS: tl.constexpr):
-    """Sum of some columns over rows first..last, in an order that depends on their number only."""
     total = tl.zeros((ROWS, column.shape[0]), tl.float32)
     for start in range(first, last, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]

@@ -60,7 +60,6 @@ class CapturedRun:
             self._capture.maker.release()
 
     def _report(self, capture: Capture) -> None:
-        """Write capture_report.json, and log what was captured by now."""
         capture.report.pool_bytes = capture.maker.pool_bytes()
         if self._folder is not None:
             with dispensable(self._folder / REPORT_FILE):

@@ -165,7 +165,6 @@ def _peers(ranks: int) -> PeerRows:
 
 
 def _sent_slots(slot_R: Tensor, row_TW: Tensor, ranks: int) -> Tensor:
-    """The slots of all rows that can be live: a token goes to a rank once."""
     return slot_R[: len(row_TW) * min(row_TW.shape[1], ranks)]
 
 
@@ -205,7 +204,6 @@ def _dispatch(
     "dispatch_grad", f"(Tensor dreceived, Tensor dweight, {_PLAN}, Tensor arrivals) -> (Tensor, Tensor)"
 )
 def _dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor) -> tuple[Tensor, ...]:
-    """The sums over ranks of both gradients."""
     return (*_back([dreceived_ND, dweight_NK], *way),)
 
 

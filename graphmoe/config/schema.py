@@ -321,7 +321,7 @@ class LaunchConfig:
     nodes: Annotated[Any, MANY_RANKS] = "auto"
     """Nodes, all started by the same command: a number, or auto (those of the Slurm step or PyTorchJob)."""
     endpoint: str | None = None
-    """host:port where the nodes meet; default: the Slurm step's first host, or MASTER_ADDR."""
+    """host:port of the rendezvous of the nodes; default: the Slurm step's first host, or MASTER_ADDR."""
     max_restarts: CountOrZero = 0
     """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
     hang_timeout_s: Count | None = 45

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,14 +18,13 @@ from graphmoe.config.masking import masked_overrides
 from graphmoe.config.packages import VENDORS, version_of
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 from graphmoe.runtime.host.signals import ELASTIC, LAUNCHED_AT, LAUNCHER_PID
-from graphmoe.runtime.host.tuning import cores_here
+from graphmoe.runtime.host.tuning import control_groups, cores_here, read_system
 
 PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
     *(package.module for package in VENDORS.values()),
 )
 """Distributions on which what a run computes, or how fast, depends."""
-SYS, PROC = Path("/sys"), Path("/proc")
 V2 = "memory.max", "memory.current", "inactive_file"
 V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 """Files of a control group with its limit and use, and the key of memory.stat that can be let go."""
@@ -58,29 +57,13 @@ def free_memory_of(device: torch.device) -> int:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group of this process, v1 or v2, and the bytes used without page cache.
-
-    Groups above its own count too; the root alone exists in a container whose /proc has the host's paths.
-    """
-    for line in _text_of(PROC / "self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        limit, used, cache = V1 if controllers else V2
-        root = SYS / "fs/cgroup" / ("memory" if controllers else "")
-        for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-            path = root / folder.relative_to("/")
-            most, now = _text_of(path / limit), _text_of(path / used)
-            if most.isdigit() and now.isdigit():  # "max" has no limit
-                stat = dict(line.split() for line in _text_of(path / "memory.stat").splitlines())
-                yield int(most), int(now) - int(stat.get(cache, 0))
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    """Yield the limit of each control group of this process, and the bytes used without page cache."""
+    for group, is_v1 in control_groups("memory"):
+        limit, used, cache = V1 if is_v1 else V2
+        most, now = read_system(group / limit), read_system(group / used)
+        if most.isdigit() and now.isdigit():  # "max" has no limit
+            stat = dict(line.split() for line in read_system(group / "memory.stat").splitlines())
+            yield int(most), int(now) - int(stat.get(cache, 0))
 
 
 def check_processes(host: HostConfig, nproc: int) -> None:

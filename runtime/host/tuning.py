@@ -157,15 +157,15 @@ def numa_node(device: torch.device) -> int | None:
     """Return the NUMA node that a GPU is attached to; None where the system names none. Starts CUDA."""
     at: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave its place on the bus out
     address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
-    node = int(_read(SYS / "bus/pci/devices" / address / "numa_node") or -1)
+    node = int(read_system(SYS / "bus/pci/devices" / address / "numa_node") or -1)
     return node if node >= 0 else None
 
 
 def cpus_of_nodes() -> dict[int, set[int]]:
     """Return the CPUs of each NUMA node that has any; empty where the system shows none."""
     nodes = SYS / "devices/system/node"
-    with_cpus = sorted(cpu_list(_read(nodes / "has_cpu")))
-    return {node: cpu_list(_read(nodes / f"node{node}" / "cpulist")) for node in with_cpus}
+    with_cpus = sorted(cpu_list(read_system(nodes / "has_cpu")))
+    return {node: cpu_list(read_system(nodes / f"node{node}" / "cpulist")) for node in with_cpus}
 
 
 def cpus_here() -> set[int]:
@@ -178,24 +178,29 @@ def cpus_here() -> set[int]:
 def cores_here() -> int:
     """Physical cores that this thread may run on, no more than its control groups allow; at least 1."""
     siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    cores = len({_read(SYS / siblings.format(cpu)) or str(cpu) for cpu in cpus_here()})
+    cores = len({read_system(SYS / siblings.format(cpu)) or str(cpu) for cpu in cpus_here()})
     return max(min([cores, *_quotas()]), 1)
 
 
-def _quotas() -> Iterator[int]:
-    """Yield the CPUs that each control group of this process allows: its own and all above, v1 and v2."""
-    for line in _read(PROC / "self/cgroup").splitlines():
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of the control groups of this process, and whether each is of v1.
+
+    Groups above its own count too. The root alone exists in a container whose /proc has the host's paths.
+    """
+    for line in read_system(PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = SYS / "fs/cgroup" / ("cpu" if controllers else "")
-        # Groups above count too. The root alone exists in a container whose /proc has the host's paths.
-        for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
-            path = root / folder.relative_to("/")
-            of_v1 = [_read(path / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-            quota, period = _read(path / "cpu.max").split() or of_v1
-            if quota.isdigit() and period.isdigit():
-                yield int(quota) // int(period)
+        if not controllers or controller in controllers.split(","):
+            root = SYS / "fs/cgroup" / (controller if controllers else "")
+            for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
+                yield root / folder.relative_to("/"), bool(controllers)
+
+
+def _quotas() -> Iterator[int]:
+    for group, is_v1 in control_groups("cpu"):
+        of_v1 = [read_system(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        quota, period = of_v1 if is_v1 else (read_system(group / "cpu.max").split() or ("", ""))
+        if quota.isdigit() and period.isdigit():
+            yield int(quota) // int(period)
 
 
 def cpu_list(text: str) -> set[int]:
@@ -208,7 +213,8 @@ def cpu_list(text: str) -> set[int]:
     return found
 
 
-def _read(path: Path) -> str:
+def read_system(path: Path) -> str:
+    """Return the text of a file of the system; empty if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

@@ -13,6 +13,7 @@ import torch
 from graphmoe.config.schema import ConfigError, HostConfig
 from graphmoe.run import machine
 from graphmoe.run.machine import check_processes, describe
+from graphmoe.runtime.host import tuning
 from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def test_control_groups_bound_the_memory_of_a_cpu(tmp_path, monkeypatch, group, 
     sizes = SimpleNamespace(total=9000, available=9000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
     for name, folder in (("SYS", tmp_path), ("PROC", tmp_path / "proc")):
-        monkeypatch.setattr(machine, name, folder)
+        monkeypatch.setattr(tuning, name, folder)
     found = {f"fs/cgroup/{path}": text for path, text in files.items()}
     found["proc/self/cgroup"] = f"1:name=systemd:/\n{group}\n"
     found["fs/cgroup/memory.stat"] = "anon 3\ninactive_file 300"

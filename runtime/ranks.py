@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
@@ -96,7 +97,7 @@ def check_places(places: Sequence[Place]) -> None:
     for rank, place in enumerate(places):
         first = places[rank - rank % size]
         if place.local_size != size:
-            uneven = f"{size} ranks run on {places[0].host} and {place.local_size} on {place.host}"
+            uneven = f"{number_of(size, 'rank')} on {places[0].host} and {place.local_size} on {place.host}"
             raise ConfigError(f"{uneven}; start equally many on each node")
         if place.machine != first.machine or not (virtual or place.local_rank == rank % size):
             raise ConfigError(

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import (
     Balance,
     ConfigError,
@@ -84,7 +85,7 @@ class Candidates:
                     yield Candidate(words, made, layout), self._problems(made, layout)
         if not count:
             raise ConfigError(
-                f"no layout has these keys on {self.num_ranks} ranks: {without_advice(problem)}"
+                f"no layout has these keys on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
 
     def _dispatchers(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
@@ -95,7 +96,7 @@ def search(
     ]
     chosen = {id(found): found for found in picked}
     others = [found for found in fitting if id(found) not in chosen]
-    report(f"projecting the fastest of {len(fitting):,} layouts")
+    report(f"projecting the fastest of {number_of(len(fitting), 'layout')}")
     lines = [_projected(found, args) for found in chosen.values()]
     lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
     with_margin = [line for line in lines if line["fits_with_margin"]]
@@ -163,15 +164,11 @@ def _tried(tried: Candidates, estimates: Estimates, card: Card) -> Iterator[Fitt
 def _with_micro_batches(
     scheduled: Candidate, tried: Candidates, estimates: Estimates, card: Card
 ) -> Iterator[Fitting | Rejected]:
-    """Yield what runs with each size of micro-batches, up to the first with which nothing does.
-
-    Where the smallest does not run, its reason comes.
-    """
     for number, sized in enumerate(tried.sized(scheduled)):
         kinds = sorted(tried.kinds, key=lambda kind: estimates.model_seconds(tried.recomputing(sized, kind)))
         found = [*_with_recompute(sized, kinds, tried, estimates, card)]
         fitting = [one for one in found if isinstance(one, Fitting)]
-        yield from fitting if number else found
+        yield from fitting if number else found  # the smallest size has its reasons too
         if not fitting:
             return
 
@@ -179,10 +176,7 @@ def _with_micro_batches(
 def _with_recompute(
     scheduled: Candidate, kinds: Sequence[str], tried: Candidates, estimates: Estimates, card: Card
 ) -> Iterator[Fitting | Rejected]:
-    """Yield the fastest kind of recompute that fits, or the smallest where none does.
-
-    Where the fastest leaves no margin, the fastest kind that leaves one comes too.
-    """
+    """Yield the fastest kind of recompute that fits, and the fastest with a margin; else the reasons."""
     try:
         estimates.pipeline(tried.recomputing(scheduled, kinds[0]))
     except ConfigError as error:

@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from graphmoe.config.ranges import number_of
 from graphmoe.report.causes import EAGER, MANY, Cause, causes, likely, more, share_of_steps, shares
 from graphmoe.report.curves import Curve, curve
 from graphmoe.report.run_data import RunData
@@ -61,7 +62,7 @@ def learning(run: RunData) -> Answer:
     vocabulary = run.of("model.vocab_size")
     guess = f"; a guess among {vocabulary:,} tokens costs {math.log(vocabulary):.2f}" if vocabulary else ""
     tokens = run.steps[-1].get("tokens")
-    length = f"{run.steps[-1]['step']:,} steps" + (f" and {tokens:,} tokens" if tokens else "")
+    length = number_of(run.steps[-1]["step"], "step") + (f" and {tokens:,} tokens" if tokens else "")
     said.insert(0, f"The {name} loss went from {first:.3f} to {last:.3f} in {length}{guess}.")
     said[1:1] = [*_memorising(run, checks, statistics.fmean(tail))]
     noise = 2 * statistics.stdev(tail) / math.sqrt(len(tail)) if len(tail) > 2 else 0.0
@@ -118,12 +119,12 @@ def unbalanced(run: RunData) -> Iterator[str]:
     steps, last = sum(each.last - each.first + 1 for each in found), run.expert_loads[-1]["step"]
     ended = last - found[-1].last >= WINDOW
     till = f"for the last time up to step {found[-1].last:,}" if ended else "to the end"
-    yield f"Warning: experts were dead or overfull in {steps:,} steps, {till}. {found[-1]}."
+    yield f"Warning: experts were dead or overfull in {number_of(steps, 'step')}, {till}. {found[-1]}."
 
 
 def _skips(run: RunData) -> Iterator[str]:
     if skipped := run.steps[-1].get("skipped_total"):
-        yield f"{skipped:,} steps changed nothing, since loss or gradient was not finite."
+        yield f"{number_of(skipped, 'step')} changed nothing, since loss or gradient was not finite."
 
 
 def speed(run: RunData) -> Answer:

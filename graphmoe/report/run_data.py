@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.arguments import near_path
-from graphmoe.config.ranges import spelled
+from graphmoe.config.ranges import number_of, spelled
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
 from graphmoe.run.files import (
@@ -70,7 +70,7 @@ class RunData:
         """The end of the run, as far as its folder says."""
         done, asked = self.summary.get("steps") or 0, self.of("train.steps")
         if self.summary.get("finished"):
-            return f"finished, {done:,} steps"
+            return f"finished, {number_of(done, 'step')}"
         stopped = self.summary.get("stopped_by")
         return f"{f'stopped by {stopped}' if stopped else 'not finished'}, {done:,} of {asked} steps"
 

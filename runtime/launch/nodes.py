@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, LaunchConfig
 from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
 from graphmoe.runtime.launch.failures import attempt_of
@@ -125,7 +126,7 @@ def started_by() -> str | None:
     of_rank, of_all, local_rank, local_size = (int(value) for value in values if value is not None)
     if of_all % local_size or of_rank >= of_all or local_rank >= local_size:
         raise ConfigError(
-            f"{name} started {of_all} ranks, and {local_size} of them on this node; each node must have "
+            f"{name} started {number_of(of_all, 'rank')}, {local_size} on this node; each node must have "
             "equally many"
         )
     environ.update({key: str(value) for key, value in zip(_TORCHS, values, strict=True)})

@@ -13,7 +13,6 @@ import io
 import json
 import logging
 import math
-import multiprocessing
 import os
 import sys
 import time
@@ -40,6 +39,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
 from graphmoe.training.trainer import Trainer
+from tests.forked import FORKS
 
 ROOT = Path(__file__).parents[1]
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml"))
@@ -67,10 +67,6 @@ COMPILED = ("compile.enabled=true", *COMPILED_MODEL)
 TIMED = {"tokens_per_s", "tflops", "mfu", "memory_gib", "step_s", "start_s", "epoch", *BESIDE_STEPS}
 """Keys of a metrics row that may differ between two runs of the same configuration."""
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["graphmoe.train", "graphmoe.training.run", "graphmoe.info", "graphmoe.runtime.launch.elastic"]
-)
 QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "checkpoint.interval=0")
 """Words of runs whose steps a test makes one by one."""
 
@@ -238,7 +234,7 @@ class Command:
     ) -> None:
         self.out, self.err = folder / "stdout.txt", folder / "stderr.txt"
         arguments = (folder, words, module, self.out, self.err, slow or {}, environment or {})
-        self.process: BaseProcess = _CONTEXT.Process(target=_child, args=arguments, daemon=True)
+        self.process: BaseProcess = FORKS.Process(target=_child, args=arguments, daemon=True)
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid

@@ -1,11 +1,14 @@
-"""Collection: slow tests, and very many alike, run only where they are asked for by name."""
+"""Collection: slow tests, and very many alike, run only if they are asked for by name; the fork server."""
 
+import sys
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import pytest_collection_modifyitems
+from tests.forked import FORKS
 
 
 def collected(expression: str, *marked: set[str]) -> tuple[list[int], list[int]]:
@@ -39,3 +42,16 @@ def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expre
     """Count the tests that are left for the expression itself to choose from; on a GPU slow tests run too."""
     kept, left_out = collected(expression, set(), {"slow"}, {"exhaustive"}, {"slow", "exhaustive"})
     assert kept == left and sorted(kept + left_out) == [0, 1, 2, 3]
+
+
+def test_children_of_the_fork_server_import_nothing_large():
+    """Imports of torch and of its compiler take five seconds of a core, in each process that a test starts."""
+    found: SimpleQueue[bool] = FORKS.SimpleQueue()
+    child = FORKS.Process(target=_say_whether_imported, args=(found,), daemon=True)
+    child.start()
+    assert found.get()
+    child.join()
+
+
+def _say_whether_imported(answer: "SimpleQueue[bool]") -> None:
+    answer.put({"torch._inductor.compile_fx", "graphmoe.training.trainer"} <= sys.modules.keys())

@@ -1,11 +1,11 @@
 """Processes that are killed while they save, and processes that save together."""
 
-import multiprocessing
 import os
 import random
 import shutil
 import signal
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -18,10 +18,7 @@ from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import run_ranks
-
-# a server that imports torch once and forks each child: a start costs milliseconds
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["graphmoe.checkpoint", "torch.distributed.device_mesh"])
+from tests.forked import FORKS
 
 
 def state_at(step: int) -> dict:
@@ -29,8 +26,8 @@ def state_at(step: int) -> dict:
     return {"model": layers, "counters": {"step": step}}
 
 
-def run_child(target, *arguments) -> multiprocessing.process.BaseProcess:
-    child = _CONTEXT.Process(target=target, args=arguments, daemon=True)
+def run_child(target, *arguments) -> BaseProcess:
+    child = FORKS.Process(target=target, args=arguments, daemon=True)
     child.start()
     return child
 

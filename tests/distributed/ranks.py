@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from graphmoe.runtime.ranks import Ranks, backend_of
+from tests.forked import FORKS
 
 Case = Callable[[Ranks, Path], Any]
 """Function that runs on every rank, with one folder for all ranks; its result can be pickled."""
@@ -31,16 +32,6 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "graphmoe.train",
-        "graphmoe.training.trainer",
-        "torch._functorch.aot_autograd",
-        "torch._inductor.compile_fx",
-        "torch.distributed.checkpoint",
-    ]
-)
 
 
 class Job:
@@ -55,7 +46,7 @@ class Job:
         self.processes: list[BaseProcess] = []
         for rank in range(num_ranks):
             arguments = (rank, num_ranks, device, folder, self._scratch, dict(cases))
-            context = _CONTEXT if device == "cpu" else multiprocessing.get_context("spawn")
+            context = FORKS if device == "cpu" else multiprocessing.get_context("spawn")
             self.processes.append(context.Process(target=_rank, args=arguments, daemon=True))
             self.processes[-1].start()
 

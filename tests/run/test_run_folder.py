@@ -1,7 +1,6 @@
 """The folder that a run gets, and its metrics after a resume."""
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -13,9 +12,7 @@ import yaml
 from graphmoe.config.schema import ConfigError
 from graphmoe.run.folder import announce, claim, passed_over
 from graphmoe.run.metrics_file import cut_metrics
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["graphmoe.run.folder"])
+from tests.forked import FORKS
 
 CONFIG = {"model": {"name": "tiny", "norm_eps": 1e-6, "tags": ["a"]}, "optim": {"lr": 3e-4}, "format": "text"}
 OTHER = {**CONFIG, "optim": {"lr": 1e-3}}
@@ -166,10 +163,10 @@ def _race(base: Path, start, names, end) -> None:
 
 def test_processes_that_race_for_a_base_get_different_folders(tmp_path):
     for attempt in range(2):
-        start, end, names = _CONTEXT.Barrier(4), _CONTEXT.Event(), _CONTEXT.SimpleQueue()
+        start, end, names = FORKS.Barrier(4), FORKS.Event(), FORKS.SimpleQueue()
         base = tmp_path / f"tiny{attempt}"
         arguments = (base, start, names, end)
-        racers = [_CONTEXT.Process(target=_race, args=arguments, daemon=True) for _ in range(4)]
+        racers = [FORKS.Process(target=_race, args=arguments, daemon=True) for _ in range(4)]
         for racer in racers:
             racer.start()
         found = sorted(names.get() for _ in racers)
@@ -189,8 +186,8 @@ def _claim_fork_and_hang(base: Path, forked) -> None:
 
 
 def test_a_killed_run_frees_its_folder_even_if_its_forked_child_lives_on(tmp_path):
-    forked = _CONTEXT.SimpleQueue()
-    run = _CONTEXT.Process(target=_claim_fork_and_hang, args=(tmp_path / "tiny", forked), daemon=True)
+    forked = FORKS.SimpleQueue()
+    run = FORKS.Process(target=_claim_fork_and_hang, args=(tmp_path / "tiny", forked), daemon=True)
     run.start()
     child = forked.get()
     assert claim_and_leave(tmp_path / "tiny", CONFIG) == ("tiny-2", False)

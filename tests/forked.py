@@ -1,0 +1,20 @@
+"""The fork server of all tests that start processes: a child has torch and graphmoe imported when it starts.
+
+A process has one server, and it imports the list that was set last before its first child; so this is the
+only list in the tests.
+"""
+
+import multiprocessing
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "graphmoe.train",
+        "graphmoe.training.run",
+        "graphmoe.info",
+        "graphmoe.runtime.launch.elastic",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.compile_fx",
+        "torch.distributed.checkpoint",
+    ]
+)

@@ -11,7 +11,7 @@ train: $(VENV)/installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
 
 # Bytecode is kept even where the shell says not to: or each process that starts compiles all sources.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
 
 test: $(VENV)/installed-dev lint
 	$(PYTEST)

@@ -256,7 +256,6 @@ class Command:
             time.sleep(0.001)
 
     def wait_for_rows(self, folder: Path, count: int) -> None:
-        """Wait for so many rows in the metrics.jsonl of a run."""
         path = folder / "metrics.jsonl"
         self.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
 

@@ -45,7 +45,7 @@ def test_slow_and_exhaustive_tests_run_only_where_an_expression_names_them(expre
 
 
 def test_children_of_the_fork_server_import_nothing_large():
-    """Imports of torch and of its compiler take five seconds of a core, in each process that a test starts."""
+    """Each process of a test would pay five seconds of a core for torch and its compiler."""
     found: SimpleQueue[bool] = FORKS.SimpleQueue()
     child = FORKS.Process(target=_say_whether_imported, args=(found,), daemon=True)
     child.start()

@@ -21,7 +21,6 @@ from tests.runs import TINY, assert_same_state, command, config, document_of, re
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, text_words) -> Path:
-    """The folder of a run on text, made by the command line, with checkpoints at 3 and 6."""
     folder = tmp_path_factory.mktemp("generate")
     words = (*TINY, *text_words, "hydra.run.dir=run", "log.sample_tokens=0", "precision.compute=bf16")
     run = command(folder, *words)

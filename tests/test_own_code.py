@@ -43,7 +43,6 @@ QUIET = ("train.val_batches=0", "checkpoint.enabled=false", "train.log_interval=
 
 
 def rows_of(folder, key, *words):
-    """The values of a key in the rows of a run with some words."""
     train_in(folder, *QUIET, *words)
     return [row[key] for row in metrics(folder) if key in row]
 

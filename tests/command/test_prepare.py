@@ -25,7 +25,6 @@ from tests.runs import ROOT, refusal
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working folder with a tokenizer and two files of 25 texts each."""
     monkeypatch.chdir(tmp_path)
     train_bpe(iter(sentences(100)), 400, 100).save("tok.json")
     for name, seed in (("a", 1), ("b", 2)):

@@ -18,7 +18,6 @@ from tests.runs import config
 
 @pytest.fixture
 def open_text(tmp_path, tokenizer_path, cache):
-    """open_data over a file of 100 texts, whose tokens are in the cache."""
     write_jsonl(tmp_path / "a.jsonl", sentences(100))
     asked = DataConfig(source="files", paths=[str(tmp_path / "a.jsonl")], tokenizer=str(tokenizer_path))
     return lambda **options: open_data(asked, seq_len=16, vocab_size=400, **options)

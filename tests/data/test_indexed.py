@@ -106,7 +106,6 @@ def test_a_half_that_is_gone_or_no_file_is_an_error_that_names_it(tmp_path, endi
 
 @pytest.fixture
 def open_memmap(tmp_path):
-    """open_data over two pairs of 30 documents; token ids tell the file."""
     for number, name in enumerate("ab"):
         documents = [np.arange(20) + 100 * number for _ in range(30)]
         write_token_file(tmp_path / name, documents, np.uint16)

@@ -208,7 +208,6 @@ def watched(overlap: Overlap) -> Order:
 
 
 def num_changes(order: Order) -> int:
-    """Count the times that a forward follows a backward, or a backward a forward."""
     return sum(one != other for (one, _), (other, _) in itertools.pairwise(order))
 
 

@@ -51,7 +51,6 @@ class Job:
             self.processes[-1].start()
 
     def kill(self) -> None:
-        """End all ranks as ``kill -9`` does."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -89,7 +88,6 @@ def share_gpus(num_ranks: int) -> bool:
 
 
 def run_ranks(folder: Path, cases: Mapping[str, Case], num_ranks: int = 2) -> dict[str, list[Any]]:
-    """Return the results of each case, by rank. Each gets a folder of its name."""
     return Job(folder, cases, num_ranks).results()
 
 

@@ -74,7 +74,6 @@ class Part:
         return sent, loss
 
     def found(self):
-        """Results of a run: losses by micro-batch, gradients."""
         return self.losses, self.gradient_DD, self.bias_D.grad
 
 

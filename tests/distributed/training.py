@@ -277,7 +277,6 @@ def _kept_rows(trainer: Trainer) -> list[Tensor]:
 
 
 def on_rank(trainer: Trainer, rank: int) -> bool:
-    """Return whether this is the rank; the last one where there are fewer."""
     return trainer.ranks.rank == min(rank, trainer.ranks.size - 1)
 
 

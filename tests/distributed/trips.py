@@ -158,7 +158,6 @@ class Trip:
         return {name: tensor.detach() for name, tensor in results.items()}
 
     def by_definition(self, rank: int) -> Results:
-        """Results of a rank's tokens, in fp32."""
         h, weight, expert, dy = (x.detach().cpu().float() for x in self.inputs(rank))
         scale = self.layout.etp * (expert % (EXPERTS // self.layout.ep) + 2)
         total = (weight * scale).sum(1, keepdim=True)

@@ -126,7 +126,6 @@ ROUNDED = {
 
 
 def all_collectives(ranks: Ranks, folder: Path) -> Replayed:
-    """Each collective, forward and backward, on bf16."""
     ops.use_groups(Mesh(Layout(tp=2)))
     x = torch.empty(2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 

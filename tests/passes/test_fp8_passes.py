@@ -166,7 +166,6 @@ def test_experts_of_other_sizes_are_left():
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """As shared experts: the gradient of both halves is a cat."""
     gate, up = F.linear(F.silu(x), gate_up).chunk(2, -1)
     return F.silu(F.linear(F.silu(gate) * up, down))
 

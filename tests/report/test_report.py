@@ -205,7 +205,6 @@ def told(answer: tuple[str, list[str]]) -> str:
 
 
 def with_losses(folder: Path, losses: list[float | None], **more: object) -> RunData:
-    """A run with a row for each loss, and more in each row."""
     path = run_in(folder) / "metrics.jsonl"
     rows = [{**ROWS[1], "step": n, "loss": loss, **more} for n, loss in enumerate(losses, start=1)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -27,7 +27,6 @@ def plugin() -> None:
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
-    """Summaries of the jobs of the only sweep in a folder, in the order of the jobs."""
     (sweep,) = (folder / "multirun/mini").iterdir()
     return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/summary.json"))]
 

@@ -17,7 +17,6 @@ LONG = 0.012345678901234
 
 
 def job(folder: Path, number: int, status: JobStatus, value: float | None = None, *words: str) -> Job:
-    """A job with a folder, and with a summary if it has a value."""
     path = folder / str(number)
     path.mkdir()
     made = Job(number, ["train.steps=3", *words], path, status, value=value)

@@ -64,7 +64,6 @@ def _resolved(*words: str) -> RunConfig:
 
 
 def resolved(*words: str) -> RunConfig:
-    """A configuration that the caller may change."""
     return copy.deepcopy(_resolved(*words))
 
 

@@ -48,7 +48,6 @@ class Network:
         return ["ip", "netns", "exec", self.name, *command]
 
     def reaches(self, host: str, port: int) -> bool:
-        """Tell whether the other side can connect to a port of this one."""
         command = self.inside(sys.executable, "-c", CONNECT, host, str(port))
         return subprocess.run(command, capture_output=True).returncode == 0
 

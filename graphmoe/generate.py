@@ -106,7 +106,7 @@ def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
     """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
-    from graphmoe.checkpoint import CheckpointStore
+    from graphmoe.checkpoint.store import CheckpointStore
     from graphmoe.model.build import build_model
     from graphmoe.run.machine import memory_of
 

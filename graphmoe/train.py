@@ -106,7 +106,7 @@ def main() -> None:
             time.sleep(_FIRST_WORD_S)
         raise
     finally:
-        gc.unfreeze()  # triton 3.9 reports its objects that Python's last collection may not free as leaks
+        gc.unfreeze()  # or triton 3.9 reports objects as leaks that the last collection cannot free
 
 
 def _prepare(config: RunConfig) -> None:
@@ -128,8 +128,8 @@ def _not_here(config: RunConfig) -> Iterator[str]:
     yield from missing_inputs(config.data, config.model.vocab_size)
     base = Path(HydraConfig.get().runtime.output_dir)
     yield from missing_place(base)
-    # A run that goes on in a folder of its own starts from there, whatever became of the other.
-    own = base.parent.glob(f"{glob.escape(base.name)}*")
+    # A run that resumes in its own folder does not read the folder to start from.
+    own = [base, *base.parent.glob(f"{glob.escape(base.name)}-[0-9]*")]
     if not any(saved_steps(folder / CHECKPOINTS) for folder in own):
         yield from missing_start(config.checkpoint)
 
@@ -324,10 +324,7 @@ def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
-    """Claim the run's folder for the block, with the log of this process in it.
-
-    An error or a signal before training has begun leaves a new folder free.
-    """
+    """Claim the run's folder and log into it; a new folder is free again if training has not begun."""
     from graphmoe.run.folder import announce, claim
 
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)

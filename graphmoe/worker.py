@@ -162,7 +162,7 @@ def _join(config: RunConfig) -> Ranks:
 
 
 def _has_flight_recorder(config: RunConfig) -> bool:
-    # gloo has none
+    # gloo has no flight recorder
     return num_ranks() > 1 and config.run.device is DeviceChoice.cuda
 
 

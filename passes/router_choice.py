@@ -248,7 +248,7 @@ def _gathers(node: Any, choice: Choice, source: Node) -> bool:
 
 
 def scores_behind(node: Any) -> Any:
-    """The sigmoids of which a node holds `graphmoe.ops.router.relative_scores`; its origin if of none."""
+    """Return the sigmoid scores behind a node of `ops.router.relative_scores`, else the node's origin."""
     node = origin(node)
     if not is_op(node, aten.where):
         return node

@@ -70,6 +70,11 @@ class Ranks:
         mine = _outcome(action) if self.local_index == 0 else (None, None)
         return _result(*self.gather(mine)[self.rank - self.local_index])
 
+    def on_each(self, action: Callable[[], None]) -> None:
+        """Run ``action`` on every rank. The error of the first rank that has one is raised on all."""
+        for outcome in self.gather(_outcome(action)):
+            _result(*outcome)
+
     def barrier(self) -> None:
         """Return when every rank is here."""
         self.gather(None)

@@ -41,10 +41,10 @@ KEYS = {
     "graph": "scopes", "graph.scope": "scopes", "train.micro_batch_size": "micro_batch_sizes",
     "data.seq_len": "seq_lens", "train.steps": "repeats", "run.device": "device", "launch.nproc": "nproc",
 }  # fmt: skip
-"""Keys that a suite sets which has the argument beside them."""
+"""Keys that a suite sets, with the argument to use instead."""
 DEPENDENT = {"model": ("model.", "recompute."), "recompute": ("recompute.",)}
 DEPENDENT |= dict.fromkeys(("compile", "compile.enabled"), ("recompute.ops",))
-"""Keys below or beside a choice that another choice need not have."""
+"""Defaults to drop if the user sets this key: they fit only the default's value."""
 WARM_UP_STEPS = 3  # before the timed ones, after those of graph.warmup_steps and the captured step
 SHOWN = 4000  # characters of a failed job's output that are logged, since its folder goes
 
@@ -54,7 +54,7 @@ class RunCase(NamedTuple):
 
     name: str
     row: Row
-    config: RunConfig | ConfigError  # but for its number of steps, or the reason why there is none
+    config: RunConfig | ConfigError  # without its number of steps; an error if it cannot be composed
 
 
 class Trained(NamedTuple):

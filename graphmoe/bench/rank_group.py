@@ -113,7 +113,7 @@ def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, capture
 
 
 def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
-    """Queue both. An exchange that lets the host wait must come second, one that is captured packs first."""
+    """Queue both: a captured exchange first, one that blocks the host second."""
     if ranks.exchanges is None:
         for call in filter(None, (exchange, products)):
             call()

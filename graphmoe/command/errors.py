@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import graphmoe.conf
+from graphmoe.config.arguments import near_path
 from graphmoe.config.packages import PLUGINS
 from graphmoe.config.ranges import OWN_CODE, OneOf, field_of, fields_of, type_rules
 from graphmoe.config.schema import RunConfig
@@ -151,15 +152,15 @@ ANSWERS = {
     "checkpoint.init_from=FOLDER data=files goes on with weights on your text",
     r"\w*masks?|ignore_index": f"there is no mask: {_ALL_COUNT}, and attention sees a whole sample",
     "dpo|ppo|grpo|rlhf|rewards?|preferences?": "there is no training by rewards or preferences",
-    "muon|shampoo|soap": "the optimizer is optim.name=adamw; this one works on whole matrices, and a rule of "
-    "your own on single elements",
-    "lion|adafactor|sgd|adam|sophia|adam_?8bit": "the optimizer is optim.name=adamw; a rule for each element "
-    "can be code of your own: optim.name=package.module:NAME",
+    "muon|shampoo|soap": "the optimizer is optim.name=adamw; the one asked for updates whole matrices, and "
+    "custom rules update single elements",
+    "lion|adafactor|sgd|adam(?!_beta|_eps)|sophia|adam_?8bit": "the optimizer is optim.name=adamw; a rule "
+    "for each element can be code of your own: optim.name=package.module:NAME",
     r"llama4\w*|gpt_?oss|glm\w*|minimax\w*|dbrx|grok|olmoe|jamba|qwen3_next|hunyuan\w*": "this family is not "
     "there; those that are: DeepSeek-V2 and V3, Kimi-K2, Moonlight, Qwen3-MoE and Mixtral",
-    r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2|dense": "dense families are not there; "
+    r"llama|gemma|mistral|phi|falcon|gpt_?(?:2|neox?)|olmo|qwen2": "dense families are not there; "
     "model=mixtral_8x7b has Llama's layers, with experts in place of its MLP",
-    r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|stage|full_shard": "parallel.dp_shard=zero1, the default, "
+    r"deepspeed|zero|zero_(?:stage|opt)\w*|fsdp\w*|full_shard": "parallel.dp_shard=zero1, the default, "
     "shards the optimizer's state, parallel.dp_shard=fsdp2 weights and gradients too, as ZeRO-3",
     r"\w*offload\w*": "nothing is moved to the host's memory; recompute=all, parallel.dp_shard=fsdp2 and a "
     "larger parallel.ep need less of the GPU's",
@@ -266,7 +267,8 @@ def _no_option(where: str, group: str, option: str, there: Sequence[str]) -> str
         return f"{where}: there is no {group} '{option}': {answer}"
     listed = ", ".join(there)
     if group == "model" and "/" in option:
-        return f"{where}: there is no folder '{option}'; give a folder with config.json, or one of {listed}"
+        instead = near_path(option) or f"; give a folder with config.json, or one of {listed}"
+        return f"{where}: there is no folder '{option}'{instead}"
     close = difflib.get_close_matches(option, there, n=1, cutoff=0.0)[0]
     return f"{where}: there is no {group} '{option}'; did you mean {group}={close}? (options: {listed})"
 

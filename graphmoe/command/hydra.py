@@ -129,7 +129,7 @@ def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
     """Return a command line as Hydra reads it, in which ``model=`` may name a folder: `run_words`.
 
     Each such folder becomes an option of the group model, and the weights in it those to start from. Without
-    ``model=`` the folder of ``checkpoint.init_from`` is the model's too. ``prog`` says that it starts.
+    ``model=`` the folder of ``checkpoint.init_from`` is the model's too. With ``prog``, print that it starts.
     """
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
     given = {override.key_or_group: override for override in parsed(words)[0]}
@@ -159,7 +159,7 @@ def _store_model(key: str, name: str, code: Sequence[str], *, is_start: bool) ->
         config, has_weights = model_of(folder, code)
     except ConfigError as error:
         raise ConfigError(f"{key}={name}: {error}") from error
-    # The folder may be a stranger's: no other keys are taken from it, and no text is looked up as a variable.
+    # The folder is untrusted: only keys of the model are read, and nothing in it is interpolated.
     model = OmegaConf.structured(replace(config, name=option_name(config.name)))
     node = {"model": OmegaConf.to_container(model, enum_to_str=True)}
     if has_weights and is_start:
@@ -170,8 +170,8 @@ def _store_model(key: str, name: str, code: Sequence[str], *, is_start: bool) ->
 
 def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
     """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
-    # Python 3.14 checks texts of help when a parser is made, and one of Hydra 1.3's is made when shown.
-    argparse.ArgumentParser._check_help = lambda self, action: None  # type: ignore[attr-defined]
+    if sys.version_info >= (3, 14):  # it validates help texts, and one of Hydra 1.3 is a lazy object
+        argparse.ArgumentParser._check_help = lambda self, action: None
     if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
         errors.append(ConfigError(f"'{nameless}' on the command line names no key; type key=value"))
         return 0

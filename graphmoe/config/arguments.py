@@ -222,7 +222,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 def near_path(path: str | Path) -> str:
     """'; did you mean ...?' for a path that is not there, if one with a name like it is; else nothing."""
     parts = Path(os.path.expanduser(path)).parts
-    if not parts or os.path.exists(Path(*parts)):
+    if not parts or os.path.exists(Path(*parts)) or glob.glob(str(Path(*parts)), recursive=True):
         return ""
     found = Path(parts[0]) if os.path.isabs(parts[0]) else Path()
     for index, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Progress of what takes long: words in a bar or a line that is rewritten, else lines ever more rarely."""
+"""Progress of long work: in a bar, on a rewritten line, or as lines at doubling intervals."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def output_begins() -> None:
 
 @functools.cache
 def starting(prog: str) -> None:
-    """Say once that a command has begun, before it imports what takes seconds; nothing where that is done.
+    """Print once that a command starts, before it imports torch; nothing if torch is imported.
 
-    From then on it says that it is at work, until it keeps a log or has output, if nothing else does.
-    Of the ranks that torchrun and others start on a node the first says so.
+    Then print that it is at work, until there is a log or output. Other progress silences that.
+    Of the ranks that torchrun and others start on a node only the first prints.
     """
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return

@@ -84,7 +84,7 @@ class ContentCheck:
                 self._found = damaged(file, f"{path}: {what}")
                 return
         self._done = True
-        log.info("data: the sha256 of %s is that of when it was written", number_of(len(self._files), "file"))
+        log.info("data: sha256 verified of %s", number_of(len(self._files), "file"))
 
 
 def read_entry_file(entry: Path, name: str) -> TokenFile:

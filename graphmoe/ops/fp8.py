@@ -10,7 +10,7 @@ from torch import Tensor
 
 BLOCK = 128
 SMALLEST = 2.0**-126
-"""Smallest scale, and product of two where rows are summed: a normal number whose inverse is finite."""
+"""Smallest scale, and smallest product of two scales in sums of rows: normal, with a finite inverse."""
 OF_ALL = ("rowwise", "tensorwise")
 """Recipes that need no more than products in 8 bits."""
 NEEDS = {
@@ -89,9 +89,9 @@ def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def nan_unless_finite(amax: Tensor) -> Tensor:
-    """0, or NaN: without it a cast to 8 bits may turn an infinity into the largest number.
+    """Return 0 if amax is finite, else NaN: a saturating cast to fp8 would hide an infinity.
 
-    NaN as a constant would keep equal operations of a graph apart. (torch/_functorch/compile_utils.py)
+    A NaN constant would prevent common-subexpression elimination. (torch/_functorch/compile_utils.py)
     """
     return amax - amax
 

@@ -224,7 +224,7 @@ def _backward_op(
         from_TE, into_TE = (logits_TE, dlogits_TE) if softmax_after_topk else (relative_TE, drelative_TE)
         value_TK = from_TE.gather(1, expert_TK.long())
         gradient_TK = _value_gradient(dweight_TK * scale, value_TK, renormalise, softmax_after_topk)
-        if score == "sigmoid" and not renormalise:
+        if score == "sigmoid" and not (renormalise or softmax_after_topk):
             gradient_TK = gradient_TK * torch.where(is_low_T1, lse_T1.exp(), 1.0)  # scores / relative scores
         into_TE.scatter_add_(1, expert_TK.long(), gradient_TK)
     norm_T1 = relative_TE.sum(dim=-1, keepdim=True)
@@ -237,7 +237,7 @@ def _backward_op(
         dshare_TE -= dentropy_sum * share_TE.clamp_min(LOG_FLOOR).log()
     drelative_TE += (dshare_TE - (dshare_TE * share_TE).sum(dim=-1, keepdim=True)) / norm_T1
     if score == "sigmoid":
-        # Low ones are exp(logits) up to a factor, on which no share or renormalised weight depends.
+        # A low score is exp(logit) times a factor that cancels in shares and renormalised weights.
         dlogits_TE += drelative_TE * relative_TE * torch.where(is_low_T1, 1.0, 1 - scores_TE)
     else:
         dlogits_TE += scores_TE * (drelative_TE - (drelative_TE * scores_TE).sum(dim=-1, keepdim=True))

@@ -326,7 +326,7 @@ def _backward_kernel(
         else:
             drelative += given
     if SIGMOID:
-        # Low ones are exp(x) up to a factor, on which no share or renormalised weight depends.
+        # A low score is exp(logit) times a factor that cancels in shares and renormalised weights.
         dx += drelative * relative * tl.where(low[:, None], 1.0, 1 - score)
     else:
         dx += score * (drelative - tl.sum(drelative * score, 1)[:, None])

@@ -269,7 +269,7 @@ def _loss_work(sizes: Sizes) -> float:
 
 
 def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:
-    """Bytes of the embedding's gradient, less the activations that layers have let go by then.
+    """Bytes of the embedding's gradient, less the activations that layers have freed by then.
 
     Compiled code adds the rows of a micro-batch's tokens in fp32, before it adds them to the step's sum.
     """

@@ -100,10 +100,10 @@ def search(
     lines = [_projected(found, args) for found in chosen.values()]
     lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
     with_margin = [line for line in lines if line["fits_with_margin"]]
-    best_of_shapes = {
-        (*line["layout"].values(), line["fp8"], "moe.dispatcher" in line["words"]): line
-        for line in reversed(with_margin)
-    }
+    best_of_shapes: dict[object, dict[str, Any]] = {}
+    for line in with_margin:  # fastest first
+        shape = (*line["layout"].values(), line["fp8"], "moe.dispatcher" in line["words"])
+        best_of_shapes.setdefault(shape, line)
     recommended = next(iter([*with_margin, *lines]), None)
     without_fp8 = next((line for line in with_margin if line["fp8"] == "none"), None)
     return {
@@ -120,7 +120,7 @@ def search(
         "num_fitting": len(fitting),
         "num_simulated": len(chosen),
         "best": lines[: args.top],
-        "shapes": [*best_of_shapes.values()][::-1][: args.top],
+        "shapes": [*best_of_shapes.values()][: args.top],
         "with_ep": next((line for line in with_margin if line["layout"]["ep"] >= MANY_EP), None),
         "recommended": recommended
         and {**recommended, "command": train_command(words, recommended["words"], args)},

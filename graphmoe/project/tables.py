@@ -229,10 +229,7 @@ def cells(line: dict[str, Any]) -> list[str]:
 
 
 def _reasons(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield reasons that differ only in their numbers as one line, with the first candidate as an example.
-
-    Of several rules only the first is compared.
-    """
+    """Yield reasons that differ only in numbers as one line, with the first candidate as an example."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in document["rejected"]:
         kind = re.sub(r"\d[\d.,]*((,| or) ?\d[\d.,]*)*", "#", line["reason"].partition("; ")[0])

@@ -114,7 +114,7 @@ def read_run(folder: Path) -> RunData:
     """All that a run's folder has by now. *Raises* ConfigError for a folder that is no run's."""
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
+            f"{folder} is not a folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
         )
     if not any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")

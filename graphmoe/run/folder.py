@@ -82,7 +82,7 @@ def missing_place(base: Path) -> Iterator[str]:
     """Yield the reason why the folder of a run cannot be made, if its parents show one."""
     there = next(path for path in (base, *base.absolute().parents) if os.path.exists(path))
     if there != base and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        why = "cannot be written to" if there.is_dir() else "is no folder"
+        why = "cannot be written to" if there.is_dir() else "is not a folder"
         yield f"the run's folder {base} cannot be made ({there} {why}); use another hydra.run.dir=..."
 
 
@@ -196,10 +196,7 @@ def _brief(value: Any) -> str:
 def _enter(
     path: Path, base: Path, config: dict[str, Any], ours: Any, usable: tuple[_State, ...]
 ) -> RunFolder | None:
-    """Lock a folder that is in a usable state and make it a run's; None for any other.
-
-    *Raises* ConfigError where a new folder cannot be made, or its configuration not be written.
-    """
+    """Lock a usable folder and make it a run's; None for any other. *Raises* ConfigError of the disk."""
     if _state(path, ours) not in usable:
         return None
     is_new = not path.exists()

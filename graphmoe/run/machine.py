@@ -27,7 +27,7 @@ PACKAGES = (
 """Distributions on which what a run computes, or how fast, depends."""
 V2 = "memory.max", "memory.current", "inactive_file"
 V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Files of a control group with its limit and use, and the key of memory.stat that can be let go."""
+"""Files of a control group's limit and use, and the reclaimable key of its memory.stat."""
 PER_CPU = 16
 """The most threads, and the most processes, for each CPU: tests have many on few."""
 
@@ -49,7 +49,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def free_memory_of(device: torch.device) -> int:
-    """Bytes of a device's memory that this process holds or can get; page cache counts as free."""
+    """Bytes that this process can get, on a GPU also those that it holds; page cache counts as free."""
     if device.type == "cuda":
         return reachable_bytes(device)
     machine = psutil.virtual_memory().available

@@ -102,7 +102,7 @@ def kind_of(folder: Path) -> FolderKind:
         return FolderKind.hf
     if config_file(folder):
         return FolderKind.run
-    why = "holds no weights" if folder.is_dir() else "is no folder"
+    why = "holds no weights" if folder.is_dir() else "is not a folder"
     raise ConfigError(
         f"{folder} {why}; give a Hugging Face folder (config.json), a folder that "
         f"graphmoe.convert wrote ({META_FILE}), or a run's folder ({CONFIG_FILE}){near_path(folder)}"

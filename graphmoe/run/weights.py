@@ -21,14 +21,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
-from graphmoe.checkpoint import CHECKPOINTS, CheckpointStore, saved_steps
+from graphmoe.checkpoint import CHECKPOINTS, saved_steps
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
 from graphmoe.checkpoint.folders import MismatchError, run_of, shortened
 from graphmoe.checkpoint.hf.families import different_keys, same_function
 from graphmoe.checkpoint.hf.folder import OpenFolder, open_hf, read_hf_config, shapes_of
 from graphmoe.checkpoint.hf.names import Piece
 from graphmoe.checkpoint.hf.tensor_files import TensorFiles, TensorToWrite, has_weights, write_shards
-from graphmoe.checkpoint.store import check_fit
+from graphmoe.checkpoint.store import CheckpointStore, check_fit
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
@@ -132,7 +132,7 @@ def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) ->
         if wanted[name] != theirs.get(name, wanted[name]):
             lines.append(f"mis-shaped: {name} is {list(theirs[name])}, not {list(wanted[name])}")
     if lines:
-        raise ConfigError(f"{why}\n  {len(lines)} tensors differ:\n  {shortened(lines)}")
+        raise ConfigError(f"{why}\n  tensors that differ: {len(lines)}\n  {shortened(lines)}")
 
 
 def of_another_model(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str | None:

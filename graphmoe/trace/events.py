@@ -109,7 +109,7 @@ def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
 def recorded(run: Path) -> dict[int, Path]:
     """The traces of a run by rank, one at least."""
     if not run.is_dir():
-        raise ConfigError(f"run={run} is no folder; name that of a run, or use trace=<file>{near_path(run)}")
+        raise ConfigError(f"run={run} is not a folder; name a run, or use trace=<file>{near_path(run)}")
     files = (run / PROFILE_FOLDER).glob("*")
     found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
     if not found:

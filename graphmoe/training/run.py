@@ -72,7 +72,7 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
     if on_gpu and local_rank:
         torch.cuda.set_device(device)
     plan = plan_of(config, ranks.size)
-    check_memory(plan, open_device(config.run.device))
+    ranks.on_each(lambda: check_memory(plan, open_device(config.run.device)))  # memory differs between ranks
     check_backend(config.model, device.type, ring=plan.layout.ring)
     check_dispatcher(plan.dispatcher, device, plan.layout, ranks)
     select_passes(config.passes, {})

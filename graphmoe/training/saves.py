@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.folders import folder_of
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import RunConfig
 from graphmoe.runtime.launch.stamps import wait_for

@@ -26,6 +26,7 @@ from graphmoe.optim import rule_of
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.activations import made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.experts import runs_pass
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 FUSE_LOSS = "fuse_loss"
 SURE = 0.9
-"""Share of projected activations, which are within 5% of a dry run's, that a run keeps for certain."""
+"""Saved activations are at least this share of the projected ones, which are within 5% of a dry run's."""
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
@@ -106,7 +107,7 @@ def named_source(key: str, folder: str | None) -> Iterator[None]:
 def check_memory(plan: Plan, device: torch.device) -> None:
     """Refuse weights with gradients and moments, or batches, that exceed a rank's memory for certain.
 
-    Where layers are shared out, of the ranks that hold most. Compiled or not, on every device.
+    With a pipeline, the rank that needs most counts. CPUs and runs without compilation are checked too.
     """
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
@@ -183,18 +184,17 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
 
 
 def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
-    """Return what each place along pp, with so many bytes of state, needs at least whatever its batch is.
+    """Return the least bytes of each place along pp: fixed ones with its ``state``, and of activations.
 
-    The second number of a place is that of its micro-batches in flight, or of one with its logits.
+    Activations are those of the micro-batches in flight, or of one with its logits.
     """
     config, layout, model = plan.config, plan.layout, plan.config.model
-    sizes = Sizes.from_config(config, layout, on_nvidia=True)  # which keeps less than others
+    sizes = Sizes.from_config(config, layout, on_nvidia=True)  # NVIDIA GPUs save least
     known = attention_facts(model).kept is not None and model.layer in LAYERS.names
     kept = [_kept_bytes(plan, sizes, stage) if known else sizes.state for stage in plan.stages]
     in_flight = peaks(plan.pipeline.table, kept) if plan.pipeline else kept
-    found, passes = [], config.passes
-    wanted = passes.enabled is None or FUSE_LOSS in passes.enabled
-    fuses = config.compile.enabled and layout.tp == 1 and wanted and FUSE_LOSS not in passes.disabled
+    found = []
+    fuses = config.compile.enabled and layout.tp == 1 and runs_pass(config.passes, FUSE_LOSS)
     logits = sizes.gathered * model.vocab_size // layout.tp
     for place, needed in enumerate(state):
         with_loss = [kept[number] for number in plan.stage_numbers(place) if plan.stages[number].loss]

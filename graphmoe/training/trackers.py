@@ -107,7 +107,6 @@ def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
     id_file = folder / "wandb_id"
     earlier = _text_of(id_file)
     run_id = earlier if earlier and after is None else secrets.token_hex(8)
-    id_file.write_text(run_id, encoding="utf-8")
     try:
         run = wandb.init(
             project=config.log.wandb_project,
@@ -120,6 +119,7 @@ def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
         )
     except Exception as error:
         raise _cannot_begin("wandb", error, "log in with wandb login, set WANDB_MODE=offline") from error
+    id_file.write_text(run_id, encoding="utf-8")
 
     def draw(points: list[Point]) -> None:
         for step, scalars in points:

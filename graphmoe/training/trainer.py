@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data

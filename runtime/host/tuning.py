@@ -82,7 +82,7 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
     if num_workers > 1:
         return max(min(cores // num_workers, bound), 1), f"{number_of(cores, 'core')}, {num_workers} workers"
     if bound < torch.get_num_threads():
-        return bound, "the cores that its binding and its CPU quota leave"
+        return bound, "cores allowed by binding and CPU quota"
     return torch.get_num_threads(), "torch's own choice"
 
 

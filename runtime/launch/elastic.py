@@ -104,7 +104,7 @@ def launch(
             raise first.raised(log_dir, began)
     elif isinstance(agent.error, RendezvousError):
         raise RunFailed(f"the {nodes.count} nodes did not all meet at {nodes.endpoint}: {agent.error}")
-    elif isinstance(agent.error, DistError):
+    elif nodes.count > 1 and isinstance(agent.error, DistError):
         why = str(agent.error).partition("\n")[0]
         raise RunFailed(f"the store of all nodes at {nodes.endpoint} is gone: {why}") from agent.error
     elif agent.error is not None:

@@ -1,4 +1,4 @@
-"""Stores by which the nodes of a run, and its ranks, find each other: each store belongs to one run."""
+"""Rendezvous stores of the nodes and of the ranks of a run: each store belongs to one run."""
 
 import logging
 import os
@@ -78,7 +78,7 @@ def _host(endpoint: str, run: str, failed: str, instead: str) -> TCPStore:
 
 
 def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
-    """Wait until somebody listens at the endpoint, here where signals are heard: torch's store hears none."""
+    """Wait until a process listens at the endpoint. Signals end it; they do not end torch's own wait."""
     began, place = time.monotonic(), ", ".join(dict.fromkeys(addresses_of(endpoint)))
     while why := _refusal(endpoint):
         waited = time.monotonic() - began
@@ -108,7 +108,7 @@ def _refusal(endpoint: str) -> str:
 
 
 def _join(endpoint: str, run: str, instead: str) -> TCPStore:
-    """Connect to the store of the run. In a thread: torch waits without end for what is not a store."""
+    """Connect to the store of the run, in a thread: torch has no timeout if the peer is not a store."""
     found: list[tuple[TCPStore | None, str]] = []
     (host, port), patience = split_endpoint(endpoint), timedelta(seconds=_ANSWER_S)
 
@@ -123,7 +123,7 @@ def _join(endpoint: str, run: str, instead: str) -> TCPStore:
     asking.start()
     asking.join(_SILENT_S)
     if asking.is_alive():
-        own = address_towards(endpoint)
+        own = address_towards(endpoint) or platform.node()
         log.warning("waiting for what listens at %s to answer as a store; this node is %s", endpoint, own)
     asking.join(_ANSWER_S)
     store, said = found[0] if found else (None, "no answer")

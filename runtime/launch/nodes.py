@@ -51,7 +51,7 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
 
     *Raises* ConfigError if these are not the ones that were asked for, or nothing says where they meet.
     """
-    environ, in_step, pods = os.environ, _number("SLURM_STEP_NUM_NODES", 1), num_pods()
+    environ, in_step, pods = os.environ, _nodes_of_step(), num_pods()
     count = (pods or in_step) if launch.nodes == "auto" else launch.nodes
     if pods:
         _check_pods(count, pods, launch.nproc)
@@ -85,6 +85,17 @@ def num_pods() -> int | None:
     return int(counted) if counted.isdecimal() else num_ranks()
 
 
+def num_nodes() -> int:
+    """Return the number of nodes of this process's PyTorchJob or Slurm step, 1 without either."""
+    return num_pods() or _nodes_of_step()
+
+
+def is_first_node() -> bool:
+    """Tell whether this process runs on the first of `num_nodes`."""
+    number = os.environ.get("RANK" if num_pods() else "SLURM_NODEID")
+    return num_nodes() == 1 or number == "0"
+
+
 def num_ranks() -> int:
     """Return the number of ranks by torch's variable. *Raises* ConfigError if it is not a number."""
     return _number("WORLD_SIZE", 1)
@@ -93,7 +104,7 @@ def num_ranks() -> int:
 def run_name() -> str:
     """Return a name that all ranks of this run have and no other run has; empty if nothing gave them one."""
     environ = os.environ
-    if ELASTIC in environ or _MPI_RUN in environ:
+    if ELASTIC in environ or environ.get(_MPI_RUN):
         return attempt_of(environ) if ELASTIC in environ else environ[_MPI_RUN]
     # mpirun and others start ranks of one run from several steps
     is_task = [environ.get(f"SLURM_{key}") for key in _SLURMS[:2]] == [
@@ -144,13 +155,13 @@ def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
         instead = again if LAUNCHER_PID in environ else "set another MASTER_PORT"
         return f"{environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0)}", instead
     one_node = environ["LOCAL_WORLD_SIZE"] == environ["WORLD_SIZE"]
-    by_mpirun = "OMPI_COMM_WORLD_SIZE" in environ  # in a Slurm job its processes are of different steps
+    by_mpirun = bool(environ.get("OMPI_COMM_WORLD_SIZE"))  # processes of different steps in a Slurm job
     if launch.endpoint is not None:
         endpoint = launch.endpoint
-    elif "SLURM_STEP_NODELIST" in environ and not by_mpirun:
+    elif environ.get("SLURM_STEP_NODELIST") and not by_mpirun:
         endpoint = f"{_LOOPBACK}:{_slurm_port()}" if one_node else _slurm_endpoint()
     elif one_node:
-        job = environ.get(_MPI_RUN, str(os.getppid()))  # the same for all, which mpirun started
+        job = environ.get(_MPI_RUN) or str(os.getppid())  # the same for all, which mpirun started
         endpoint = f"{_LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
     else:
         raise ConfigError(
@@ -256,8 +267,12 @@ def _number(variable: str, default: int) -> int:
     return int(value)
 
 
+def _nodes_of_step() -> int:
+    return _number("SLURM_STEP_NUM_NODES", 1)
+
+
 def _has_tasks_per_gpu() -> bool:
-    return _number("SLURM_STEP_NUM_TASKS", 1) > _number("SLURM_STEP_NUM_NODES", 1)
+    return _number("SLURM_STEP_NUM_TASKS", 1) > _nodes_of_step()
 
 
 def _step_name() -> str:

@@ -256,7 +256,7 @@ def use_torchs_ptxas() -> None:
 
     Inductor does so from its first kernel on. The path is part of Triton's keys, so a kernel that ran before
     would be compiled again by the next job, which finds Inductor's kernels in a cache and so sets it sooner.
-    Fused multiply-adds, the default before Triton 3.10, are asked for by name: 3.9 warns if nobody does.
+    TRITON_DEFAULT_FP_FUSION=1 is the default before Triton 3.10; Triton 3.9 warns if it is not set.
     (torch/_inductor/runtime/compile_tasks.py; triton/knobs.py: fp_fusion_enabled.)
     """
     from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path

@@ -189,7 +189,10 @@ def test_a_dispatcher_without_its_package_is_refused_before_workers_have_a_folde
         ),
         ("model=gpt-oss-20b", "this family is not there; those that are: DeepSeek-V2"),
         ("experiment=sft", "every token of a document counts in the loss"),
-        ("optim=muon", "a rule of your own on single elements"),
+        ("optim=muon", "custom rules update single elements"),
+        ("optim.adam_beta1=0.9", "did you mean 'optim.beta1'?"),
+        ("moe.sync_stage=1", "did you mean 'moe.sync_free_stage'?"),
+        ("model.num_dense=1", "did you mean 'model.num_dense_layers'?"),
         ("optim.name=muon", "optim.name=muon on the command line: the optimizer is optim.name=adamw"),
         ("data.mask_prompt=true", "there is no mask"),
         ("deepspeed=ds.json", "parallel.dp_shard=fsdp2"),
@@ -223,8 +226,8 @@ REFUSED = {
         "moe.experts=te needs the package transformer_engine, which is not installed; install it with",
         "log.wandb=true needs the package wandb",
         "log.mlflow=true needs the package mlflow",
-        "checkpoint.init_from=weigths: weigths is no folder; give a Hugging Face folder",
-        "corpus.txt/run cannot be made (T/corpus.txt is no folder)",
+        "checkpoint.init_from=weigths: weigths is not a folder; give a Hugging Face folder",
+        "corpus.txt/run cannot be made (T/corpus.txt is not a folder)",
     ),
     "train data=memmap data.paths=[tokens] data.tokenizer=empty.json checkpoint.resume_from=weights "
     "compile=none moe.experts=turbo model.attention_backend=te": (
@@ -233,9 +236,14 @@ REFUSED = {
         "moe.experts=turbo needs the package primus_turbo",
         "or use model.attention_backend=auto",
     ),
+    "train data=files data.paths=[oth*] data.tokenizer=no.json checkpoint.init_from=weigths "
+    "hydra.run.dir=other": (
+        "no file matches 'oth*' (looked from T)\n",
+        "checkpoint.init_from=weigths: weigths is not a folder",
+    ),
     f"train checkpoint.init_from={'y' * 300}": ("can name no file; use at most 255 bytes",),
     "generate run=weigths": ("has no resolved.yaml; did you mean weights?",),
-    "convert from=weigths to=there": ("weigths is no folder", "did you mean weights?"),
+    "convert from=weigths to=there": ("weigths is not a folder", "did you mean weights?"),
     "prepare input=corpus.txt tokenizer=no.json output=out": ("tokenizer=no.json does not exist",),
 }
 """Command lines that this machine cannot serve, and what is said of each; T is the working folder."""
@@ -256,6 +264,7 @@ def test_what_needs_no_torch_is_refused_before_its_import(tmp_path):
     for name in ("corpus.txt", "empty.json", "tokens.idx"):
         (tmp_path / name).write_text("{}")
     (tmp_path / "weights").mkdir()
+    (tmp_path / "other_run" / "checkpoints" / "step_00000001").mkdir(parents=True)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER], input="\n".join(REFUSED), cwd=tmp_path, capture_output=True, text=True
     )

@@ -70,6 +70,9 @@ CASES = {
     "given twice, softmax over them": Case(1, 10, 6, 3, chosen="twice", after=True),
     "low": Case(2, 5, 12, 4, chosen="round robin", low=True, **SIGMOID),
     "low, and one expert": Case(2, 5, 12, 1, chosen="round robin", low=True, **SIGMOID),
+    "low, softmax over the chosen": Case(
+        1, 9, 12, 4, score="sigmoid", chosen="round robin", low=True, after=True
+    ),
     "low as they are": Case(1, 9, 12, 4, score="sigmoid", chosen="round robin", low=True),
 }
 

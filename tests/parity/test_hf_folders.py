@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
+from graphmoe.checkpoint.hf.tensor_files import has_weights
 from graphmoe.config.schema import ConfigError
 from graphmoe.model.build import build_model
 from tests.parity.hf_models import CASES, assert_same_bits, random_model, reload, tensors_in, tokens_of
@@ -212,9 +213,12 @@ def test_missing_and_damaged_files_are_named_at_once(tmp_path):
 
 
 def test_a_folder_without_weights_says_what_it_needs(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="pytorch_model.bin.*save them as safetensors"):
-        load_hf(folder)
+    before = "model.safetensors"
+    for name in ("pytorch_model.bin", "model.bin"):
+        before = (folder / before).rename(folder / name).name
+        with pytest.raises(ConfigError, match=f"{name}.*save them as safetensors"):
+            load_hf(folder)
+        assert has_weights(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="is no JSON"):
         load_hf(folder)

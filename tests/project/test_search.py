@@ -82,6 +82,7 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
         same = [other for other in fitting if other["layout"] == line["layout"]]
         assert line["tokens_per_s_per_gpu"] == max(other["tokens_per_s_per_gpu"] for other in same)
     assert len(lines) == len({tuple(line["layout"].values()) for line in fitting}) > 3
+    assert search(run, replace(small_card, top=2), NARROW)["shapes"] == lines[:2]
     shared = [line for line in lines if line["layout"]["ep"] == 8]
     assert found["with_ep"] == next(iter(shared), None) != found["recommended"] and shared
     assert {found["with_ep"]["words"]} < {line["words"] for line in listed({**found, "shapes": lines[:1]})}

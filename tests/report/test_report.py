@@ -45,7 +45,6 @@ APART = "outside the allocator"
 
 
 def run_in(folder: Path, lr: str = "0.1") -> Path:
-    """A run that was killed in its fourth step of 9, on 4 ranks of 2 x 2."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = {"run": {"name": "killed", "device": "cuda"}, "train": {"steps": 9}, "optim": {"lr": lr},
              "parallel": {"tp": 2, "cp": 1, "pp": 1, "ep": 4, "etp": 1}, "model": {"num_experts": 4},
@@ -370,7 +369,7 @@ WRONG = (
     ([], "nothing to report; name a run's folder"),
     (["run=a", "runs=a,b"], "two ways to name runs"),
     (["b"], "b"),
-    (["run=nowhere"], "nowhere is no folder"),
+    (["run=nowhere"], "nowhere is not a folder"),
     (["run=."], ". has no resolved.yaml or metrics.jsonl"),
     (["run=a", "out=a"], "out=a is a folder; name a file, such as out=a/report.html"),
     (["run=a", "out=none/b.html"], "out=none/b.html: there is no folder none; make it, or name another"),
@@ -390,5 +389,5 @@ def test_a_page_that_cannot_be_made_is_a_warning_and_the_run_goes_on(tmp_path, m
         leave_report(run_in(tmp_path / "a"))
         leave_report(tmp_path / "none")
     (record,) = caplog.records
-    assert "is no folder" in record.getMessage() and f"run={tmp_path}/none makes it" in record.getMessage()
+    assert "is not a folder" in record.getMessage() and f"run={tmp_path}/none makes it" in record.getMessage()
     assert not record.exc_info

@@ -59,6 +59,7 @@ def errors(ranks: Ranks, folder: Path) -> list[str]:
         caught(lambda: ranks.on_first(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
         caught(lambda: ranks.on_first(lambda: refuse(Picky(1, 2)))),
         caught(lambda: ranks.on_first_of_node(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
+        caught(lambda: ranks.on_each(lambda: refuse(ConfigError("of rank 1")) if ranks.rank else None)),
     ]
 
 
@@ -82,9 +83,10 @@ def test_every_rank_knows_what_all_said_and_what_the_first_did(two):
         assert found["two nodes"] == f"rank {rank}"
 
 
-def test_an_error_of_the_first_is_raised_on_every_rank_even_if_it_cannot_travel(two):
+def test_an_error_of_one_rank_is_raised_on_every_rank_even_if_it_cannot_be_pickled(two):
+    of_first, of_second = "ConfigError: of rank 0", "ConfigError: of rank 1"
     for found in two["errors"]:
-        assert found == ["ConfigError: of rank 0", "RuntimeError: Picky: 1 and 2", "ConfigError: of rank 0"]
+        assert found == [of_first, "RuntimeError: Picky: 1 and 2", of_first, of_second]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ REFUSED = (
     ("trace=a,b,c", "3 traces are given"),
     ("trace=a rank=1", "rank=1 is one of a run"),
     ("trace=a kernels=0", "kernels=0 must be 1 or more"),
-    ("run=nowhere", "run=nowhere is no folder"),
+    ("run=nowhere", "run=nowhere is not a folder"),
     ("run=.", "has no trace; a run with profile.steps=[10,12] writes one"),
     ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
     ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),

@@ -15,7 +15,6 @@ from tests.training.test_metrics import row_of, writer
 
 @pytest.fixture
 def wandb(monkeypatch) -> types.SimpleNamespace:
-    """A package of Weights & Biases that keeps the words of each start, and the rows."""
     fake = types.SimpleNamespace(started=[], rows=[])
     fake.log = lambda scalars, step: fake.rows.append((step, scalars["loss"]))
     fake.finish = lambda: None
@@ -51,6 +50,7 @@ def test_weights_and_biases_that_is_not_there_or_refuses_says_what_to_do(
     wandb.init = refuse
     with pytest.raises(ConfigError, match=r"log.wandb=true cannot begin \(api_key not configured\); log in"):
         writer(tmp_path / "other", 0, **WANDB)
+    assert not (tmp_path / "other" / "wandb_id").exists()  # a later start sends all rows
 
 
 def test_weights_and_biases_tells_folders_of_one_name_apart(tmp_path, wandb):
@@ -64,7 +64,6 @@ def test_weights_and_biases_tells_folders_of_one_name_apart(tmp_path, wandb):
 
 @pytest.fixture
 def mlflow(monkeypatch) -> types.SimpleNamespace:
-    """A package of MLflow that keeps the words of each start, parameters and rows."""
     fake = types.SimpleNamespace(started=[], params={}, rows=[], experiments=[], ended=0)
     fake.entities = types.SimpleNamespace(Metric=lambda name, value, time, step: (name, value, step))
 

@@ -112,7 +112,7 @@ def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
     lines = []
     for key in dict.fromkeys((*ours, *theirs)):
         pair = getattr(a, key), getattr(b, key)
-        if pair[0] == pair[1]:  # another key decides: in what it means, or that only one of the two reads it
+        if pair[0] == pair[1]:  # equal as written: show the effective values, which another key changes
             pair = ours.get(key, theirs.get(key)), theirs.get(key, ours.get(key))
         if ours.get(key) != theirs.get(key) and pair[0] != pair[1]:
             lines.append(f"model.{key}={pair[0]}, not {pair[1]}")

@@ -96,7 +96,7 @@ class TensorFiles:
 
 def has_weights(folder: Path) -> bool:
     """Tell whether there are files of weights, of any format."""
-    patterns = ("*.safetensors*", "pytorch_model*", "*.pt", "*.pth")
+    patterns = ("*.safetensors*", "*model*.bin", "*.pt", "*.pth")
     return any(True for pattern in patterns for _ in folder.glob(pattern))
 
 

@@ -28,6 +28,7 @@ from graphmoe.config.masking import MASK, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
 from graphmoe.runtime.host.files import replace_text
 from graphmoe.runtime.host.signals import end_with_parent
+from graphmoe.runtime.launch.nodes import is_first_node
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class SweepReport(Callback):
         global _begun
         for name in _LAUNCHER_LOGS:
             logging.getLogger(name).addFilter(_mask_record)
-        if self.tool == "graphmoe.train" and _is_first_node():
+        if self.tool == "graphmoe.train" and is_first_node():
             _begun = RunningSweep.begin(config)
 
 
@@ -162,7 +163,7 @@ def _mask_record(record: logging.LogRecord) -> bool:
 
 
 def _mask_file(path: Path) -> None:
-    if not path.is_file() or not _is_first_node():
+    if not path.is_file() or not is_first_node():
         return
     config = OmegaConf.load(path)
     environment, words = OmegaConf.select(config, "host.env"), config.hydra.overrides.task
@@ -235,12 +236,8 @@ def _end(record: Job, status: JobStatus) -> None:
 
 
 def _note(job: Job) -> None:
-    if _is_first_node():
+    if is_first_node():
         job.write()
-
-
-def _is_first_node() -> bool:
-    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) == 1 or os.environ.get("SLURM_NODEID") == "0"
 
 
 @contextlib.contextmanager

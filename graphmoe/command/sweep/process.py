@@ -43,6 +43,7 @@ from graphmoe.config.schema import OutputFormat
 from graphmoe.run.files import SweepRecord, display_path, hydra_value, write_json
 from graphmoe.runtime.host.files import FileLock
 from graphmoe.runtime.host.signals import NOTICES, ends_at_signals, heard, say
+from graphmoe.runtime.launch.nodes import num_nodes
 
 PAGE_FILE = "sweep.html"
 STOP_FILE = "sweep.stop"
@@ -160,7 +161,7 @@ def _take_folder(config: DictConfig, planned: Sequence[Sequence[str]]) -> tuple[
     folder = Path(hydra.sweep.dir).absolute()
     is_given = config.sweep.resume or any(w.startswith("hydra.sweep.dir=") for w in hydra.overrides.hydra)
     # On several nodes each names the folder for itself, so none can take another.
-    is_fixed = is_given or int(os.environ.get("SLURM_STEP_NUM_NODES") or 1) > 1
+    is_fixed = is_given or num_nodes() > 1
     for number in itertools.count(1):
         found = folder.with_name(f"{folder.name}-{number}") if number > 1 else folder
         try:

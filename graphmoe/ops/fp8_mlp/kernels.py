@@ -145,7 +145,7 @@ def rows_kernel(
             product = tl.dot(x, w, product)
         columns = column + tl.arange(0, BLOCK_N)
         ws = tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)
-        # The product of both first: a sum times the scale of a large row may be more than fp32 holds.
+        # Multiply the scales first: the sum times the scale of a large row may overflow fp32.
         product *= tl.load(xs_ptr + near)[:, None] * ws[None, :]
         store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
 

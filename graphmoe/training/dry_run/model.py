@@ -159,8 +159,8 @@ def _is_in_place(node: fx.Node) -> bool:
 class BalancedAllToAll(AllToAll):
     """`AllToAll` of equal rows for each rank, as if a token's experts were on as many ranks as can be.
 
-    That is the most that a balanced routing sends. ``rows_P`` are those for and of each rank of ``ep_etp``,
-    of which the first have one more if they are no multiple; ``expert_rows`` those of this rank's experts.
+    That is the most that a balanced routing sends. ``rows_P`` are sent to each rank of ``ep_etp``, as many
+    received; the first ranks have one more if they do not divide. ``expert_rows``: of this rank's experts.
     """
 
     def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:

@@ -87,7 +87,6 @@ def stamps(tmp_path) -> Path:
 
 @pytest.fixture
 def workers(stamps) -> Iterator:
-    """Start processes that hang by a call in a file of a name, with a limit of so many seconds."""
     started = []
 
     def start(rank: int, file: str, limit_s: float, call: str = "time.sleep(600)") -> subprocess.Popen[str]:

@@ -276,7 +276,6 @@ def failed(rank: int, code: int, error_file: Path | str = "") -> ProcessFailure:
 
 @pytest.fixture
 def left(tmp_path, monkeypatch):
-    """Leave the error of a rank at a second of the clock, as the worker of the rank does."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
 
     def leave(rank: int, error: BaseException, at: float, status: int = 1, attempt: int = 0) -> Path:
@@ -351,7 +350,6 @@ def test_an_error_of_another_node_that_came_first_is_found_in_the_runs_folder(tm
 
 @pytest.fixture
 def step(monkeypatch):
-    """Set the variables of a Slurm step of two nodes; this process is the step's second task."""
     values = {"JOB_ID": 123456, "STEP_ID": 0, "STEP_NUM_NODES": 2, "STEP_NUM_TASKS": 2, "NODEID": 1}
     for name, value in {**values, "STEP_NODELIST": "gpu[07-08]", "JOB_NODELIST": "gpu[07-08]"}.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))

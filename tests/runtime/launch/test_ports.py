@@ -14,7 +14,15 @@ import psutil
 import pytest
 
 from graphmoe.config.schema import LaunchConfig
-from graphmoe.runtime.launch.nodes import find_nodes, interface_of, listen_at
+from graphmoe.runtime.launch.nodes import (
+    find_nodes,
+    interface_of,
+    is_first_node,
+    listen_at,
+    num_nodes,
+    run_name,
+    set_meeting_place,
+)
 from tests.faults import STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY, summary
@@ -156,3 +164,30 @@ def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(mon
     assert "node0:0 stands for no address of this node" in caplog.text
     with listen_at("localhost:0") as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
+
+
+POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod0", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [
+        ({"SLURM_STEP_NUM_NODES": "", "SLURM_NODEID": ""}, (1, True)),
+        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}, (2, True)),
+        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}, (2, False)),
+        (POD, (2, False)),
+        ({**POD, "RANK": "0"}, (2, True)),
+    ],
+)
+def test_the_first_node_is_known_by_its_variables(monkeypatch, variables, found):
+    monkeypatch.setattr("os.environ", variables)
+    assert (num_nodes(), is_first_node()) == found
+
+
+def test_empty_variables_of_starters_count_as_not_set(monkeypatch):
+    ranks = dict.fromkeys(("LOCAL_WORLD_SIZE", "WORLD_SIZE"), "2")
+    places = []
+    for empty in ((), ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE")):
+        monkeypatch.setattr("os.environ", {**ranks, **dict.fromkeys(empty, "")})
+        places.append((set_meeting_place(LaunchConfig()), run_name()))
+    assert places[0] == places[1]

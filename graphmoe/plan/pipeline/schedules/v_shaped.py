@@ -24,7 +24,7 @@ FILLING = 2
 COMPARED = 4
 """Most micro-batches for each rank with which tables by costs and by equal costs are compared."""
 CLEAR = 0.02
-"""Difference of two tables of few micro-batches from which on the same one is faster with more."""
+"""Relative difference of two short tables above which more micro-batches keep their order."""
 PATIENCE = (0.25, 0.75)
 """Shares of the time of a rank's other work within which it waits for arrivals; both are compared."""
 LONGER = 1.03
@@ -47,7 +47,7 @@ def folded(
 ) -> Table:
     """Return a table whose ranks keep at most ``limit_of(num_ranks)`` activations of virtual stages.
 
-    It is made as that of a run with ``stands_for`` micro-batches would be, by default its own.
+    ``stands_for``: micro-batches of the run that a shorter table represents, by default its own.
     """
     assert virtual_stages == 2
     limit = limit_of(num_ranks)
@@ -65,7 +65,7 @@ def folded(
 
 @functools.lru_cache(maxsize=1024)
 def _followed(costs: Costs, num_ranks: int, compared: int, limit: int) -> Costs:
-    """Return the costs whose table takes least by ``costs``: these, or equal ones.
+    """Return the costs whose table is faster when simulated with ``costs``: these or equal ones.
 
     A block of unequal costs keeps activations for longer, so its ranks may wait for memory more often.
     """

@@ -183,7 +183,6 @@ def swinging_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def text_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The words of a command line that trains on a small corpus of text files."""
     from graphmoe.data.tokenizer import train_bpe
     from tests.data.texts import sentences, write_jsonl
 

@@ -32,7 +32,6 @@ class Emulation:
         self._running: list[int] = []
 
     def run(self, body: Callable[[EmulatedPeers], Any]) -> list[Any]:
-        """Return the result of each rank's call; raise the first error, if there was one."""
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
@@ -69,7 +68,6 @@ class Emulation:
             use_peers(self.peers[rank])
 
     def reserve(self, sizes: Sizes) -> Region:
-        """The region of all ranks, larger if it must be."""
         joined = sizes if self.region is None else self.region.sizes.joined(sizes)
         if self.region is None or joined != self.region.sizes:
             self.region = Region.with_room_for(joined, self.size)

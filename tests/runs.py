@@ -29,8 +29,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, RenderableType
 
-from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.command.hydra import schema, to_config
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
@@ -116,7 +116,6 @@ def refusal(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str
 
 
 def trainer_in(folder: Path, *overrides: str) -> Trainer:
-    """A trainer of a tiny run before its first step, or its next one."""
     folder.mkdir(parents=True, exist_ok=True)
     run_config = config(*overrides)
     silent = Console(file=io.StringIO())

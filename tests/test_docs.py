@@ -336,7 +336,6 @@ def test_an_experiment_opens_with_a_sentence_and_its_command():
 
 
 def rows_below(page: Path, header: str) -> list[list[str]]:
-    """The cells of a table, found by the start of its header row."""
     lines = page.read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(header))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])

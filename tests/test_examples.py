@@ -22,7 +22,6 @@ def commands_of(name: str) -> list[str]:
 
 
 def run_example(name: str, folder: Path) -> str:
-    """Run an example's commands in a folder that has what a checkout has; return what they print."""
     for path in ("examples", "docs"):
         (folder / path).symlink_to(ROOT / path)
     paths = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))

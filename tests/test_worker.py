@@ -100,7 +100,6 @@ def test_a_worker_takes_the_number_of_workers_that_there_are():
 
 
 def misspelt(at_end: str) -> subprocess.CompletedProcess[str]:
-    """A command line with a misspelt key, and what its process does at its end."""
     script = f"""
 import os, signal, sys
 from graphmoe.train import main

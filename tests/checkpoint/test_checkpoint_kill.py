@@ -14,7 +14,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore, folders
+from graphmoe.checkpoint import CheckpointError, folders
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import run_ranks
@@ -33,7 +34,6 @@ def run_child(target, *arguments) -> BaseProcess:
 
 
 def newest(folder: Path) -> int:
-    """Step of the newest checkpoint after a start on the folder; its content must be of that step."""
     state = state_at(0)
     step = CheckpointStore(folder, CheckpointConfig()).load(state)
     assert step is not None and state["counters"]["step"] == step

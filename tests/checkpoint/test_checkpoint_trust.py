@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 
 TENSOR = torch.arange(6.0).view(2, 3)
@@ -35,7 +36,6 @@ def saved_in(folder: Path) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put other content into a file of a checkpoint, and its sum into the manifest."""
     path.write_bytes(content)
     manifest = path.parent / "manifest.json"
     document = json.loads(manifest.read_text())
@@ -110,7 +110,6 @@ NAMES = sorted(payloads("mark"))
 
 
 def as_entry(folder: Path, name: str, content: bytes) -> None:
-    """Put other content where an entry of a checkpoint lies, at the end of its file."""
     path, saved = folder / "__0_0.distcp", FileSystemReader(folder).read_metadata()
     before = path.read_bytes()
     for index, part in saved.storage_data.items():

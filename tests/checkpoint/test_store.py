@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore, contents
+from graphmoe.checkpoint import CheckpointError, contents
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
 from graphmoe.runtime.ranks import Ranks

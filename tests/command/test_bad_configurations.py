@@ -88,7 +88,6 @@ def said_by(command: Command) -> str:
 
 
 def has_trained(folder: Path) -> bool:
-    """Return whether a step is recorded; the validation before the first says nothing of it."""
     return any(b'"loss"' in path.read_bytes() for path in folder.rglob("metrics.jsonl"))
 
 

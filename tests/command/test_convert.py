@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from graphmoe import load_hf, save_hf
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
 from graphmoe.convert import ConvertArgs, WeightDtype
 from graphmoe.convert.__main__ import main

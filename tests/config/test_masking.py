@@ -16,8 +16,6 @@ from tests.runs import TINY, command
 
 @pytest.fixture
 def composed(monkeypatch):
-    """A function that gives the configuration of some keys, with variables of the environment."""
-
     def compose(keys: dict, **variables: str):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)

@@ -53,7 +53,6 @@ def stream_of(folder: Path) -> Corpus:
 
 
 def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.NDArray[np.int64] | str:
-    """The samples that a corpus gives from a state on, or the error that refuses it."""
     try:
         corpus = opened(folder)
         loader = Loader(corpus.train, micro_batch_size=1, global_batch_size=1, prefetch=0)

@@ -13,8 +13,6 @@ from graphmoe.data.sources.synthetic import SyntheticSamples
 
 @pytest.fixture
 def make(tmp_path):
-    """Documents of given lengths in two files; every token is a different number."""
-
     def make(lengths, **changes):
         edges = np.cumsum([0, *lengths])
         documents = [np.arange(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]

@@ -15,7 +15,6 @@ SEQ_LEN, VOCAB = 16, 400
 
 @pytest.fixture
 def root(tmp_path):
-    """A folder that looks like a standard library of 40 files, with what must be left out."""
     root = tmp_path / "lib"
     for i in range(40):
         path = root / ("json" if i % 2 else ".") / f"module{i}.py"

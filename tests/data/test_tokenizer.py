@@ -55,7 +55,6 @@ def test_an_id_so_large_that_the_library_takes_long_is_refused(folder):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Files of a hub by name, and what was asked of it over the network."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     there, asked = {}, []

@@ -133,7 +133,6 @@ def an_expert_without_tokens(trainer: Trainer) -> None:
 
 
 def all_on_two_experts(trainer: Trainer) -> None:
-    """Let all tokens choose two experts that are neighbours, so of one rank."""
     for router in trainer.model.routers():
         router.selection_bias[4:6] = 9.0
 
@@ -188,7 +187,6 @@ Order = list[tuple[Direction, str]]
 
 
 def watched(overlap: Overlap) -> Order:
-    """Return the units that the overlap queues from now on, as a list that grows."""
     order: Order = []
     run_unit, back = overlap.run_unit, overlap._back
 

@@ -57,7 +57,6 @@ class Job:
             process.join()
 
     def wait_until(self, reached: Callable[[], bool], seconds: float = 60) -> None:
-        """Poll until something has happened; an error where a rank ends before."""
         end = time.monotonic() + seconds
         while not reached():
             failed = [r for r, process in enumerate(self.processes) if process.exitcode is not None]
@@ -67,7 +66,6 @@ class Job:
             time.sleep(0.005)
 
     def results(self, seconds: float = 300) -> dict[str, list[Any]]:
-        """Return the results of each case, by rank; an error where a rank had one."""
         end = time.monotonic() + seconds
         while any(process.exitcode is None for process in self.processes):
             failed = any(process.exitcode for process in self.processes)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import REPLICATED, Cut, Layout, ParameterLayout, own_part
 from graphmoe.runtime.ranks import Ranks
@@ -28,7 +28,6 @@ PARAMETERS: dict[str, tuple[tuple[int, ...], ParameterLayout]] = {
 
 
 def whole(name: str, kind: str, step: int) -> Tensor:
-    """The value of a parameter, or of a moment of it, after a step."""
     random = torch.Generator().manual_seed(step * 1000 + list(PARAMETERS).index(name) * 10 + len(kind))
     value = torch.randn(PARAMETERS[name][0], generator=random)
     return value.bfloat16() if kind == "model" else value

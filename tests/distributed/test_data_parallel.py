@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job, run_ranks
 from tests.distributed.training import (

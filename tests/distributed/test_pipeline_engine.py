@@ -75,7 +75,6 @@ def test_evaluation_finds_the_losses_of_one_process_and_keeps_nothing(runs):
 
 
 def found_by(results):
-    """Each stage with what was found there; several pipelines have several of each."""
     return [(stage, found) for stages, _ in results for stage, found in stages.items()]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.store import CheckpointStore
 from tests.distributed.ranks import Job, selected
 from tests.distributed.skewed import Both, Found, Skew, hang_before_climbing, no_memory, small_chunks
 from tests.distributed.training import Outcome, SignalIn, Training

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import MismatchError
 from graphmoe.checkpoint.metadata_file import read_metadata
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import ALONE, REPLICATED, Layout
 from graphmoe.runtime.ranks import Ranks
@@ -43,7 +44,6 @@ TWO = {"dp2": Layout(dp=2), "tp2 ep2": Layout(tp=2, ep=2)}
 
 
 def unfit_state(ranks: Ranks, folder: Path) -> str:
-    """Load into parameters of other shapes, dtypes and names; return the error."""
     state = state_of_rank(LAYOUTS["dp2 tp2"], ranks.rank, 0)
     layout = LAYOUTS["dp2 tp2"]
     main, part = state["optimizer"]["main"], torch.zeros(3, 6)
@@ -89,7 +89,6 @@ def a_rank_that_owns_nothing(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 
 def damaged(ranks: Ranks, folder: Path) -> tuple[int | None, list[str]]:
-    """Load in another layout after a byte of the last file of rank 2 has changed."""
     save(LAYOUTS["dp2 tp2"], (1, 2), False, ranks, folder)
     path = folder / "step_00000002" / "__2_0.distcp"
     content = path.read_bytes()

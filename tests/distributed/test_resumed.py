@@ -120,8 +120,6 @@ def source(folder: Path) -> Transformer:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, source: Transformer) -> dict[str, list]:
-    """Whole runs of five steps, and those that go on from the second step of one."""
-
     def going_on(table: dict[str, tuple[str, tuple[str, ...]]]) -> dict[str, Training]:
         start = f"checkpoint.resume_from={folder}/{{}}/checkpoints/step_00000002"
         return {name: Training((*BASE, *words, start.format(of))) for name, (of, words) in table.items()}

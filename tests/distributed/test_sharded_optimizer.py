@@ -58,7 +58,6 @@ class Nets:
         return self.train(ranks.rank)
 
     def train(self, rank: int | None) -> dict[str, Any]:
-        """Results of a training: whole weights, and of each step the norm and whether it was applied."""
         optimizer = self.optimizer(rank)
         results = [self.step(optimizer, step, rank) for step in range(STEPS)]
         optimizer.gather()

@@ -186,7 +186,6 @@ def as_traced() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_dispatches() -> Iterator[list[None]]:
-    """Give a list that gets an entry for each dispatch of tokens by `AllToAll`."""
     found, dispatch = list[None](), AllToAll.dispatch
 
     def counted(self: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -222,7 +221,6 @@ def without_rank_load(rows: Tensor) -> Tensor:
 def quiet_trainer(
     run_config: RunConfig, folder: Path, ranks: Ranks
 ) -> tuple[Trainer, list[Tensor], list[dict[str, Any]]]:
-    """A trainer that has started, and what its steps will return and its metrics get."""
     folder.mkdir(parents=True, exist_ok=True)
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
     trainer = Trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
@@ -250,7 +248,6 @@ def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:
-    """State that a checkpoint holds, with whole moments and main weights on every rank."""
     optimizer = trainer.optimizer
     counters = optimizer.state_dict()["counters"]
     rounded = trainer.plan.dtype != torch.float32

@@ -71,7 +71,6 @@ def assert_replays(
 
 
 def capture(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Warm a call up on another stream and capture it: the graph, and the tensors that a replay writes."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

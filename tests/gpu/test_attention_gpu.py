@@ -40,7 +40,6 @@ def runner(backend):
 
 
 def kernels_of(run, qkv, grad):
-    """Return the names of the GPU kernels of one forward and backward, in one string."""
     forward_and_gradients(run, qkv, grad)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         forward_and_gradients(run, qkv, grad)

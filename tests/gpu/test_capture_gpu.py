@@ -51,7 +51,6 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train with words, or give the results of an earlier test with the same words."""
     runs: dict[tuple[str, ...], Trained] = {}
 
     def train(*words: str) -> Trained:

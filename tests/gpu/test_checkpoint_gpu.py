@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphmoe.checkpoint import CheckpointStore
 from graphmoe.checkpoint.flat_shards import FlatShard
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout, own_part
 

@@ -39,7 +39,6 @@ def test_large_cases_match_fp64_in_bf16(case, backend):
 
 
 def scaled(p):
-    """Scale weights to those of a trained layer, so that no activation is saturated."""
     D, F = p.w_down.shape[1:]
     return p._replace(w_gate_up=p.w_gate_up * D**-0.5, w_down=p.w_down * F**-0.5)
 

@@ -148,7 +148,6 @@ def all_collectives(ranks: Ranks, folder: Path) -> Replayed:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> dict[str, list[Outcome]]:
-    """The outcomes of two ranks; that they end at all shows that captured collectives let them."""
     cases = {name: Training((*BASE, *words)) for name, words in TWO.items()}
     return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=600)
 
@@ -167,7 +166,6 @@ def of_fp8(tmp_path_factory) -> dict[str, list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory) -> dict[str, list[Any]]:
-    """Results of two ranks that attend in a ring, capture collectives, or train for one step."""
     cases = {**RINGS, "collectives": all_collectives}
     cases |= {name: case.training for name, case in (EXACT | ROUNDED).items()}
     return Job(tmp_path_factory.mktemp("ranks"), cases, device="cuda").results(seconds=500)

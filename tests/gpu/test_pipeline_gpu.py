@@ -53,7 +53,6 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder) -> dict[str, list[Outcome]]:
-    """The outcomes of two ranks; the end of their runs shows that no message waits for ever."""
     cases = {name: Training((*BASE, "parallel.pp=2", *words)) for name, words in RUNS.items()}
     return Job(folder, cases, device="cuda").results(seconds=500)
 

@@ -60,7 +60,6 @@ def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Tra
 
 
 def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
-    """A copy of the graph after some passes, with what they promise about numbers."""
     module = copy.deepcopy(plain.graph)
     for node in module.graph.nodes:
         node.meta["custom"] = {"segment": "here"}

@@ -26,7 +26,6 @@ HERE = functools.partial(fp8_linear, products=("here",))
 
 
 def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tensor:
-    """Two products of one normalised input, one of their product, and the activation of that."""
     x = F.rms_norm(x, x.shape[-1:])
     return F.silu(F.linear(F.silu(F.linear(x, first)) * F.linear(x, second), down))
 
@@ -171,7 +170,6 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, q: Tensor, out: Tensor) -> Tensor:
-    """As queries and keys: normed heads of which a part is rotated, transposed as attention reads them."""
     plain, turned = F.linear(F.silu(x), q).unflatten(-1, (2, -1)).split([8, 16], -1)
     turned = torch.cat([-turned[..., 8:], turned[..., :8]], -1)
     heads = F.rms_norm(torch.cat([plain, turned], -1), (24,)).transpose(0, 1)

@@ -29,7 +29,6 @@ HEAD = {"mm", "t", "_log_softmax", "nll_loss_forward", "_unsafe_view"}
 
 
 def labels(ignored: str = "some") -> torch.Tensor:
-    """Labels [B, S] of which none, some or all are ignored."""
     values = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     if ignored == "some":
         values[0, 2:5] = IGNORED

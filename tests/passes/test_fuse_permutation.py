@@ -210,7 +210,6 @@ def with_plan(body):
 
 
 def rows(x, order, inverse):
-    """Rows in the order of slots [T, K, D]."""
     return by_token(x[order // K], inverse)
 
 

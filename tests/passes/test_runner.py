@@ -17,7 +17,6 @@ from tests.runs import ROOT
 
 
 def swap_sin(graph: fx.Graph, *, times: int = 1) -> Rewrites:
-    """sin -> cos, for as many as ``times``."""
     found = [node for node in graph.nodes if node.target is torch.sin]
     for node in found[:times]:
         node.target = torch.cos

@@ -157,7 +157,6 @@ def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run that recorded five steps of zb1p; two of them were slow."""
     timelines = {}
     for step, factor in ((10, 1.0), (20, 2.0), (30, 3.0), (40, 1.0), (50, 1.0)):
         costs = Costs((2e3 * factor, 3e3 * factor), (2e3, 3e3), (1e3, 1.5e3), activation_bytes=(2**30, 2**30))

@@ -129,7 +129,6 @@ def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
 
 
 def misfit(kind: str, pp: int = 1, size: int = 1) -> str:
-    """Advice to a layout that does not fit, where most memory is of one kind."""
     memory = {**dict.fromkeys(MEMORY_KINDS, 1.0), kind: 100.0, "total": 150.0}
     shown = {"memory_gb": memory, "card_gb": 80, "worst_rank": 0, "fits": False, "layout": {"pp": pp}}
     return verdict({**shown, "micro_batch_size": size}).partition(": try ")[2]

@@ -95,7 +95,6 @@ def timeline():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Path]:
-    """A compiled run with all that a run can leave, and a plain one."""
     base = tmp_path_factory.mktemp("runs")
     words = ("log.report=true", "log.peak_tflops=0.5", "train.steps=8")
     full = ("profile.steps=[5,6]", "graph.scope=layer", "train.val_batches=0", "hydra.run.dir=full")
@@ -241,7 +240,6 @@ def lines_of_a_run(steps: int, scale: float) -> list[str]:
 
 
 def sweep_in(folder: Path) -> Path:
-    """A page of two jobs of 40 steps, the second with half of the loss."""
     jobs = []
     for number, rate in enumerate(("1e-2", "1e-3")):
         (path := folder / str(number)).mkdir()

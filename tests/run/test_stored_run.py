@@ -20,7 +20,6 @@ from tests.runs import config
 
 @pytest.fixture
 def run(tmp_path) -> Path:
-    """A run's folder as graphmoe leaves it, without a checkpoint; its tokenizer can't be read."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "tokenizer.json").touch()

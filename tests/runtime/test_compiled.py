@@ -49,7 +49,6 @@ def gradients(model: nn.Module, *execute: CompiledSegments):
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledSegments:
-    """An executor that has run one step and one validation of a four-layer model."""
     made = executor()
     model = model_of("model.num_layers=4")
     with torch._functorch.config.patch(strict_autograd_cache=True):

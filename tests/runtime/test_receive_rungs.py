@@ -260,7 +260,6 @@ class _Event:
 
 
 def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[RetryingSteps, list, StepRows]:
-    """Steps that are void in a program, and what happens one after the other."""
     said: list[str] = []
     rows = StepRows(6, (1, 2), torch.device("cpu"), planned=True)
     rows._arrived = [_Event(said) for _ in range(6)]

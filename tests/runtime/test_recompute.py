@@ -39,7 +39,6 @@ def executor(wanted: Recompute | None = None, *overrides: str) -> CompiledSegmen
 
 
 def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float32):
-    """Loss, and the gradients of the input and of every weight of one layer."""
     model = model_of("model.num_layers=2", *overrides)
     module = model.layers[layer].to(dtype)
     for buffer in module.buffers():

@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 
-from graphmoe.checkpoint import CheckpointError, CheckpointStore
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.entries import flatten
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
@@ -153,7 +154,6 @@ def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def spoil(trainer: Trainer, place: str, value: float = math.nan) -> str:
-    """Put a value into the last element of a tensor; its name."""
     name, tensor = next((n, t) for n, t in tensors_of(trainer).items() if n.startswith(place))
     tensor.view(-1)[-1] = value
     return name

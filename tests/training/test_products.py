@@ -30,8 +30,6 @@ FAST, SLOW = (3.0, 1.0, 0.5), (1.0, 1.0, 0.5)
 
 @pytest.fixture
 def timer(monkeypatch):
-    """A GPU as far as the choice can tell; ``ms`` has the times of each product, ``runs`` counts them."""
-
     def times(calls, rounds, device):
         times.runs += 1
         found = dict(zip(calls, times.ms[(times.runs - 1) % len(times.ms)], strict=True))

@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from graphmoe import save_hf, train
-from graphmoe.checkpoint import CheckpointStore
+from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.convert import ConvertArgs

@@ -87,7 +87,6 @@ SLURM = Path(conf.__path__[0], "hydra/launcher/slurm.yaml")
 
 
 def launcher(*words: str) -> dict[str, Any]:
-    """The launcher's configuration; Hydra's helpers need the plugins to be found first."""
     Plugins.instance()
     return OmegaConf.to_container(hydra_config(*words).hydra.launcher)
 

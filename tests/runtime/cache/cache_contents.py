@@ -46,7 +46,6 @@ def write_kernel(work: WorkFolder, code: str = "code") -> None:
 
 
 def kept(cache: CompileCache, facts: Facts = FACTS, **contents: str) -> None:
-    """Publish files for some facts; the work folder is gone afterwards."""
     work = cache.open(facts)
     write(work, **contents)
     work.publish({"model": "tiny"})

@@ -188,7 +188,6 @@ JOB = """
 
 
 def ran(folder: Path, code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """A process that has run a file of this code in a folder."""
     (folder / "job.py").write_text(textwrap.dedent(code))
     words, environment = [sys.executable, "job.py"], {**environment, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -54,7 +54,6 @@ def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, mon
 
 
 def fill(monkeypatch, folder: Path, room: int = 0) -> None:
-    """Let the disk of a folder take so many more files; of later ones it takes nothing."""
     write_bytes, written = Path.write_bytes, []
 
     def write(path, content):

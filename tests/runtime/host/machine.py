@@ -31,7 +31,6 @@ class Machine:
             self.write(f"devices/system/node/node{node}/cpulist", f"{cpus}\n")
 
     def has_gpus(self, node_of_gpu: dict[int, int]) -> None:
-        """GPUs, each on a NUMA node; -1 is what a system says that does not know."""
         for gpu, node in node_of_gpu.items():
             self.write(f"bus/pci/devices/0000:{0xA0 + gpu:02x}:00.0/numa_node", f"{node}\n")
 

@@ -16,7 +16,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pyte
 test: $(VENV)/installed-dev lint
 	$(PYTEST)
 
-WHICH := slow or exhaustive or not slow
+WHICH := slow or not slow
 test-all: $(VENV)/installed-dev lint
 	$(PYTEST) -m "$(WHICH)"
 

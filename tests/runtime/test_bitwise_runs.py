@@ -52,10 +52,10 @@ CASES = {  # words of both runs, of the plain one and of the other
         ("recompute.layer_ids=[0,2]",),
     ),
     "compiled step": ((*EAGER, *COMPILED), (), (STEP,)),
-    "compiled layers": ((*UNITS, "model.mtp_depth=1", LAYER), LATE, EARLY),
-    "compiled rotating": ((*UNITS, "moe.expert_load=rotating", LAYER), LATE, EARLY),
-    "compiled swinging": ((*SWINGING, *COMPILED, LAYER), LATE, EARLY),
-    "compiled parts again": (AGAIN, (), (PARTS,)),
+    "captured layers": ((*UNITS, "model.mtp_depth=1", LAYER, TRACED), LATE, EARLY),
+    "captured layers, rotating load": ((*UNITS, "moe.expert_load=rotating", LAYER, TRACED), LATE, EARLY),
+    "captured layers, swinging": ((*SWINGING, *COMPILED, LAYER, TRACED), LATE, EARLY),
+    "parts again": ((*AGAIN, TRACED), (), (PARTS,)),
     "compiled again": ((*AGAIN, *MTP), (), (EVERYTHING,)),
 }  # fmt: skip
 IN_EVERY_SUITE = [*CASES][: [*CASES].index("captured layers again")]

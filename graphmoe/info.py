@@ -180,10 +180,7 @@ def _flops_table(flops: dict[str, Any]) -> Table:
 
 
 def _memory_table(document: dict[str, Any]) -> Table:
-    """Bytes of everything that grows with the number of parameters: on one rank, and on each of several.
-
-    With a pipeline on the ranks that hold most and least.
-    """
+    """Bytes that grow with the parameters: on one rank, and on those that hold most and least."""
     memory, num_ranks = document["memory_bytes"], document["num_ranks"]
     scale, unit = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
     columns = {unit if num_ranks == 1 else f"{unit} on one rank": memory}

@@ -31,6 +31,7 @@ def visible_gpus() -> list[str]:
     return shown.split(",") if shown else [str(index) for index in range(torch.cuda.device_count())]
 
 
+@pytest.hookimpl(optionalhook=True)  # -p no:xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     cores = len(os.sched_getaffinity(0))
     return min(cores, WORKERS_PER_GPU * max(len(visible_gpus()), 1)) if is_on_gpu(config) else cores

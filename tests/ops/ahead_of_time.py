@@ -8,6 +8,7 @@ process (TRITON_INTERPRET=1) can't compile, and Triton decides between the two w
 are kept in Triton's own cache, so that a second session only reads them.
 """
 
+import fcntl
 import functools
 import importlib
 import json
@@ -15,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,13 +131,10 @@ def compiled(module: str, target: str) -> dict[str, Facts]:
 def _compile_elsewhere(module: str) -> tuple[Facts, ...]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.ahead_of_time", module],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    line = [sys.executable, "-m", "tests.ops.ahead_of_time", module]
+    with open(Path(tempfile.gettempdir(), f"{module}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two workers would compile all twice
+        done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return tuple(Facts(**fact) for fact in json.loads(done.stdout.splitlines()[-1]))
 
@@ -208,8 +207,6 @@ def _largest(text: str, pattern: str) -> int:
 
 def _stack_bytes(cubin: bytes) -> int:
     """Bytes of a thread's stack, as the tool that comes with Triton reads them."""
-    import tempfile
-
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -145,8 +145,12 @@ def rows_kernel(
             product = tl.dot(x, w, product)
         columns = column + tl.arange(0, BLOCK_N)
         ws = tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)
-        # Multiply the scales first: the sum times the scale of a large row may overflow fp32.
-        product *= tl.load(xs_ptr + near)[:, None] * ws[None, :]
+        # xs in two factors: the sum times a large xs may overflow, and a tile of xs * ws spills on sm_100.
+        xs = tl.load(xs_ptr + near)
+        half = ((xs.to(tl.int32, bitcast=True) >> 23) + 127) >> 1
+        product *= (half << 23).to(tl.float32, bitcast=True)[:, None]
+        product *= ws[None, :]
+        product *= (xs * ((254 - half) << 23).to(tl.float32, bitcast=True))[:, None]
         store(product, live, column, out_ptr + row.to(tl.int64) * N, N, BLOCK_M, BLOCK_N, SUBTILES)
 
 

@@ -4,6 +4,7 @@
 being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -41,9 +42,13 @@ class MismatchError(CheckpointError):
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """The first ten of the lines of a list, and how many more there are."""
+    """Return at most ten lines, of each kind (the text before a colon) in turn, and how many more."""
+    kinds: dict[str, list[str]] = {}
+    for line in lines:
+        kinds.setdefault(line.partition(":")[0], []).append(line)
+    in_turn = [line for turn in itertools.zip_longest(*kinds.values()) for line in turn if line]
     more = [f"... and {len(lines) - 10} more"] if len(lines) > 10 else []
-    return "\n  ".join([*lines[:10], *more])
+    return "\n  ".join([*sorted(in_turn[:10], key=lines.index), *more])
 
 
 def folder_of(folder: Path, step: int) -> Path:

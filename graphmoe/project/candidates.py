@@ -91,10 +91,7 @@ class Candidates:
     def _dispatchers(
         self, parallel: ParallelConfig, precision: PrecisionConfig
     ) -> list[tuple[MoEConfig, str]]:
-        """Return dispatchers to try, with the word for one that experts in 8 bits need.
-
-        Where these are tried beside bf16, bf16 has it too, so that the two differ in their precision alone.
-        """
+        """Return dispatchers to try, with the word for the one of fp8 experts; bf16 beside fp8 has it too."""
         moe = self.config.moe
         if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
             return [(replace(moe, dispatcher=dispatcher_of(moe, parallel)), "")]

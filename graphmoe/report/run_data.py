@@ -153,10 +153,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:
-    """The newest facts of a run. A run that went on leaves the summary of where it had stopped before.
-
-    Facts that only the old summary has stay, but for the end of the run.
-    """
+    """Return the newest facts. After a resume the old summary gives what metrics lack, except its end."""
     if of_metrics["steps"] <= (summary.get("steps") or 0):
         return of_metrics | summary
     peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]

@@ -291,11 +291,10 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
 
 
 def _leave() -> NoReturn:
-    """End this process with status 0: run its exit handlers, write out its streams, and no more.
+    """Run the exit handlers, flush the streams, and end this process with status 0.
 
-    Python's own way takes the interpreter down while a thread of gloo may still hold a tensor of the last
-    collective. One that lets go of it then aborts the process, after all its work was done (pytorch issue
-    190489, open with torch 2.13). It also goes through all of torch, which takes half a second.
+    A thread of gloo may still hold a tensor of the last collective: with Python's own end it aborts the
+    process (pytorch issue 190489, open with torch 2.13), which also takes half a second longer.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -252,7 +252,7 @@ def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Nod
     """The results of a function of tensors, as the operations that it consists of, in front of a node."""
     fakes = [value(node) for node in inputs]
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
-        traced = make_fx(run)(*fakes)
+        traced = make_fx(run, decomposition_table={})(*fakes)  # keeps detach, as `torch_compat.make_fx`
     side = {key: before.meta[key] for key in SIDE_META if key in before.meta}
     for node in traced.graph.nodes:
         node.meta = side | ({"val": node.meta["val"]} if "val" in node.meta else {})

@@ -127,13 +127,18 @@ class Operation(NamedTuple):
             return None
         torch.cuda.synchronize(device)
         gc.collect()  # or tensors of an earlier alternative may be freed between the two counts
+        if isinstance(made, Run):  # autograd's thread may free those of the last backward between them, once
+            return max(_kept_bytes(made.forward, device) for _ in range(3))
         before = torch.cuda.memory_allocated(device)
-        if isinstance(made, Run):
-            output = made.forward()
-            return torch.cuda.memory_allocated(device) - before - output.nbytes
         torch.cuda.reset_peak_memory_stats(device)
         results = made()
         return torch.cuda.max_memory_allocated(device) - before - sum(result.nbytes for result in results[1:])
+
+
+def _kept_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
+    before = torch.cuda.memory_allocated(device)
+    output = forward()
+    return torch.cuda.memory_allocated(device) - before - output.nbytes
 
 
 def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:

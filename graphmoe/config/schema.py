@@ -172,7 +172,7 @@ class TrainConfig:
     clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
     """Largest global L2 norm of the gradient; 0 does not clip, >= 0."""
     val_interval: CountOrZero = 100
-    """Steps between validations; 0 validates only before the first step and at the end, >= 0."""
+    """Steps between validations; 0 validates only after the first step and at the end, >= 0."""
     val_batches: CountOrZero = 20
     """Micro-batches per validation; 0 switches validation off, >= 0."""
     max_nonfinite: Count = 5

@@ -151,6 +151,6 @@ def render(summary: dict[str, Any]) -> str:
 def _validated(first: float, first_step: int, last: float, steps: int) -> str:
     if first_step == steps:
         return f"validation loss {last:.3f} after step {steps}"
-    if first_step:
+    if first_step > 1:
         return f"validation loss {first:.3f} at step {first_step} -> {last:.3f} at step {steps}"
     return f"validation loss {first:.3f} -> {last:.3f} in {number_of(steps, 'step')}"

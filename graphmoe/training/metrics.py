@@ -103,7 +103,7 @@ class MetricsWriter:
         """Go on after step ``done``; rows of later steps are cut."""
         self._trackers = Trackers(folder, config, done)
         # After the trackers: if a kill comes between, the next start still sees which steps were taken back.
-        if cut := cut_metrics(folder / METRICS_FILE, done or -1):  # step 0 validates again
+        if cut := cut_metrics(folder / METRICS_FILE, done):
             log.info("%s of later steps cut from %s", number_of(cut, "row"), METRICS_FILE)
         self._file = LineFile(folder / METRICS_FILE)
         self._file.append([])  # there from the start, for who follows it

@@ -24,14 +24,12 @@ class ForcedLoads:
     """Loads of ``moe.expert_load``, which routers read from a buffer of the same address in each step."""
 
     def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
-        """Set those of the first step, which a validation before it has too."""
         moe, model = plan.config.moe, plan.config.model
         self._name, self._ranks, self._routers = moe.expert_load, plan.layout.ep, routers
         self._sizes = model.num_experts, model.top_k
         recorded = moe.expert_load not in LOADS
         self._counts = read_counts(moe.expert_load, model.num_experts) if recorded else None
         self._now: list[list[int]] = []
-        self.set(1)
 
     def set(self, step: int) -> None:
         """Store the loads of a step, counted from 1, if they are others. No device sync."""

@@ -50,7 +50,7 @@ class Trackers:
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
         """Go on after step ``done``, before metrics.jsonl is cut. *Raises* ConfigError if one can't begin."""
         rows = read_rows(folder / METRICS_FILE) if config.log.wandb or config.log.mlflow else []
-        kept = [row for row in rows if row["step"] <= (done or -1)]  # step 0 validates again
+        kept = [row for row in rows if row["step"] <= done]
         after = done if len(kept) < len(rows) else None
         wanted = [
             (config.log.wandb, lambda: _wandb(folder, config, after)),

@@ -159,8 +159,6 @@ class Trainer:
             stack.push(self.heartbeat.leave)
             if self.trace:
                 stack.callback(self.trace.drop)
-            if self.step == 0:
-                self._validate()
             stopped_by = self._loop(stop, garbage)
             if self.trace:
                 self.trace.finish()
@@ -221,7 +219,8 @@ class Trainer:
         self.progress.advance(self.step)
         self._report_pending()
         last = self.step == train.steps
-        validates = train.val_batches > 0 and (last or _due(self.step, train.val_interval))
+        due = last or self.step == 1 or _due(self.step, train.val_interval)
+        validates = train.val_batches > 0 and due
         saves = last or _due(self.step, checkpoint.interval)
         waits = validates or saves or self.capture is None
         if validates or saves or _due(self.step, train.log_interval):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.fx.experimental import proxy_tensor
 from torch.numa import binding as numa_binding
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
@@ -25,6 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 _KEY_TAG, _OURS = "TORCH_COMPILE_CACHE_KEY_TAG", " graphmoe "
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that ``torch.no_grad`` and its like call, as a TorchFunctionMode sees it."""
+make_fx = functools.partial(proxy_tensor.make_fx, decomposition_table={})
+"""Without a table torch 2.15 records an alias for detach, through which a gradient would flow."""
 
 
 def import_compilers() -> None:
@@ -94,8 +96,10 @@ def partition(
     The backward computes again what is cheap, and what `mark_recomputed` marked. ``static_inputs``, the
     parameters, stay in memory anyway. (torch/_functorch/partitioners.py, the cut of torch.compile.)
     """
+    from torch._functorch.compile_utils import fx_graph_cse
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    joint.graph = fx_graph_cse(joint.graph)  # torch 2.15's own computes what both need twice
     with _without_generator_states():
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
@@ -104,11 +108,9 @@ def partition(
 
 @contextmanager
 def _without_generator_states() -> Iterator[None]:
-    """Keep partitions inside from saving the random generator's state for operations computed again.
+    """Keep partitions inside from saving the random generator's state for attention, tagged as random.
 
-    A partition would do so for every attention, whose operation is tagged as random whatever its dropout is,
-    and a graph that reads and sets the generator cannot be captured. Operations that do draw are refused:
-    `draws_random_numbers`.
+    A graph that reads and sets it can't be captured. `draws_random_numbers` refuses what does draw.
     """
     from torch._functorch import partitioners
 

@@ -12,11 +12,14 @@ from tests.runs import trainer_in
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; the hook sees those of the whole session.
 
-    A worker runs all tests of a file, which share its fixtures; a file with ``WORKERS`` is dealt to several.
+    A worker runs all tests of a file, which share its fixtures. ``WORKERS`` deals a file to several,
+    ``SHARED`` those of each fixture that it names to one.
     """
     folder = Path(__file__).parent
     for number, item in enumerate(items):
-        part = number % getattr(getattr(item, "module", None), "WORKERS", 1)
+        module = getattr(item, "module", None)
+        dealt = number % getattr(module, "WORKERS", 1)
+        part = next((name for name in getattr(module, "SHARED", ()) if name in item.fixturenames), dealt)
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}_{part}"))
         if folder in item.path.parents:
             item.add_marker(pytest.mark.gpu)

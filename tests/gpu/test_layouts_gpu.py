@@ -24,6 +24,7 @@ from tests.gpu.tiny import GPU
 from tests.tolerances import assert_forward_close, assert_gradient_close, relative_error
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+SHARED = "two", "of_symm", "of_fp8", "steps"
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
 EAGER, COMPILED = "compile.enabled=false", "compile.enabled=true"
 BASE = (

@@ -242,8 +242,9 @@ def test_torch_is_given_scales_as_it_wants_them():
             (q, scale), (q_w, of_w) = ([t.to("meta") for t in each] for each in (one, other))
             y = launches.product(q, scale, q_w, of_w, of_squares, torch.bfloat16)
             assert y.shape == (len(q), len(q_w)) and y.dtype == torch.bfloat16
-            with pytest.raises((RuntimeError, ValueError), match="scale.b must have"):
-                launches.product(q, scale, q_w, of_w[:, 1:], of_squares, torch.bfloat16)
+            if torch.__version__ < "2.15":  # later checks are of the GPU alone
+                with pytest.raises((RuntimeError, ValueError), match="scale.b must have"):
+                    launches.product(q, scale, q_w, of_w[:, 1:], of_squares, torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", KERNELS)

@@ -26,6 +26,7 @@ from tests.ops.mlp_cases import (
 )
 from tests.ops.row_cases import brute_force_plan, fresh_memory_is_nan
 
+WORKERS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SPLIT = {  # case: number of own experts
     "random": 3, "odd sizes": 1, "skewed, dead rows": 2, "empty experts": 11, "no token": 2,

@@ -132,7 +132,7 @@ def test_the_rows_of_a_run_agree_with_its_batch_and_peak(tmp_path):
 
 def test_the_summary_has_final_losses_and_medians_without_the_first_step(tmp_path):
     rows = [{**row_of(step, loss=10.0 - step), "step_s": 9.0 if step == 1 else step} for step in (1, 2, 3, 4)]
-    validations = [{"step": step, "val_loss": loss} for step, loss in ((0, 4.0), (2, 1.0), (4, 2.0))]
+    validations = [{"step": step, "val_loss": loss} for step, loss in ((1, 4.0), (2, 1.0), (4, 2.0))]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [validations[0], *rows, *validations[1:]]))
     found = summarise(read_rows(path))
@@ -153,7 +153,7 @@ def test_a_run_that_began_elsewhere_says_of_which_steps_its_validations_are(tmp_
         rest = {"sample": None, "finished": True, "steps": 9, "folder": str(tmp_path)}
         return render({**summarise(rows), **rest}).splitlines()[0]
 
-    assert said((0, 8.5), (9, 5.25)) == "validation loss 8.500 -> 5.250 in 9 steps"
+    assert said((1, 8.5), (9, 5.25)) == "validation loss 8.500 -> 5.250 in 9 steps"
     assert said((6, 5.5), (9, 5.25)) == "validation loss 5.500 at step 6 -> 5.250 at step 9"
     assert said((9, 5.791)) == "validation loss 5.791 after step 9"
 

@@ -102,7 +102,7 @@ def test_routers_are_told_of_the_slots_that_the_loss_counts_where_a_bias_moves_t
 def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
     trainer = train_in(tmp_path, "optim.lr=1e-30", "model.selection_bias=false")
     rows = [row for row in metrics(tmp_path) if "val_loss" in row]
-    assert [row["step"] for row in rows] == [0, 3, 6] and len({row["val_loss"] for row in rows}) == 1
+    assert [row["step"] for row in rows] == [1, 3, 6] and len({row["val_loss"] for row in rows}) == 1
     with torch.no_grad():
         batches = first_batches(trainer.corpus.val, 2, 2)
         losses = [trainer.model.loss(t[:, :-1], t[:, 1:]).cross_entropy.item() for t in batches]
@@ -112,10 +112,10 @@ def test_validation_is_the_mean_over_the_same_first_batches_each_time(tmp_path):
 @pytest.mark.parametrize(
     "words, validations, checkpoints",
     [
-        ("train.val_interval=0 checkpoint.interval=0 train.log_interval=1", [0, 7], [7]),
-        ("train.val_interval=2 checkpoint.interval=2 train.log_interval=4", [0, 2, 4, 6, 7], [2, 4, 6, 7]),
+        ("train.val_interval=0 checkpoint.interval=0 train.log_interval=1", [1, 7], [7]),
+        ("train.val_interval=2 checkpoint.interval=2 train.log_interval=4", [1, 2, 4, 6, 7], [2, 4, 6, 7]),
         ("train.val_batches=0 checkpoint.interval=7 train.log_interval=1000000000", [], [7]),
-        ("train.val_interval=9 checkpoint.interval=9", [0, 7], [7]),
+        ("train.val_interval=9 checkpoint.interval=9", [1, 7], [7]),
     ],
 )
 def test_validations_and_checkpoints_come_at_their_interval_and_last_and_each_step_has_its_row(
@@ -195,7 +195,7 @@ def test_the_command_leaves_all_its_files_and_one_json_document(tmp_path):
     assert first["start_s"] == document["time_to_first_step_s"] and not any("start_s" in row for row in rest)
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     log = (folder / "logs" / "rank0.log").read_text()
-    assert log.count(" INFO step ") == 3 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log
+    assert log.count(" INFO step ") == 4 + 3 and "MFU = TFLOP/s over 2 dense bf16" in log
     assert not list(folder.glob("*.tmp"))
 
 

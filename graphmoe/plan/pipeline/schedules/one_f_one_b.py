@@ -42,12 +42,10 @@ def one_forward_one_backward(
 
 
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
-    """Forwards of a rank before its first backward.
+    """Forwards of a rank before its first backward: two more than the next rank has, as with interleaving.
 
-    A `Together` ends as a whole. If each rank had one forward more than the next, as in 1F1B, a pair would
-    wait for the last pair of the rank before, and that pair for the last pair of this rank: neighbours would
-    take turns. So each rank has two forwards more than the next, as with interleaving anyway. One more on
-    all ranks gives the pairs of the last stage two different micro-batches.
+    A `Together` ends as a whole: with one more, as in 1F1B, neighbours would wait for each other in turns.
+    One more on all ranks gives the pairs of the last stage two different micro-batches.
     """
     after = num_ranks - 1 - rank
     if overlap:

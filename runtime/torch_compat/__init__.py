@@ -1,8 +1,7 @@
-"""Private torch interfaces that the project uses, all of them, checked with torch 2.11 to 2.13.
+"""Private torch interfaces that the project uses, all of them, checked with torch 2.11 to 2.13 and 2.15.
 
 Each function names its source in torch; nothing else in the project imports a private name of torch. Torch's
-compilers are imported where they are called: a process that compiles nothing starts two seconds earlier. With
-torch 2.14 and 2.15 only tests of tuning, kept graphs, compilation and capture have run.
+compilers are imported where they are called: a process that compiles nothing starts two seconds earlier.
 """
 
 import functools

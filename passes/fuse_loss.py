@@ -37,10 +37,10 @@ MEAN, SUM = 1, 2
 """Reductions of nll_loss; 0 is none."""
 
 
-def fuse_loss(graph: fx.Graph, *, needs_grad: bool = True) -> Rewrites:
+def fuse_loss(graph: fx.Graph) -> Rewrites:
     """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
     absent = f"{len(calls(graph, aten._log_softmax))} log_softmax, and no nll_loss behind one"
-    losses = [(nll, needs_grad) for nll in calls(graph, aten.nll_loss_forward)]
+    losses = [(nll,) for nll in calls(graph, aten.nll_loss_forward)]
     if not losses and calls(graph, ops.all_reduce):
         absent = "ranks share the vocabulary: each sums over its part of the logits, and they add their sums"
         return Rewrites(0, (), absent, expected=False)
@@ -72,11 +72,11 @@ def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
     return operand(logits), operand(transposed), labels
 
 
-def _replace(nll: Node, needs_grad: bool) -> str | None:
+def _replace(nll: Node) -> str | None:
     loss = _loss(nll)
     if isinstance(loss, str):
         return loss
-    arguments = (*loss, argument(nll, 4, "ignore_index"), needs_grad)
+    arguments = (*loss, argument(nll, 4, "ignore_index"))
     total, count, _, _ = put_parts(nll, ops.linear_cross_entropy.default, *arguments, like=nll)
     for result in list(nll.users):
         if part(result, aten.nll_loss_forward) == 1:  # the number of kept labels, as a float

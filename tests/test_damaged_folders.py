@@ -38,7 +38,7 @@ COMPILED = {
     "graphs": 3, "seconds": 1.5, "recompiled": 0, "cache": {"fx_hits": 1, "aot_hits": 0},
     "passes": {"fuse_loss": {"matches": 1, "nodes_before": 9, "nodes_after": 5, "ms": 0.4,
                              "saved_bytes_before": 10, "saved_bytes_after": 5}},
-    "units": [{"unit": "attn", "for": "training", "used": 2, "graphs": 3, "seconds": 1.5,
+    "units": [{"unit": "attn", "used": 2, "graphs": 3, "seconds": 1.5,
                "source": "compiled", "why_compiled": "new"}],
 }  # fmt: skip
 CAPTURED = {

@@ -139,7 +139,7 @@ def head(hidden: int, vocabulary: int, tokens: int, generator: torch.Generator) 
     """Return the loss' forward, which makes both gradients."""
     h_TD, w_VD = normal(generator, tokens, hidden), normal(generator, vocabulary, hidden, scale=hidden**-0.5)
     labels_T = torch.randint(vocabulary, (tokens,), device=generator.device)
-    return {"head": lambda: ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100, True)}
+    return {"head": lambda: ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)}
 
 
 def copy(num_bytes: int, generator: torch.Generator) -> Calls:

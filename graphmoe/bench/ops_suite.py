@@ -196,7 +196,7 @@ def _loss(T: int, S: int, D: int, V: int) -> Iterator[Operation]:
         dtotal = torch.full((), 1 / T, device=generator.device)  # one would hide a missing scale
 
         def call() -> tuple[Tensor, ...]:
-            total = ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100, True)[0]
+            total = ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)[0]
             return total.detach(), *torch.autograd.grad(total, (h_TD, w_VD), dtotal.to(total.dtype))
 
         return {"forward_backward": call}

@@ -20,13 +20,12 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
-def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, needs_grad: bool) -> Results:
+def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
     """-> loss f32 [], count i64 [], dh_TD, dw_VD f32. No device sync.
 
-    ``loss`` is the sum over the kept labels of -log softmax(h @ w.T)[label], and ``count`` the number of kept
-    labels. Only ``loss`` is differentiable; ``dh_TD`` and ``dw_VD`` are its gradients, of no elements where
-    ``needs_grad`` is false. A label that is neither a class nor ``ignore_index`` makes the loss NaN on a GPU
-    and raises on a CPU.
+    ``loss`` is the sum over the kept labels of -log softmax(h @ w.T)[label], ``count`` their number. Only
+    ``loss`` is differentiable; ``dh_TD`` and ``dw_VD`` are its gradients. A label that is neither a class nor
+    ``ignore_index`` makes the loss NaN on a GPU and raises on a CPU.
 
     Logits are in the dtype of h, from fp32 sums; softmax and losses are fp32, so are the sums of dw.
     """
@@ -38,25 +37,23 @@ def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, ne
 
         if h_TD.dtype in kernels.DTYPES:
             run = kernels.forward
-    return run(h_TD, w_VD, labels_T, ignore_index, needs_grad, rows)
+    return run(h_TD, w_VD, labels_T, ignore_index, rows)
 
 
 @_forward.register_fake
-def _(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, needs_grad: bool) -> Results:
+def _(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
     loss, count = h_TD.new_empty((), dtype=torch.float32), h_TD.new_empty((), dtype=torch.int64)
-    dh_TD = h_TD.new_empty(h_TD.shape if needs_grad else 0)
-    return loss, count, dh_TD, w_VD.new_empty(w_VD.shape if needs_grad else 0, dtype=torch.float32)
+    return loss, count, h_TD.new_empty(h_TD.shape), w_VD.new_empty(w_VD.shape, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # the gradients of dh and dw would be zeros as large as they are
     ctx.save_for_backward(*output[2:])
-    ctx.w_dtype, ctx.needs_grad = inputs[1].dtype, inputs[4]
+    ctx.w_dtype = inputs[1].dtype
 
 
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    assert ctx.needs_grad, "linear_cross_entropy made no gradients: needs_grad was false"
     dh_TD, dw_VD = ctx.saved_tensors
     dh = dw = None
     # Plain arithmetic: a compiler makes one pass of product and cast, and of what follows.
@@ -65,7 +62,7 @@ def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     if dloss is not None and ctx.needs_input_grad[1]:
         # rounded on the way out: the product in fp32 would be as large as dw
         dw = torch.mul(dw_VD, dloss, out=dw_VD.new_empty(dw_VD.shape, dtype=ctx.w_dtype))
-    return dh, dw, None, None, None
+    return dh, dw, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -79,14 +76,11 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
     return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-def plain(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, needs_grad: bool, rows: int
-) -> Results:
+def plain(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
     """The operation in plain PyTorch, ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
-    dh_TD = h_TD.new_empty(h_TD.shape if needs_grad else 0)
-    dw_VD = w_VD.new_zeros(w_VD.shape if needs_grad else 0, dtype=exact)
+    dh_TD, dw_VD = h_TD.new_empty(h_TD.shape), w_VD.new_zeros(w_VD.shape, dtype=exact)
     for start in range(0, len(h_TD), rows):
         h_CD, label_C = h_TD[start : start + rows], labels_T[start : start + rows]
         kept_C = label_C != ignore_index
@@ -95,10 +89,9 @@ def plain(
         lse_C = logits_CV.logsumexp(dim=-1)
         loss_C = lse_C - logits_CV.gather(1, label_C1).squeeze(1)
         loss += loss_C.masked_fill(~kept_C, 0).sum()
-        if needs_grad:
-            d_CV = (logits_CV - lse_C.unsqueeze(1)).exp()
-            d_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=exact))
-            d_CV = d_CV.masked_fill(~kept_C.unsqueeze(1), 0).to(h_TD.dtype)
-            dh_TD[start : start + rows] = d_CV @ w_VD
-            dw_VD.addmm_(d_CV.to(exact).T, h_CD.to(exact))
+        d_CV = (logits_CV - lse_C.unsqueeze(1)).exp()
+        d_CV.scatter_add_(1, label_C1, torch.full_like(label_C1, -1, dtype=exact))
+        d_CV = d_CV.masked_fill(~kept_C.unsqueeze(1), 0).to(h_TD.dtype)
+        dh_TD[start : start + rows] = d_CV @ w_VD
+        dw_VD.addmm_(d_CV.to(exact).T, h_CD.to(exact))
     return loss.to(f32), (labels_T != ignore_index).sum(), dh_TD, dw_VD.to(f32)

@@ -32,15 +32,14 @@ LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that 
 
 
 def forward(
-    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, needs_grad: bool, rows: int
+    h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Results of `graphmoe::linear_cross_entropy`, ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
     f32, device = torch.float32, h_TD.device
-    dh_TD = torch.empty_like(h_TD) if needs_grad else h_TD.new_empty(0)
-    dw_VD = torch.empty(w_VD.shape if needs_grad else 0, dtype=f32, device=device)
-    if needs_grad and T == 0:
+    dh_TD, dw_VD = torch.empty_like(h_TD), torch.empty(w_VD.shape, dtype=f32, device=device)
+    if T == 0:
         dw_VD.zero_()
     stride = triton.cdiv(V, ALIGNMENT) * ALIGNMENT
     buffer = torch.empty(min(rows, T), stride, dtype=h_TD.dtype, device=device)
@@ -52,12 +51,11 @@ def forward(
         torch.mm(h_CD, w_VD.T, out=logits_CV)
         _rows_kernel[(len(h_CD),)](
             logits_CV, loss_T, labels_T, start, V, stride, ignore_index,
-            WITH_GRADIENT=needs_grad, BLOCK=block, GROUP=group, STAGES=STAGES,
+            BLOCK=block, GROUP=group, STAGES=STAGES,
             num_warps=num_warps(min(THREADS, block // group)),
         )  # fmt: skip
-        if needs_grad:
-            torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
-            _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
+        torch.mm(logits_CV, w_VD, out=dh_TD[start : start + rows])
+        _add_product(dw_VD, logits_CV.T, h_CD, first=start == 0)
     loss, count = (torch.empty((), dtype=dtype, device=device) for dtype in (f32, torch.int64))
     _total_kernel[(1,)](loss_T, labels_T, loss, count, T, ignore_index, BLOCK=TOTAL_BLOCK)
     return loss, count, dh_TD, dw_VD
@@ -105,7 +103,7 @@ def _gradient(x, column, label, lse):
 @triton.jit
 def _rows_kernel(
     logits, losses, labels, start, V, stride, ignore_index,
-    WITH_GRADIENT: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row of logits: its loss; then softmax - one-hot in its place."""
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
@@ -128,21 +126,19 @@ def _rows_kernel(
         top = tl.max(highest, 0)
         lse = top + tl.log(tl.sum(total * tl.exp(highest - top), 0))
         tl.store(losses + token, lse - at_label)
-        if WITH_GRADIENT:
-            if blocks * BLOCK < V:
-                x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
-                tl.store(base + tail, _gradient(x, tail, label, lse), mask=tail < V)
-            for i in tl.range(blocks, num_stages=STAGES):
-                here = (blocks - 1 - i) * BLOCK + column
-                x = tl.load(base + here).to(tl.float32)
-                tl.store(base + here, _gradient(x, here, label, lse))
+        if blocks * BLOCK < V:
+            x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
+            tl.store(base + tail, _gradient(x, tail, label, lse), mask=tail < V)
+        for i in tl.range(blocks, num_stages=STAGES):
+            here = (blocks - 1 - i) * BLOCK + column
+            x = tl.load(base + here).to(tl.float32)
+            tl.store(base + here, _gradient(x, here, label, lse))
     else:
         tl.store(losses + token, 0.0)
-        if WITH_GRADIENT:
-            for i in range(blocks):
-                tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
-            if blocks * BLOCK < V:
-                tl.store(base + tail, tl.zeros((LANES, GROUP), tl.float32), mask=tail < V)
+        for i in range(blocks):
+            tl.store(base + i * BLOCK + column, tl.zeros((LANES, GROUP), tl.float32))
+        if blocks * BLOCK < V:
+            tl.store(base + tail, tl.zeros((LANES, GROUP), tl.float32), mask=tail < V)
 
 
 @triton.jit

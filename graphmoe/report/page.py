@@ -199,14 +199,12 @@ def compile_section(run: RunData) -> str:
          f"{each['ms']:.1f}"]
         for name, each in report.get("passes", {}).items()
     ]  # fmt: skip
-    of_units = [
-        [u["unit"], u["for"], f"{u['used']}x", u["graphs"], f"{u['seconds']:.1f}", u["source"]] for u in units
-    ]
+    of_units = [[u["unit"], f"{u['used']}x", u["graphs"], f"{u['seconds']:.1f}", u["source"]] for u in units]
     head = ["pass", "matches", "operations", "kept for backward", "ms"]  # as in the log of the run
-    columns = ["unit", "for", "used", "graphs", "seconds", "from"]
+    columns = ["unit", "used", "graphs", "seconds", "from"]
     tables = [
-        table(head, passes, numbers_from=1, caption="Passes, in the graphs for training"),
-        table(columns, of_units, numbers_from=2, caption="Compiled units"),
+        table(head, passes, numbers_from=1, caption="Passes"),
+        table(columns, of_units, numbers_from=1, caption="Compiled units"),
     ]
     return paragraph(said) + side_by_side(tables)
 

@@ -108,8 +108,8 @@ _Pass = _record(
     **_each(Number, "saved_bytes_before saved_bytes_after"),
 )
 _Unit = _record(
-    "unit for used graphs seconds source",
-    **_each(str, "unit for source"),
+    "unit used graphs seconds source",
+    **_each(str, "unit source"),
     **_each(int, "used graphs"),
     seconds=float,
     why_compiled=str | None,

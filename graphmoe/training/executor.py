@@ -152,7 +152,7 @@ class Execution:
             left = len(plain.shapes) + plain.experts
             self._counts = len(self._dense) + self._in_fp8 - left, left
         self._in_fp8 &= not plain.experts
-        runner = functools.partial(pass_runner, config, self.chosen.experts or "torch", dump, plain=plain)
+        runner = pass_runner(config, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(
             runner, optimizer.gradient_of, units, self._recompute, self.overlap, optimizer.weight_forms
@@ -201,12 +201,10 @@ class Execution:
         recipe = self._config.precision.fp8.value
         return {"fp8": recipe, "products_in_fp8": in_fp8, "products_in_bf16": in_bf16}
 
-    def compile_update(
-        self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]], *, validates: bool
-    ) -> None:
+    def compile_update(self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]]) -> None:
         """Compile the optimizer's update, if the run is compiled: the first of units, which are counted."""
         if self.compiled is not None:
-            self.compiled.expect(segments, 1 + validates)
+            self.compiled.expect(segments)
             optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
 
     def keep_code(self) -> None:
@@ -263,11 +261,10 @@ class Execution:
 
 
 def pass_runner(
-    config: RunConfig, experts: str, dump: Path | None, trains: bool, *, plain: InBf16 = ALL_IN_FP8
+    config: RunConfig, experts: str, dump: Path | None = None, *, plain: InBf16 = ALL_IN_FP8
 ) -> PassRunner:
-    """Return the passes of a unit that has a backward or not; ``experts`` are the backends of theirs."""
+    """Return the passes of a run's units; ``experts`` are the backends of theirs."""
     knobs: dict[str, dict[str, Any]] = {
-        "fuse_loss": {"needs_grad": trains},
         "fuse_experts": {"backend": experts, "keep": keeps_replicas(config)},
     }
     in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)

@@ -95,8 +95,7 @@ class Trainer:
         self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.chosen)
         self.capture, self.chosen = self.execution.capture, self.execution.chosen
         log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
-        validates = train.val_batches > 0 and self.corpus.val is not None
-        self.execution.compile_update(self.optimizer, self.model.segment_lists(), validates=validates)
+        self.execution.compile_update(self.optimizer, self.model.segment_lists())
         self.step_log = StepLog(plan)
         self.rows = StepRows(
             min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile

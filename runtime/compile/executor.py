@@ -16,7 +16,7 @@ from graphmoe.config.progress import working
 from graphmoe.config.ranges import number_of
 from graphmoe.ops.gradients import Gradient
 from graphmoe.passes.base import MadeBy, PassRunner
-from graphmoe.plan.recompute import NOTHING, Recompute, UnitRecompute
+from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
 from graphmoe.runtime.compile.code import Compiled, CompileTurns, PendingWeightGrads, UnitCode
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
@@ -69,7 +69,7 @@ class CompiledSegments:
 
     def __init__(
         self,
-        runner: Callable[[bool], PassRunner],
+        runner: PassRunner,
         gradient_of: Callable[[Tensor], Gradient] | None = None,
         capture: UnitCapture | None = None,
         recompute: Recompute | None = None,
@@ -81,7 +81,6 @@ class CompiledSegments:
         self.kept: Path | None = None
         """Folder of graphs that were traced before, by jobs of the same facts; None to trace all."""
         self._runner = runner
-        """Makes the passes for training (True) or inference (False)."""
         self._gradient_of = gradient_of
         """Finds the gradient of a parameter; None leaves gradients to autograd."""
         self._capture = capture
@@ -97,30 +96,29 @@ class CompiledSegments:
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         """Units of a list of segments; dynamic ones run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
+        self._forwards: dict[tuple[Any, ...], UnitCode] = {}
+        """The same code without a key's part about gradients: without gradients its forward runs alone."""
         self.reports: list[UnitReport] = []
         self.num_expected = 0
         """Units that a run compiles in all, as far as `expect` knows them; 0 where nobody asked."""
         self.recompiled = 0
         """Units compiled for a second set of shapes."""
 
-    def expect(self, lists: Iterable[Sequence[Segment]], modes: int) -> None:
-        """Count units to come, for who waits: of these lists of segments, each in so many modes.
-
-        One more is the optimizer's update. Units that compute the same count once.
-        """
+    def expect(self, lists: Iterable[Sequence[Segment]]) -> None:
+        """Count units to compile: those of these lists, alike ones once, and the optimizer's update."""
         captured = self._capture.names if self._capture else frozenset[str]()
         apart = OVERLAPPED if self._unit_turns else frozenset[str]()
         units = (unit for segments in lists for unit in units_of(segments, (), captured, apart))
-        kinds = {(_kind_of(unit), self._runner_of(unit, True).names) for unit in units if not unit.dynamic}
-        self.num_expected = 1 + modes * len(kinds)
+        kinds = {(_kind_of(unit), self._runner_of(unit).names) for unit in units if not unit.dynamic}
+        self.num_expected = 1 + len(kinds)
 
     def passes(self) -> list[str]:
-        """Return the names of the passes for training."""
-        return [*self._runner(True).names]
+        """Return the names of the passes."""
+        return [*self._runner.names]
 
     def passes_uuid(self) -> str:
-        """Hash of the passes for training, their sources and parameters."""
-        return self._runner(True).uuid()
+        """Hash of the passes, their sources and parameters."""
+        return self._runner.uuid()
 
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
@@ -198,7 +196,7 @@ class CompiledSegments:
 
         The graph is for the shapes of the tensors given here. No passes run.
         """
-        report = UnitReport(name, True)
+        report = UnitReport(name)
         with self._compiling(report):
             with report.measured():
                 graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
@@ -223,8 +221,8 @@ class CompiledSegments:
         bound = BoundUnit.of(unit)
         return _PlacedUnit(bound, self._gradients(bound.tensors[: bound.num_parameters]))
 
-    def _runner_of(self, unit: Unit, trains: bool) -> PassRunner:
-        return self._runner(trains).of_layer(unit.segments[0].layer)
+    def _runner_of(self, unit: Unit) -> PassRunner:
+        return self._runner.of_layer(unit.segments[0].layer)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
         return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
@@ -239,7 +237,7 @@ class CompiledSegments:
     @functools.cached_property
     def _experts(self) -> str | None:
         """Return the backend of the experts' kernels; None where the pass fuse_experts does not run."""
-        knobs = {spec.name: spec.knobs for spec in self._runner(True).specs}
+        knobs = {spec.name: spec.knobs for spec in self._runner.specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 
     def _code(
@@ -250,7 +248,7 @@ class CompiledSegments:
         if key in place.codes:
             return place.codes[key]
         if capture is None or not unit.captured or not trains:
-            place.codes[key] = self._shared_code(place, read, trains, made_by)
+            place.codes[key] = self._shared_code(place, read, made_by)
             return place.codes[key]
         for trained, *shapes in place.codes:
             if trained:
@@ -258,21 +256,22 @@ class CompiledSegments:
                     f"{unit.name} is captured, and {_changes(unit, tuple(shapes), read)}; leave its segments "
                     f"out of graph.scope"
                 )
-        code = self._shared_code(place, read, True, made_by)
+        code = self._shared_code(place, read, made_by)
         names = tuple(segment.name for segment in unit.segments)
         place.codes[key] = capture.unit(code, names, unit.name, unit.reads)
         return place.codes[key]
 
     def _shared_code(
-        self, place: _PlacedUnit, read: list[Tensor], trains: bool, made_by: dict[str, MadeBy | None]
+        self, place: _PlacedUnit, read: list[Tensor], made_by: dict[str, MadeBy | None]
     ) -> UnitCode:
-        bound = place.bound
+        bound, trains = place.bound, torch.is_grad_enabled()
         tensors = [*bound.tensors, *read]
-        recompute = self._recompute.of_unit(bound.unit.segments) if trains else NOTHING
         makers = tuple(made_by.get(name) for name in bound.unit.reads)
-        passes = self._runner_of(bound.unit, trains).names
-        signatures = (_signature(tensor) for tensor in tensors)
-        key = (bound.fingerprint(), trains, recompute, makers, passes, *signatures)
+        passes, signatures = self._runner_of(bound.unit).names, [*map(_signature, tensors)]
+        forward = (bound.fingerprint(), makers, passes, *signatures)
+        key = (*forward, self._recompute.of_unit(bound.unit.segments), *(t.requires_grad for t in tensors))
+        if not trains and forward in self._forwards:
+            return self._forwards[forward]
         if key in self._codes:
             code, report = self._codes[key]
             report.shared_by += 1
@@ -284,21 +283,18 @@ class CompiledSegments:
                     "%s is compiled again: %s", bound.unit.name, _changes(bound.unit, shapes[1:], read)
                 )
                 break
-        code, report = self._compile(bound, tensors, trains, recompute, makers, key)
-        self._codes[key] = code, report
+        code, report = self._codes[key] = self._compile(bound, tensors, makers, key)
+        self._forwards[forward] = code
         return code
 
     def _compile(
         self,
         bound: BoundUnit,
         tensors: list[Tensor],
-        trains: bool,
-        recompute: UnitRecompute,
         makers: tuple[MadeBy | None, ...],
         key: tuple[Any, ...],
     ) -> tuple[UnitCode, UnitReport]:
-        unit, report = bound.unit, UnitReport(bound.unit.name, trains)
-        runner = self._runner_of(unit, trains)
+        unit, report, runner = bound.unit, UnitReport(bound.unit.name), self._runner_of(bound.unit)
         lifts = self._weight_forms is not None
 
         def trace() -> UnitGraphs:
@@ -306,11 +302,10 @@ class CompiledSegments:
                 bound.run,
                 fakes_of(tensors),
                 num_weights=bound.num_parameters,
-                trains=trains,
                 runner=runner,
                 name=unit.name,
                 segments=tuple(segment.name for segment in unit.segments),
-                recompute=recompute,
+                recompute=self._recompute.of_unit(unit.segments),
                 makers=makers,
                 lifts=lifts,
             )
@@ -328,7 +323,7 @@ class CompiledSegments:
     def _compiling(self, report: UnitReport) -> AbstractContextManager[Any]:
         number = len(self.reports) + 1
         of = f" of {max(number, self.num_expected)}" if self.num_expected else ""
-        return working(f"compiling unit {number}{of}: {report.title}")
+        return working(f"compiling unit {number}{of}: {report.unit}")
 
     def _compile_graph(self, report: UnitReport, graph: fx.GraphModule) -> Compiled:
         if report not in self.reports:
@@ -347,7 +342,7 @@ class CompiledSegments:
         log.info(
             "%s %s: %s in %.1f s",
             "loaded" if loaded else "compiled",
-            report.title,
+            report.unit,
             number_of(report.graphs, "graph"),
             report.seconds,
             extra=FILE_ONLY if loaded else None,
@@ -382,4 +377,4 @@ def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
 
 
 def _signature(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

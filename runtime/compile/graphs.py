@@ -46,7 +46,7 @@ class UnitGraphs:
     kept_inputs: tuple[int, ...] = ()
     """Inputs that the backward reads."""
     backward: SplitBackward | None = None
-    """Takes (kept inputs, kept results, gradients of the differentiable outputs); None for inference."""
+    """Takes (kept inputs, kept results, gradients of the differentiable outputs); None without any."""
     input_gradients: tuple[int, ...] = ()
     """Inputs whose gradients I returns, in its order."""
     weight_gradients: tuple[int, ...] = ()
@@ -72,7 +72,6 @@ def unit_graphs(
     fakes: Sequence[Tensor],
     *,
     num_weights: int,
-    trains: bool,
     runner: PassRunner,
     name: str,
     segments: tuple[str, ...] = (),
@@ -91,7 +90,7 @@ def unit_graphs(
     for node, maker in zip(placeholders[len(placeholders) - len(makers) :], makers, strict=True):
         node.meta["made_by"] = maker
     views = take_off_views(forward)
-    differentiable = _differentiable(forward, fakes) if trains else ()
+    differentiable = _differentiable(forward, fakes)
     if not any(differentiable):
         reports = runner.run("forward", forward, name, segments)
         made_by, count = _made_by(forward, views, name), len(_outputs(forward))

@@ -23,9 +23,8 @@ class UnitReport:
     """One compiled unit."""
 
     unit: str
-    trains: bool
     graphs: int = 0
-    """Compiled graphs: forward, and for training the gradients of inputs and those of weights; the latter
+    """Compiled graphs: forward, gradients of inputs, and those of weights; the latter
     twice where they are added to others, of an earlier micro-batch or another use of a weight."""
     seconds: float = 0.0
     cache: dict[str, int] = field(default_factory=dict)
@@ -39,11 +38,6 @@ class UnitReport:
     """Operations of the forward that the backward computes again because of ``recompute``."""
     of_other_ranks: int = 0
     """Graphs that another rank of the job compiled while this one waited."""
-
-    @property
-    def title(self) -> str:
-        """Name of the unit with what it is for."""
-        return f"{self.unit} for {_purpose(self)}"
 
     @property
     def from_cache(self) -> int:
@@ -78,9 +72,8 @@ def to_json(
 ) -> dict[str, Any]:
     """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
 
-    ``passes`` are sums over the units that are trained, as in `to_text`.
-    ``why_compiled`` says why units were not in the caches. ``breaks`` is 0 in every report: a segment that
-    cannot be one graph is an error.
+    ``passes`` are sums over the units. ``why_compiled`` says why units were not in the caches. ``breaks`` is
+    0 in every report: a segment that cannot be one graph is an error.
     """
     cache: dict[str, int] = {}
     for report in reports:
@@ -93,11 +86,10 @@ def to_json(
         "seconds": sum(report.seconds for report in reports),
         "cache": cache,
         "passes_uuid": uuid,
-        "passes": {name: _total(rows) for name, rows in _by_pass(_trained(reports)).items()},
+        "passes": {name: _total(rows) for name, rows in _by_pass(reports).items()},
         "units": [
             {
                 "unit": report.unit,
-                "for": _purpose(report),
                 "graphs": report.graphs,
                 "seconds": report.seconds,
                 "source": _source(report),
@@ -114,29 +106,28 @@ def to_json(
 
 
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """The compiled units; then what each pass did to those that are trained, and what it left and why.
+    """The compiled units; then what each pass did, and what it left and why.
 
     ``kept`` is what one unit keeps for its backward, ``again`` how many operations that computes again.
     """
     units = Table(title="compiled units", title_justify="left")
-    for column in ("unit", "for", "used", "graphs", "kept", "again", "seconds", "from"):
-        units.add_column(column, justify="left" if column in ("unit", "for", "from") else "right")
+    for column in ("unit", "used", "graphs", "kept", "again", "seconds", "from"):
+        units.add_column(column, justify="left" if column in ("unit", "from") else "right")
     for report in reports:
         units.add_row(
             report.unit,
-            _purpose(report),
             f"{report.shared_by}x",
             str(report.graphs),
-            _mib(report.kept_bytes) if report.trains else "-",
-            str(report.recomputed) if report.trains else "-",
+            _mib(report.kept_bytes),
+            str(report.recomputed),
             f"{report.seconds:.1f}",
             _source(report),
         )
-    passes = Table(title="passes, in the graphs for training", title_justify="left")
+    passes = Table(title="passes", title_justify="left")
     for column in ("pass", "matches", "operations", "kept for backward", "ms"):
         passes.add_column(column, justify="left" if column == "pass" else "right")
     reasons: list[str] = []
-    for name, rows in _by_pass(_trained(reports)).items():
+    for name, rows in _by_pass(reports).items():
         total = _total(rows)
         kept = "-"
         if total["saved_bytes_before"] is not None:
@@ -149,10 +140,6 @@ def to_text(reports: Sequence[UnitReport]) -> str:
     console = Console(file=io.StringIO(), width=110)
     console.print(units, passes)
     return console.file.getvalue() + "".join(reasons)  # type: ignore[attr-defined]
-
-
-def _trained(reports: Sequence[UnitReport]) -> list[UnitReport]:
-    return [report for report in reports if report.trains]
 
 
 def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
@@ -176,10 +163,6 @@ def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
         "saved_bytes_after": sum(row.saved_bytes_after or 0 for row in measured) if measured else None,
         "ms": sum(row.ms for row in rows),
     }
-
-
-def _purpose(report: UnitReport) -> str:
-    return "training" if report.trains else "inference"
 
 
 def _source(report: UnitReport) -> str:

@@ -100,7 +100,7 @@ def by_form(form: str, ranks: Ranks, folder: Path) -> list[list[Tensor]]:
         passes = select_passes(config("compile.enabled=true").passes, {})
         again = Recompute.of(RecomputeConfig(segments=["moe_experts"] if form.endswith("again") else []))
         into = (lambda p: gradients[id(p)]) if totals else None
-        run = CompiledSegments(lambda trains: PassRunner(passes), into, recompute=again)
+        run = CompiledSegments(PassRunner(passes), into, recompute=again)
     found, (x, dy, weight, places) = [], tokens_of(ranks.rank)
     for _ in range(2):
         leaves = [each.clone().requires_grad_() for each in (x, weight)]

@@ -29,11 +29,9 @@ def by_kernels(*args):
     return linear_cross_entropy_kernels.forward(*args)
 
 
-def mean_loss_and_gradients(h, w, labels, needs_grad=True):
+def mean_loss_and_gradients(h, w, labels):
     """Sum of the loss, count and gradients of the mean as a trainer takes them."""
-    loss, count, *_ = ops.linear_cross_entropy(h, w, labels, IGNORED, needs_grad)
-    if not needs_grad:
-        return loss, count
+    loss, count, *_ = ops.linear_cross_entropy(h, w, labels, IGNORED)
     return loss, count, *torch.autograd.grad(loss / count.clamp_min(1), (h, w))
 
 
@@ -73,21 +71,20 @@ def test_chunks_do_not_cost_the_weight_gradient_its_fp32_sums():
     """64 chunks against one: bf16 sums of them would be off by 1e-2, other GEMM kernels are by far less."""
     case = Case(4096, 1000, 64)
     h, w, labels = inputs_of(case, torch.bfloat16, "cuda")
-    many, one = (by_kernels(h, w, labels, IGNORED, True, rows)[3] for rows in (64, 4096))
+    many, one = (by_kernels(h, w, labels, IGNORED, rows)[3] for rows in (64, 4096))
     assert relative_error(many, one) < 2e-4
 
 
-@pytest.mark.parametrize("needs_grad", [True, False])
-def test_the_peak_of_memory_is_one_buffer_of_logits_above_the_results(needs_grad, monkeypatch):
+def test_the_peak_of_memory_is_one_buffer_of_logits_above_the_results(monkeypatch):
     case = Case(4096, 50001, 512)
     buffer = 64 * MIB
     monkeypatch.setattr(module, "LOGITS_BYTES", buffer)
     h, w, labels = leaves(case)
-    ops.linear_cross_entropy(h, w, labels, IGNORED, needs_grad)  # the library's own workspace
+    ops.linear_cross_entropy(h, w, labels, IGNORED)  # the library's own workspace
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    outputs = ops.linear_cross_entropy(h, w, labels, IGNORED, needs_grad)
+    outputs = ops.linear_cross_entropy(h, w, labels, IGNORED)
     above = torch.cuda.max_memory_allocated() - before
     results = sum(o.numel() * o.element_size() for o in outputs)
     logits = case.T * case.V * 2

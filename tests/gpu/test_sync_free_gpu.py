@@ -48,7 +48,7 @@ def make_part(stage: int, way: str, dtype: torch.dtype, device: str = "cuda") ->
     layer = build_model(CONFIG, device=device, dtype=dtype).layers[0]
     segments = [segment for segment in layer.segments() if segment.name in names]
     passes = select_passes(PassesConfig(), {"fuse_experts": {"backend": "triton"}})
-    execute: Executor = run_segments if way == "eager" else CompiledSegments(lambda _: PassRunner(passes))
+    execute: Executor = run_segments if way == "eager" else CompiledSegments(PassRunner(passes))
     x_BSD = torch.randn(4, 256, CONFIG.hidden_size, device=device).to(dtype).requires_grad_()
 
     def run() -> None:

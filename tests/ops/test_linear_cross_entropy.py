@@ -85,9 +85,9 @@ def assert_close(name, actual, expected, dtype):
 
 
 def assert_matches_fp64(run, case, dtype, device="cpu"):
-    """Compare every result of ``run(h, w, labels, ignore_index, needs_grad, rows)`` with fp64 autograd."""
+    """Compare every result of ``run(h, w, labels, ignore_index, rows)`` with fp64 autograd."""
     h, w, labels = inputs_of(case, dtype, device)
-    actual = run(h, w, labels, IGNORED, True, case.rows)
+    actual = run(h, w, labels, IGNORED, case.rows)
     expected = written_out(h, w, labels)
     dtypes = (torch.float32, torch.int64, dtype, torch.float32)
     for name, result, wanted, kind in zip(NAMES, actual, expected, dtypes, strict=True):
@@ -98,9 +98,6 @@ def assert_matches_fp64(run, case, dtype, device="cpu"):
             assert float(result.double().norm()) <= 1e-6 * (case.T if case.V == 1 else 0), name
     assert int(actual[1]) == int(expected[1])
     assert not bool(actual[2][labels == IGNORED].any())
-    only_loss = run(h, w, labels, IGNORED, False, case.rows)
-    assert all(torch.equal(a, b) for a, b in zip(only_loss[:2], actual[:2], strict=True))
-    assert only_loss[2].numel() == only_loss[3].numel() == 0
 
 
 def runs_of(backend):
@@ -134,7 +131,7 @@ def test_a_class_of_probability_1e_12_has_its_gradient_to_a_bf16_rounding(backen
     h, w = torch.zeros(T, D), torch.zeros(V, D)
     h[:, 0], w[:, 0], w[7, 0] = 1.0, -27.625, 0.0  # all logits are exact in bf16
     h, w = h.to(device, torch.bfloat16), w.to(device, torch.bfloat16)
-    dw = run(h, w, torch.full((T,), 7, device=device), IGNORED, True, 128)[3]
+    dw = run(h, w, torch.full((T,), 7, device=device), IGNORED, 128)[3]
     probability = torch.tensor(-27.625, dtype=torch.float64).exp()
     torch.testing.assert_close(dw[11, 0].double().cpu(), T * probability, rtol=8e-3, atol=0)
 
@@ -144,9 +141,9 @@ def test_large_logits_have_a_finite_loss_and_no_tokens_none(backend, small_block
     run, device = runs_of(backend), device_of(backend)
     h, w = torch.full((2, 1), 200.0, device=device), torch.arange(-2.0, 3, device=device).unsqueeze(1)
     labels = torch.tensor([0, 4], device=device)
-    total, *_, dh, dw = run(h, w, labels, IGNORED, True, 128)
+    total, *_, dh, dw = run(h, w, labels, IGNORED, 128)
     assert total.item() == 800.0 and bool(dh.isfinite().all()) and bool(dw.isfinite().all())
-    total, count, dh, dw = run(h[:0], w, labels[:0], IGNORED, True, 128)
+    total, count, dh, dw = run(h[:0], w, labels[:0], IGNORED, 128)
     assert (total.item(), count.item(), dh.shape) == (0.0, 0, (0, 1)) and not bool(dw.any())
 
 
@@ -155,19 +152,19 @@ def test_large_logits_have_a_finite_loss_and_no_tokens_none(backend, small_block
 def test_kernels_make_the_loss_of_an_impossible_label_or_a_nan_nan(backend, label, small_blocks):
     run, (h, w, labels) = runs_of(backend), inputs_of(Case(6, 50, ignored="none"), device=device_of(backend))
     labels[3] = label
-    loss, count, dh, _ = run(h, w, labels, IGNORED, True, 128)
+    loss, count, dh, _ = run(h, w, labels, IGNORED, 128)
     assert math.isnan(loss) and count == 6 and bool(dh.isfinite().all())
     labels[3], h[2, 0] = 1, math.nan
-    assert math.isnan(run(h, w, labels, IGNORED, True, 128)[0])
+    assert math.isnan(run(h, w, labels, IGNORED, 128)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_views_and_int32_labels_are_taken(backend, small_blocks):
     case, run = Case(9, 70, rows=4), runs_of(backend)
     h, w, labels = inputs_of(case, device=device_of(backend))
-    expected = run(h, w, labels, IGNORED, True, case.rows)
+    expected = run(h, w, labels, IGNORED, case.rows)
     views = (h.t().contiguous().t(), w.t().contiguous().t(), labels.int().repeat_interleave(2)[::2])
-    for actual, wanted in zip(run(*views, IGNORED, True, 4), expected, strict=True):
+    for actual, wanted in zip(run(*views, IGNORED, 4), expected, strict=True):
         torch.testing.assert_close(actual, wanted)
 
 
@@ -196,7 +193,7 @@ def test_the_mean_loss_and_its_gradients_match_fp64_autograd(name, dtype, monkey
     monkeypatch.setattr(module, "ROWS_MULTIPLE", 1)
     monkeypatch.setattr(module, "LOGITS_BYTES", 5 * case.V * dtype.itemsize)
     h, w, labels = (x.requires_grad_(x.is_floating_point()) for x in inputs_of(case, dtype))
-    loss, count, _, _ = ops.linear_cross_entropy(h, w, labels, IGNORED, True)
+    loss, count, _, _ = ops.linear_cross_entropy(h, w, labels, IGNORED)
     (loss / count.clamp_min(1)).backward()
     expected = written_out(h, w, labels)
     kind = torch.float32 if dtype == torch.float64 else dtype
@@ -210,15 +207,13 @@ def test_an_impossible_label_raises_on_the_cpu():
     h, w, labels = inputs_of(CASES["one chunk"])
     labels[2] = 64
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        ops.linear_cross_entropy(h, w, labels, IGNORED, True)
+        ops.linear_cross_entropy(h, w, labels, IGNORED)
 
 
 def test_the_gradients_are_scaled_in_fp32():
     case, factor = CASES["one chunk"], torch.tensor(1 / 12345)
     h, w, labels = inputs_of(case, torch.bfloat16)
-    total, *_, dh, dw = ops.linear_cross_entropy(
-        h.requires_grad_(), w.requires_grad_(), labels, IGNORED, True
-    )
+    total, *_, dh, dw = ops.linear_cross_entropy(h.requires_grad_(), w.requires_grad_(), labels, IGNORED)
     total.backward(factor)
     assert torch.equal(h.grad, (dh.float() * factor).bfloat16())
     assert torch.equal(w.grad, (dw * factor).bfloat16())
@@ -244,7 +239,7 @@ def test_the_backward_makes_the_gradients_that_are_wanted_and_nothing_else_as_la
     case = CASES["odd sizes, three chunks"]
     h, w, labels = inputs_of(case, torch.bfloat16)
     h.requires_grad_(wanted != "w"), w.requires_grad_(wanted != "h")
-    total = ops.linear_cross_entropy(h, w, labels, IGNORED, True)[0]
+    total = ops.linear_cross_entropy(h, w, labels, IGNORED)[0]
     with Ran(w.shape) as ran:
         torch.autograd.grad(total, [x for x in (h, w) if x.requires_grad])
     assert ran.names == [] and ran.dtypes == [torch.bfloat16] * (wanted != "h")
@@ -270,22 +265,21 @@ def test_torch_accepts_the_ops(dtype):
     case = CASES["first chunk ignored"]
     h, w, labels = inputs_of(case, dtype)
     leaves = (h.requires_grad_(), w.requires_grad_(), labels)
-    opcheck(ops.linear_cross_entropy.default, (*leaves, IGNORED, True))
-    opcheck(ops.linear_cross_entropy.default, (h.detach(), w.detach(), labels, IGNORED, False))
+    opcheck(ops.linear_cross_entropy.default, (*leaves, IGNORED))
+    opcheck(ops.linear_cross_entropy.default, (h.detach(), w.detach(), labels, IGNORED))
 
 
 def ahead_of_time_cases():
-    """A vocabulary of 102400 with and without gradients, and one of a single class."""
+    """A vocabulary of 102400, and one of a single class."""
     from graphmoe.ops import linear_cross_entropy_kernels as kernels
 
-    for name, dtype, T, V, gradient in (
-        ("bf16, gradient", torch.bfloat16, 16384, 102400, True),
-        ("bf16", torch.bfloat16, 16384, 102400, False),
-        ("fp32, gradient", torch.float32, 16384, 102400, True),
-        ("sizes of 1", torch.bfloat16, 1, 1, True),
+    for name, dtype, T, V in (
+        ("bf16", torch.bfloat16, 16384, 102400),
+        ("fp32", torch.float32, 16384, 102400),
+        ("sizes of 1", torch.bfloat16, 1, 1),
     ):
         with torch.device("meta"):
             h, w = torch.empty(T, 64, dtype=dtype), torch.empty(V, 64, dtype=dtype)
             labels = torch.empty(T, dtype=torch.int64)
-        call = functools.partial(kernels.forward, h, w, labels, IGNORED, gradient, T)
+        call = functools.partial(kernels.forward, h, w, labels, IGNORED, T)
         yield from launches_of(name, call)

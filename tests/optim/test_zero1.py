@@ -40,7 +40,7 @@ def optimizer_of(net: nn.Module, clip: float = 1.0, **optim) -> Optimizer:
 
 
 def compile_update(optimizer: Optimizer) -> CompiledSegments:
-    made = CompiledSegments(lambda trains: PassRunner([]))
+    made = CompiledSegments(PassRunner([]))
     optimizer.compile(functools.partial(made.in_place, "optimizer"))
     return made
 

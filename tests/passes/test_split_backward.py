@@ -35,7 +35,6 @@ def graphs_of(layer: int, *specs, dtype=torch.float32) -> tuple[UnitGraphs, list
         bound.run,
         fakes_of(tensors),
         num_weights=bound.num_parameters,
-        trains=True,
         runner=PassRunner(specs),
         name=unit.name,
     )
@@ -141,7 +140,6 @@ def test_a_backward_without_weights_is_left_whole():
         run,
         fakes_of([torch.randn(3, requires_grad=True)]),
         num_weights=0,
-        trains=True,
         runner=PassRunner([SPLIT]),
         name="sin",
     )

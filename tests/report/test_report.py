@@ -306,12 +306,12 @@ def test_experts_that_stay_dead_are_named_in_the_first_answer(tmp_path):
 
 def test_headings_of_passes_units_and_captures_are_explained(tmp_path):
     each = {"matches": 2, "nodes_before": 9, "nodes_after": 5, "ms": 1.0}
-    unit = {"unit": "attn..mlp", "for": "training", "used": 1, "graphs": 3, "seconds": 1.0, "source": "cache"}
+    unit = {"unit": "attn..mlp", "used": 1, "graphs": 3, "seconds": 1.0, "source": "cache"}
     compiled = {"graphs": 3, "seconds": 1.0, "recompiled": 0, "passes": {"fuse": each}, "units": [unit]}
     run_in(tmp_path).joinpath("compile_report.json").write_text(json.dumps(compiled))
     heads = re.findall("<th.*?>(.*?)</th>", compile_section(read_run(tmp_path)))
     plain = [head for head in heads if "term" not in head]
-    assert len(heads) == 11 and plain == ["ms", "for", "used", "seconds", "from"]
+    assert len(heads) == 10 and plain == ["ms", "used", "seconds", "from"]
 
 
 def test_each_heading_tile_and_chart_of_a_report_is_explained(tmp_path):

@@ -35,9 +35,7 @@ def batch(seq_len: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
 
 def executor(*overrides: str) -> CompiledSegments:
     passes = config(*overrides).passes
-    return CompiledSegments(
-        lambda trains: PassRunner(select_passes(passes, {"fuse_loss": {"needs_grad": trains}}))
-    )
+    return CompiledSegments(PassRunner(select_passes(passes, {})))
 
 
 def gradients(model: nn.Module, *execute: CompiledSegments):
@@ -91,16 +89,16 @@ def test_a_balance_loss_beside_a_large_bias_has_the_gradient_of_the_plain_router
     assert matches.get("fuse_router", 0) == (not words)
 
 
-def test_validation_runs_graphs_of_its_own_that_keep_nothing(compiled):
+def test_validation_runs_the_forward_of_training(compiled):
     model = model_of("model.num_layers=4")
     with torch.no_grad():
-        assert_forward_close(model.loss(*batch(), compiled).total, model.loss(*batch()).total)
-    found = [(code, report) for code, report in compiled._codes.values() if not report.trains]
-    assert {(report.graphs, code.graphs.backward) for code, report in found} == {(1, None)}
+        total = model.loss(*batch(), compiled).total
+        assert_forward_close(total, model.loss(*batch()).total)
+    assert not total.requires_grad
 
 
 def test_layers_alike_share_one_compilation_and_nothing_is_compiled_after_the_first_step(compiled):
-    used = {report.unit: report.shared_by for report in compiled.reports if report.trains}
+    used = {report.unit: report.shared_by for report in compiled.reports}
     assert used["attn..moe_combine"] == 3 * used["attn..mlp"] > 0
     model, before = model_of("model.num_layers=4"), len(compiled.reports)
     torch.compiler.set_stance("fail_on_recompile")  # should Dynamo take part one day
@@ -161,7 +159,7 @@ def test_a_second_process_finds_everything_in_the_caches_and_reports_the_same_pa
     assert run.returncode == 0, run.stderr
     uuid, rows = json.loads(run.stdout.splitlines()[-1])
     assert uuid == compiled.passes_uuid()
-    first = [report for report in compiled.reports if report.trains]
+    first = compiled.reports
     assert [unit for unit, _, _ in rows] == [report.unit for report in first]
     for (unit, cache, passes), report in zip(rows, first, strict=True):
         assert cache["fx_misses"] == cache["aot_misses"] == 0 < cache["fx_hits"], unit
@@ -171,7 +169,7 @@ def test_a_second_process_finds_everything_in_the_caches_and_reports_the_same_pa
 def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compiled):
     for code, report in compiled._codes.values():
         fusions = [row for row in report.passes if row.saved_bytes_after is not None]
-        if not (report.trains and fusions):
+        if not fusions:
             continue
         nodes = code.graphs.forward.graph.find_nodes(op="placeholder")
         inputs = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in nodes]
@@ -206,7 +204,7 @@ def test_a_weight_of_two_segments_gets_both_gradients(accumulates):
     scale = Scale()
     segments = [Segment("attn", scale, ("x",), ("x",)), Segment("mlp", scale, ("x",), ("x",))]
     gradient = Gradient(torch.full((4,), math.nan))
-    made = CompiledSegments(lambda trains: PassRunner(SPLIT), (lambda p: gradient) if accumulates else None)
+    made = CompiledSegments(PassRunner(SPLIT), (lambda p: gradient) if accumulates else None)
     x = torch.randn(3, 5, 4, requires_grad=True)
     (expected,) = run_segments(segments, {"x": x}, ("x",))
     of_weight, of_x = torch.autograd.grad(expected.square().sum(), (scale.weight, x))
@@ -231,7 +229,7 @@ def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own(
         Segment("mlp", shared, ("x",), ("x",), stream="comm"),
     ]
     gradients = {id(m.weight): Gradient(torch.full((4,), math.nan)) for m in (shared, own)}
-    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: gradients[id(p)])
+    made = CompiledSegments(PassRunner(SPLIT), lambda p: gradients[id(p)])
     x = torch.randn(3, 5, 4)
     (expected,) = run_segments(segments, {"x": x}, ("x",))
     wanted = torch.autograd.grad(expected.square().sum(), (shared.weight, own.weight))
@@ -243,7 +241,7 @@ def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own(
 
 def test_a_gradient_that_could_not_be_made_leaves_nothing_to_be_added_to():
     scale, gradient = Scale(), Gradient(torch.full((4,), math.nan))
-    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: gradient)
+    made = CompiledSegments(PassRunner(SPLIT), lambda p: gradient)
     x = torch.randn(3, 5, 4)
     (y,) = made([Segment("attn", scale, ("x",), ("x",))], {"x": x}, ("x",))
     ((code, _),) = made._codes.values()
@@ -266,7 +264,7 @@ def test_only_graphs_that_change_their_inputs_are_not_timed(monkeypatch):
         return graph
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
-    made = CompiledSegments(lambda trains: PassRunner(SPLIT), lambda p: Gradient(torch.zeros(4)))
+    made = CompiledSegments(PassRunner(SPLIT), lambda p: Gradient(torch.zeros(4)))
     x = torch.randn(3, 5, 4, requires_grad=True)
     (y,) = made([Segment("attn", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
     y.sum().backward()
@@ -276,7 +274,7 @@ def test_only_graphs_that_change_their_inputs_are_not_timed(monkeypatch):
 
 
 def test_gradients_of_gradients_are_refused():
-    made = CompiledSegments(lambda trains: PassRunner([]))
+    made = CompiledSegments(PassRunner([]))
     x = torch.randn(3, 5, 4, requires_grad=True)
     (y,) = made([Segment("mlp", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
     with pytest.raises(RuntimeError, match="no gradients of gradients; use compile.enabled=false"):

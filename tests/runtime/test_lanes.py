@@ -101,7 +101,7 @@ class Stage:
         self.capture = Capture("test", device, warmup_steps=1)
         self.units = UnitCapture(frozenset(names), self.capture)
         self.execute = CompiledSegments(
-            lambda trains: PassRunner(SPLIT),
+            PassRunner(SPLIT),
             lambda p: self.gradients[id(p)],
             self.units if names else None,
             **more,

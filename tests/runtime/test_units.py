@@ -205,9 +205,7 @@ def matches_of(segments: list[Segment]) -> dict[str, int]:
     torch.manual_seed(0)
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
     given = {"x": torch.randn(T, D), "weight": torch.rand(T, K), "ids": ids, "other_ids": ids.flip(0)}
-    execute = CompiledSegments(
-        lambda trains: PassRunner(select_passes(config("compile.enabled=true").passes, {}))
-    )
+    execute = CompiledSegments(PassRunner(select_passes(config("compile.enabled=true").passes, {})))
     modules = [segment.run for segment in segments if isinstance(segment.run, nn.Module)]
     parameters = [p for module in modules for p in module.parameters()]
 
@@ -281,9 +279,9 @@ SPECS = [
 ]
 
 
-def report(unit: str, trains: bool) -> UnitReport:
+def report(unit: str) -> UnitReport:
     rows = PassRunner(SPECS).run("forward", fx.symbolic_trace(lambda x: x + x), unit, (unit,))
-    return UnitReport(unit, trains, 3 if trains else 1, 0.5, CACHE, rows)
+    return UnitReport(unit, 3, 0.5, CACHE, rows)
 
 
 def row(text: str, name: str) -> list[str]:
@@ -291,20 +289,20 @@ def row(text: str, name: str) -> list[str]:
     return line.replace("│", " ").split()[1:-1]
 
 
-def test_what_trained_units_leave_is_counted_and_explained():
-    text = to_text([report("mlp", True), report("attn", True), report("mlp", False)])
+def test_what_units_leave_is_counted_and_explained():
+    text = to_text([report("mlp"), report("attn")])
     assert row(text, "one_of_two")[:3] == ["2", "of", "4"]
     reasons = [line for line in text.splitlines() if "left by" in line]
     assert reasons == [f"left by one_of_two in {unit}: sin_1: it has 2 users" for unit in ("mlp", "attn")]
 
 
 def test_a_pass_without_candidates_is_mentioned_only_where_it_should_have_some(passes_may_miss):
-    assert row(to_text([report("mlp", True)]), "no_candidates")[:1] == ["0"]
-    text = to_text([report("moe_experts", True)])
+    assert row(to_text([report("mlp")]), "no_candidates")[:1] == ["0"]
+    text = to_text([report("moe_experts")])
     assert row(text, "no_candidates")[:3] == ["0", "of", "1"]
     assert "left by no_candidates in moe_experts: 0 sorts, none of expert ids" in text
 
 
 def test_the_document_has_the_reasons_of_every_unit():
-    (unit,) = to_json([report("mlp", False)], 0, "")["units"]
+    (unit,) = to_json([report("mlp")], 0, "")["units"]
     assert [row["left"] for row in unit["passes"]] == [("sin_1: it has 2 users",), ()]

@@ -79,7 +79,7 @@ def fake_executor(
     """
     config, recompute = plan.config, plan.recompute
     if config.compile.enabled:
-        runner = functools.partial(pass_runner, config, "triton", None)
+        runner = pass_runner(config, "triton")
         return GraphSegments(watch, runner, gradient_of, recompute=recompute, weight_forms=weight_forms)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
 

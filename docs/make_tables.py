@@ -58,7 +58,7 @@ GRAMMAR = """\
 | no value | `data.tokenizer=null` | `null` stands for none |
 | one run for each value | `-m optim.lr=1e-3,3e-3` | a comma outside brackets is a sweep, which needs `-m` |
 | options of your own | `--config-dir my_conf model=mine` | takes `my_conf/model/mine.yaml` |
-| the model of a folder | `model=DeepSeek-V2-Lite` | its [model, weights and tokenizer](convert.md) |
+| the model of a folder | `model=DeepSeek-V2-Lite` | its [model, weights and tokenizer](checkpoints.md) |
 | another folder for the run | `hydra.run.dir=runs/first` | the default is `outputs/${run.name}` |
 | a named run | `experiment=tiny_wsd` | a file of `conf/experiment/` sets keys of groups; or `+experiment=` |
 

@@ -236,7 +236,7 @@ def test_a_quoted_error_is_what_its_command_line_gives(tmp_path):
 
 
 def test_segments_of_the_page_about_one_step_are_as_it_prints_them(capsys):
-    text = (ROOT / "docs" / "one_step.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = re.search(r"# show_segments.py\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
     assert found
     exec(found[1], {})

@@ -69,12 +69,12 @@ class MoEConfig:
     auto: fp8 with precision.fp8=rowwise of experts and moe.dispatcher=symm, else bf16."""
     receive_budget: Any = 1.5
     """Room for rows of other ranks where no host counts them, as a multiple of what a balanced routing sends,
-    > 0; or worst_case. A step in which more arrives runs again with more room, docs/expert_parallel.md.
+    > 0; or worst_case. A step in which more arrives runs again with more room, docs/parallel.md.
     Replicas (moe.balance) with enough slots make exact room instead."""
     balance: Balance = Balance.auto
     """Balance of ranks: none (rows go to the rank that owns their expert), replicas (in each layer and
     micro-batch the hottest experts are computed on further ranks too, so that all have as many rows,
-    docs/expert_parallel.md), or auto: replicas with moe.dispatcher=symm where the pass fuse_experts runs."""
+    docs/parallel.md), or auto: replicas with moe.dispatcher=symm where the pass fuse_experts runs."""
     replica_slots: Any = "auto"
     """Experts of others that a rank can compute, 1 to num_experts / ep; auto is as many as it owns, with
     which no rank ever has more than its share of rows."""
@@ -131,7 +131,7 @@ class PipelineConfig:
     layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: modelled times."""
     ep_overlap: bool = False
     """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
-    weight gradients while tokens travel, so that transfers hide beside products, docs/expert_parallel.md."""
+    weight gradients while tokens travel, so that transfers hide beside products, docs/parallel.md."""
 
 
 @dataclass

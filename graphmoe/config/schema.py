@@ -342,7 +342,7 @@ class LaunchConfig:
 
 @dataclass
 class SweepConfig:
-    """Jobs of a sweep, docs/sweeps.md."""
+    """Jobs of a sweep, docs/launch.md."""
 
     resume: Annotated[str, PATH] | None = None
     """Folder of an interrupted sweep to go on with; all other overrides as in the command that began it."""

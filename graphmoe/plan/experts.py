@@ -5,7 +5,7 @@
 A rank makes room for rows of other ranks where no host counts them. The worst case is that every token of all
 ranks goes to one, which no large run can afford. So room is made for ``moe.receive_budget`` times what a
 balanced routing sends; a step in which more arrives is void and runs again with more room
-(docs/expert_parallel.md). A plan of replicas needs its share only.
+(docs/parallel.md). A plan of replicas needs its share only.
 """
 
 import math

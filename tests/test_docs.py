@@ -289,7 +289,7 @@ def test_the_site_has_each_page_once():
 @pytest.mark.parametrize(
     ("page", "link", "expected", "without_address"),
     [
-        ("README.md", "[a](docs/cache.md#keys)", "[a](cache.md#keys)", None),
+        ("README.md", "[a](docs/compile.md#keys)", "[a](compile.md#keys)", None),
         ("README.md", "![a](docs/images/report.png)", "![a](images/report.png)", None),
         ("docs/map.md", "[a](../README.md)", "[a](index.md)", None),
         ("docs/benchmarks/README.md", "[a](../data.md)", "[a](../data.md)", None),

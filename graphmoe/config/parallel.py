@@ -84,12 +84,12 @@ class MoEConfig:
     sync_free_stage: Any = "auto"
     """Parts of a MoE layer that never wait for the host: 0 nothing is promised; 1 router and routing plan; 2
     dispatch and experts too, but for one read of how many rows arrive; 3 the whole layer; auto is the lowest
-    that graph.scope needs, docs/capture.md."""
+    that graph.scope needs, docs/compile.md."""
 
 
 @dataclass
 class GraphConfig:
-    """Capture into CUDA and HIP graphs, docs/capture.md."""
+    """Capture into CUDA and HIP graphs, docs/compile.md."""
 
     scope: Any = "none"
     """Segments replayed from graphs: none, partial, moe, layer or full_iteration, or a list of segments."""

@@ -217,7 +217,7 @@ class CompileConfig:
 
 @dataclass
 class PassesConfig:
-    """Rewrites of the compiled graphs, docs/passes.md."""
+    """Rewrites of the compiled graphs, docs/compile.md."""
 
     enabled: list[str] | None = None
     """Names of the passes that run; null runs all."""

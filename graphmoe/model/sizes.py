@@ -2,7 +2,7 @@
 
 A small model with one layer of each kind is built there; its parameters are those of all layers of that kind.
 Two totals of parameters are in use. ``full`` counts every one. ``body`` leaves out embedding, head, norms and
-multi-token prediction; docs/models.md states it for each preset.
+multi-token prediction; docs/model.md states it for each preset.
 
 FLOPs: two per multiply-add; the backward of a matrix product costs twice its forward, so a weight that a
 token meets costs 6 FLOPs in a training step; causal attention is counted by half, S/2 keys for each query;

@@ -1,7 +1,7 @@
 """Causal attention over [batch, seq, heads, head size] tensors and the choice of its kernel.
 
 Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple of G), E size of a query
-or key head, V size of a value head. docs/attention.md says which kernel runs where, and why.
+or key head, V size of a value head. docs/model.md says which kernel runs where, and why.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def _reason_against(
 def kernel_order(*, deterministic: bool) -> list[SDPBackend]:
     """Return the kernels that sdpa tries on a GPU, best first; the last takes any input.
 
-    cuDNN leads: it takes unequal head sizes, and equal ones in 0.57 of flash's time (docs/attention.md).
+    cuDNN leads: it takes unequal head sizes, and equal ones in 0.57 of flash's time (docs/model.md).
     Deterministic runs leave it out: its backward is not, and torch has no switch for it (checked: 2.11).
     """
     return FLASH_FIRST if deterministic else [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]

@@ -1,1 +1,1 @@
-"""The compile cache, docs/cache.md: begin to read at `store`; a run uses it by `compile.job_cache`."""
+"""The compile cache, docs/compile.md: begin to read at `store`; a run uses it by `compile.job_cache`."""

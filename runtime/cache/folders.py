@@ -21,7 +21,7 @@ OURS = "GRAPHMOE_WORK_FOLDER"
 TEMPORARY = "graphmoe-work-"
 """Prefix of a work folder's name among other temporary files."""
 TAG_FILE = "CACHEDIR.TAG"
-TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/cache.md.\n"
+TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/compile.md.\n"
 """Mark of a cache (bford.info/cachedir): backups leave the folder out, and the tool prunes no other."""
 MIN_FREE_BYTES = 256 * 2**20
 """A disk with less room counts as full: a cold compilation would not fit."""

@@ -1,4 +1,4 @@
-"""The compile cache: what torch and Triton have compiled, kept by content for later jobs (docs/cache.md).
+"""The compile cache: what torch and Triton have compiled, kept by content for later jobs (docs/compile.md).
 
 A job compiles in a work folder of its own, which starts with verified copies of what earlier jobs published
 for the same facts. Nothing is locked while code is compiled, and a process may die at any moment.

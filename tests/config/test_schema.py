@@ -229,7 +229,7 @@ def test_balance_loss_is_the_published_one(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_table_of_the_documentation_is_true(name):
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "model.md").read_text()
     row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     m, counts = load_preset(name), count_parameters(load_preset(name))

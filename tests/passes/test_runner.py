@@ -174,7 +174,7 @@ def test_what_cannot_be_a_pass_is_a_configuration_error(config, words):
 
 
 def test_the_example_of_the_documentation_is_a_pass(tmp_path, monkeypatch):
-    page = (ROOT / "docs" / "passes.md").read_text()
+    page = (ROOT / "docs" / "compile.md").read_text()
     (tmp_path / "my_passes.py").write_text(page.split("```python\n# my_passes.py\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     (spec,) = select_passes(PassesConfig(enabled=[], extra=["my_passes:square_as_product"]), {})

@@ -119,5 +119,5 @@ def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, s
     if scope in ("layer", "partial"):
         assert cut == whole
     assert cut[0]["loss"] == whole[0]["loss"], "before any gradient"
-    for key in ("loss", "grad_norm"):  # docs/capture.md says so
+    for key in ("loss", "grad_norm"):  # docs/compile.md says so
         assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-6)

@@ -72,9 +72,9 @@ class MoEConfig:
     > 0; or worst_case. A step in which more arrives runs again with more room, docs/parallel.md.
     Replicas (moe.balance) with enough slots make exact room instead."""
     balance: Balance = Balance.auto
-    """Balance of ranks: none (rows go to the rank that owns their expert), replicas (in each layer and
-    micro-batch the hottest experts are computed on further ranks too, so that all have as many rows,
-    docs/parallel.md), or auto: replicas with moe.dispatcher=symm where the pass fuse_experts runs."""
+    """Balance of ranks: none (tokens are dispatched to the rank that owns their expert), replicas (in each
+    layer and micro-batch other ranks compute the hottest experts too, so that every rank has equally many
+    tokens, docs/parallel.md), or auto: replicas with moe.dispatcher=symm where the pass fuse_experts runs."""
     replica_slots: Any = "auto"
     """Experts of others that a rank can compute, 1 to num_experts / ep; auto is as many as it owns, with
     which no rank ever has more than its share of rows."""
@@ -130,8 +130,8 @@ class PipelineConfig:
     """Milliseconds of a micro-batch, forward and backward together, by which layers are shared out where no
     layout is given, such as [dense:3.1,moe:6.7,loss:9.3]; []: modelled times."""
     ep_overlap: bool = False
-    """Run the backward of each micro-batch in turns with the forward of the next, and shared experts and
-    weight gradients while tokens travel, so that transfers hide beside products, docs/parallel.md."""
+    """Overlap communication with compute: alternate the backward of each micro-batch with the forward of the
+    next, and run shared experts and wgrad during dispatch and combine, docs/parallel.md."""
 
 
 @dataclass

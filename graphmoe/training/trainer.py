@@ -170,7 +170,7 @@ class Trainer:
             self.optimizer.gather()  # for who reads the model after training
             self.execution.keep_code()
             if self.ranks.is_first:
-                self.execution.write_report()  # validation may have compiled after the first step
+                self.execution.write_report()  # more may have been compiled after the first step
         close_dispatcher()
         self.execution.warn_if_uncaptured()
         if stopped_by and not finished:

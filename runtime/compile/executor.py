@@ -97,7 +97,7 @@ class CompiledSegments:
         """Units of a list of segments; dynamic ones run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
         self._forwards: dict[tuple[Any, ...], UnitCode] = {}
-        """The same code without a key's part about gradients: without gradients its forward runs alone."""
+        """Code by a key that leaves gradients out: without gradients only its forward runs."""
         self.reports: list[UnitReport] = []
         self.num_expected = 0
         """Units that a run compiles in all, as far as `expect` knows them; 0 where nobody asked."""

@@ -24,8 +24,7 @@ class UnitReport:
 
     unit: str
     graphs: int = 0
-    """Compiled graphs: forward, gradients of inputs, and those of weights; the latter
-    twice where they are added to others, of an earlier micro-batch or another use of a weight."""
+    """Compiled graphs: forward, dgrad and wgrad, and wgrad again if it adds to an earlier gradient."""
     seconds: float = 0.0
     cache: dict[str, int] = field(default_factory=dict)
     """Counts of torch's compile caches."""

@@ -154,7 +154,7 @@ class Heartbeat:
         self._begun, self._has_read = 0, False
 
     def validation(self) -> None:
-        """Stamp the begin of a validation; the first one may compile."""
+        """Stamp the begin of a validation; nothing tells how long the first one takes."""
         self._end()
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 

@@ -98,7 +98,7 @@ def partition(
     from torch._functorch.compile_utils import fx_graph_cse
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    joint.graph = fx_graph_cse(joint.graph)  # torch 2.15's own computes what both need twice
+    joint.graph = fx_graph_cse(joint.graph)  # torch 2.15 does not merge forward with backward
     with _without_generator_states():
         return min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)

@@ -12,8 +12,8 @@ from tests.runs import trainer_in
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of this folder; the hook sees those of the whole session.
 
-    A worker runs all tests of a file, which share its fixtures. ``WORKERS`` deals a file to several,
-    ``SHARED`` those of each fixture that it names to one.
+    One worker runs all tests of a file, which share its fixtures. ``WORKERS`` is the number of workers if
+    they share none; ``SHARED`` names fixtures, and the tests of each run on one worker.
     """
     folder = Path(__file__).parent
     for number, item in enumerate(items):

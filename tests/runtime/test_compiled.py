@@ -94,7 +94,8 @@ def test_validation_runs_the_forward_of_training(compiled):
     with torch.no_grad():
         total = model.loss(*batch(), compiled).total
         assert_forward_close(total, model.loss(*batch()).total)
-    assert not total.requires_grad
+    units = ["embed", "attn..mlp", "attn..moe_combine", "loss", "embed..moe_combine", "loss"]
+    assert not total.requires_grad and [report.unit for report in compiled.reports] == units
 
 
 def test_layers_alike_share_one_compilation_and_nothing_is_compiled_after_the_first_step(compiled):

@@ -41,11 +41,8 @@ def row_keys(folder: Path) -> list[tuple[int, bool]]:
     return [(row["step"], "val_loss" in row) for row in metrics(folder)]
 
 
-ALL_ROWS = [
-    (step, validates)
-    for step in range(1, 41)
-    for validates in ((False, True) if step == 1 or step % 5 == 0 else (False,))
-]
+VALIDATED = 1, *range(5, 41, 5)
+ALL_ROWS = [(step, row) for step in range(1, 41) for row in (False, True)[: 1 + (step in VALIDATED)]]
 
 
 @pytest.fixture(scope="module")

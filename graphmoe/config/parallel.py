@@ -99,7 +99,7 @@ class GraphConfig:
 
 @dataclass
 class RecomputeConfig:
-    """Parts that the backward recomputes instead of keeping them, docs/recompute.md."""
+    """Parts that the backward recomputes instead of keeping them, docs/tuning.md."""
 
     all: bool = False
     """Keep only what enters each layer."""
@@ -136,7 +136,7 @@ class PipelineConfig:
 
 @dataclass
 class ProfileConfig:
-    """Records of a run's time, docs/profiling.md."""
+    """Records of a run's time, docs/tuning.md."""
 
     steps: list[int] = field(default_factory=list)
     """First and last step, counted from 1, that torch's profiler records, kernels and memory, or one number

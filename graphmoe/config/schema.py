@@ -333,7 +333,7 @@ class LaunchConfig:
     """Write resolved.yaml into the run's folder, print the command for a torchrun of your own, and stop."""
     fake_world: RankCount | None = None
     """Dry run of one rank of so many, alone and without data: reports collectives and memory of a step,
-    docs/dry_run.md, > 0."""
+    docs/projection.md, > 0."""
     fake_rank: int | None = None
     """The rank that a dry run runs, from 0; null takes one of those that are projected to hold most."""
     fake_memory_gb: Annotated[float, POSITIVE] = 192.0

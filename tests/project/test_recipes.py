@@ -71,7 +71,7 @@ def test_the_case_of_the_guide_is_projected(row):
 
 
 def test_the_layout_that_the_page_on_dry_runs_quotes_is_projected_to_what_it_says():
-    text = (ROOT / "docs/dry_run.md").read_text(encoding="utf-8").partition("### What a search found")[2]
+    text = (ROOT / "docs/projection.md").read_text(encoding="utf-8").partition("### What a search found")[2]
     said = re.search(r"(\S+) GB of 80 and (\S+) tokens/s", text)
     quoted = re.search(r"^python -m graphmoe.train (.*?)\n```", text, flags=re.M | re.S)
     assert said and quoted

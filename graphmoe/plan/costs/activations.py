@@ -1,6 +1,6 @@
 """Bytes that the parts of a model keep of one micro-batch for its backward, by segment.
 
-The tensors are those that compiled units keep with all passes, in the terms of docs/recompute.md. A segment's
+The tensors are those that compiled units keep with all passes, in the terms of docs/tuning.md. A segment's
 tensor is kept unless it is made again: with its part, or in a run of neighbouring segments that are all made
 again and that contain all readers of the tensor.
 """

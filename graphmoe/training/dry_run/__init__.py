@@ -1,4 +1,4 @@
-"""One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/dry_run.md.
+"""One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/projection.md.
 
 With a pipeline the rank runs its stages by the schedule's table, with all micro-batches of a step, or with
 fewer in which the rank has the same moments.

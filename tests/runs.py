@@ -38,6 +38,7 @@ from graphmoe.model.transformer import Transformer
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.metrics_file import BESIDE_STEPS
 from graphmoe.runtime.host.logs import Progress
+from graphmoe.training.setup import build_trainer
 from graphmoe.training.trainer import Trainer
 from tests.forked import FORKS
 
@@ -120,7 +121,7 @@ def trainer_in(folder: Path, *overrides: str) -> Trainer:
     run_config = config(*overrides)
     silent = Console(file=io.StringIO())
     progress = Progress(silent, run_config.train.steps, wanted=False)
-    return Trainer(plan_of(run_config, 1), folder, progress)
+    return build_trainer(plan_of(run_config, 1), folder, progress)
 
 
 def train_in(folder: Path, *overrides: str) -> Trainer:

@@ -124,7 +124,7 @@ def test_a_signal_while_the_command_ends_gives_its_status():
 
 
 def test_a_signal_before_the_first_step_is_answered_in_one_line_and_leaves_the_folder_free(tmp_path):
-    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.training.trainer:micro_batches_of": 30})
+    run = Command(tmp_path, (*TINY, *SHORT), slow={"graphmoe.training.setup:micro_batches_of": 30})
     log = tmp_path / "run" / "logs" / "rank0.log"
     run.wait_until(lambda: log.exists() and "data: source synthetic" in log.read_text())
     run.kill(signal.SIGTERM)

@@ -4,6 +4,7 @@ import enum
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
+from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.folders import locate, run_of, saved_steps, why_none
 from graphmoe.config.arguments import near_path
 from graphmoe.config.schema import CheckpointConfig, ConfigError, RunConfig
@@ -175,3 +177,14 @@ def _start(checkpoint: CheckpointConfig) -> tuple[str, Path] | None:
 
 def _tokenizer_in(folder: Path) -> Path:
     return run_of(folder.absolute()) / TOKENIZER_FILE
+
+
+@contextmanager
+def named_source(key: str, folder: str | None) -> Iterator[None]:
+    """Begin an error's message with the key of ``checkpoint`` that named the folder, if one did."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        if not folder:
+            raise
+        raise type(error)(f"checkpoint.{key}={folder}: {error}") from error

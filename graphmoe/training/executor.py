@@ -6,10 +6,10 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,19 +49,11 @@ from graphmoe.training.products import (
     skipped_layers,
     skips_experts,
 )
+from graphmoe.training.state import Chosen
 
 log = logging.getLogger(__name__)
 PUT_FP8 = ("fp8_linear", "fp8_experts")
 """Passes that put products in 8 bits."""
-
-
-class Chosen(NamedTuple):
-    """Choices by measured times, which a checkpoint keeps: by others a resumed run would have other sums."""
-
-    experts: str = ""
-    """Backends of the experts' forward, dgrad and wgrad; empty where none run."""
-    fp8: Mapping[str, float] = {}  # noqa: RUF012  # nobody changes it
-    """Speeds in 8 bits of the products that were timed."""
 
 
 class Execution:
@@ -84,8 +76,10 @@ class Execution:
         config, scope = plan.config, plan.config.graph.scope
         self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
         self.device = device
-        name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
-        self.capture = Capture(name, device, config.graph.warmup_steps) if scope != "none" else None
+        report_folder = folder if ranks.is_first else None
+        self.capture = (
+            Capture(scope, device, config.graph.warmup_steps, report_folder) if scope != "none" else None
+        )
         """Capture of graphs; None where nothing is captured."""
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         """Overlap of two micro-batches in turns; None where one follows the other."""
@@ -108,26 +102,31 @@ class Execution:
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
         refuse_waiting_experts(plan, device, fuses=self.fuses)
+        if plan.experts != "auto":
+            row_of(plan.experts)  # raises for an unknown backend, even if nothing runs on it
         log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage, extra=FILE_ONLY)
         self.execute: Executor = run_segments
-        requested, default = plan.experts, asdict(PassesConfig())
-        unused = {} if requested == "auto" else {"moe.experts": requested}
-        if requested != "auto":
-            row_of(requested)  # which must be there, whether or not anything runs on it
         if config.compile.enabled:
             self._compile(device, optimizer)
-            if not self.fuses:
-                _warn("the pass fuse_experts off", unused)
-            elif self._times_experts and not skips_experts(config):
-                recipe = config.precision.fp8.value
-                _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
-            if self.fuses and "moe_act" in self._recompute.parts:
-                _warn("the pass fuse_experts, which computes it again anyway", {"recompute.ops": "moe_act"})
-        else:
-            if self._recompute:
-                self.execute = RecomputedSegments(self._recompute)
+        elif self._recompute:
+            self.execute = RecomputedSegments(self._recompute)
+        self._warn_of_unused()
+
+    def _warn_of_unused(self) -> None:
+        config, requested = self._config, self._plan.experts
+        unused = {} if requested == "auto" else {"moe.experts": requested}
+        if not config.compile.enabled:
+            default = asdict(PassesConfig())
             changed = {k: v for k, v in asdict(config.passes).items() if v != default[k]}
             _warn("compile.enabled=false", {f"passes.{key}": v for key, v in changed.items()} | unused)
+            return
+        if not self.fuses:
+            _warn("the pass fuse_experts off", unused)
+        elif self._times_experts and not skips_experts(config):
+            recipe = config.precision.fp8.value
+            _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
+        if self.fuses and "moe_act" in self._recompute.parts:
+            _warn("the pass fuse_experts, which recomputes it anyway", {"recompute.ops": "moe_act"})
 
     def _compile(self, device: torch.device, optimizer: StepOptimizer) -> None:
         config, ranks, capture = self._config, self._ranks, self.capture
@@ -217,6 +216,11 @@ class Execution:
             notes = {"model": self._config.model.name, "device": device_name(self.device), "scope": scope}
             self._cache.publish({**notes, "graphs": graphs})
         self._published = graphs
+
+    def release_graphs(self) -> None:
+        """Free what was captured, before the process groups end. No step may follow."""
+        if self.capture:
+            self.capture.maker.release()
 
     def warn_if_uncaptured(self) -> None:
         """Warn at the end of a run in which no step was left to capture."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.model.transformer import LossOutput, Transformer
@@ -34,7 +33,7 @@ Lane = Callable[[Hashable], AbstractContextManager[None]]
 """Makes a context with the captured graphs of one lane."""
 
 
-class OneAfterTheOther:
+class MicroBatches:
     """Runner of micro-batches through a model that is whole on its rank.
 
     With overlap the backward of one is beside the next's forward.
@@ -92,7 +91,7 @@ class OneAfterTheOther:
         return output
 
 
-class Pipelined(OneAfterTheOther):
+class Pipelined(MicroBatches):
     """Runner of micro-batches by the schedule of a plan. Making one is collective."""
 
     def __init__(
@@ -109,7 +108,7 @@ class Pipelined(OneAfterTheOther):
     ) -> None:
         super().__init__(plan, model, execute, overlap, lane)
         config, pipeline = plan.config, plan.pipeline
-        assert pipeline is not None and config.data.seq_len is not None
+        assert pipeline is not None
         log.info(pipeline.describe())
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
         """Number of first steps of a program in which the host waits: those that compile or capture."""
@@ -120,24 +119,28 @@ class Pipelined(OneAfterTheOther):
         table, place = pipeline.table, mesh.index("pp")
         self.stages = {number: pipeline.stages[number] for number in plan.stage_numbers(place)}
         self._lanes = lanes_of(table, place)
-        positions = config.data.seq_len // plan.layout.size("cp_tp")
-        shape = config.train.micro_batch_size, positions, config.model.hidden_size
-        message = Spec(shape, next(model.parameters()).dtype)
-        # A stage is given a hidden state, and one more for each later token predicted from before it.
-        counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
         splits = schedule_of(config.pipeline.schedule).splits_backward
-        runs = {
+        runs = self._runs(plan, next(model.parameters()).dtype, deferring if splits else None)
+        self.channels = open_channels(channels_of(table), mesh.layout.groups("pp"), self.device)
+        self.pipeline = Pipeline(table, place, runs, self.channels, copies=self._lane is not None)
+
+    def _runs(self, plan: Plan, dtype: torch.dtype, deferring: Deferring | None) -> dict[int, Stage]:
+        config, pipeline = plan.config, plan.pipeline
+        assert pipeline is not None and config.data.seq_len is not None
+        positions = config.data.seq_len // plan.layout.size("cp_tp")
+        message = Spec((config.train.micro_batch_size, positions, config.model.hidden_size), dtype)
+        # A stage receives a hidden state, and one more for each MTP depth of the stages before it.
+        counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
+        return {
             number: Stage(
                 functools.partial(self._run, number),
                 (message,) * counts[number],
                 (message,) * counts[number + 1],
-                deferring if splits else None,
+                deferring,
                 self._overlap_in_use,
             )
             for number in self.stages
         }
-        self.channels = open_channels(channels_of(table), mesh.layout.groups("pp"), self.device)
-        self.pipeline = Pipeline(table, place, runs, self.channels, copies=self._lane is not None)
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """Train on the same batches as all ranks along pp."""
@@ -184,20 +187,14 @@ def micro_batches_of(
     deferring: Deferring | None = None,
     capture: Capture | None = None,
     open_channels: Callable[..., Channels] = Channels,
-) -> OneAfterTheOther:
+) -> MicroBatches:
     """Return the runner of a run's micro-batches. A collective.
 
     ``lane`` is None without captured units. In ``deferring`` compiled units leave weight gradients for later.
     """
     if plan.pipeline is None:
-        return OneAfterTheOther(plan, model, execute, overlap, lane)
+        return MicroBatches(plan, model, execute, overlap, lane)
     return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)
-
-
-def one_of_all(received_L2: Tensor, mesh: Mesh) -> Tensor:
-    """Put a rank's loads among zeros [world, L, 2]: their sum over all ranks has the loads of each."""
-    after = mesh.layout.size("world") - 1 - mesh.rank
-    return F.pad(received_L2.unsqueeze(0), (0, 0, 0, 0, mesh.rank, after))
 
 
 def rooms_of(dispatchers: Sequence[Dispatcher], device: torch.device) -> Tensor:

@@ -45,6 +45,7 @@ from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.training.sample import generate, model_of_one_rank, prompt_of
 from graphmoe.training.saves import TrainingStopped
+from graphmoe.training.setup import build_trainer
 from graphmoe.training.start_state import check_memory, check_start
 from graphmoe.training.trainer import Trainer
 
@@ -93,7 +94,7 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
         import_compilers()
     gc.freeze()  # what imports made stays: the first collection would look through it for half a second
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
-        trainer = Trainer(plan, folder, progress, ranks)
+        trainer = build_trainer(plan, folder, progress, ranks)
         if ranks.is_first:
             facts = {
                 **describe(trainer.device), "num_workers": ranks.size, "workers_of_node": ranks.local_size

@@ -35,7 +35,7 @@ class Saves:
     """
 
     def __init__(self, store: CheckpointStore, config: RunConfig, ranks: Ranks) -> None:
-        self._store, self._config, self._ranks = store, config, ranks
+        self.store, self._config, self._ranks = store, config, ranks
         self._good: Path | None = None
         """The newest checkpoint that was looked at and found finite."""
 
@@ -49,8 +49,8 @@ class Saves:
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
         if self._config.checkpoint.enabled:
             skipped = int(state["optimizer"]["counters"]["skipped_in_row"].item())
-            self._store.save(step, state, wait=wait, skipped=skipped)
-            self._good = folder_of(self._store.folder, step)
+            self.store.save(step, state, wait=wait, skipped=skipped)
+            self._good = folder_of(self.store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
         """Check a ``state`` that a checkpoint has filled.
@@ -81,7 +81,7 @@ class Saves:
 
     def diverged(self, step: int, skipped: int) -> TrainingStopped:
         """Return the error that ends a run after too many skipped steps, the last of which is saved."""
-        saved = f"the weights before them are saved at step {step} in {self._store.folder}"
+        saved = f"the weights before them are saved at step {step} in {self.store.folder}"
         if not self._config.checkpoint.enabled:
             saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
@@ -105,7 +105,7 @@ class Saves:
         )
 
     def _lost(self, step: int, name: str) -> str:
-        self._store.wait()  # for one that is being written, or its error
+        self.store.wait()  # for one that is being written, or its error
         instead = "no step before it is saved" if self._config.checkpoint.enabled else NOTHING
         if self._good is not None:
             instead = (

@@ -1,12 +1,8 @@
 """Start of a run: the state that resume_from and init_from name, its memory and its random numbers."""
 
-import ast
 import logging
 import math
-import os
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ import torch
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.choices import LAYERS
-from graphmoe.config.schema import ComputeDtype, ConfigError, PrecisionConfig, RunConfig
+from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
 from graphmoe.data import DataError, open_data
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
@@ -32,7 +28,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
 from graphmoe.plan.rules.check import check
 from graphmoe.run.machine import free_memory_of, memory_of
-from graphmoe.run.stored import refuse_other_tokenizer
+from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
 
@@ -91,17 +87,6 @@ def with_epochs(config: RunConfig) -> RunConfig:
     counted = replace(config, train=replace(train, steps=steps, epochs=None))
     check(counted)
     return counted
-
-
-@contextmanager
-def named_source(key: str, folder: str | None) -> Iterator[None]:
-    """Put the key that named a folder, if one did, before what is wrong with it."""
-    try:
-        yield
-    except (CheckpointError, ConfigError) as error:
-        if not folder:
-            raise
-        raise type(error)(f"checkpoint.{key}={folder}: {error}") from error
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
@@ -219,36 +204,3 @@ def _kept_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:
     # Rows of dispatch depend on the routing, and those of the loss on how it runs.
     of_layers = (kept.total() - kept["moe_dispatch"] for part, kept in parts.items() if part != "loss")
     return SURE * sum(of_layers)
-
-
-def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:
-    """Seed Python and torch, and choose deterministic kernels: on a CPU always, else where asked for."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if precision.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # On a CPU compiled code would else add gradients of indexing by several threads at once.
-    torch.use_deterministic_algorithms(precision.deterministic or device.type == "cpu")
-    # What is not written is never read, which tests prove; filling it would cost a pass each time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def random_state() -> dict[str, Any]:
-    """State of the random number generators, as tensors and plain values."""
-    state: dict[str, Any] = {"python": repr(random.getstate()), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to a state of ``random_state``. *Raises* CheckpointError for any other."""
-    try:
-        random.setstate(ast.literal_eval(state["python"]))
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
-    except (ValueError, TypeError, SyntaxError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint's random numbers are no state of a generator: {error}"
-        ) from error

@@ -1,14 +1,15 @@
 """The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
 
-Every rank of a job runs it alike, each on its micro-batches; rank 0 writes what the run's folder gets.
-The host never waits for the device inside a step; it reads the metrics of the last steps at logging
-steps, a step later where steps are captured, and only then learns of skipped steps.
+Every rank of a job runs it, each on its own micro-batches; rank 0 writes the run's folder.
+The host never syncs the device inside a step. It reads the metrics of the last steps, and so learns of
+skipped ones, at logging steps; of captured steps one step later.
 """
 
 import itertools
 import logging
 import signal
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,133 +17,71 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import ConfigError
-from graphmoe.data import Corpus, Loader, open_data
-from graphmoe.ops.collectives import use_groups
+from graphmoe.data import Corpus, Loader
+from graphmoe.model.transformer import Transformer
+from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.plan import Plan
 from graphmoe.run.files import display_path
-from graphmoe.run.machine import device_name, memory_gib, open_device, seconds_since_command, taken_gib
-from graphmoe.run.stored import refuse_other_tokenizer
-from graphmoe.run.weights import explained_mismatch, load_weights
-from graphmoe.runtime.capture.step import CapturedRun
-from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
+from graphmoe.run.machine import memory_gib, seconds_since_command, taken_gib
+from graphmoe.runtime.dispatch import close_dispatcher
 from graphmoe.runtime.host.logs import FILE_ONLY, Progress
 from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
-from graphmoe.runtime.ranks import PATIENCE, Mesh, Ranks
-from graphmoe.runtime.torch_compat import tensors_of
-from graphmoe.training.build import build
-from graphmoe.training.executor import Chosen, Execution
-from graphmoe.training.log_lines import StepLog, start_block
+from graphmoe.runtime.ranks import PATIENCE, Ranks
+from graphmoe.training.executor import Execution
+from graphmoe.training.log_lines import StepLog
 from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
-from graphmoe.training.micro_batches import Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
-from graphmoe.training.retry import RetryingSteps, receive_ladder
 from graphmoe.training.saves import Saves
-from graphmoe.training.start_state import named_source, random_state, restore_random_state, seed_everything
-from graphmoe.training.step import TrainStep
-from graphmoe.training.step_rows import StepRow, StepRows
+from graphmoe.training.state import state_of
+from graphmoe.training.step import Steps
+from graphmoe.training.step_rows import StepRow
 from graphmoe.training.validation import Validation
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Model, optimizer, data and checkpoints of one run, and the loop over them."""
+    """The parts of one run, and the loop over them; `graphmoe.training.build.build_trainer` makes it."""
 
-    def __init__(self, plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> None:
-        """Build all parts, and load the state to start from. A collective, as all that follows."""
-        config, layout = plan.config, plan.layout
-        train, data = config.train, config.data
-        assert data.seq_len is not None
-        self.plan, self.config, self.folder, self.progress = plan, config, folder, progress
-        self.ranks = ranks = ranks or Ranks()
-        self.mesh = mesh = Mesh(layout)
-        use_groups(mesh)
-        self.device = device = open_device(config.run.device)
-        open_dispatcher(plan, mesh, device)
-        seed_everything(train.seed, config.precision, device)
-        self.corpus: Corpus = open_data(
-            data, seq_len=data.seq_len, vocab_size=config.model.vocab_size, check=ranks.local_index == 0
-        )
-        self.model, self.optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh))
-        self.loader = Loader(
-            self.corpus.train,
-            micro_batch_size=train.micro_batch_size,
-            global_batch_size=train.global_batch_size,
-            rank=layout.index("dp", ranks.rank),
-            world_size=layout.dp,
-            prefetch=data.prefetch,
-            pin_memory=device.type == "cuda",
-        )
-        self.store = CheckpointStore(folder / "checkpoints", config.checkpoint)
-        self.saves = Saves(self.store, config, ranks)
-        self.step, self.chosen = 0, Chosen()
-        self.stopped_by: str | None = None
-        """Name of the signal that ended the run early, if one did."""
-        self.first_step_s: float | None = None
-        """Seconds from the command to the end of this start's first step."""
-        self.host_times = HostTimes()
-        self.memory = 0.0, 0.0
-        """Peak of this rank, and what was taken of its device after the last step, in GiB."""
+    plan: Plan
+    folder: Path
+    progress: Progress
+    ranks: Ranks
+    device: torch.device
+    corpus: Corpus
+    loader: Loader
+    model: Transformer
+    optimizer: StepOptimizer
+    saves: Saves
+    step: int
+    """The last step that was launched."""
+    execution: Execution
+    heartbeat: Heartbeat
+    steps: Steps
+    validation: Validation
+    trace: StepTrace | None
+    """Recorder of the steps of ``profile.steps``; None if no such step is left."""
+    pipeline_profile: PipelineProfile | None
+    metrics: MetricsWriter | None
+    """Writer of rank 0."""
+    stopped_by: str | None = None
+    """Name of the signal that ended the run early."""
+    first_step_s: float | None = None
+    """Seconds from the command to the end of this start's first step."""
+    memory: tuple[float, float] = 0.0, 0.0
+    """Peak of this rank, and memory in use on its device after the last step, in GiB."""
+
+    def __post_init__(self) -> None:
+        self.config, self.rows = self.plan.config, self.steps.rows
+        self.host_times, self.step_log = HostTimes(), StepLog(self.plan)
+        self.throughput, self.stop_flag = Throughput.of_run(self.plan, self.device), StopFlag(self.ranks)
+        self._first = self.step + 1
         self._pending: tuple[int, float] | None = None
         """Last step whose metrics are due to be written, and the epoch after it."""
-        self._restore()
-        self._first = self.step + 1
-        self.execution = Execution(plan, device, self.optimizer, ranks, folder, self.chosen)
-        self.capture, self.chosen = self.execution.capture, self.execution.chosen
-        log.info(start_block(plan, self.corpus, device_name(device), self.execution.describe()))
-        self.execution.compile_update(self.optimizer, self.model.segment_lists())
-        self.step_log = StepLog(plan)
-        self.rows = StepRows(
-            min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
-            (self.model.num_moe_layers, config.model.num_experts),
-            device,
-            planned=self.model.dispatcher is not None and self.model.dispatcher.capacity is not None,
-            replicated=self.model.dispatcher is not None and plan.replica_slots > 0,
-        )
-        self.throughput = Throughput.of_run(plan, device)
-        self.stop_flag = StopFlag(ranks)
-        first_steps = self.capture.warmup_steps + 1 if self.capture else 1
-        self.heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
-        self.execute = self.optimizer.executor(self.execution.execute)
-        compiled = self.execution.compiled
-        micro_batches = micro_batches_of(
-            plan,
-            self.model,
-            self.execute,
-            mesh,
-            overlap=self.execution.overlap,
-            lane=compiled.lane if compiled and compiled.captures else None,
-            deferring=compiled.deferring if compiled else None,
-            capture=self.capture,
-        )
-        step = self.train_step = TrainStep(plan, self.optimizer, micro_batches, mesh, self.execution.backends)
-        places = {**tensors_of(self.model), **self.optimizer.fixed_tensors()} if self.capture else {}
-        own_folder = folder if ranks.is_first else None
-        run = self._captured = CapturedRun(step, plan, self.capture, device, places, own_folder)
-        ladder = receive_ladder(
-            plan, mesh, ranks, self.model, device, self.capture, fused=self.execution.fuses
-        )
-        # A step is TrainStep, replayed by CapturedRun, run again by RetryingSteps where it found no room.
-        self.steps = RetryingSteps(run, self.rows, self.optimizer.void, self.heartbeat, ladder, step.prepare)
-        self.validation = Validation(train, self.corpus, micro_batches, mesh, self.heartbeat, ladder)
-        self.trace: StepTrace | None = None
-        """Recorder of the steps of ``profile.steps``; None where no such step is left."""
-        if (steps := config.profile.steps) and self.step >= steps[-1]:
-            log.info("profile.steps=%s: the run goes on after step %d, nothing is recorded", steps, self.step)
-        elif steps:
-            self.trace = StepTrace(config, folder, ranks, device, self.heartbeat, self.rows.clock)
-        self.pipeline_profile: PipelineProfile | None = None
-        if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
-            pipeline, clock = micro_batches.pipeline, self.rows.clock
-            self.pipeline_profile = PipelineProfile(plan, pipeline, device, mesh, clock, folder, self.step)
-        self.metrics: MetricsWriter | None = None
-        """Writer of rank 0."""
-        ranks.on_first(self._open_metrics)
 
     def run(self) -> bool:
         """Train to the last step, or until a signal asks to stop; return whether the run is finished."""
@@ -151,10 +90,10 @@ class Trainer:
             stop = stack.enter_context(StopSignal())
             garbage = stack.enter_context(GarbageCollection(self.config.host))
             stack.callback(self.corpus.bad_records.log_total, "this run's data")
-            for end in (self.corpus.check, self.metrics, self.store, self.loader):
+            for end in (self.corpus.check, self.metrics, self.saves.store, self.loader):
                 if end is not None:
                     stack.callback(end.close)
-            stack.callback(self._captured.release)
+            stack.callback(self.execution.release_graphs)
             stack.push(self.heartbeat.leave)
             if self.trace:
                 stack.callback(self.trace.drop)
@@ -164,9 +103,9 @@ class Trainer:
             self._flush()
             self.memory = self._peak_gib(), taken_gib(self.device)
             finished = self.step >= self.config.train.steps
-            if self.step not in self.store.latest():
+            if self.step not in self.saves.store.latest():
                 self._save(wait=True)
-            self.store.wait()
+            self.saves.store.wait()
             self.optimizer.gather()  # for who reads the model after training
             self.execution.keep_code()
             if self.ranks.is_first:
@@ -221,7 +160,7 @@ class Trainer:
         due = last or self.step == 1 or _due(self.step, train.val_interval)
         validates = train.val_batches > 0 and due
         saves = last or _due(self.step, checkpoint.interval)
-        waits = validates or saves or self.capture is None
+        waits = validates or saves or self.execution.capture is None
         if validates or saves or _due(self.step, train.log_interval):
             self._pending = self.step, self.loader.place.epochs
             if waits:
@@ -285,59 +224,12 @@ class Trainer:
         log.info("step %d/%d  validation loss %.4f (%s)", self.step, steps, mean, of)
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "model": self.optimizer.model_state(),
-            "optimizer": self.optimizer.state_dict(),
-            "loader": self.loader.state_dict(),
-            "random": random_state(),
-            **self.chosen._asdict(),
-            "step": self.step,
-        }
+        return state_of(self.step, self.optimizer, self.loader, self.execution.chosen)
 
     def _save(self, *, wait: bool = False) -> None:
         self.heartbeat.slow(f"the checkpoint of step {self.step}")
         with self.host_times.of("checkpoint_s"):
             self.saves.save(self.step, self._state(), wait=wait)
-
-    def _restore(self) -> None:
-        store, state = self.store, self._state()
-        source = None if store.latest() else self.config.checkpoint.resume_from
-        if not store.latest():
-            refuse_other_tokenizer(self.config, self.corpus.tokenizer)
-        del state["experts"], state["fp8"], state["loader"]["contents"], state["optimizer"]["scales"]
-        with named_source("resume_from", source):
-            store = CheckpointStore.open_any(source) if source else store
-            with explained_mismatch(store.folder, self.config.model):
-                found = store.load(state)
-        if found is None:
-            self._import_weights()
-            return
-        self.saves.taken(store, found, state)
-        self.step, self.chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
-        if self.step > (steps := self.config.train.steps):
-            raise ConfigError(
-                f"train.steps={steps}, but {store.folder} is at step {self.step} already; use more steps"
-            )
-        skipped = int(self.optimizer.skipped_in_row.item())
-        if self.step == steps and skipped >= self.config.train.max_nonfinite:
-            raise self.saves.diverged(self.step, skipped)  # no step is left that could show it again
-        self.optimizer.restored(state["optimizer"])
-        self.loader.load_state_dict(state["loader"])
-        restore_random_state(state["random"])
-        log.info("continuing after step %d of %s", self.step, store.folder)
-
-    def _open_metrics(self) -> None:
-        self.metrics = MetricsWriter(self.folder, self.config, self.step)
-
-    def _import_weights(self) -> None:
-        if folder := self.config.checkpoint.init_from:
-            weights = self.optimizer.weights_to_fill()
-            with named_source("init_from", folder):
-                kind = load_weights(self.model, folder, weights, self.plan.layout, self.ranks.rank)
-            self.optimizer.adopt(weights)
-            if name := self.saves.not_finite(self._state()):
-                raise ConfigError(f"checkpoint.init_from={folder}: its {name} has values that are not finite")
-            log.info("weights taken from %s (%s)", folder, kind.value)
 
     def _peak_gib(self) -> float:
         earlier = self.pipeline_profile.earlier_peak_gib if self.pipeline_profile else 0.0

@@ -14,7 +14,7 @@ from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import Mesh, sums
-from graphmoe.training.micro_batches import OneAfterTheOther, rooms_of
+from graphmoe.training.micro_batches import MicroBatches, rooms_of
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Validation:
         self,
         config: TrainConfig,
         corpus: Corpus,
-        micro_batches: OneAfterTheOther,
+        micro_batches: MicroBatches,
         mesh: Mesh,
         heartbeat: Heartbeat,
         ladder: ReceiveLadder | None,

@@ -1,6 +1,7 @@
 """The state that all captures of a run share, and their report."""
 
 import json
+import logging
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from graphmoe.config.ranges import number_of
 from graphmoe.runtime.capture.graphs import Graph, GraphMaker, Run
+from graphmoe.runtime.host.files import dispensable
+
+log = logging.getLogger(__name__)
 
 REPORT_FILE = "capture_report.json"
 
@@ -85,9 +89,14 @@ TensorSlot = tuple[Mapping[str, Any], str]
 class Capture:
     """State that all captures of a run share."""
 
-    def __init__(self, scope: str, device: torch.device, warmup_steps: int) -> None:
+    def __init__(
+        self, scope: str | Sequence[str], device: torch.device, warmup_steps: int, folder: Path | None = None
+    ) -> None:
+        """``folder`` gets the report, if given."""
+        name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
+        self._names_segments, self._folder = not isinstance(scope, str), folder
         self.maker, self.warmup_steps = GraphMaker(device), warmup_steps
-        self.report = CaptureReport(scope, self.maker.on, warmup_steps)
+        self.report = CaptureReport(name, self.maker.on, warmup_steps)
         self.steps = 0
         """Training steps that have begun."""
         self.program: int | None = 0
@@ -100,6 +109,20 @@ class Capture:
         self._names: list[str] = []
         self._slots: list[TensorSlot] = []
         self._addresses: list[int] | None = None
+        if device.type == "cpu":
+            log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", name)
+
+    def publish(self) -> None:
+        """Log the report of what was captured, and write it to the folder."""
+        report = self.report
+        report.pool_bytes = self.maker.pool_bytes()
+        if self._folder is not None:
+            with dispensable(self._folder / REPORT_FILE):
+                report.write(self._folder)
+        log.info(report.line())
+        if self._names_segments:  # the names of other scopes stand for segments that a model may lack
+            for segment, reason in report.not_captured.items():
+                log.warning("graph.scope names %s, which is not captured: %s", segment, reason)
 
     def watch(self, slots: Mapping[str, TensorSlot]) -> None:
         """Watch tensors, by name, whose addresses at the first captured step graphs keep."""

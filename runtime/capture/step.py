@@ -1,81 +1,23 @@
-"""The step of a run as ``graph.scope`` says: as it is, with captured units, or from one graph."""
+"""A whole step that replays from one graph: ``graph.scope=full_iteration``."""
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from graphmoe.plan.plan import Plan
-from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, Span, TensorSlot
+from graphmoe.runtime.capture.capture import Capture, Span
 from graphmoe.runtime.capture.graphs import Graph
-from graphmoe.runtime.host.files import dispensable
 from graphmoe.segments import FULL_ITERATION, profiler_range
 
-log = logging.getLogger(__name__)
-
 Step = Callable[[Iterable[Tensor]], Tensor]
-"""Micro-batches on the device -> the step's metrics."""
-
-
-class CapturedRun:
-    """Called like the step that it was given."""
-
-    def __init__(
-        self,
-        step: Step,
-        plan: Plan,
-        capture: Capture | None,
-        device: torch.device,
-        slots: Mapping[str, TensorSlot],
-        folder: Path | None,
-    ) -> None:
-        """``slots`` hold tensors whose addresses graphs keep; ``folder`` gets a report, if given."""
-        self._step, self._plan, self._capture, self._folder = step, plan, capture, folder
-        if capture is None:
-            return
-        capture.watch(slots)
-        if device.type == "cpu":
-            scope = capture.report.scope
-            log.info("a CPU has no graphs: graph.scope=%s calls its functions on static buffers", scope)
-        if plan.captures_step:
-            self._step = CapturedStep(step, device, capture)
-
-    def __call__(self, batches: Iterable[Tensor]) -> Tensor:
-        if self._capture is None:
-            return self._step(batches)
-        if self._plan.captures_step:
-            row = self._step(batches)
-        else:
-            with self._capture.step():
-                row = self._step(batches)
-        if self._capture.is_first_replay:
-            self._report(self._capture)
-        return row
-
-    def release(self) -> None:
-        """End what was captured, before the process groups do. No step may follow."""
-        if self._capture:
-            self._capture.maker.release()
-
-    def _report(self, capture: Capture) -> None:
-        capture.report.pool_bytes = capture.maker.pool_bytes()
-        if self._folder is not None:
-            with dispensable(self._folder / REPORT_FILE):
-                capture.report.write(self._folder)
-        log.info(capture.report.line())
-        if isinstance(self._plan.config.graph.scope, str):
-            return  # a word stands for segments that a model may lack; the report has them
-        for segment, reason in capture.report.not_captured.items():
-            log.warning("graph.scope names %s, which is not captured: %s", segment, reason)
+"""Micro-batches -> the step's metrics."""
 
 
 class CapturedStep:
-    """A step that runs as it is while the capture warms up, then replays.
+    """A step that runs uncaptured while the capture warms up, then replays.
 
-    Micro-batches are copied into static buffers: from pinned memory by a stream of its own, while the
-    device still works on the step before. The next step overwrites the result.
+    Micro-batches are copied into static buffers: from pinned memory on a side stream, while the device
+    still works on the step before. The next step overwrites the result.
     """
 
     def __init__(self, step: Step, device: torch.device, capture: Capture) -> None:

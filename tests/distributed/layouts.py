@@ -236,9 +236,9 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
     Where one of the two has none, nothing of it travels, and it has one turn.
     """
     overlap, plan = trainer.execution.overlap, trainer.plan.pipeline
-    micro_batches = trainer.train_step.micro_batches
+    micro_batches = trainer.steps.step.micro_batches
     assert overlap is not None and plan is not None and isinstance(micro_batches, Pipelined)
-    own = plan.table.ranks[trainer.mesh.index("pp")]
+    own = plan.table.ranks[trainer.steps.step.mesh.index("pp")]
     stages = micro_batches.pipeline._stages
     with_experts = [stages[n] for n, each in micro_batches.stages.items() if trainer.model.moe_layers(each)]
     queued, found = watched(overlap), list[tuple[int, bool]]()
@@ -268,7 +268,7 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
 
 def check_who_carries_messages(trainer: Trainer) -> None:
     """The hosts, in a program's steps that compile, warm up or capture units: there no stream may wait."""
-    micro_batches = trainer.train_step.micro_batches
+    micro_batches = trainer.steps.step.micro_batches
     assert isinstance(micro_batches, Pipelined)
     captures_units = trainer.config.graph.scope not in ("none", FULL_ITERATION)
     by_host = [True, captures_units, False]  # each program's first steps, with graph.warmup_steps=1

@@ -34,6 +34,7 @@ from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.saves import TrainingStopped
+from graphmoe.training.setup import build_trainer
 from graphmoe.training.step_rows import SCALARS, StepRow
 from graphmoe.training.trainer import Trainer
 from tests.runs import TIMED, config
@@ -223,7 +224,7 @@ def quiet_trainer(
 ) -> tuple[Trainer, list[Tensor], list[dict[str, Any]]]:
     folder.mkdir(parents=True, exist_ok=True)
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
-    trainer = Trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
+    trainer = build_trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
     recorder = trainer.metrics = Recorder(trainer.metrics)
     return trainer, _kept_rows(trainer), recorder.rows
 

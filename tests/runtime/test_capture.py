@@ -227,7 +227,7 @@ def test_a_run_with_bad_steps_validations_and_a_signal_goes_on_as_if_nothing_was
     run_with_bad_steps(tmp_path / "plain", monkeypatch, (*words, "graph.warmup_steps=10"))
     captured = (*words, "graph.warmup_steps=2")
     stopped = run_with_bad_steps(tmp_path / "captured", monkeypatch, captured, STOPPED_AFTER)
-    assert (stopped.step, stopped.stopped_by, stopped.store.latest()) == (5, "SIGTERM", [5, 4])
+    assert (stopped.step, stopped.stopped_by, stopped.saves.store.latest()) == (5, "SIGTERM", [5, 4])
     ended = run_with_bad_steps(tmp_path / "captured", monkeypatch, captured)
     assert ended.execution.capture.ready and ended.optimizer.applied.item() == 8
     rows = metrics(tmp_path / "captured")

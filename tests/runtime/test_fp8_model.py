@@ -207,7 +207,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_bat
     first = trainer_in(tmp_path / "run", *TRAINED)
     for _ in range(3):
         first._train_step()
-    first.store.wait()
+    first.saves.store.wait()
     train_in(tmp_path / "run", *TRAINED)
     rows = [
         [row for row in numbers(folder) if row["step"] > 3]
@@ -255,7 +255,7 @@ def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_ten
     for _ in range(3):
         first._train_step()
     first._validate()  # counts for nothing
-    first.store.wait()
+    first.saves.store.wait()
     resumed = train_in(tmp_path / "run", *words)
     rows = [[row for row in numbers(folder) if row["step"] > 3] for folder in (tmp_path / "run", of_tensors)]
     assert rows[0] == rows[1] and len(rows[0]) == 4

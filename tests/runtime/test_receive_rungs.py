@@ -17,8 +17,9 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training import retry
-from graphmoe.training.retry import RetryingSteps, has_bytes, levels_of
+from graphmoe.training import receive_levels
+from graphmoe.training.receive_levels import has_bytes, levels_of
+from graphmoe.training.step import Steps as TrainSteps
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
 
@@ -233,14 +234,14 @@ def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(mon
 def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
     words = "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"
     plan, said = plan_of(config(*words), 2), list[object]()
-    monkeypatch.setattr(retry, "forget_graphs", lambda: said.append("forget"))
-    monkeypatch.setattr(retry, "make_room", lambda *_: said.append("room"))
+    monkeypatch.setattr(receive_levels, "forget_graphs", lambda: said.append("forget"))
+    monkeypatch.setattr(receive_levels, "make_room", lambda *_: said.append("room"))
     model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)
     maker = SimpleNamespace(pool_unused_bytes=lambda: 0)
     capture = SimpleNamespace(use=lambda program: said.append(program) or program == 1, maker=maker)
-    monkeypatch.setattr(retry, "bounded_dispatcher", lambda *_: SimpleNamespace(capacity=None))
+    monkeypatch.setattr(receive_levels, "bounded_dispatcher", lambda *_: SimpleNamespace(capacity=None))
     ranks = SimpleNamespace(gather=lambda has: [has])
-    ladder = retry.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
+    ladder = receive_levels.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
     for step in (1, 2):
         ladder.climb(step, [plan.worst] * 2)
     assert said == [1, "forget", "room", None]
@@ -259,7 +260,7 @@ class _Event:
         self._said.append(f"wait {self._of}")
 
 
-def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[RetryingSteps, list, StepRows]:
+def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[TrainSteps, list, StepRows]:
     said: list[str] = []
     rows = StepRows(6, (1, 2), torch.device("cpu"), planned=True)
     rows._arrived = [_Event(said) for _ in range(6)]
@@ -279,10 +280,13 @@ def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[Re
         return device_row({**scalars, "void": void}, counts_LE, received_L2=torch.tensor([load]))
 
     heartbeat = SimpleNamespace(restart=said.append, slow=said.append)
-    return RetryingSteps(run, rows, void, heartbeat, steps.ladder), said, rows
+    step = SimpleNamespace(optimizer=SimpleNamespace(void=void), prepare=lambda number: None)
+    launched = TrainSteps(step, rows, heartbeat, ladder=steps.ladder)
+    launched.run = run
+    return launched, said, rows
 
 
-def start(run: RetryingSteps, *steps: int) -> Iterator[None]:
+def start(run: TrainSteps, *steps: int) -> Iterator[None]:
     for step in steps:
         run(step, (torch.tensor(number) for number in (step,)))
 

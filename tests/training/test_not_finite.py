@@ -87,7 +87,7 @@ def test_too_many_skips_in_a_row_end_the_run_also_between_two_reads(tmp_path, mo
     with pytest.raises(TrainingStopped, match=r"3 steps in a row .*train.max_nonfinite=3.*lower optim.lr"):
         trainer.run()
     assert trainer.step == 6  # read at the validation of step 6
-    assert trainer.store.latest() == [6, 3]
+    assert trainer.saves.store.latest() == [6, 3]
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -186,8 +186,8 @@ def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_st
         trainer.run()
     good = tmp_path / f"run/checkpoints/step_{GOOD:08d}"
     assert "is not finite after step" in str(stopped.value) and str(good) in str(stopped.value)
-    assert trainer.store.latest() == [4, 2][:keep]
-    assert names_in(trainer.store, tmp_path / "scratch", *overrides) == [None] * keep
+    assert trainer.saves.store.latest() == [4, 2][:keep]
+    assert names_in(trainer.saves.store, tmp_path / "scratch", *overrides) == [None] * keep
     if keep == 1:
         train_in(tmp_path / "run", *overrides)
         train_in(tmp_path / "whole", *overrides)
@@ -203,7 +203,7 @@ def test_bf16_weights_and_the_fp32_ones_they_are_rounded_from_are_both_looked_at
     name = spoil(trainer, place, math.inf)
     with pytest.raises(TrainingStopped, match=f"{name} is not finite after step 3, .*step_00000002"):
         trainer._save(wait=True)
-    assert trainer.store.latest() == [2]
+    assert trainer.saves.store.latest() == [2]
     trainer.loader.close()
 
 
@@ -214,9 +214,9 @@ def saved_without_a_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     with monkeypatch.context() as patch:
         patch.setattr(Saves, "not_finite", lambda *_: None)
         steps(trainer, 1)
-        trainer.store.wait()
+        trainer.saves.store.wait()
     trainer.loader.close()
-    assert trainer.store.latest() == [6, 4, 2]
+    assert trainer.saves.store.latest() == [6, 4, 2]
     return name
 
 
@@ -253,7 +253,7 @@ def test_checkpoints_from_before_skipped_steps_stay_until_a_step_is_applied_agai
     found = []
     for _ in range(4):
         steps(trainer, 1)
-        found.append(trainer.store.latest())
+        found.append(trainer.saves.store.latest())
     assert found == [[4, 3], [5, 3], [6, 3], [7]]
     trainer.loader.close()
 

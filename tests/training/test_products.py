@@ -94,13 +94,13 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplo
     found = first.execution.precision()
     assert found == {"fp8": "rowwise", "products_in_fp8": 6, "products_in_bf16": 1}
     assert timer.runs == 7 and chosen.experts == "" and [*chosen.fp8] == [*DENSE, "experts"]
-    first.store.save(2, first._state() | {"step": 2}, wait=True)
-    first.store.close()
+    first.saves.store.save(2, first._state() | {"step": 2}, wait=True)
+    first.saves.store.close()
 
     timer.ms = [SLOW]
     resumed = (*SHORT, f"checkpoint.resume_from={tmp_path / 'first'}")
     again = trainer_in(tmp_path / "again", *resumed)
-    assert again.step == 2 and timer.runs == 7 and again.execution.chosen == again.chosen == chosen
+    assert again.step == 2 and timer.runs == 7 and again.execution.chosen == chosen
     assert trainer_in(tmp_path / "all", *resumed, "precision.fp8_measure=none").execution.chosen.fp8 == {}
 
 

@@ -54,7 +54,7 @@ def refusal(*words: str) -> str:
 
 @pytest.mark.parametrize("key", ["resume_from", "init_from"])
 def test_a_start_is_refused_before_data_are_opened_or_a_folder_is_claimed(tmp_path, monkeypatch, capsys, key):
-    monkeypatch.setattr("graphmoe.training.trainer.open_data", lambda *a, **k: pytest.fail("data are opened"))
+    monkeypatch.setattr("graphmoe.training.setup.open_data", lambda *a, **k: pytest.fail("data are opened"))
     monkeypatch.setattr("graphmoe.run.folder.claim", lambda *a, **k: pytest.fail("a folder is claimed"))
     said = f"checkpoint.{key}=nowhere: nowhere (holds|is) no"
     with pytest.raises(ConfigError, match=f"^{said}"):
@@ -354,7 +354,7 @@ def imported_by(code: str) -> set[str]:
 
 
 def test_compilers_are_imported_by_what_compiles_alone():
-    assert not imported_by("import graphmoe.training.trainer, graphmoe.training.dry_run") & COMPILERS
+    assert not imported_by("import graphmoe.training.setup, graphmoe.training.dry_run") & COMPILERS
     compiles = "from graphmoe.runtime import torch_compat; torch_compat.import_compilers()"
     assert imported_by(compiles) >= COMPILERS
     builds = "from graphmoe.config.schema import ModelConfig; from graphmoe.model.build import build_model"

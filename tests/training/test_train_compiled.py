@@ -135,8 +135,8 @@ def test_a_checkpoint_from_before_it_kept_the_experts_backend_is_read(tmp_path):
     assert "experts" in state
     del state["experts"]
     trainer.step = state["step"] = 2
-    trainer.store.save(2, state, wait=True)
-    trainer.store.close()
+    trainer.saves.store.save(2, state, wait=True)
+    trainer.saves.store.close()
     again = trainer_in(tmp_path / "run", *short)
     assert again.step == 2
 

@@ -24,6 +24,7 @@ from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.run import _summarise, sample_of, warn_of_unused, warn_of_unused_ids
 from graphmoe.training.sample import PROMPT_TOKENS, prompt_of
+from graphmoe.training.step_sums import StepSums
 from tests.damage import no_file_beyond
 from tests.runs import (
     PRESETS,
@@ -56,7 +57,7 @@ def test_one_and_four_micro_batches_give_the_same_gradient(tmp_path, aux_loss):
         overrides = (f"train.micro_batch_size={size}", f"model.aux_loss={aux_loss}", *QUIET)
         trainer = trainer_in(tmp_path, *overrides, "model.aux_loss_coef=0.1")
         batches = [next(trainer.loader) for _ in range(4 // size)]
-        scalars, counts_LE, _ = trainer.train_step.accumulate(batches)
+        scalars, counts_LE, _ = trainer.steps.step.forward_backward(batches)
         found.append((trainer.optimizer.families[0].grad.clone(), scalars["loss"], counts_LE))
         trainer.loader.close()
     (one, loss, counts), (four, loss_of_four, counts_of_four) = found
@@ -88,10 +89,10 @@ def test_routers_are_told_of_the_slots_that_the_loss_counts_where_a_bias_moves_t
     for router in trainer.model.routers():
         router.selection_bias.copy_(10.0 * torch.arange(len(router.selection_bias)))
     monkeypatch.setattr(
-        trainer.train_step, "_tell_routers", lambda counts_LE, layers: told.append(counts_LE.clone())
+        StepSums, "_tell_routers", lambda sums, counts_LE, layers: told.append(counts_LE.clone())
     )
     batches = [next(trainer.loader) for _ in range(4)]
-    _, counts_LE, _ = trainer.train_step.accumulate(batches)
+    _, counts_LE, _ = trainer.steps.step.forward_backward(batches)
     trainer.loader.close()
     assert bool((counts_LE[:, :-2] == 0).all()), "the bias chooses the last two experts"
     for done, counted_LE in enumerate(told[:-1], start=1):
@@ -125,7 +126,7 @@ def test_validations_and_checkpoints_come_at_their_interval_and_last_and_each_st
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows if "val_loss" in row] == validations
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, 8)]
-    assert trainer.store.latest() == checkpoints[::-1]
+    assert trainer.saves.store.latest() == checkpoints[::-1]
 
 
 def test_what_is_saved_and_logged_does_not_change_the_numbers(tmp_path):

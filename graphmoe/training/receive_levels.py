@@ -1,0 +1,86 @@
+"""Receive capacities that a run may rise to, and the memory that each takes."""
+
+import logging
+
+import torch
+
+from graphmoe.model.transformer import Transformer
+from graphmoe.ops.dispatch import Dispatcher
+from graphmoe.ops.symm import forget_graphs
+from graphmoe.plan.experts import experts_in_fp8, room_bytes
+from graphmoe.plan.plan import Plan
+from graphmoe.run.machine import memory_gib, reachable_bytes
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.dispatch import bounded_dispatcher, make_room, planned_dispatcher
+from graphmoe.runtime.dispatch.ladder import GROWTH, ReceiveLadder
+from graphmoe.runtime.ranks import Mesh, Ranks
+
+log = logging.getLogger(__name__)
+
+SPARE = 1.03
+"""Memory that torch's allocator holds over what is allocated at most: parts of blocks that fit nothing."""
+
+
+def receive_ladder(
+    plan: Plan,
+    mesh: Mesh,
+    ranks: Ranks,
+    model: Transformer,
+    device: torch.device,
+    capture: Capture | None,
+    *,
+    fused: bool,
+) -> ReceiveLadder | None:
+    """Return the capacities to rise to on overflow; None if receive buffers hold any routing."""
+    if model.dispatcher is None or model.dispatcher.capacity is None:
+        return None
+    levels = levels_of(plan)
+    if len(levels) == 1:
+        return None
+
+    def use(dispatchers: tuple[Dispatcher, ...], program: int | None) -> None:
+        if capture and capture.use(program):  # first, so that graphs of another give back what they held
+            forget_graphs()
+        if program is not None:
+            make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
+        model.use(dispatchers)
+
+    def has_memory(now: tuple[Dispatcher, ...], then: tuple[Dispatcher, ...]) -> bool:
+        more = _bytes(plan, then, fused=fused) - _bytes(plan, now, fused=fused)
+        unused = capture.maker.pool_unused_bytes() if capture else 0
+        found = ranks.gather(has_bytes(more, device, unused))
+        if not all(found):
+            log.warning("more room needs %.2f GiB, which not every rank has left", more / 2**30)
+        return all(found)
+
+    last, in_fp8 = bounded_dispatcher(plan, mesh), experts_in_fp8(plan.config)
+    words = f"the counts of the host{', where experts are not in 8 bits' * in_fp8}"
+    return ReceiveLadder(levels, last, model.num_moe_layers, use, has_memory, words)
+
+
+def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
+    """Return whether a step may take so many bytes more than those so far, once the graphs' pool is gone.
+
+    A step takes what it took at most so far; a replayed one, what lasts and all of the pool, of which
+    ``pool_unused`` bytes hold nothing between steps. Graphs of more room are made when those before them have
+    given theirs back, so what is in the pool now is theirs.
+    """
+    if device.type != "cuda":
+        return True
+    lasting = torch.cuda.memory_allocated(device)
+    so_far = max(memory_gib(device) * 2**30, lasting + pool_unused)
+    return SPARE * so_far + more <= reachable_bytes(device)
+
+
+def levels_of(plan: Plan) -> list[Dispatcher]:
+    """Return dispatchers with the receive budget, `GROWTH` times as much, and so on to the worst case."""
+    found, factor = [planned_dispatcher(plan)], 1.0
+    while plan.room(factor) != plan.worst:
+        factor *= GROWTH
+        found.append(planned_dispatcher(plan, factor))
+    return found
+
+
+def _bytes(plan: Plan, dispatchers: tuple[Dispatcher, ...], *, fused: bool) -> int:
+    rooms = [each.capacity for each in dispatchers if each.capacity is not None]
+    return room_bytes(rooms, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)

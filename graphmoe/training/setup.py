@@ -1,0 +1,129 @@
+"""Set up a run: its parts, from the plan to the trainer."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from graphmoe.checkpoint.store import CheckpointStore
+from graphmoe.config.schema import RunConfig
+from graphmoe.data import Corpus, Loader, open_data
+from graphmoe.model.transformer import Transformer
+from graphmoe.ops.collectives import use_groups
+from graphmoe.optim.base import StepOptimizer
+from graphmoe.plan.plan import Plan
+from graphmoe.run.machine import device_name, open_device
+from graphmoe.runtime.dispatch import make_dispatcher, open_dispatcher
+from graphmoe.runtime.host.logs import Progress
+from graphmoe.runtime.launch.stamps import Heartbeat
+from graphmoe.runtime.ranks import Mesh, Ranks
+from graphmoe.runtime.torch_compat import tensors_of
+from graphmoe.training.build import build
+from graphmoe.training.executor import Execution
+from graphmoe.training.log_lines import start_block
+from graphmoe.training.metrics import MetricsWriter
+from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
+from graphmoe.training.profile import PipelineProfile, StepTrace
+from graphmoe.training.receive_levels import receive_ladder
+from graphmoe.training.restore import restore
+from graphmoe.training.saves import Saves
+from graphmoe.training.state import seed_everything
+from graphmoe.training.step import Steps, TrainStep
+from graphmoe.training.step_rows import StepRows
+from graphmoe.training.trainer import Trainer
+from graphmoe.training.validation import Validation
+
+log = logging.getLogger(__name__)
+
+
+def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> Trainer:
+    """Build all parts of a run and load the state to start from. A collective, as all that follows."""
+    config, ranks, mesh = plan.config, ranks or Ranks(), Mesh(plan.layout)
+    use_groups(mesh)
+    device = open_device(config.run.device)
+    open_dispatcher(plan, mesh, device)
+    seed_everything(config.train.seed, config.precision, device)
+    corpus, loader = _open_data(plan, ranks, device)
+    model, optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh))
+    saves = Saves(CheckpointStore(folder / "checkpoints", config.checkpoint), config, ranks)
+    step, chosen = restore(plan, saves, ranks, model, optimizer, loader, corpus.tokenizer)
+    execution = Execution(plan, device, optimizer, ranks, folder, chosen)
+    capture = execution.capture
+    log.info(start_block(plan, corpus, device_name(device), execution.describe()))
+    execution.compile_update(optimizer, model.segment_lists())
+    first_steps = capture.warmup_steps + 1 if capture else 1
+    heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
+    micro_batches = _micro_batches(plan, model, optimizer, mesh, execution)
+    if capture:  # graphs keep the addresses of these tensors
+        capture.watch({**tensors_of(model), **optimizer.fixed_tensors()})
+    ladder = receive_ladder(plan, mesh, ranks, model, device, capture, fused=execution.fuses)
+    train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
+    steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder)
+    validation = Validation(config.train, corpus, micro_batches, mesh, heartbeat, ladder)
+    trace = _trace(config, step, folder, ranks, steps, heartbeat)
+    profile = None
+    if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
+        profile = PipelineProfile(plan, micro_batches.pipeline, device, mesh, steps.rows.clock, folder, step)
+    writers: list[MetricsWriter] = []
+    ranks.on_first(lambda: writers.append(MetricsWriter(folder, config, step)))
+    return Trainer(
+        plan, folder, progress, ranks, device, corpus, loader, model, optimizer, saves, step, execution,
+        heartbeat, steps, validation, trace, profile, writers[0] if writers else None,
+    )  # fmt: skip
+
+
+def _open_data(plan: Plan, ranks: Ranks, device: torch.device) -> tuple[Corpus, Loader]:
+    data, train = plan.config.data, plan.config.train
+    assert data.seq_len is not None
+    corpus = open_data(
+        data, seq_len=data.seq_len, vocab_size=plan.config.model.vocab_size, check=ranks.local_index == 0
+    )
+    loader = Loader(
+        corpus.train,
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        rank=plan.layout.index("dp", ranks.rank),
+        world_size=plan.layout.dp,
+        prefetch=data.prefetch,
+        pin_memory=device.type == "cuda",
+    )
+    return corpus, loader
+
+
+def _micro_batches(
+    plan: Plan, model: Transformer, optimizer: StepOptimizer, mesh: Mesh, execution: Execution
+) -> MicroBatches:
+    compiled = execution.compiled
+    return micro_batches_of(
+        plan,
+        model,
+        optimizer.executor(execution.execute),
+        mesh,
+        overlap=execution.overlap,
+        lane=compiled.lane if compiled and compiled.captures else None,
+        deferring=compiled.deferring if compiled else None,
+        capture=execution.capture,
+    )
+
+
+def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
+    train, dispatcher = plan.config.train, model.dispatcher
+    return StepRows(
+        min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
+        (model.num_moe_layers, model.config.num_experts),
+        device,
+        planned=dispatcher is not None and dispatcher.capacity is not None,
+        replicated=dispatcher is not None and plan.replica_slots > 0,
+    )
+
+
+def _trace(
+    config: RunConfig, step: int, folder: Path, ranks: Ranks, steps: Steps, heartbeat: Heartbeat
+) -> StepTrace | None:
+    asked = config.profile.steps
+    if asked and step >= asked[-1]:
+        log.info("profile.steps=%s: the run continues after step %d, nothing is recorded", asked, step)
+    elif asked:
+        device = steps.step.micro_batches.device
+        return StepTrace(config, folder, ranks, device, heartbeat, steps.rows.clock)
+    return None

@@ -1,0 +1,94 @@
+"""Losses, router statistics and expert loads of a step, summed over its micro-batches and over ranks."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from graphmoe.model.dispatch import has_load
+from graphmoe.model.moe import ROUTER_STATS, Router
+from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.plan.layout import Axis
+from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.plan.plan import Plan
+from graphmoe.runtime.ranks import Mesh, sums
+
+
+class Totals(NamedTuple):
+    """A step's sums over all ranks. No device sync reads them."""
+
+    scalars: dict[str, Tensor]
+    """Mean losses and router statistics; with replicas their number in a micro-batch."""
+    counts_LE: Tensor
+    """Tokens of each expert."""
+    received_L2: Tensor | None
+    """Largest `graphmoe.plan.experts.Load` of any rank per MoE layer; None if buffers hold any routing."""
+
+
+class StepSums:
+    """Device tensors that each micro-batch's output is added to. ``routers``: by index of their MoE layer."""
+
+    def __init__(self, model: Transformer, routers: Mapping[int, Router], device: torch.device) -> None:
+        self._model, self._routers = model, routers
+        shape = model.num_moe_layers, model.config.num_experts
+        self._received_L2 = torch.zeros(model.num_moe_layers, 2, dtype=torch.int32, device=device)
+        self._replicas = torch.zeros((), dtype=torch.int64, device=device)
+        self._losses = torch.zeros(2 + len(ROUTER_STATS), device=device)
+        self._counts_LE = torch.zeros(shape, dtype=torch.int32, device=device)
+        apart = any(router.counts_apart for router in model.routers())
+        # slots that balance losses count
+        self._counted_LE = torch.zeros_like(self._counts_LE) if apart else self._counts_LE
+
+    def add(self, pieces: StagePieces, output: LossOutput) -> None:
+        """Add what a stage computed for one micro-batch."""
+        model = self._model
+        layers = model.moe_layers(pieces)
+        stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
+        self._losses.add_(torch.cat([output.cross_entropy[None], output.mtp[None], stats]))
+        self._counts_LE[layers.start : layers.stop] += output.counts_LE
+        if output.counted_LE is not None:
+            self._counted_LE[layers.start : layers.stop] += output.counted_LE
+        if output.received_L2 is not None:
+            most_L2 = self._received_L2[layers.start : layers.stop]
+            most_L2.copy_(torch.maximum(most_L2, output.received_L2))
+        if output.replicas is not None:
+            self._replicas.add_(output.replicas)
+        self._tell_routers(self._counted_LE, layers)
+
+    def reduce(self, plan: Plan, mesh: Mesh) -> Totals:
+        """Sum over ranks, in one collective for each group of ranks."""
+        self._tell_routers(torch.zeros_like(self._counts_LE), self._routers)
+        # Ranks of cp and tp route parts of the same tokens, and have one loss.
+        axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._losses), ("world", self._counts_LE)]
+        if has_load(self._model.dispatcher):
+            axes.append(("world", _one_of_all(self._received_L2, mesh)))
+            if plan.replica_slots:
+                axes.append(("world", self._replicas))
+        total, counts_LE, *more = _summed(mesh, axes)
+        means = total / plan.global_micro_batches
+        scalars = dict(zip(("loss", "mtp_loss", *ROUTER_STATS), means, strict=True))
+        if len(more) > 1:  # each rank that shares a stage has counted those of its exchanges
+            scalars["replicas"] = more[1] / (mesh.layout.size("stage") * plan.num_micro_batches)
+        return Totals(scalars, counts_LE, more[0].amax(dim=0) if more else None)
+
+    def _tell_routers(self, counts_LE: Tensor, layers: Iterable[int]) -> None:
+        for layer in layers:
+            if (router := self._routers[layer]).reads_earlier:
+                router.earlier_counts.copy_(counts_LE[layer])
+
+
+def _summed(mesh: Mesh, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
+    groups = [mesh.group(axis) for axis, _ in tensors]
+    found: dict[int, Tensor] = {}
+    for group in dict.fromkeys(groups):
+        together = [i for i, each in enumerate(groups) if each is group]
+        found |= zip(together, sums(group, *(tensors[i][1] for i in together)), strict=True)
+    return [found[i] for i in range(len(tensors))]
+
+
+def _one_of_all(received_L2: Tensor, mesh: Mesh) -> Tensor:
+    """Put a rank's loads among zeros [world, L, 2]: their sum over all ranks has the loads of each."""
+    after = mesh.layout.size("world") - 1 - mesh.rank
+    return F.pad(received_L2.unsqueeze(0), (0, 0, 0, 0, mesh.rank, after))

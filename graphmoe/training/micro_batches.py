@@ -34,9 +34,9 @@ Lane = Callable[[Hashable], AbstractContextManager[None]]
 
 
 class MicroBatches:
-    """Runner of micro-batches through a model that is whole on its rank.
+    """Runs micro-batches through a model that is whole on its rank.
 
-    With overlap the backward of one is beside the next's forward.
+    With overlap the backward of one runs beside the forward of the next.
     """
 
     def __init__(
@@ -54,26 +54,23 @@ class MicroBatches:
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """Run forward and backward of token ids [micro_batch_size, seq_len + 1] each.
 
-        Gradients are those of the mean over micro-batches of all ranks. No device sync where no dispatcher
-        waits.
+        Gradients are those of the mean over micro-batches of all ranks. Syncs only if the dispatcher does.
         """
-        overlap = self._overlap_in_use()
+        if (overlap := self._overlap_in_use()) is None:
+            for tokens in batches:
+                self._loss(tokens, add).backward()
+            return
 
         def run(number: int, received: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-            with self._lane(0) if self._lane else nullcontext():
-                output = self._forward(tokens, add)
-            return (), output.total / self.num_global
+            return (), self._loss(tokens, add)
 
         stage, number = Stage(run, overlap=lambda: overlap), 0
         for number, tokens in enumerate(batches):  # noqa: B007  # ``run`` reads them
-            if overlap and number:
+            if number:
                 stage.together(number, (), stage, number - 1, ())
             else:
                 stage.forward(number, ())
-            if not overlap:
-                stage.backward(number, (), weights=True)
-        if overlap:
-            stage.backward(number, (), weights=True)
+        stage.backward(number, (), weights=True)
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
         """Run the forward of each; the caller has switched gradients off."""
@@ -84,6 +81,10 @@ class MicroBatches:
         dispatcher = self.model.dispatcher
         return self.overlap if dispatcher is not None and dispatcher.capacity is not None else None
 
+    def _loss(self, tokens: Tensor, add: Add) -> Tensor:
+        with self._lane(0) if self._lane else nullcontext():
+            return self._forward(tokens, add).total / self.num_global
+
     def _forward(self, tokens: Tensor, add: Add) -> LossOutput:
         tokens = tokens.to(self.device, non_blocking=True)
         output = self.model.loss(tokens[:, :-1], tokens[:, 1:], self.execute)
@@ -92,7 +93,7 @@ class MicroBatches:
 
 
 class Pipelined(MicroBatches):
-    """Runner of micro-batches by the schedule of a plan. Making one is collective."""
+    """Runs micro-batches by the schedule of a plan. Making one is collective."""
 
     def __init__(
         self,

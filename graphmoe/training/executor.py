@@ -1,4 +1,4 @@
-"""Execution of a run's segments: eagerly, or compiled with its passes."""
+"""Executor of a run's segments: eager, or compiled with passes and captured."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ from graphmoe.training.state import Chosen
 
 log = logging.getLogger(__name__)
 PUT_FP8 = ("fp8_linear", "fp8_experts")
-"""Passes that put products in 8 bits."""
+"""Passes that quantize GEMMs to fp8."""
 
 
 class Execution:
@@ -68,11 +68,7 @@ class Execution:
         folder: Path,
         chosen: Chosen,
     ) -> None:
-        """Make the executor; ``chosen`` is a checkpoint's, or empty.
-
-        On a GPU ``moe.experts=auto`` and ``precision.fp8_measure=auto`` may measure kernels here. *Raises*
-        ConfigError for a backend that cannot run.
-        """
+        """``chosen`` is a checkpoint's, or empty. On a GPU this may measure kernels. *Raises* ConfigError."""
         config, scope = plan.config, plan.config.graph.scope
         self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
         self.device = device
@@ -80,23 +76,20 @@ class Execution:
         self.capture = (
             Capture(scope, device, config.graph.warmup_steps, report_folder) if scope != "none" else None
         )
-        """Capture of graphs; None where nothing is captured."""
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
-        """Overlap of two micro-batches in turns; None where one follows the other."""
         self.chosen = chosen
-        """The choices of this run, once it is made."""
         passes = select_passes(config.passes, fp8_passes(config))
         names = [spec.name for spec in passes] if config.compile.enabled else []
         self.fuses = "fuse_experts" in names
-        """True where the routed experts run as one operation."""
+        """Whether the routed experts run as one operation."""
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
-        """Weights of products that may be in 8 bits, by name."""
+        """Weights of GEMMs that may run in fp8, by name."""
         self._in_fp8 = "fp8_experts" in names and has_experts(config.model) and keeps_experts(config)
-        """True where experts are in 8 bits, but for those of layers without."""
+        """Whether experts run in fp8, except in skipped layers."""
         self._times_experts = self._in_fp8 and fp8_vendor(config) is None
-        """True where our kernels of experts in 8 bits are timed beside bf16; a library's were asked for."""
+        """Whether fp8 experts are timed against bf16: only our kernels are."""
         self._counts: tuple[int, int] | None = None
-        """Products in 8 bits, and those that stay in bf16; None without `precision.fp8`."""
+        """Number of fp8 GEMMs, and of those left in bf16."""
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -158,7 +151,7 @@ class Execution:
         )
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
         self._published = 0
-        """Graphs that were compiled when the cache was last added to."""
+        """Graphs compiled when the cache was last written."""
         self.execute = self.compiled
 
     def _choose(self, store: CompileCache) -> tuple[Chosen, InBf16]:
@@ -180,11 +173,11 @@ class Execution:
 
     @property
     def backends(self) -> str:
-        """Backends of the fused experts; empty where none run so."""
+        """Backends of the fused experts; empty if experts are not fused."""
         return self.chosen.experts if self.fuses else ""
 
     def describe(self) -> list[str]:
-        """Say how the code of the run is made, in a few words each."""
+        """Describe passes, cache and kernels for the log."""
         if self.compiled is None:
             return ["none, compile.enabled=false"]
         passes = len(self.compiled.passes())
@@ -195,19 +188,19 @@ class Execution:
         return [f"{number_of(passes, 'pass')}", self._cache.found, *experts, *in_fp8, *rows]
 
     def precision(self) -> dict[str, Any]:
-        """Return the recipe of products in 8 bits, and how many are so, for summary.json."""
+        """Return the fp8 entries of summary.json."""
         in_fp8, in_bf16 = self._counts or (None, None)
         recipe = self._config.precision.fp8.value
         return {"fp8": recipe, "products_in_fp8": in_fp8, "products_in_bf16": in_bf16}
 
     def compile_update(self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]]) -> None:
-        """Compile the optimizer's update, if the run is compiled: the first of units, which are counted."""
+        """Compile the optimizer's update, the first of the compiled units."""
         if self.compiled is not None:
             self.compiled.expect(segments)
             optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
 
     def keep_code(self) -> None:
-        """Put what was compiled since the last time into the compile cache; a collective of all ranks."""
+        """Write newly compiled units to the compile cache. A collective."""
         if self.compiled is None:
             return
         graphs = sum(report.graphs for report in self.compiled.reports)
@@ -223,7 +216,7 @@ class Execution:
             self.capture.maker.release()
 
     def warn_if_uncaptured(self) -> None:
-        """Warn at the end of a run in which no step was left to capture."""
+        """Warn if the run ended before its first capture."""
         if self.capture and not self.capture.has_captured:
             log.warning(
                 "graph.scope=%s captured nothing: the run did %d steps, and graph.warmup_steps=%d run "
@@ -234,14 +227,12 @@ class Execution:
             )
 
     def write_report(self) -> None:
-        """Write compile_report.json."""
         if self.compiled is not None:
             with dispensable(self._folder / REPORT_FILE):
                 text = json.dumps(self._content(self.compiled), indent=1)
                 (self._folder / REPORT_FILE).write_text(f"{text}\n")
 
     def report(self) -> None:
-        """Log the compile summary and write compile_report.json."""
         self.write_report()
         if self.compiled is None:
             return
@@ -267,7 +258,7 @@ class Execution:
 def pass_runner(
     config: RunConfig, experts: str, dump: Path | None = None, *, plain: InBf16 = ALL_IN_FP8
 ) -> PassRunner:
-    """Return the passes of a run's units; ``experts`` are the backends of theirs."""
+    """Return the passes of compiled units; ``experts`` names the experts' backends."""
     knobs: dict[str, dict[str, Any]] = {
         "fuse_experts": {"backend": experts, "keep": keeps_replicas(config)},
     }
@@ -282,7 +273,7 @@ def _warn(because: str, unused: dict[str, Any]) -> None:
 
 
 def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, remembered: str) -> str:
-    """Return the backends of the experts, those that a checkpoint remembers where they can run."""
+    """Return the experts' backends: a checkpoint's if they can run here."""
     requested = plan.experts
     shape = mlp_shape(plan)
     sync_free = plan.config.moe.sync_free_stage >= EXPERTS_STAGE
@@ -303,10 +294,7 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
 
 
 def mlp_shape(plan: Plan) -> MlpShape:
-    """Return the shape of one rank's experts, with the rows of a balanced routing.
-
-    Its tokens are those that arrive, and a token has as many experts as it has on this rank, 1 at least.
-    """
+    """Return the shape of a rank's experts under balanced routing."""
     model, layout = plan.config.model, plan.layout
     top_k = max(model.top_k // layout.ep, 1)
     return MlpShape(
@@ -320,10 +308,7 @@ def mlp_shape(plan: Plan) -> MlpShape:
 
 
 def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> None:
-    """Raise ConfigError where the experts' products would wait for the host and their stage forbids it.
-
-    ``fuses`` says whether the pass fuse_experts runs.
-    """
+    """Raise ConfigError if the experts' GEMMs would sync although their stage forbids it."""
     config, dtype = plan.config, plan.dtype
     stage, scope = config.moe.sync_free_stage, config.graph.scope
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)

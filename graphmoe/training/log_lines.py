@@ -1,4 +1,4 @@
-"""Lines of a run's log for people: what it is at its start, its steps, and the loads of its experts."""
+"""Log lines of a run: its start, its steps, its expert loads."""
 
 import logging
 import math
@@ -22,20 +22,18 @@ from graphmoe.training.step_rows import StepRow
 log = logging.getLogger(__name__)
 
 WIDTH = 91
-"""Columns of a line: 100 with the time before it."""
+"""Columns, 100 with the time of day."""
 AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
 
 
 class StepLog:
-    """Log of a run's steps: a line each time that they are read, loads of experts, and warnings of those."""
-
     def __init__(self, plan: Plan) -> None:
         self._steps = plan.config.train.steps
         self._watch = LoadWatch(plan.config.model.top_k)
         self._blocks = _takes(console().encoding, BLOCKS)
 
     def write(self, rows: Sequence[dict[str, Any]], read: Sequence[StepRow]) -> None:
-        """Log neighbouring steps, which are ``read``, and their ``rows`` of metrics.jsonl."""
+        """Log steps ``read`` together, whose metrics.jsonl rows are ``rows``."""
         last, timed = rows[-1], _timed(rows)
         left = (self._steps - last["step"]) * sum(row["step_s"] for row in timed) / len(timed)
         log.info(step_line(rows, self._steps, left if left > 0 else None))
@@ -49,7 +47,7 @@ class StepLog:
 
 
 def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]) -> str:
-    """Return what the run is, a line for each matter; ``compiled`` says how its code is made."""
+    """Return the description of the run, one line per topic."""
     config, model, layout = plan.config, plan.config.model, plan.layout
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
@@ -85,9 +83,9 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
 
 
 def step_line(rows: Sequence[dict[str, Any]], total_steps: int, left_s: float | None) -> str:
-    """Format the rows of neighbouring steps on one line: values of the last, the rate of all.
+    """Format neighbouring steps on one line: values of the last, rate of all.
 
-    Parts for which there is no room are left out, those of least interest first.
+    The least important parts are dropped if the line is too long.
     """
     row = rows[-1]
     timed = _timed(rows)
@@ -114,9 +112,9 @@ _RATES = ("tokens_per_s", "tflops", "mfu")
 
 
 def experts_line(row: dict[str, Any], load_LE: Tensor, blocks: bool) -> str | None:
-    """Format the mean loads of experts over the last steps, None without any; ``row`` is the last step's.
+    """Format mean expert loads; None without any. ``row`` is the last step's.
 
-    The bar is that of the layer whose fullest expert is fullest.
+    The bar shows the layer with the fullest expert.
     """
     if not load_LE.numel():
         return None
@@ -137,7 +135,7 @@ def experts_line(row: dict[str, Any], load_LE: Tensor, blocks: bool) -> str | No
 
 
 def ranks_line(row: dict[str, Any]) -> str | None:
-    """Format the load of the busiest rank before and by a plan of replicas, and these; None without any."""
+    """Format the busiest rank's load before and after replicas; None without replicas."""
     if "planned_rank_load" not in row:
         return None
     loads = f"{row['rank_load']:.2f} -> {row['planned_rank_load']:.2f}"
@@ -146,7 +144,7 @@ def ranks_line(row: dict[str, Any]) -> str | None:
 
 
 def quantity(number: float) -> str:
-    """Return a number with three digits and a unit: 4.21M, 1.23B."""
+    """Format with three digits and a unit: 4.21M, 1.23B."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / {'k': 1e3}.get(unit, limit):#.3g}".rstrip(".") + unit
@@ -154,7 +152,7 @@ def quantity(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time of some length: 4:05, 3h 12m, 12d 03h."""
+    """Format seconds: 4:05, 3h 12m, 12d 03h."""
     minutes, hours = seconds / 60, seconds / 3600
     if hours < 1:
         return f"{int(minutes)}:{int(seconds) % 60:02}"

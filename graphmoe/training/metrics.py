@@ -1,4 +1,4 @@
-"""Rows of metrics: metrics.jsonl, expert_load.jsonl, and what goes to trackers."""
+"""Rows of metrics.jsonl, expert_load.jsonl and of the trackers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ log = logging.getLogger(__name__)
 
 
 class Throughput(NamedTuple):
-    """Rates of a step: tokens/s of all devices, and TFLOP/s and MFU of each."""
+    """Rates of a step: tokens/s of all devices, TFLOP/s and MFU per device."""
 
     tokens_per_step: int
     flops_per_token: float
     peak: float | None
-    """Dense bf16 TFLOP/s of a device; None where it is not known."""
+    """Dense bf16 peak of a device; None if unknown."""
     num_devices: int = 1
 
     @classmethod
     def of_run(cls, plan: Plan, device: torch.device) -> Throughput:
-        """Return the rates of the steps of a run."""
         config, seq_len = plan.config, plan.config.data.seq_len
         assert seq_len is not None
         return cls(
@@ -52,7 +51,6 @@ class Throughput(NamedTuple):
         )
 
     def describe(self) -> str:
-        """Return the formula for the log."""
         gflop = self.flops_per_token / 1e9
         text = f"TFLOP/s = tokens/s x {gflop:.3f} GFLOP per token (forward and backward)"
         if self.num_devices > 1:
@@ -69,19 +67,18 @@ class Throughput(NamedTuple):
 
 
 class HostTimes:
-    """Seconds of the host that are beside its work on steps, or wait in them."""
+    """Host seconds outside steps (validation, checkpoints) or waiting for data."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(BESIDE_STEPS, 0.0)
 
     def take(self) -> dict[str, float]:
-        """Return the seconds since the call before."""
+        """Return the seconds by name, and reset them."""
         taken, self._seconds = self._seconds, dict.fromkeys(BESIDE_STEPS, 0.0)
         return taken
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Add the time of the block."""
         began = time.perf_counter()
         try:
             yield
@@ -89,7 +86,7 @@ class HostTimes:
             self._seconds[name] += time.perf_counter() - began
 
     def waited(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the batches, and count the time that each is waited for."""
+        """Yield the batches, counting the time spent waiting for each."""
         while True:
             with self.of("data_s"):
                 batch = next(batches)
@@ -97,10 +94,8 @@ class HostTimes:
 
 
 class MetricsWriter:
-    """Writer of rows to every sink that the configuration names."""
-
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
-        """Go on after step ``done``; rows of later steps are cut."""
+        """Continue after step ``done``; later rows are cut."""
         self._trackers = Trackers(folder, config, done)
         # After the trackers: if a kill comes between, the next start still sees which steps were taken back.
         if cut := cut_metrics(folder / METRICS_FILE, done):
@@ -110,9 +105,9 @@ class MetricsWriter:
         self._loads = ExpertLoads(folder, done, config.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
-        """Append rows and hand them to the operating system, so that a kill loses none of them.
+        """Append rows and flush them to the operating system, so a kill loses none.
 
-        ``read`` are the steps that they are of, where they are steps. What no disk takes is lost.
+        ``read`` are their steps, for rows of steps. Rows that don't fit the disk are lost.
         """
         if read:
             self._loads.write(read)
@@ -129,7 +124,6 @@ class MetricsWriter:
 def to_json(
     row: StepRow, throughput: Throughput, tokens: int, epoch: float, memory_gib: float
 ) -> dict[str, Any]:
-    """Return the metrics.jsonl object of a step."""
     values = row.values
     found = {
         "step": row.step,
@@ -153,30 +147,29 @@ def _finite(value: Any) -> Any:
 
 
 MAX_LINES = 200
-"""Most lines of a run, so that the file of many layers and experts stays small."""
+"""Most lines per run, which bounds the file's size."""
 
 
 class ExpertLoads:
-    """Writer of expert loads: means over neighbouring steps, of rows that the host has read anyway.
+    """Writes mean expert loads of neighbouring steps.
 
-    Lines end where a multiple of so many steps is reached, whatever step a run goes on from.
+    A line ends at each multiple of a fixed number of steps, independent of resumes.
     """
 
     def __init__(self, folder: Path, done: int, total_steps: int) -> None:
-        """Go on after step ``done`` of a run of ``total_steps``; what is there of later ones is dropped."""
+        """Continue after step ``done`` of ``total_steps``; later lines are cut."""
         self._file = LineFile(folder / EXPERT_LOADS_FILE)
         cut_metrics(folder / EXPERT_LOADS_FILE, done)
         self._total, self._every = total_steps, -(-total_steps // MAX_LINES)
         self._sum_LE: Tensor | None = None
         self._steps = 0
         self._written = self._read = done
-        """Last step of the lines, and of the rows."""
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Take the rows of the next steps; a line is due when they reach the next multiple, or the last step.
+        """Add rows; write a line if they reach the next multiple or the last step.
 
-        It has ``step``, the last of its ``steps`` steps, and ``load``: for each MoE layer the slots of each
-        expert over the layer's mean.
+        A line has ``step``, the last of its ``steps`` steps, and ``load``: slots of each expert over the
+        mean of its MoE layer.
         """
         for row in rows:
             if not row.load_LE.numel():
@@ -187,7 +180,7 @@ class ExpertLoads:
             self._write_line()
 
     def close(self) -> None:
-        """Write what no line stands for yet: the run may go on from here."""
+        """Flush rows not yet written; a resumed run continues from here."""
         self._write_line()
         self._file.close()
 

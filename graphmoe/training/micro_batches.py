@@ -1,4 +1,4 @@
-"""Micro-batches of a step: through a model that is whole on its rank, or through its stages."""
+"""Forward and backward of a step's micro-batches, on one rank or along a pipeline."""
 
 import functools
 import logging
@@ -26,11 +26,11 @@ from graphmoe.segments import Executor
 log = logging.getLogger(__name__)
 
 Add = Callable[[StagePieces, LossOutput], None]
-"""Takes what a stage has made of a micro-batch, in the order of micro-batches for each stage."""
+"""Called with each stage's output, per stage in the order of micro-batches."""
 
 
 Lane = Callable[[Hashable], AbstractContextManager[None]]
-"""Makes a context with the captured graphs of one lane."""
+"""Context of a micro-batch slot's captured graphs."""
 
 
 class MicroBatches:
@@ -73,7 +73,6 @@ class MicroBatches:
         stage.backward(number, (), weights=True)
 
     def evaluate(self, batches: Sequence[Tensor], add: Add) -> None:
-        """Run the forward of each; the caller has switched gradients off."""
         for tokens in batches:
             self._forward(tokens, add)
 
@@ -112,9 +111,9 @@ class Pipelined(MicroBatches):
         assert pipeline is not None
         log.info(pipeline.describe())
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
-        """Number of first steps of a program in which the host waits: those that compile or capture."""
+        """Steps per program that compile or capture, in which messages go through the host."""
         self._num_run: Counter[tuple[bool, tuple[Dispatcher, ...]]] = Counter()
-        """Steps and validations run so far, of each program."""
+        """Steps and validations so far, by program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         table, place = pipeline.table, mesh.index("pp")
@@ -144,7 +143,6 @@ class Pipelined(MicroBatches):
         }
 
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
-        """Train on the same batches as all ranks along pp."""
         self._begin(batches, add, self._waiting_steps)
         self.pipeline.train()
         if self.overlap:
@@ -155,7 +153,6 @@ class Pipelined(MicroBatches):
         self.pipeline.evaluate(len(batches))
 
     def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
-        """Take the batches; the first ``waiting`` times of each program compile or capture."""
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
         program = torch.is_grad_enabled(), self.model.dispatchers  # each of a ladder has its own
@@ -189,15 +186,12 @@ def micro_batches_of(
     capture: Capture | None = None,
     open_channels: Callable[..., Channels] = Channels,
 ) -> MicroBatches:
-    """Return the runner of a run's micro-batches. A collective.
-
-    ``lane`` is None without captured units. In ``deferring`` compiled units leave weight gradients for later.
-    """
+    """Return the runner of micro-batches. A collective. ``deferring`` splits dgrad from wgrad."""
     if plan.pipeline is None:
         return MicroBatches(plan, model, execute, overlap, lane)
     return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)
 
 
 def rooms_of(dispatchers: Sequence[Dispatcher], device: torch.device) -> Tensor:
-    """Return the rows and slots that dispatchers have room for, int32 [L, 2]. Waits for the device."""
+    """Return the receive capacities of dispatchers, int32 [L, 2]. Syncs the device."""
     return torch.tensor([each.capacity for each in dispatchers], dtype=torch.int32, device=device)

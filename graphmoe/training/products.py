@@ -1,4 +1,4 @@
-"""Products of a run in 8 bits: their passes and layers, and the choice of those that stay in bf16."""
+"""fp8 GEMMs of a run: their passes and layers, and which stay in bf16."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from graphmoe.plan.plan import Plan
 
 
 def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, Any]]:
-    """Return the passes of products in 8 bits with their parameters; none where there are none."""
+    """Return the fp8 passes with their parameters; empty without fp8."""
     precision = config.precision
     if precision.fp8 is Fp8Recipe.none:
         return {}
@@ -33,24 +33,22 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
 
 
 def skipped_layers(config: RunConfig) -> frozenset[int]:
-    """Return the layers without products in 8 bits, counted from 0."""
+    """Return the indices of layers without fp8."""
     count = config.model.num_layers + config.model.mtp_depth
     return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
 
 
 def keeps_experts(config: RunConfig) -> bool:
-    """Return whether the experts of some layer may be in 8 bits."""
     count = config.model.num_layers + config.model.mtp_depth
     return bool({*range(config.model.num_dense_layers, count)} - skipped_layers(config))
 
 
 def skips_experts(config: RunConfig) -> bool:
-    """Return whether the experts of some layer stay in bf16."""
     return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))
 
 
 def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return the weights [N, K] of a rank's products that may be in 8 bits, each shape once, by a name."""
+    """Return the dense weights [N, K] that may run in fp8, one per shape, by name."""
     config, shapes = plan.config, dict[tuple[int, int], dict[str, None]]()
     if config.precision.fp8 is Fp8Recipe.none:
         return {}
@@ -65,7 +63,7 @@ def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def measures(device: torch.device) -> bool:
-    """Return whether products are timed on a device: a CPU has 8 bits only so that one can try them."""
+    """Return whether GEMMs are timed: on a CPU fp8 is slow and for trying out only."""
     return device.type == "cuda"
 
 
@@ -77,11 +75,10 @@ def measured(
     device: torch.device,
     memory: Memory,
 ) -> dict[str, float]:
-    """Return the speeds in 8 bits of products by name: those that are ``known``, and on a GPU all others.
+    """Return fp8 speeds of GEMMs over bf16 by name: the ``known`` ones, on a GPU all others measured.
 
-    ``dense`` are weights; ``experts`` finds what to time of these, and is None where they are no product or
-    a library's.
-    Rows that are told to travel in 8 bits tell their experts to take them so.
+    ``experts`` makes the experts' case; None if they are not fp8 or a library's. A forced fp8 dispatch forces
+    fp8 experts.
     """
     precision, travels = plan.config.precision, plan.config.moe.dispatch_dtype is DispatchDtype.fp8
     wanted = [*[EXPERTS] * (experts is not None and not travels), *dense]
@@ -103,13 +100,12 @@ def measured(
 
 
 def plain_products(dense: Mapping[str, tuple[int, int]], found: Mapping[str, float]) -> InBf16:
-    """Return what the speeds of products leave in bf16."""
+    """Return the GEMMs that stay in bf16, which are slower in fp8."""
     left = slower(found)
     return InBf16(tuple(dense[name] for name in left if name in dense), EXPERTS in left)
 
 
 def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str]:
-    """Say which products are in 8 bits, by their speeds where these are known."""
     precision, skipped = config.precision, sorted(skipped_layers(config))
     if precision.fp8 is Fp8Recipe.none:
         return []

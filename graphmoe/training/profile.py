@@ -36,17 +36,16 @@ from graphmoe.training.step_rows import StepClock
 log = logging.getLogger(__name__)
 
 MARKERS = rb"USDT:.*profiler_(start|stop)\n?"
-"""Lines of torch 2.13's profiler. Their level is above errors, so KINETO_LOG_LEVEL=6 would silence both."""
+"""Log lines of torch 2.13's profiler. They are above ERROR, so KINETO_LOG_LEVEL=6 would hide both."""
 KEPT_STEPS = 20
-"""The last recorded ones, which the file of timelines holds."""
+"""Most steps in the file of timelines."""
 
 
 class StepTrace:
-    """Recorder of the steps of ``profile.steps`` on the ranks of ``profile.ranks``.
+    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks`` with torch's profiler.
 
-    Before the first one all ranks wait until all profilers have started, after the last one until all files
-    are written; ranks that record wait for their device. Both are pauses of the steps' clock, and other steps
-    have nothing of it.
+    All ranks wait until all profilers have started, and later until all files are written. The steps' clock
+    leaves both out, so other steps are measured as usual.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record the block, a step of training, if it is among the steps."""
         if not self._first <= number <= self._last:
             yield
             return
@@ -91,7 +89,7 @@ class StepTrace:
             self.finish()
 
     def finish(self) -> None:
-        """Write what was recorded, if a window of steps is open. A collective."""
+        """Write an open recording. A collective."""
         if not self._is_open:
             return
         self._is_open = False
@@ -107,7 +105,7 @@ class StepTrace:
         log.info("python -m graphmoe.trace run=%s reads them", display_path(self._folder.parent))
 
     def drop(self) -> None:
-        """Stop recording and write nothing: the run ends with an error."""
+        """Stop recording without writing, after an error."""
         if self._profiler is not None:
             with without_text(MARKERS):
                 self._profiler.stop()
@@ -132,7 +130,6 @@ class StepTrace:
         return profiler
 
     def _write(self, profiler: profile) -> list[str]:
-        """Write this rank's files; returns their names."""
         with without_text(MARKERS):
             profiler.stop()
         rank, written = self._ranks.rank, list[str]()
@@ -165,14 +162,13 @@ class StepTrace:
 
 
 class PipelineProfile:
-    """Recorder of logged steps of the pipeline of rank 0; other ranks do nothing.
+    """Records timelines of logged pipeline steps; rank 0 writes them.
 
-    Recorded steps begin with a wait for the device and all ranks, and are brought together in a pause of the
-    steps' clock; no other step has anything of it.
+    A recorded step begins with a device sync and a barrier, which the steps' clock leaves out.
     """
 
     earlier_peak_gib = 0.0
-    """The most memory in use before counting it began anew; 0.0 where it never did."""
+    """Peak GiB before the counter was reset; 0.0 if it never was."""
 
     def __init__(
         self,
@@ -184,7 +180,7 @@ class PipelineProfile:
         folder: Path,
         done: int,
     ) -> None:
-        """Keep steps up to ``done`` of the folder's file. A collective."""
+        """Keep the file's steps up to ``done``. A collective."""
         assert plan.pipeline is not None
         self._interval, self._last = plan.config.train.log_interval, plan.config.train.steps
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
@@ -200,7 +196,6 @@ class PipelineProfile:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record the block, a step of training, if it is a logged one."""
         if not self._is_wanted or (number % self._interval and number != self._last):
             yield
             return
@@ -247,20 +242,16 @@ class PipelineProfile:
 
 
 class _Part(NamedTuple):
-    """One rank's recording of a step."""
-
     host: str
     began_ns: int
     spans: list[Span]
-    """From its own zero."""
     peak_bytes: int | None
-    """The most that was allocated; None on a CPU."""
 
 
 def in_common_time(parts: Sequence[_Part]) -> list[Span]:
     """Return the spans of all ranks from one zero.
 
-    On one host by its clock; clocks of several differ by more than ranks do in leaving a barrier.
+    Ranks of one host share its clock. Clocks of several hosts differ by more than the ends of a barrier.
     """
     first = parts[0]
     one_host = all(part.host == first.host for part in parts)

@@ -1,4 +1,4 @@
-"""Train on each rank of a run, and on rank 0 write env.json, the tokenizer and summary.json."""
+"""Train on every rank; rank 0 writes env.json, the tokenizer and summary.json."""
 
 import gc
 import logging
@@ -52,14 +52,11 @@ from graphmoe.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 ROUND_IDS, MANY_IDS = 128, 1.05
-"""Multiple to which a vocabulary is often rounded up, and its size over that from which on a run warns."""
+"""Usual multiple of a vocabulary's size; a run warns of more than 5% of ids without tokens."""
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
-    """Tune this process, select its GPU, and refuse what it cannot run: all before a folder is made.
-
-    A collective of all ranks. Returns the plan of the run, and what to log of the host.
-    """
+    """Tune this process and select its GPU; return the plan and log lines of the host. A collective."""
     check_processes(config.host, ranks.local_size)
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
@@ -81,9 +78,9 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
 
 
 def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
-    """Train to the end, or to a signal; return the summary, which is in summary.json, on rank 0 only.
+    """Train to the end, or to a signal; return the summary on rank 0.
 
-    *Raises* RunFailed, without need of a traceback, for data, checkpoints and losses that end a run.
+    *Raises* RunFailed, which needs no traceback, if data, checkpoints or losses end the run.
     """
     config = plan.config
     log_host(host_lines)
@@ -111,7 +108,6 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
 
 
 def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
-    """Warn of settings without effect, and of those that a run should not have by mistake."""
     config = plan.config
     if config.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
@@ -169,7 +165,7 @@ def _summarise(
 
 
 def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
-    """Return a prompt, and the text that the model makes of it; without a tokenizer none."""
+    """Return a prompt and the model's continuation; None without a tokenizer."""
     count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
     prompt, none = trainer.config.log.sample_prompt, (None, None)
     if count and not trainer.optimizer.model_is_whole:
@@ -191,7 +187,6 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
 
 
 def warn_of_unused_ids(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Warn of a vocabulary with many rows that no id has; that of given weights is as it is."""
     model, there = config.model, num_ids(tokenizer) if tokenizer else 0
     enough = -(-there // ROUND_IDS) * ROUND_IDS
     given = config.checkpoint.init_from or config.checkpoint.resume_from

@@ -1,4 +1,4 @@
-"""Continue a prompt with a model, as a run does at its end and the command generate does with its weights."""
+"""Text generation for a run's end and for ``graphmoe.generate``."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,10 +16,9 @@ PROMPT_TOKENS = 16
 
 
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
-    """Return a model of the same weights that this rank can run alone; None where others have parts of them.
+    """Return a model that shares the weights and runs on this rank alone; None if weights are sharded.
 
-    Ranks of cp have all weights, and a model that runs on whole sequences shares them; so does one without
-    a dispatcher, whose room is for the tokens of a micro-batch.
+    Ranks of cp hold all weights. The copy has no dispatcher, whose buffers are sized for a micro-batch.
     """
     layout = model.layout
     if layout.tp * layout.pp * layout.size("ep_etp") > 1:
@@ -36,10 +35,7 @@ def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer |
 def generate(
     model: Transformer, tokenizer: Tokenizer, prompt: str, num_tokens: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Yield the prompt, then the text that each token adds; bytes of half a character wait for the rest.
-
-    The model sees at most its context length at a time.
-    """
+    """Yield the prompt, then each token's text; incomplete UTF-8 is held back."""
     text = shown = ""
     for ids in _continued(model, tokenizer, prompt, num_tokens, temperature, seed):
         text = tokenizer.decode(ids)
@@ -50,9 +46,9 @@ def generate(
 
 
 def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Return the first tokens of a document for validation, without any for training; '' of no text.
+    """Return the first tokens of a validation document, else of a training one; '' without text.
 
-    A stream tells no documents apart: its first sample stands for one. *Raises* DataError where it ended.
+    A stream has no document boundaries: its first sample is used. *Raises* DataError if it is exhausted.
     """
     samples = corpus.val or corpus.train
     documents = getattr(samples, "documents", None)

@@ -1,4 +1,4 @@
-"""Checkpoints of finite weights only: a state is checked before it is written or resumed."""
+"""Checkpoints with finite weights only: checked before writing and after loading."""
 
 import math
 from collections.abc import Mapping
@@ -25,25 +25,21 @@ NOTHING = "nothing is saved (checkpoint.enabled=false)"
 
 
 class TrainingStopped(RuntimeError):
-    """End of a training that cannot go on; the message names the checkpoint to resume, if there is one."""
+    """End of a diverged run; the message names the checkpoint to resume."""
 
 
 class Saves:
-    """Writer of the states of a run that can be resumed.
-
-    All ranks call its methods alike.
-    """
+    """Checkpoints of a run. All ranks call its methods together."""
 
     def __init__(self, store: CheckpointStore, config: RunConfig, ranks: Ranks) -> None:
         self.store, self._config, self._ranks = store, config, ranks
         self._good: Path | None = None
-        """The newest checkpoint that was looked at and found finite."""
+        """The newest checkpoint known to be finite."""
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, before: str = "") -> None:
-        """Save the state of a step as ``CheckpointStore.save``, if checkpoints are wanted. Syncs the device.
+        """Save a step's state if checkpoints are enabled. Syncs the device.
 
-        *Raises* TrainingStopped, with what came before, where weights or moments are not finite; nothing is
-        written then.
+        *Raises* TrainingStopped without writing, with the message ``before``, if the state is not finite.
         """
         if name := self.not_finite(state):
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
@@ -53,9 +49,9 @@ class Saves:
             self._good = folder_of(self.store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
-        """Check a ``state`` that a checkpoint has filled.
+        """Check a loaded ``state``.
 
-        *Raises* CheckpointError where it is not finite, with an earlier checkpoint that is, if there is one.
+        *Raises* CheckpointError if it is not finite; the message names an earlier finite checkpoint, if any.
         """
         path = folder_of(store.folder, step)
         name = self.not_finite(state)
@@ -72,22 +68,19 @@ class Saves:
         raise CheckpointError(f"{path} is nothing to go on from: {name} is not finite in it, {instead}")
 
     def after_skips(self, step: int, state: dict[str, Any], skipped: int) -> TrainingStopped:
-        """Save the state after too many skipped steps; return the error that ends the run.
-
-        *Raises* it with another message where the state is not finite.
-        """
+        """Save the state after too many skipped steps; return the error that ends the run."""
         self.save(step, state, wait=True, before=self._skips(skipped))
         return self.diverged(step, skipped)
 
     def diverged(self, step: int, skipped: int) -> TrainingStopped:
-        """Return the error that ends a run after too many skipped steps, the last of which is saved."""
+        """Return the error that ends a run after too many skipped steps."""
         saved = f"the weights before them are saved at step {step} in {self.store.folder}"
         if not self._config.checkpoint.enabled:
             saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:
-        """Name the first tensor of model and optimizer that is not finite at some rank. One device sync."""
+        """Return the first tensor of model or optimizer that is not finite on any rank. One device sync."""
         found = self._ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
         return next((name for name in found if name is not None), None)
 
@@ -116,10 +109,7 @@ class Saves:
 
 @torch.no_grad()
 def first_not_finite(state: dict[str, Any]) -> str | None:
-    """Name the first tensor of a checkpoint whose part on this rank has a value that is not finite.
-
-    All are on one device, which is synced once.
-    """
+    """Return the name of the first tensor with a non-finite value on this rank. One device sync."""
     parts = {name: local_part(each) for name, each in flatten(state).tensors.items()}
     floats = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
     if not floats:

@@ -1,4 +1,4 @@
-"""Start of a run: the state that resume_from and init_from name, its memory and its random numbers."""
+"""Checks before a run starts: the folders it names, its memory, its length."""
 
 import logging
 import math
@@ -36,14 +36,13 @@ log = logging.getLogger(__name__)
 
 FUSE_LOSS = "fuse_loss"
 SURE = 0.9
-"""Saved activations are at least this share of the projected ones, which are within 5% of a dry run's."""
+"""Lower bound of saved activations over projected ones, which are within 5% of a dry run's."""
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
-    """Refuse a folder to start from that is not there, of another kind, damaged or of another model.
+    """Check the folder of resume_from or init_from: present, complete, of this model.
 
-    Sizes are read, no contents: what only they show, the start itself finds. A run whose own folder has a
-    checkpoint starts from that. *Raises* ConfigError with the key.
+    Reads shapes, not contents. A run with a checkpoint of its own ignores both keys. *Raises* ConfigError.
     """
     checkpoint, model = config.checkpoint, config.model
     if own_folder is not None and saved_steps(own_folder / CHECKPOINTS):
@@ -65,7 +64,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
 
 
 def with_epochs(config: RunConfig) -> RunConfig:
-    """Return the configuration with the steps that ``train.epochs`` takes. Opens the data to count them."""
+    """Return the configuration with the steps of ``train.epochs``. Opens the data."""
     train, data = config.train, config.data
     if train.epochs is None:
         return config
@@ -90,9 +89,9 @@ def with_epochs(config: RunConfig) -> RunConfig:
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Refuse weights with gradients and moments, or batches, that exceed a rank's memory for certain.
+    """Raise ConfigError if state or batches certainly exceed a rank's memory, on any device, compiled or not.
 
-    With a pipeline, the rank that needs most counts. CPUs and runs without compilation are checked too.
+    In a pipeline the rank that needs most is checked.
     """
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
@@ -116,7 +115,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 
 
 def state_of_places(plan: Plan) -> list[float]:
-    """Bytes of weights, gradients and moments of a rank of each place along pp."""
+    """Bytes of weights, gradients and moments of a rank at each position along pp."""
     config = plan.config
     facts: dict[str, Any] = {
         "rounded": config.precision.compute is ComputeDtype.bf16,
@@ -169,9 +168,9 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
 
 
 def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the least bytes of each place along pp: fixed ones with its ``state``, and of activations.
+    """Return lower bounds of memory per position along pp: (fixed with ``state``, activations).
 
-    Activations are those of the micro-batches in flight, or of one with its logits.
+    Activations are those of micro-batches in flight, or of one with its logits.
     """
     config, layout, model = plan.config, plan.layout, plan.config.model
     sizes = Sizes.from_config(config, layout, on_nvidia=True)  # NVIDIA GPUs save least

@@ -1,8 +1,8 @@
-"""Trackers of runs: TensorBoard, Weights & Biases and MLflow, which get the scalars of metrics.jsonl.
+"""TensorBoard, Weights & Biases and MLflow, which receive the scalars of metrics.jsonl.
 
-A tracker that fails gets no more rows, and the run goes on. A file in the run's folder has the id under which
-a resumed run goes on. W&B and MLflow can't delete rows: a resume that takes steps back begins a new run.
-Its tag names the run before, and it gets the rows up to the step that the resume goes on after.
+A tracker that fails receives no more rows, and the run continues. A file in the run's folder stores the id
+that a resumed run continues. W&B and MLflow can't delete rows, so a resume that drops steps begins a new
+run. Its tag names the old run, and it receives the rows up to the resumed step again.
 """
 
 import logging
@@ -22,33 +22,28 @@ from graphmoe.runtime.host.files import dispensable
 log = logging.getLogger(__name__)
 
 MLFLOW_PARAMS = 100
-"""Parameters that MLflow takes at once."""
+"""MLflow's limit of parameters per call."""
 MLFLOW_LETTERS = 500
-"""Letters of a parameter's value that each of its stores takes."""
+"""Length of a parameter that every MLflow store accepts."""
 MLFLOW_METRICS = 1000
-"""Values that MLflow takes at once."""
+"""MLflow's limit of values per call."""
 
 Point = tuple[int, dict[str, float]]
-"""A step and its scalars by name."""
 
 
 class Tracker(NamedTuple):
-    """One place that scalars go to."""
-
     title: str
     draw: Callable[[list[Point]], object]
     close: Callable[[], object]
     errors: tuple[type[Exception], ...] = (Exception,)
-    """Errors at which it gets no more rows."""
+    """Errors after which the tracker is dropped."""
     is_empty: bool = False
-    """It is to get the rows of the steps before too."""
+    """Whether it needs the earlier steps' rows."""
 
 
 class Trackers:
-    """Trackers that a configuration names."""
-
     def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
-        """Go on after step ``done``, before metrics.jsonl is cut. *Raises* ConfigError if one can't begin."""
+        """Continue after step ``done``. Call before metrics.jsonl is cut. *Raises* ConfigError."""
         rows = read_rows(folder / METRICS_FILE) if config.log.wandb or config.log.mlflow else []
         kept = [row for row in rows if row["step"] <= done]
         after = done if len(kept) < len(rows) else None
@@ -61,7 +56,6 @@ class Trackers:
         self._send(kept, [tracker for tracker in self._trackers if tracker.is_empty])
 
     def draw(self, rows: list[Row]) -> None:
-        """Send rows of metrics.jsonl to all of them."""
         self._send(rows, list(self._trackers))
 
     def _send(self, rows: list[Row], trackers: list[Tracker]) -> None:

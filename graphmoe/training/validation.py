@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Validation:
-    """Mean cross-entropy over the first validation batches, the same ones each time."""
+    """Mean cross-entropy of the first validation batches, the same ones each time."""
 
     def __init__(
         self,
@@ -38,11 +38,9 @@ class Validation:
 
     @property
     def wanted(self) -> bool:
-        """True where validation batches are asked for and there are any."""
         return self.config.val_batches > 0 and self.corpus.val is not None
 
     def _warn_of_few(self) -> None:
-        """Warn of fewer batches than were asked for; of the default, which nobody asked for, only say so."""
         config, found = self.config, self.corpus.val.num_samples if self.corpus.val else None
         if found is None or (batches := found // config.micro_batch_size) >= config.val_batches:
             return
@@ -65,7 +63,7 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, int]:
-        """Return the mean and the number of micro-batches. A collective; the weights must be whole."""
+        """Return the mean and the number of micro-batches. A collective; weights must be gathered."""
         assert self.corpus.val is not None
         self.heartbeat.validation()
         batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
@@ -79,7 +77,6 @@ class Validation:
         return total / len(batches), len(batches)
 
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:
-        """Return the sum over micro-batches, and whether there was room. Waits for the device."""
         layout, index = self.mesh.layout, self.mesh.index("dp")
         model, device = self.micro_batches.model, self.micro_batches.device
         total, short = torch.zeros((), device=device), torch.zeros((), dtype=torch.int32, device=device)

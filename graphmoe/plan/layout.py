@@ -85,8 +85,8 @@ class Layout:
             raise ConfigError(
                 f"parallel.ep={config.ep} * parallel.etp={config.etp} = {experts} does not divide the "
                 f"{stage} ranks of a pipeline stage (dp={dp} * cp={config.cp} * tp={config.tp}); "
-                f"use ep * etp of "
-                f"{', '.join(map(str, divisors(stage)))}"
+                f"use ep * etp of {', '.join(map(str, divisors(stage)))}"
+                + (f", or launch.nproc={experts * config.pp}" if stage < experts else "")
             )
         return layout
 

@@ -1,6 +1,7 @@
 """A stored run by its resolved.yaml, and the tokenizer of the weights that a run starts from."""
 
 import enum
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -152,7 +153,7 @@ def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> No
         return
     key, folder = start
     if not (path := _tokenizer_in(folder)).is_file():
-        log.warning("%s=%s has no %s: is the data's tokenizer the same?", key, folder, TOKENIZER_FILE)
+        _warn_without_tokenizer(key, folder)
         return
     theirs = load_tokenizer(path, key)
     ours_by_token, theirs_by_token = (each.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
@@ -166,6 +167,11 @@ def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> No
         )
     if tokenizer_hash(tokenizer) != tokenizer_hash(theirs):
         log.warning("%s=%s has a tokenizer that splits text otherwise, into the same tokens", key, folder)
+
+
+@functools.cache  # a start checks the tokenizer several times
+def _warn_without_tokenizer(key: str, folder: Path) -> None:
+    log.warning("%s=%s has no %s: is the data's tokenizer the same?", key, folder, TOKENIZER_FILE)
 
 
 def _start(checkpoint: CheckpointConfig) -> tuple[str, Path] | None:

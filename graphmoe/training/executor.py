@@ -81,13 +81,13 @@ class Execution:
         passes = select_passes(config.passes, fp8_passes(config))
         names = [spec.name for spec in passes] if config.compile.enabled else []
         self.fuses = "fuse_experts" in names
-        """Whether the routed experts run as one operation."""
+        """True if the routed experts run as one operation."""
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
         """Weights of GEMMs that may run in fp8, by name."""
         self._in_fp8 = "fp8_experts" in names and has_experts(config.model) and keeps_experts(config)
-        """Whether experts run in fp8, except in skipped layers."""
+        """True if experts run in fp8, except in skipped layers."""
         self._times_experts = self._in_fp8 and fp8_vendor(config) is None
-        """Whether fp8 experts are timed against bf16: only our kernels are."""
+        """True if fp8 experts are timed against bf16: only our kernels are."""
         self._counts: tuple[int, int] | None = None
         """Number of fp8 GEMMs, and of those left in bf16."""
         self.compiled: CompiledSegments | None = None

@@ -36,7 +36,8 @@ class StepLog:
         """Log steps ``read`` together, whose metrics.jsonl rows are ``rows``."""
         last, timed = rows[-1], _timed(rows)
         left = (self._steps - last["step"]) * sum(row["step_s"] for row in timed) / len(timed)
-        log.info(step_line(rows, self._steps, left if left > 0 else None))
+        compiled = last.get("start_s") is not None  # the only step, whose time says nothing of later ones
+        log.info(step_line(rows, self._steps, left if left > 0 and not compiled else None))
         load_LE = sum((row.load_LE for row in read[1:]), read[0].load_LE) / len(read)
         if line := experts_line(last, load_LE, self._blocks):
             log.info(line)

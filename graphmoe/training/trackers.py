@@ -38,7 +38,7 @@ class Tracker(NamedTuple):
     errors: tuple[type[Exception], ...] = (Exception,)
     """Errors after which the tracker is dropped."""
     is_empty: bool = False
-    """Whether it needs the earlier steps' rows."""
+    """True if it needs the earlier steps' rows."""
 
 
 class Trackers:

@@ -161,7 +161,7 @@ class Trainer:
         validates = train.val_batches > 0 and due
         saves = last or _due(self.step, checkpoint.interval)
         waits = validates or saves or self.execution.capture is None
-        if validates or saves or _due(self.step, train.log_interval):
+        if validates or saves or self.step == self._first or _due(self.step, train.log_interval):
             self._pending = self.step, self.loader.place.epochs
             if waits:
                 self.steps.settle()

@@ -52,7 +52,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
         )
     examples = {
         "paths": "e.g. 'data.paths=[corpus/*.jsonl]'",
-        "tokenizer": "the path of a tokenizer.json",
+        "tokenizer": "a tokenizer.json, e.g. the one in the folder of an earlier run",
         "hf_name": "the name or local folder of a dataset",
     }
     for key in data.source_facts.needs:

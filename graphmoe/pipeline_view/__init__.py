@@ -1,1 +1,1 @@
-"""Pictures of what the ranks of a pipeline do when: a PNG, and a page to look into."""
+"""Pictures of what the ranks of a pipeline do when: a page to look into."""

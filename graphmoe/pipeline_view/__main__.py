@@ -17,7 +17,7 @@ from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.pipeline_view.arguments import ViewArgs, check
-from graphmoe.pipeline_view.bars import Panel, draw_chart, idle_shares, shown_peak, summary
+from graphmoe.pipeline_view.bars import Panel, idle_shares, shown_peak, summary
 from graphmoe.pipeline_view.page import write_page
 from graphmoe.pipeline_view.plans import DEFAULT_COST, Plan, make_plan, recorded_panels
 from graphmoe.plan.pipeline.actions import Together
@@ -43,16 +43,13 @@ def main(argv: list[str]) -> None:
 
 def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
     """Write the pictures that are asked for; returns their files. *Raises* ConfigError."""
-    pngs, pages = [args.png] if args.png else [], [args.html] if args.html else []
+    pages = [args.html] if args.html else []
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
-        pngs.append(args.out / "pipeline.png")
         pages.append(args.out / "pipeline.html")
-    for path in pngs:
-        draw_chart(path, panels)
     for path in pages:
         write_page(path, command, panels)
-    return [*pngs, *pages]
+    return pages
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.arguments import file_problems
-from graphmoe.config.packages import FOR_PLOTS, is_installed
 from graphmoe.config.schema import ConfigError, OutputFormat
 
 
@@ -54,12 +53,10 @@ class ViewArgs:
     """Folder of a run with profile.pipeline=true: what it recorded beside a simulation with its own times."""
     step: int | None = None
     """Step of the run; default: the last one that was recorded."""
-    png: Path | None = None
-    """Picture to write, a file that ends in .png; needs matplotlib."""
     html: Path | None = None
     """Page to write, a file that ends in .html, which needs no network."""
     out: Path | None = None
-    """Folder for pipeline.png and pipeline.html."""
+    """Folder for pipeline.html."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 
@@ -68,7 +65,7 @@ MOST_CELLS = 2**16
 """Stages times micro-batches at most: so many are computed in some ten seconds."""
 LARGEST_COST = 1e100
 """Largest cost that is accepted; sums of such costs are finite."""
-BESIDE_A_RUN = ("run", "step", "cost.comm", "png", "html", "out", "format")
+BESIDE_A_RUN = ("run", "step", "cost.comm", "html", "out", "format")
 """Keys that a recorded run does not say itself."""
 OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.comm", "cost.activation_gib")
 """Keys of what is simulated."""
@@ -138,16 +135,12 @@ def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"cost.hidden={args.cost.hidden} is for overlap=true"
     if "seq_len" in given and args.model is None:
         yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
-    useless = [key for key in (*OF_A_SCHEDULE, "png", "html", "out") if key in given]
+    useless = [key for key in (*OF_A_SCHEDULE, "html", "out") if key in given]
     if useless and not args.schedule:
         yield f"{', '.join(useless)}: nothing is simulated or drawn without a schedule; add schedule=1f1b"
 
 
 def _pictures(args: ViewArgs) -> Iterator[str]:
-    yield from file_problems("png", args.png, "pipeline.png")
     yield from file_problems("html", args.html, "pipeline.html")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         yield f"out={args.out} is a file; name a folder, or use html={args.out}"
-    needs_matplotlib = args.png or args.out
-    if needs_matplotlib and not is_installed("matplotlib"):
-        yield f"{needs_matplotlib}: a PNG needs matplotlib: {FOR_PLOTS}; html=... needs nothing more"

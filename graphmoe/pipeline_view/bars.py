@@ -1,14 +1,12 @@
-"""Bars of a picture, one for each action of a timeline, and a PNG with them.
+"""Bars of a picture, one for each action of a timeline.
 
 A rank has a row of height 1 around its number. Transfers, where there are any, have a narrow track below the
 track of computation; a forward and a backward that take turns are two bars of half the height.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from graphmoe.config.schema import ConfigError
 from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
 
@@ -32,10 +30,6 @@ _LIGHTEST = 0.55
 """Share of the way to white that the colour of a rank's last stage goes."""
 _HALF = 0.43
 """Half the height of a row's bars."""
-
-WIDTH_IN, DPI, FONT = 16.0, 120, 6.0
-ROW_IN, HEAD_IN, LEGEND_IN = 0.34, 0.75, 0.45
-"""Heights of a rank's row, of what is around a panel, and of the legend."""
 
 
 class Panel(NamedTuple):
@@ -154,57 +148,3 @@ def _bars(span: Span, placement: Placement, scale: float, has_transfers: bool) -
 def _shade(colour: str, stage: int, stages: Sequence[int]) -> str:
     share = _LIGHTEST * stages.index(stage) / max(len(stages) - 1, 1)
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in bytes.fromhex(colour[1:]))
-
-
-def draw_chart(path: Path, panels: Sequence[Panel]) -> None:
-    """Write the panels one below the other on a common axis of time; matplotlib must be there.
-
-    A bar has its number where that fits. *Raises* ConfigError where the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    ranks = [panel.timeline.table.placement.num_ranks for panel in panels]
-    figure = Figure((WIDTH_IN, sum(ROW_IN * n + HEAD_IN for n in ranks) + LEGEND_IN), layout="constrained")
-    rows = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=ranks)[:, 0]
-    end = max((bar.end for panel in panels for bar in bars_of(panel)), default=1.0)
-    digit = 0.64 * FONT / (0.86 * WIDTH_IN * 72 / end)
-    legend = {}
-    for axes, panel, num_ranks in zip(rows, panels, ranks, strict=True):
-        for kind, bars in bars_by_kind(panel).items():
-            legend[kind] = axes.barh(
-                [(bar.low + bar.high) / 2 for bar in bars],
-                [bar.end - bar.start for bar in bars],
-                [bar.high - bar.low for bar in bars],
-                [bar.start for bar in bars],
-                color=[bar.colour for bar in bars],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-            fit = [kind != "comm" and bar.end - bar.start > digit * (len(bar.label) + 0.3) for bar in bars]
-            labels = [bar.label * fits for bar, fits in zip(bars, fit, strict=True)]
-            texts = axes.bar_label(legend[kind], labels, label_type="center", fontsize=FONT)
-            for text, bar in zip(texts, bars, strict=True):
-                text.set(color=text_colour(bar.colour), in_layout=False)
-        axes.set(xlim=(0, end), ylim=(num_ranks - 0.5, -0.5))
-        axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)])
-        right = axes.secondary_yaxis("right")
-        shares = enumerate(idle_shares(panel.timeline))
-        said = [f"{idle:.1%} idle, {shown_peak(panel.timeline, rank)}" for rank, idle in shares]
-        right.set_yticks(range(num_ranks), said, fontsize=8)
-        for side in (axes, right):
-            side.tick_params(axis="y", length=0)
-            side.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_title(f"{panel.title}: {summary(panel)}", loc="left", fontsize=10)
-    rows[-1].set_xlabel(axis_title(panels))
-    kinds = [kind for kind in COLOURS if kind in legend]
-    figure.legend(
-        [legend[kind] for kind in kinds],
-        [WORDS[kind] for kind in kinds],
-        loc="outside upper left",
-        ncols=len(COLOURS),
-        frameon=False,
-    )
-    try:
-        figure.savefig(path, dpi=DPI, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from error

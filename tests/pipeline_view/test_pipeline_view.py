@@ -1,17 +1,15 @@
 """The tool that shows schedules and layouts of a pipeline: its documents, tables, pictures and errors."""
 
 import dataclasses
-import importlib.util
 import json
 import re
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as tool
-from graphmoe.pipeline_view.bars import Panel, bars_of, draw_chart, idle_shares, summary
+from graphmoe.pipeline_view.bars import Panel, bars_of, idle_shares, summary
 from graphmoe.pipeline_view.page import timeline_chart, write_page
 from graphmoe.pipeline_view.plans import load_preset, median_costs
 from graphmoe.plan.costs.segment_times import modelled_parts
@@ -145,10 +143,10 @@ def test_a_model_gives_layout_and_costs(capsys):
 
 def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
     words = f"schedule=1f1b,zb1p stages=2 microbatches=3 out={tmp_path / 'new' / 'folder'}"
-    text = shown(capsys, f"{words} png={tmp_path / 'a.png'}")
+    text = shown(capsys, f"{words} html={tmp_path / 'a.html'}")
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
-    assert list(map(str, files)) == ["a.png", "new/folder/pipeline.html", "new/folder/pipeline.png"]
-    assert text.count("written:") == 3 and "draws this" not in text
+    assert list(map(str, files)) == ["a.html", "new/folder/pipeline.html"]
+    assert text.count("written:") == 2 and "draws this" not in text
     page = (tmp_path / "new/folder/pipeline.html").read_text()
     assert "schedule=1f1b,zb1p" in page and not re.search(r"<(script|link|img)[^>]* (src|href)=", page)
     drawn = set(re.findall(r'"(\d[FBIW]\d): ', page[page.index("application/json") :]))
@@ -244,7 +242,7 @@ WRONG = (
     ("schedule=1f1b step=3", "step=3 is one of a run; add run=..."),
     ("run=x schedule=1f1b stages=3 cost.w=1", "run=x has its own schedule, stages, cost.w; leave out"),
     ("run=x", "there is no x/pipeline.json; a run with profile.pipeline=true writes it"),
-    ("schedule=1f1b png=none/a.png", "png=none/a.png: there is no folder none; make it, or name another"),
+    ("schedule=1f1b html=none/a.html", "html=none/a.html: there is no folder none; make it, or name another"),
     ("schedule=1f1b html=.", "html=. is a folder; name a file, such as html=pipeline.html"),
     ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder, or use html=there.txt"),
 )
@@ -256,13 +254,6 @@ def test_what_cannot_be_shown_is_named_with_what_would_do(tmp_path, monkeypatch,
     answers = {words: error_of(words) for words, _ in WRONG}
     assert {words: answers[words] for words, said in WRONG if said not in answers[words]} == {}
     assert "schedule=zb2" in refusal(tool.main, capsys, "schedule=zb2")
-
-
-def test_without_matplotlib_a_png_is_refused_and_a_page_is_not(monkeypatch, capsys, tmp_path):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "matplotlib" else find(name))
-    assert "a PNG needs matplotlib: pip install" in error_of(f"schedule=1f1b png={tmp_path / 'a.png'}")
-    assert "written" in shown(capsys, f"schedule=1f1b html={tmp_path / 'a.html'}")
 
 
 PANELS = [Panel("<mixed>", two_ranks(), ""), Panel("folded", folded_in_turns(), "")]
@@ -306,17 +297,3 @@ def test_the_page_loads_nothing_escapes_titles_and_has_all_bars(tmp_path):
     (drawn,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
     assert all(json.dumps(bar.what) in drawn for panel in PANELS for bar in bars_of(panel))
     assert outside.count("<tr>") == 1 + 3 + 2
-
-
-def test_the_chart_is_a_png_as_high_as_its_ranks_need_or_says_why_not(tmp_path):
-    heights = []
-    for ranks in (2, 8):
-        table = make_table("1f1b", ranks, 16)
-        timeline = simulate(table, Costs.of_rank(table.placement, 1, 1, 1))
-        draw_chart(tmp_path / "a.png", [Panel("long", timeline, "")])
-        height, width, _ = imread(tmp_path / "a.png").shape
-        assert 1500 < width < 2500
-        heights.append(height)
-    assert 150 < heights[0] < heights[1] < 600
-    with pytest.raises(ConfigError, match="cannot write the picture .*none/a.png"):
-        draw_chart(tmp_path / "none" / "a.png", PANELS)

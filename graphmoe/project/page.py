@@ -1,6 +1,5 @@
 """Pages with stacked bars of a projection: memory by kind, time by segment, layouts of a search."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
 from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import COLUMNS, cells, listed, recommendation
-from graphmoe.web_page import COLOURS, Chart, folds, grid, paragraph, table, tiles, write_page
+from graphmoe.report.charts import bar_chart
+from graphmoe.web_page import Chart, folds, grid, paragraph, table, tiles, write_page
 
 TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
 
@@ -31,7 +31,7 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
         ]
     )
     header += "".join(map(paragraph, _caveats(document)))
-    memory = _memory_chart(names, places, card, "ranks of a place along pp")
+    memory = _memory_chart(names, places, card, "GB of a rank, a bar for the ranks of each place along pp")
     charts = [memory, _time_chart(document["time_s"])]
     write_page(path, _title(document), paragraph(f"`{command}`") + header, [("", grid(charts))])
 
@@ -56,10 +56,10 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
     header += paragraph(f"`{recommended['command']}`")
     notes = [to_change(recommended["command"], card), *_caveats(document)]
     header += "".join(map(paragraph, notes))
-    memory = _memory_chart(names, [line["memory_gb"] for line in best], card, "", lying=True)
+    memory = _memory_chart(names, [line["memory_gb"] for line in best], card, "memory of a rank, GB")
     rates = [line["tokens_per_s_per_gpu"] for line in best]
     alt = f"Tokens/s of a GPU, {min(rates):,.0f} to {max(rates):,.0f}"
-    speed = _bars("Throughput", alt, {"tokens/s/GPU": rates}, names, "", "tokens/s/GPU", lying=True)
+    speed = bar_chart("Throughput", alt, {"tokens/s/GPU": rates}, names, "tokens/s", "tokens/s/GPU")
     content = grid([memory, speed])
     content += table(("", *COLUMNS), [(mark, *row) for mark, (_, row, _) in zip(marks, shown, strict=True)])
     typed = [(name, paragraph(f"`{line['words']}`")) for name, line in zip(names, best, strict=True)]
@@ -87,55 +87,21 @@ def _caveats(document: Mapping[str, Any]) -> list[str]:
 
 
 def _memory_chart(
-    names: Sequence[str],
-    bars: Sequence[Mapping[str, float]],
-    card_gb: float,
-    axis: str,
-    *,
-    lying: bool = False,
+    names: Sequence[str], places: Sequence[Mapping[str, float]], card_gb: float, below: str
 ) -> Chart:
-    heights = {kind: [bar[kind] for bar in bars] for kind in MEMORY_KINDS[:-1]}
-    largest = max(sum(bar[kind] for kind in heights) for bar in bars)
+    sizes = {kind: [place[kind] for place in places] for kind in MEMORY_KINDS[:-1]}
+    largest = max(map(sum, zip(*sizes.values(), strict=True)))
     alt = f"Memory by kind, {len(names)} bars, the largest {largest:,.1f} GB of {card_gb:,.0f} GB of the card"
-    chart = _bars("Memory by kind", alt, heights, names, axis, "memory of a rank, GB", lying=lying)
-    along, up = ("y", "x") if lying else ("x", "y")
-    line = {"type": "line", f"{along}ref": "paper", f"{along}0": 0, f"{along}1": 1}
-    chart.layout["shapes"] = [
-        line | {f"{up}0": card_gb, f"{up}1": card_gb, "line": {"dash": "dash", "color": "#d65f5f"}}
-    ]
-    says = {"text": f"card, {card_gb:,.0f} GB", f"{along}ref": "paper", along: 1, up: card_gb}
+    chart = bar_chart("Memory by kind", alt, sizes, names, "GB", below)
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": card_gb, "x1": card_gb}
+    chart.layout["shapes"] = [line | {"line": {"dash": "dash", "color": "#d65f5f"}}]
+    says = {"text": f"card, {card_gb:,.0f} GB", "yref": "paper", "y": 1, "x": card_gb}
     chart.layout["annotations"] = [says | {"xanchor": "right", "yanchor": "bottom", "showarrow": False}]
     return chart
 
 
 def _time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
-    heights = {name: [1e3 * times[key][name] for key in TIMES] for name in times["forward_by_segment"]}
+    sizes = {name: [1e3 * times[key][name] for key in TIMES] for name in times["forward_by_segment"]}
     sums = ", ".join(f"{word} {1e3 * sum(times[key].values()):,.1f} ms" for key, word in TIMES.items())
     alt, below = f"Time of a micro-batch by segment: {sums}", "on the rank with most to compute"
-    return _bars("Time by segment", alt, heights, [*TIMES.values()], below, "ms of a micro-batch")
-
-
-def _bars(
-    title: str,
-    alt: str,
-    heights: Mapping[str, Sequence[float]],
-    places: Sequence[str],
-    below: str,
-    beside: str,
-    *,
-    lying: bool = False,
-) -> Chart:
-    """Draw stacked bars; ``lying`` ones have room for long names, the first on top."""
-    along, up = ("y", "x") if lying else ("x", "y")
-    way = {"orientation": "h"} if lying else {}
-    traces = [
-        {"type": "bar", "name": name, along: [*places], up: [*each], "marker": {"color": colour}, **way}
-        for (name, each), colour in zip(heights.items(), itertools.cycle(COLOURS), strict=False)
-    ]
-    names = {"title": {"text": below}, "type": "category"} | ({"autorange": "reversed"} if lying else {})
-    layout = {
-        "barmode": "stack",
-        f"{along}axis": names,
-        f"{up}axis": {"title": {"text": beside}, "rangemode": "tozero"},
-    }
-    return Chart(title, alt, traces, layout, height_px=150 + 26 * len(places) if lying else 380)
+    return bar_chart("Time by segment", alt, sizes, [*TIMES.values()], "ms", f"ms of a micro-batch, {below}")

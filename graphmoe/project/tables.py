@@ -15,17 +15,9 @@ from graphmoe.config.arguments import text_table
 from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
 from graphmoe.project.memory import MEMORY_KINDS
+from graphmoe.report.charts import KINDS
 
-WORDS = {
-    "params": "weights",
-    "grads": "gradients",
-    "main_params": "main",
-    "moments": "moments",
-    "activations": "activations",
-    "buffers": "buffers",
-    "total": "total",
-}
-
+WORDS = {**KINDS, "total": "total"}
 COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble", "tokens/s/GPU")
 """Heads of a search's table; *size* is of a micro-batch, in sequences."""
 

@@ -1,5 +1,6 @@
 """Charts of a run: curves over its steps, memory by kind, loads of experts."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -118,11 +119,16 @@ def bars(name: str, rows: Sequence[str], sizes: Sequence[float], colour: str, un
 
 def bars_layout(below: str) -> dict[str, Any]:
     """The layout of stacked bars that lie, the first row at the top."""
-    return {
-        "barmode": "stack",
-        "xaxis": {"title": {"text": below}},
-        "yaxis": {"autorange": "reversed"},
-    }
+    return {"barmode": "stack", "xaxis": {"title": {"text": below}}, "yaxis": {"autorange": "reversed"}}
+
+
+def bar_chart(
+    title: str, alt: str, sizes: Mapping[str, Sequence[float]], rows: Sequence[str], unit: str, below: str
+) -> Chart:
+    """A chart of stacked bars, with a colour for each name in ``sizes``."""
+    named = zip(sizes.items(), itertools.cycle(COLOURS), strict=False)
+    traces = [bars(name, rows, of_rows, colour, unit) for (name, of_rows), colour in named]
+    return Chart(title, alt, traces, bars_layout(below), 130 + 26 * len(rows))
 
 
 def expert_charts(run: RunData) -> list[Chart]:

@@ -1,6 +1,6 @@
 """The report of one run as a page."""
 
-import itertools
+import dataclasses
 import json
 import logging
 import math
@@ -15,8 +15,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.causes import threads_of
 from graphmoe.report.charts import (
-    bars,
-    bars_layout,
+    bar_chart,
     expert_charts,
     memory_charts,
     memory_remarks,
@@ -30,7 +29,6 @@ from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
 from graphmoe.trace.events import read_trace, traces_of
 from graphmoe.trace.summary import Summary, summarise
 from graphmoe.web_page import (
-    COLOURS,
     Chart,
     controls,
     folds,
@@ -157,15 +155,12 @@ def segments_section(found: Summary | str) -> str:
     if isinstance(found, str):
         return paragraph(found)
     segments = list(dict.fromkeys(each.segment for each in found.segments))
-    times: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in found.segments:
-        times[each.part][each.segment] = each.ms
     words = {"F": "forward", "I": "input gradients", "W": "weight gradients", "B": "backward", "": "other"}
-    traces = [
-        bars(words.get(part, part), segments, [of_part[name] for name in segments], colour, "ms")
-        for (part, of_part), colour in zip(times.items(), itertools.cycle(COLOURS), strict=False)
-    ]
-    most = max(segments, key=lambda name: sum(of_part[name] for of_part in times.values()), default="")
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(segments))
+    for each in found.segments:
+        times[words.get(each.part, each.part)][segments.index(each.segment)] = each.ms
+    totals = {name: sum(of_part) for name, *of_part in zip(segments, *times.values(), strict=True)}
+    most = max(totals, key=totals.__getitem__, default="")
     steps = number_of(found.num_steps, "step")
     alt = f"Time by segment of {steps} of {found.step_ms:.4g} ms; most is {most}"
     whose = "when any of its kernels runs" if found.on == "gpu" else "of the host"
@@ -173,8 +168,8 @@ def segments_section(found: Summary | str) -> str:
     note = f"Mean of {steps}{of_rank}, {found.step_ms:,.4g} ms each; times {whose}."
     if found.idle is not None:
         note += f" The GPU is idle for {found.idle:.1%}."
-    layout, height = bars_layout("ms per step"), 130 + 26 * len(segments)
-    return grid([Chart("Time by segment", alt, traces, layout, height, is_wide=True, note=note)])
+    chart = bar_chart("Time by segment", alt, times, segments, "ms", "ms per step")
+    return grid([dataclasses.replace(chart, is_wide=True, note=note)])
 
 
 def compile_section(run: RunData) -> str:

@@ -23,7 +23,6 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, flag_override
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
-from rich.table import Column, Table
 from rich.text import Text
 
 from graphmoe.command.sweep.folder import (
@@ -37,7 +36,7 @@ from graphmoe.command.sweep.folder import (
     varying_overrides,
 )
 from graphmoe.command.sweep.page import Words, split_word, write_sweep_page
-from graphmoe.config.arguments import emit
+from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.masking import masked_overrides
 from graphmoe.config.schema import OutputFormat
 from graphmoe.run.files import SweepRecord, display_path, hydra_value, write_json
@@ -248,26 +247,18 @@ _NUMBERS: dict[str, tuple[str, str]] = {
 
 def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
     """Return the jobs in the order given, then the errors of those that failed, a line for each."""
-    headings, rows = _cells(jobs, words)
-    short = [name.rpartition(".")[2] for name in headings]  # lr for optim.lr, where no other key ends so
-    headings = [s if short.count(s) == 1 else name for s, name in zip(short, headings, strict=True)]
-    table = Table(*(Column(name, overflow="fold") for name in headings), box=SIMPLE_HEAD)
-    table.columns[-1].no_wrap = True
-    for cells, job in zip(rows, jobs, strict=True):
-        table.add_row(*map(Text, cells), style="red" if job.status is JobStatus.failed else "")
+    rows, keys = list[dict[str, str]](), dict[str, None]()
+    for job in jobs:
+        found, own = job.summary or {}, dict(map(split_word, words[job.number]))
+        known = ((name, found.get(key), form) for name, (key, form) in _NUMBERS.items())
+        numbers = {name: format(value, form) for name, value, form in known if value is not None}
+        rows.append({"job": str(job.number), **own, **numbers, "state": job.status.value})
+        keys |= dict.fromkeys(own)
+    heads = ["job", *keys, *(name for name in _NUMBERS if any(name in row for row in rows)), "state"]
+    short = [name.rpartition(".")[2] for name in heads]  # lr for optim.lr, if no other key ends so
+    shown = [s if short.count(s) == 1 else name for s, name in zip(short, heads, strict=True)]
+    cells = [[row.get(name, "") for name in heads] for row in rows]
+    styles = ["red" if job.status is JobStatus.failed else None for job in jobs]
+    table = text_table(shown, cells, names=range(len(heads) - 1), styles=styles, box=SIMPLE_HEAD)
     errors = [Text(f"job {job.number} failed: {job.brief_error}", "red") for job in jobs if job.error]
     return Group(table, *errors)
-
-
-def _cells(jobs: Sequence[Job], words: Words) -> tuple[list[str], list[list[str]]]:
-    settings = [dict(split_word(word) for word in words[job.number]) for job in jobs]
-    rows = []
-    for job, own in zip(jobs, settings, strict=True):
-        found = job.summary or {}
-        known = {
-            n: format(found[key], form) for n, (key, form) in _NUMBERS.items() if found.get(key) is not None
-        }
-        rows.append({"job": str(job.number), **own, **known, "state": job.status.value})
-    keys = dict.fromkeys(key for own in settings for key in own)
-    headings = ["job", *keys, *(name for name in _NUMBERS if any(name in row for row in rows)), "state"]
-    return headings, [[row.get(name, "") for name in headings] for row in rows]

@@ -8,8 +8,6 @@ python -m graphmoe.cache action=prune max_size=20GB
 from __future__ import annotations
 
 import enum
-import math
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -20,8 +18,8 @@ from rich.box import SIMPLE
 from rich.console import Group
 from rich.markup import escape
 
-from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
-from graphmoe.config.ranges import number_of
+from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool, text_table
+from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import ConfigError, OutputFormat, compiled_folder
 from graphmoe.runtime.cache.folders import TAG_FILE
 
@@ -29,10 +27,6 @@ if TYPE_CHECKING:
     from graphmoe.runtime.cache.entries import Entry
     from graphmoe.runtime.cache.store import CompileCache
     from graphmoe.runtime.cache.upkeep import Held
-
-UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
-UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
-
 
 Action = enum.StrEnum("Action", ("list", "verify", "prune"))
 
@@ -56,7 +50,7 @@ def main(argv: list[str]) -> None:
     args = parse_args(CacheArgs, argv, prog="graphmoe.cache", places=("action",))
     if args.max_size is not None and args.action is not Action.prune:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
-    max_bytes = None if args.max_size is None else parse_size(args.max_size)
+    max_bytes = None if args.max_size is None else parse_size("max_size", args.max_size)
     folder = compiled_folder(None if args.cache_dir is None else str(args.cache_dir))
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / TAG_FILE).exists():
@@ -77,18 +71,6 @@ def main(argv: list[str]) -> None:
     else:
         document, gone = prune(cache, max_bytes)
         emit(document, prune_text(document, gone), args.format)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of '20GB', '1.5GiB' or '0'. *Raises* ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    unit = match[2].lower() if match else ""
-    if match is None or (unit and unit not in units) or (not unit and float(match[1])):
-        raise ConfigError(
-            f"max_size={text} is no size; use a number with one of {', '.join(UNITS)}, e.g. max_size=20GB"
-        )
-    return math.floor(float(match[1]) * units.get(unit, 1))
 
 
 def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
@@ -164,13 +146,6 @@ def prune_text(document: dict[str, Any], gone: list[Entry]) -> str:
         lines.append(f"{size} stay for an hour: a job may be about to name them")
     sizes = f"{shown_size(document['bytes_before'])} -> {shown_size(document['bytes_after'])}"
     return "\n".join([*lines, f"{sizes}; stored files removed: {document['files']}"])
-
-
-def shown_size(num_bytes: int) -> str:
-    """'8.3 MB'; units are powers of 1000."""
-    power = min(max(int(math.log(max(num_bytes, 1), 1000)), 0), 4)
-    unit = ("B", "KB", "MB", "GB", "TB")[power]
-    return f"{num_bytes / 1000**power:.{1 if power else 0}f} {unit}"
 
 
 def _date(seconds: float) -> str:

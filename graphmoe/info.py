@@ -55,10 +55,7 @@ def with_some_batch(cfg: RunConfig) -> RunConfig:
 
 
 def smallest_layout(cfg: RunConfig) -> Layout:
-    """Return the layout of all workers, or of ``launch.fake_world``.
-
-    Where nodes are to be counted at start, of as few nodes as it fits.
-    """
+    """Return the layout of all workers, or of ``launch.fake_world``; on as few nodes as fit if auto."""
     launch, parallel = cfg.launch, cfg.parallel
     if launch.fake_world is not None:
         return Layout.of(parallel, launch.fake_world)
@@ -75,11 +72,7 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Return all figures as plain values: parameters by component, FLOPs of a token, bytes of state.
-
-    The bytes are those of one rank alone, and of each rank of the layout; with a pipeline, of the rank along
-    pp that holds most, and of every one.
-    """
+    """Return parameters, FLOPs of a token, and bytes of state: alone, of the fullest, of each pp rank."""
     from graphmoe.model.sizes import state_bytes  # imports torch
     from graphmoe.optim import rule_of
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graphmoe.config.arguments import bytes_bar, emit, parse_args, run_tool
+from graphmoe.config.arguments import emit, parse_args, run_tool
+from graphmoe.config.progress import counting
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, OutputFormat
 
@@ -64,7 +65,7 @@ def prepare(args: PrepareArgs) -> dict[str, Any]:
     recipe = Recipe(path, end, args.text_field, ids, args.skip_bad, "skip_bad")
     workers = args.workers or workers_for(files)
     bin_path.with_suffix(SUMS).unlink(missing_ok=True)
-    with bytes_bar("tokenising", sum(path.stat().st_size for path in files)) as on_bytes:
+    with counting("tokenising", sum(path.stat().st_size for path in files)) as on_bytes:
         length_N, bad = tokenise_files(files, recipe, args.output, workers=workers, on_bytes=on_bytes)
     write_sums(args.output)
     return {

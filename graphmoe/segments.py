@@ -25,11 +25,8 @@ SCOPES = {
     "moe": tuple(name for name in SEGMENT_NAMES if name.startswith("moe_")),
     "layer": tuple(name for name in CAPTURABLE if name not in ("embed", "loss")),
 }
-"""Words for lists of segments."""
 FULL_ITERATION = "full_iteration"
-"""The scope that is the whole step."""
 LAYER_SEGMENTS = SCOPES["layer"]
-"""The segments that layers are made of."""
 PARTS = ("layernorm", "core_attn", "mla_up_proj", "moe_act", "mlp", "shared_experts")
 """Pieces of segments that ``recompute.ops`` names."""
 SYNC_FREE_STAGES = (0, 1, 2, 3)

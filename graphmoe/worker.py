@@ -89,10 +89,7 @@ def start_rank() -> None:
 
 
 def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
-    """Train as one of the ranks of the environment, and end this process.
-
-    The folder is the launcher's, or else one that rank 0 claims: ``base``, ``base-2`` and so on.
-    """
+    """Train as a rank of the environment, in the launcher's folder or one from ``base`` on; then exit."""
     log_dir: Path | None = None
     try:
         if config.train.epochs is not None:
@@ -167,10 +164,6 @@ def _has_flight_recorder(config: RunConfig) -> bool:
 
 
 def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path, RunFolder | None]:
-    """Agree on the configuration and folder of all ranks; also return the claim, if this rank has it.
-
-    The launching process may have claimed the folder: it told the workers of its node. Else rank 0 does.
-    """
     from graphmoe.run.folder import claim
 
     held = os.environ.get(FOLDER_HELD)
@@ -241,10 +234,7 @@ def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
 
 
 def raise_if_stopped(summary: dict[str, Any]) -> None:
-    """Raise Interrupted, for the exit status, where SIGINT or SIGTERM ended a run before its last step.
-
-    A run that stopped at a notice, as it was asked to, ends with status 0.
-    """
+    """Raise Interrupted if SIGINT or SIGTERM ended a run early; a notice is no error."""
     stopped = summary["stopped_by"]
     if not summary["finished"] and stopped in {number.name for number in SIGNALS}:
         raise Interrupted(signal.Signals[stopped])

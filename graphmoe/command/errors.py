@@ -23,7 +23,6 @@ from graphmoe.config.ranges import OWN_CODE, OneOf, field_of, fields_of, type_ru
 from graphmoe.config.schema import RunConfig
 
 CONF = Path(graphmoe.conf.__path__[0])
-"""The folder of the options of a run."""
 
 
 def explain(error: BaseException, argv: Sequence[str]) -> str:
@@ -59,21 +58,14 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
 
 
 def with_plain_groups(argv: Sequence[str]) -> list[str]:
-    """Return words of a command line that choose options of groups as Hydra wants them.
-
-    ``+experiment=x`` becomes ``experiment=x``, since each group has an option already, or null;
-    ``experiment/sweep=x`` becomes ``experiment=sweep/x``.
-    """
+    """Return ``+experiment=x`` as ``experiment=x``, and ``experiment/sweep=x`` as ``experiment=sweep/x``."""
     named = "|".join(name for name in groups() if name != "hydra")
     plain = (re.sub(rf"^\+({named})=", r"\1=", word) for word in argv)
     return [re.sub(r"^\+?experiment/([\w/]+)=", r"experiment=\1/", word) for word in plain]
 
 
 def wrong_words(argv: Sequence[str]) -> str | None:
-    """Return what is wrong with a command line by its words alone: keys, options, and types of values.
-
-    None where nothing is, or where files of the user's own may say what the words mean.
-    """
+    """Return what is wrong with the words alone; None if nothing is, or if the user's own files may say."""
     overrides, unreadable = parsed(argv)
     if _has_own_folder(argv):
         return None
@@ -304,10 +296,7 @@ def groups() -> list[str]:
 
 
 def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return the options of a group, with the folder within it, as in experiment=sweep/graph_scope.
-
-    ``own`` are folders of the user's, of which only experiment is searched in depth.
-    """
+    """Return the options of a group, also of folders in ``own``; those of experiment with their subfolder."""
     pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
     tops = [folder / group for folder in (CONF, *own)]
     return sorted({str(file.relative_to(top).with_suffix("")) for top in tops for file in top.glob(pattern)})

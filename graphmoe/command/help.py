@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from graphmoe.command.errors import explain, groups, is_model_folder, options, parsed
 from graphmoe.command.words import OTHER_SOURCES, composed, own_folders, run_words
-from graphmoe.config.arguments import COMMANDS, field_docs, typed_as
+from graphmoe.config.arguments import COMMANDS, WIDTH, field_docs, key_lines, typed_as
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import ConfigError, RunConfig
 
@@ -24,8 +24,6 @@ OFTEN_SET = """
     launch.nproc parallel.ep parallel.pp parallel.tp
     checkpoint.interval checkpoint.init_from run.name
 """
-"""Keys that people set."""
-WIDTH = 100
 FOOTER = """\
 --help=all   all keys                     --cfg job       print the configuration and stop
 -m key=a,b   one job for each value       --config-dir D  add a folder of your own YAML files
@@ -49,14 +47,13 @@ def help_text(
     given, own, said = _given(words, more or {})
     often, rows = OFTEN_SET.split(), dict(_keys(given))
     wanted = [*rows] if with_all else often
-    width = max(len(rows[key][0]) for key in wanted if len(rows[key][0]) < 44)
     parts = [
         [f"{typed_as(prog)}: {COMMANDS[prog.partition('.')[2]]}"],
         ["Examples:", *(f"  {example}" for example in examples)],
         ["Groups, an option each (model=deepseek_v2_lite, or the preset's name alone):", *_group_lines(own)],
         [
             f"{'All' if with_all else 'Often set'} keys, as key=value, --key=value or --key value:",
-            *(line for key in wanted for line in _key_lines(*rows[key], width)),
+            *key_lines([rows[key] for key in wanted]),
         ],
         textwrap.wrap(said, WIDTH, break_on_hyphens=False, break_long_words=False),
         [FOOTER],
@@ -96,7 +93,6 @@ def _values(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _keys(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield each key with its ``key=value`` and its line of documentation."""
     for section, kind in typing.get_type_hints(RunConfig).items():
         if not dataclasses.is_dataclass(kind):
             yield section, (f"{section}=text", field_docs(RunConfig)[section])
@@ -104,14 +100,6 @@ def _keys(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
         for name, doc in field_docs(typing.cast(type, kind)).items():
             key = f"{section}.{name}"
             yield key, (f"{key}={spelled(given[key])}", doc)
-
-
-def _key_lines(word: str, doc: str, width: int) -> list[str]:
-    first = f"  {word:<{width}}  "
-    lines = textwrap.wrap(doc, WIDTH - width - 4)
-    if len(first) > width + 4:
-        return [first.rstrip(), *(" " * (width + 4) + line for line in lines)]
-    return [first + lines[0], *(" " * (width + 4) + line for line in lines[1:])]
 
 
 def _group_lines(own: Sequence[Path]) -> Iterator[str]:

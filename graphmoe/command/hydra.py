@@ -126,11 +126,7 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
 
 
 def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
-    """Return a command line as Hydra reads it, in which ``model=`` may name a folder: `run_words`.
-
-    Each such folder becomes an option of the group model, and the weights in it those to start from. Without
-    ``model=`` the folder of ``checkpoint.init_from`` is the model's too. With ``prog``, print that it starts.
-    """
+    """Return the command line for Hydra: ``model=FOLDER``, or checkpoint.init_from alone, is an option."""
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
     given = {override.key_or_group: override for override in parsed(words)[0]}
     key, chosen, start = "model", given.get("model"), given.get("checkpoint.init_from")
@@ -169,7 +165,6 @@ def _store_model(key: str, name: str, code: Sequence[str], *, is_start: bool) ->
 
 
 def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Exception]) -> int:
-    """Let Hydra compose and run; 0, or the status that a signal asks for. Adds to ``errors``."""
     if sys.version_info >= (3, 14):  # it validates help texts, and one of Hydra 1.3 is a lazy object
         argparse.ArgumentParser._check_help = lambda self, action: None
     if nameless := next((word for word in sys.argv[1:] if word.startswith("=")), None):
@@ -196,12 +191,10 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
 def to_config(
     cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None, prog: str = ""
 ) -> RunConfig:
-    """Return the typed, checked and resolved configuration; ``prog`` says on stderr that it starts.
-
-    The second merge is strict: it refuses keys that ``+key=value`` slipped past the schema.
-    """
+    """Return the typed, checked and resolved configuration; ``prog`` says on stderr that it starts."""
     try:
         note_interpolations(cfg)
+        # A second, strict merge: it refuses keys that +key=value slipped past the schema.
         config = _typed(OmegaConf.to_container(cfg, resolve=True))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, sys.argv[1:])) from error
@@ -217,11 +210,9 @@ def _refuse_two_lengths(config: RunConfig, words: Sequence[str]) -> None:
 
 
 def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str] | None = ()) -> RunConfig:
-    """Return the configuration in a YAML file such as a run's ``resolved.yaml``, typed, checked and resolved.
+    """Return the configuration in a ``resolved.yaml``, typed, checked and resolved. *Raises* ConfigError.
 
-    ``named`` is the code outside the package, as package.module:NAME, that the file may have imported; None
-    allows all, for a file that the caller wrote. *Raises* ConfigError for a file that is not there, is no
-    YAML, names other code, or has keys or values that are wrong.
+    ``named``: code outside the package that the file may import, as package.module:NAME; None allows all.
     """
     try:
         plain = load_yaml(path.read_text(encoding="utf-8"))

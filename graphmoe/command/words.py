@@ -27,14 +27,10 @@ OTHER_SOURCES = ("-cp", "--config-path", "-cn", "--config-name", "--experimental
 """Options of Hydra that compose a configuration of something other than ``conf/config.yaml``."""
 _OVERRIDE = re.compile(r"[+~=]|(?!--)[\w./@:-]+=")
 _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
-"""Texts that Hydra reads without quotes."""
 
 
 def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words as Hydra reads them; a word without a key is the model's preset or folder.
-
-    ``more`` are types of keys that only the tool has. *Raises* ConfigError naming each word that is none.
-    """
+    """Return the words as Hydra reads them; ``more``: types of a tool's own keys. *Raises* ConfigError."""
     if {"-sc", "--shell-completion"} & {*argv}:
         return list(argv)
     flags, words = _split(argv)

@@ -12,6 +12,7 @@ import glob
 import inspect
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -21,19 +22,17 @@ import types
 import typing
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.choices import OutputFormat
 from graphmoe.config.packages import version_of
-from graphmoe.config.progress import counting, output_begins, shown_in, starting
+from graphmoe.config.progress import output_begins, starting
 from graphmoe.config.ranges import ConfigError, spelled
 
 Args = TypeVar("Args")
@@ -57,10 +56,14 @@ COMMANDS = {
     "worker": "one rank of a run, for a torchrun of your own",
 }
 """All commands, ``graphmoe <name>`` or ``python -m graphmoe.<name>``, with a line each."""
+WIDTH, LONG_KEY = 100, 44
+"""Columns of a help; a longer key has a line of its own."""
 MOST_NAMED = 50
 """Keys that an error lists at most."""
 MOST_COMPARED = 10_000
 """Names of a folder that are compared with one that is not there."""
+UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
+UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
@@ -200,15 +203,25 @@ def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
     lines = [f"usage: {typed_as(prog)}{shown} key=value ..."]
     if title := COMMANDS.get(prog.partition(".")[2]):
         lines += [title, "Keys, each as key=value, --key=value or --key value:"]
+    rows = []
     for key in _keys(cls):
         default = key.default
         if isinstance(default, (enum.Enum, bool)):
             default = spelled(default)
         elif isinstance(default, list):
             default = ",".join(map(str, default)) or None
-        shown = f"{key.word}=..." if default in (None, dataclasses.MISSING) else f"{key.word}={default}"
-        lines.append(f"  {shown:<28} {key.doc}")
-    return "\n".join(lines)
+        shown = "..." if default in (None, dataclasses.MISSING) else default
+        rows.append((f"{key.word}={shown}", key.doc))
+    return "\n".join([*lines, *key_lines(rows)])
+
+
+def key_lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of a help with each ``key=value`` and its documentation side by side."""
+    width = max(len(word) for word, _ in rows if len(word) < LONG_KEY)
+    for word, doc in rows:
+        lines = textwrap.wrap(doc, WIDTH - width - 4) or [""]
+        yield f"  {word}" if len(word) > width else f"  {word:<{width}}  {lines.pop(0)}"
+        yield from (" " * (width + 4) + line for line in lines)
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
@@ -238,6 +251,17 @@ def near_path(path: str | Path) -> str:
             part = close[0] if close else part
         found /= part
     return f"; did you mean {found}?" if glob.glob(str(found), recursive=True) else ""
+
+
+def parse_size(key: str, text: str, *, least: int = 0) -> int:
+    """Return the bytes of '20GB', '1.5GiB' or '0', in any case of letters. *Raises* ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    scale = {unit.lower(): size for unit, size in UNITS.items()}.get(match[2]) if match else None
+    size = float(match[1]) * (scale or 1) if match else -1
+    if match is None or size < least or (scale is None and (match[2] or size)):
+        units = ", ".join(UNITS)
+        raise ConfigError(f"{key}={text} is no size; use a number with one of {units}, e.g. {key}=20GB")
+    return math.floor(size)
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
@@ -273,23 +297,9 @@ def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
-@contextmanager
-def bytes_bar(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, or a line every few seconds; call its result with bytes that are done."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        with counting(what, total_bytes) as on_bytes:
-            yield on_bytes
-        return
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as bar, shown_in(lambda words: None):
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
-
-
 def text_table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[str | Text]],
     *,
     names: Container[int] = (0,),
     styles: Sequence[str | None] = (),
@@ -304,7 +314,7 @@ def text_table(
         is_name = place in names
         table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
     for row, style in itertools.zip_longest(rows, styles):
-        table.add_row(*map(Text, row), style=style)
+        table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row), style=style)
     return table
 
 

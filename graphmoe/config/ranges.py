@@ -114,6 +114,14 @@ def spelled(value: Any) -> str:
     return f"[{','.join(map(spelled, value))}]" if isinstance(value, list) else str(value)
 
 
+def shown_size(num_bytes: float) -> str:
+    """Return bytes as '7.63 MiB'; below 1 KiB as '512 B'."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def number_of(count: int, noun: str) -> str:
     """Return a count with its noun, which is plural unless the count is 1."""
     plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")

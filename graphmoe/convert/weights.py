@@ -15,9 +15,8 @@ from torch import Tensor
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
 from graphmoe.checkpoint.hf.names import Index, pieces
-from graphmoe.checkpoint.hf.tensor_files import parse_size
-from graphmoe.config.arguments import bytes_bar
-from graphmoe.config.progress import working
+from graphmoe.config.arguments import parse_size
+from graphmoe.config.progress import counting, working
 from graphmoe.config.schema import ModelConfig
 from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype, target_of
 from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
@@ -49,10 +48,7 @@ class Source:
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
-    """Write the folder ``to``; returns what the tool prints.
-
-    Memory is that of one file of weights, or for a run that of all its weights.
-    """
+    """Write the folder ``to``; return what is printed. Holds one file of weights, or a whole run's."""
     started = time.monotonic()
     kind = kind_of(args.from_)
     target = target_of(args, kind)
@@ -68,8 +64,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     entries = [*entries_of(layout, shapes, dtypes, source.read)]
     if args.quantise is Quantise.fp8_block:
         entries = [*in_fp8(entries)]
-    with bytes_bar("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
-        max_bytes = parse_size(args.max_shard_size)
+    with counting("writing", sum(entry.num_bytes for entry in entries)) as on_bytes:
+        max_bytes = parse_size("max_shard_size", args.max_shard_size, least=1)
         if family is None:
             meta = {"source": str(args.from_), "step": source.step, "token_ids": source.token_ids}
             files = write_weights(args.to, named, entries, meta, max_bytes=max_bytes, on_bytes=on_bytes)

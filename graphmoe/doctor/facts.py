@@ -17,11 +17,13 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from rich.box import HEAVY_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 import graphmoe
+from graphmoe.config.arguments import text_table
 from graphmoe.config.packages import PACKAGES, Package, is_installed, version_of
 from graphmoe.config.schema import DeviceChoice, HostConfig
 from graphmoe.plan.costs.hardware import peak_tflops
@@ -37,7 +39,6 @@ SHOWN = re.compile(
     r"(NCCL|RCCL|NVSHMEM|HSA|TORCH_NCCL|TORCH_SYMM_MEM|GLOO)_|"
     r"(GPU_MAX_HW_QUEUES|OMP_NUM_THREADS|(CUDA|HIP|ROCR)_VISIBLE_DEVICES)$"
 )
-"""Variables that are shown where they are set."""
 
 
 def examine() -> dict[str, Any]:
@@ -223,7 +224,9 @@ def render(document: dict[str, Any]) -> Group:
     shown = {name: name.replace("_gib", " GiB").replace("_", " ") for name in document["host"]}
     facts = {shown[name]: value for name, value in document["host"].items()}
     rows: list[list[Any]] = [[name, version or "missing"] for name, version in document["versions"].items()]
-    parts = [_table("Versions and host", ("what", "found"), rows + [[*fact] for fact in facts.items()])]
+    parts: list[RenderableType] = [
+        _table("Versions and host", ("what", "found"), rows + [[*fact] for fact in facts.items()])
+    ]
     if document["environment"]:
         rows = [[value or "" for value in row.values()] for row in document["environment"]]
         parts.append(_table("Environment", ("variable", "set here", "a run on a GPU sets", "by key"), rows))
@@ -255,14 +258,10 @@ def render(document: dict[str, Any]) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, columns: Sequence[object], rows: Iterable[Iterable[object]]) -> RenderableType:
-    """Return a table whose long cells wrap; True and False are yes in green and no in red."""
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(str(name), overflow="fold")
-    for row in rows:
-        table.add_row(*map(_cell, row))
-    return table
+def _table(title: str, columns: Sequence[object], rows: Iterable[Iterable[object]]) -> Table:
+    cells = [[*map(_cell, row)] for row in rows]
+    style: dict[str, Any] = {"title": title, "title_justify": "left", "box": HEAVY_HEAD, "pad_edge": True}
+    return text_table([*map(str, columns)], cells, names=range(len(columns)), **style)
 
 
 def _cell(value: object) -> Text:
@@ -272,7 +271,6 @@ def _cell(value: object) -> Text:
 
 
 def _replay_small_graph() -> float:
-    """The first value that a replay of 2x + 1 gives for x = 3. Syncs the device."""
     x = torch.zeros(8, device="cuda")
     (x * 2 + 1).sum()  # load the kernels before capture
     torch.cuda.synchronize()
@@ -285,7 +283,6 @@ def _replay_small_graph() -> float:
 
 
 def _topology() -> str | None:
-    """The vendor tool's table of links, or its error; None where no tool is installed."""
     for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
         if shutil.which(command[0]):
             try:
@@ -306,7 +303,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _first_line(text: object) -> str:
-    """First line of a message, shortened; an error without one gives its type."""
     if isinstance(text, subprocess.TimeoutExpired):
         return f"no answer in {text.timeout} s"
     lines = str(text).strip().splitlines()

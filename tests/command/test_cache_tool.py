@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphmoe import cache as tool
+from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.resolve import resolve
 from graphmoe.runtime.cache.key import key_of
@@ -173,10 +174,10 @@ def test_a_job_whose_entry_is_pruned_while_it_runs_keeps_its_code_again(cache, c
 
 def test_a_size_is_a_number_with_a_unit_and_for_prune_alone(cache):
     sizes = {"20GB": 20 * 10**9, "20GiB": 20 * 2**30, "500 mb": 5 * 10**8, "1.5KiB": 1536, "7B": 7, "0": 0}
-    assert {text: tool.parse_size(text) for text in sizes} == sizes
+    assert {text: parse_size("max_size", text) for text in sizes} == sizes
     for text in ("20", "GB", "-1GB", "20XB", "1,5GB", ""):
         with pytest.raises(ConfigError, match=f"max_size={text} is no size.*TB, KiB.*e.g. max_size=20GB"):
-            tool.parse_size(text)
+            parse_size("max_size", text)
     with pytest.raises(ConfigError, match="max_size=1GB is for action=prune, and action=verify"):
         tool.main(["action=verify", "max_size=1GB", f"cache_dir={cache.folder}"])
     with pytest.raises(ConfigError, match="action=clean: expected one of list, verify, prune"):

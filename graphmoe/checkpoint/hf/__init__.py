@@ -9,7 +9,8 @@ import torch
 from graphmoe.checkpoint.hf.families import to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, open_hf, write_hf
 from graphmoe.checkpoint.hf.names import pieces
-from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD, parse_size
+from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD
+from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.build import Transformer, build_model
 
@@ -19,11 +20,8 @@ def load_hf(
 ) -> tuple[ModelConfig, Transformer]:
     """Configuration and model of a Hugging Face folder, by default in its own dtype.
 
-    Families: deepseek_v2, deepseek_v3 (Moonlight and Kimi-K2 too), qwen3_moe, mixtral. The weights are
-    read from the memory mapped files straight into the model.
-
-    *Raises* ConfigError that lists all keys with unsupported values, or all tensors that are missing,
-    extra or mis-shaped.
+    Families: deepseek_v2, deepseek_v3 (Moonlight and Kimi-K2 too), qwen3_moe, mixtral. *Raises* ConfigError
+    that lists unsupported keys, or tensors that are missing, extra or mis-shaped.
     """
     source = open_hf(Path(folder))
     source.check()
@@ -40,12 +38,10 @@ def save_hf(
     max_shard_size: int | str = DEFAULT_SHARD,
     token_ids: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that ``transformers`` reads, in the family of the configuration.
+    """Write a folder that ``transformers`` reads; weights keep their dtype.
 
-    Weights keep their dtype. token_ids: bos_token_id, eos_token_id and pad_token_id for config.json.
-
-    *Raises* ConfigError naming the keys that no family can express, or the tensors of the model that do
-    not belong to the configuration.
+    token_ids: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming keys
+    that no family can express, or tensors that do not belong to the configuration.
     """
     family, raw = to_hf_config(config)
     state = model.state_dict()
@@ -56,5 +52,7 @@ def save_hf(
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     shapes = {name: tensor.shape for name, tensor in state.items()}
     found = pieces(family, config)
+    size = max_shard_size
+    max_bytes = size if isinstance(size, int) else parse_size("max_shard_size", size, least=1)
     entries = entries_of(found, shapes, dtypes, lambda name, index: state[name][index])
-    write_hf(Path(folder), raw, entries, max_bytes=parse_size(max_shard_size), token_ids=token_ids)
+    write_hf(Path(folder), raw, entries, max_bytes=max_bytes, token_ids=token_ids)

@@ -24,13 +24,10 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 DEFAULT_SHARD = "5GB"
 
 
 class _Index(msgspec.Struct):
-    """The field of an index that is read."""
-
     weight_map: dict[str, str]
 
 
@@ -45,10 +42,7 @@ class TensorHeader:
 
 
 class TensorFiles:
-    """The tensors in ``<stem>.safetensors``, or in the shards that its index names.
-
-    Files are memory mapped. *Raises* ConfigError for files that are missing or damaged.
-    """
+    """Memory-mapped tensors of ``<stem>.safetensors`` or shards. *Raises* ConfigError for damaged files."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
@@ -83,10 +77,7 @@ class TensorFiles:
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
-        """Raise ConfigError where a model has more layers, or of these keys, than there are tensors.
-
-        Its shapes alone would take for ever to make.
-        """
+        """Raise ConfigError if a model has more layers or keys than tensors: shapes would take for ever."""
         for key in ("num_layers", "mtp_depth", *keys):
             if (asked := getattr(config, key)) > len(self.headers):
                 raise ConfigError(
@@ -140,10 +131,9 @@ def write_shards(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write ``<stem>.safetensors``, or numbered shards and their index; the files written.
+    """Replace ``<stem>.safetensors``, or shards and their index, once all are whole; return the files.
 
-    Files of that stem that are there already are replaced once all new ones are complete. *Raises*
-    ConfigError for a tensor that is not finite in its dtype, and for a disk that does not take one.
+    *Raises* ConfigError for a tensor that is not finite in its dtype, and for an error of the disk.
     """
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
@@ -180,15 +170,6 @@ def write_shards(
         shutil.rmtree(draft)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes that '5GB', '500MB', '2GiB' or a number spell. *Raises* ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
-    num_bytes = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
-    if num_bytes < 1:
-        raise ConfigError(f"max_shard_size={size} is no size; use e.g. 5GB, 500MB or 2GiB")
-    return num_bytes
 
 
 def _packed(entry: TensorToWrite) -> Tensor:

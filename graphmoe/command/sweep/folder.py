@@ -49,7 +49,6 @@ class Job:
     """Its folder, None before it began."""
     status: JobStatus = JobStatus.waiting
     run_folder: str = "."
-    """Folder of its run, as seen from ``path``."""
     value: float | None = None
     """Number that the sweep compares: the final validation loss, or without validation the final loss."""
     error: str | None = None

@@ -25,10 +25,9 @@ _GATE = "gate.lock"
 
 @contextlib.contextmanager
 def lease_gpus(count: int) -> Iterator[dict[str, str]]:
-    """Variables that show a process ``count`` GPUs, which no other lease has until the block ends.
+    """Yield variables that show a process ``count`` GPUs that no other lease has; waits until they are free.
 
-    Waits until so many are free. Every process must name a GPU in the same way, as its number or by its
-    UUID. *Raises* ConfigError if fewer are visible at all.
+    Every process must name a GPU alike, by number or UUID. *Raises* ConfigError if fewer are visible.
     """
     visible = visible_gpus(os.environ, torch.cuda.device_count())
     if count > len(visible):
@@ -56,16 +55,12 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
 
 
 def lease_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of the locks: one for each user, and within it for each Slurm job.
-
-    Slurm may number the GPUs of each of its jobs from 0.
-    """
+    """Return the folder of the locks: one for each user and Slurm job, which may number GPUs from 0."""
     slurm = f"-slurm-{environment['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environment else ""
     return Path(tempfile.gettempdir(), f"graphmoe-gpus-{os.getuid()}{slurm}")
 
 
 def _variables() -> list[str]:
-    """Return the variables that hide GPUs from a process; the last one that is set counts."""
     return ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if torch.version.hip else [])]
 
 

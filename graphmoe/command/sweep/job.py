@@ -53,10 +53,7 @@ class SweepReport(Callback):
         self.tool = tool
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Take over Hydra's run folder: Hydra would make it before anything is checked.
-
-        Not where Hydra itself is asked to write there, or to work there.
-        """
+        """Take over Hydra's run folder, which Hydra would make before any check, unless Hydra uses it."""
         global _run_folder
         hydra, _run_folder = config.hydra, None
         uses_folder = hydra.output_subdir is not None or hydra.job.chdir or hydra.job_logging.get("root")
@@ -83,10 +80,7 @@ def restore_run_folder() -> None:
 
 
 def end_sweep() -> int:
-    """Print the table, write the page, and return the exit status; 0 where no sweep was begun.
-
-    1 stands for jobs that failed, 130 for a signal that ended jobs side by side.
-    """
+    """Print the table, write the page; return the exit status: 0, 1 for failed jobs, 130 after a signal."""
     global _begun
     sweep, _begun = _begun, None
     return sweep.end() if sweep else 0
@@ -112,11 +106,10 @@ def has_unfinished_jobs() -> bool:
 
 
 def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...]) -> float | None:
-    """Run a job of a sweep and return its value, None for one that failed; job.json says what became of it.
+    """Run a job of a sweep, unless it is finished already; return its value, None if it failed.
 
-    An error is kept for the end of the sweep; it is logged now, with a traceback if it is not one of
-    ``known``. A job that an earlier start of the sweep finished is not run again. *Raises*
-    KeyboardInterrupt to end the sweep after a signal, SweepError where the folder has another job.
+    An error is logged now and kept in job.json. *Raises* KeyboardInterrupt to end the sweep after a signal,
+    SweepError if the folder has another job.
     """
     hydra = HydraConfig.get()
     words = masked_overrides(OmegaConf.to_container(hydra.overrides.task, resolve=False))  # type: ignore[arg-type]
@@ -186,10 +179,9 @@ def record_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
-    """Environment variables for the workers of a job, which keep its GPUs to itself until the block ends.
+    """Yield variables for the workers of a job; waits for ``launch.gpus_per_job`` free GPUs, which it keeps.
 
-    Waits until ``launch.gpus_per_job`` GPUs are free. Empty outside a sweep, on a CPU and without
-    gpus_per_job. *Raises* ConfigError where jobs run side by side and would share GPUs.
+    *Raises* ConfigError if jobs that run side by side would share GPUs.
     """
     count, workers = config.launch.gpus_per_job, config.launch.nproc
     if not in_sweep() or config.run.device is not DeviceChoice.cuda:

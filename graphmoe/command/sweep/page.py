@@ -12,7 +12,6 @@ from graphmoe.report.run_data import RunData, read_run
 from graphmoe.web_page import COLOURS, Chart, grid, paragraph, write_page
 
 MAX_LINES = len(COLOURS)
-"""Most values of a second parameter that have a line each."""
 Words = Mapping[int, Sequence[str]]
 """Overrides that set a job apart, by its number."""
 

@@ -71,7 +71,6 @@ class RunningSweep:
     folder: Path
     format: OutputFormat
     planned: list[list[str]]
-    """The overrides of each job, where they are known ahead."""
     _lock: FileLock
     _stopping: bool = False
     _signals: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -155,7 +154,6 @@ class RunningSweep:
 
 
 def _take_folder(config: DictConfig, planned: Sequence[Sequence[str]]) -> tuple[Path, FileLock]:
-    """Lock the sweep's folder, or the next free one if a sweep of the same second has the default one."""
     hydra: Any = config.hydra
     folder = Path(hydra.sweep.dir).absolute()
     is_given = config.sweep.resume or any(w.startswith("hydra.sweep.dir=") for w in hydra.overrides.hydra)
@@ -242,7 +240,6 @@ _NUMBERS: dict[str, tuple[str, str]] = {
     "tokens/s": ("median_tokens_per_s", ",.0f"),
     "steps": ("steps", "d"),
 }
-"""Keys of a run's summary that are shown, with their format."""
 
 
 def sweep_table(jobs: Sequence[Job], words: Words) -> Group:

@@ -62,10 +62,7 @@ def suites() -> dict[SuiteName, Suite]:
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the suite and return the JSON document; progress goes to the log, and rows beside ``out``.
-
-    *Raises* ConfigError.
-    """
+    """Run the suite and return the JSON document; keeps rows beside ``out``. *Raises* ConfigError."""
     device, full = check(args)
     from graphmoe.bench import cases
     from graphmoe.bench.calibrate_suite import rates_of_rows

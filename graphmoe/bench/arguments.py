@@ -80,7 +80,6 @@ OF_SUITES = {
     "blocks": (SuiteName.dispatch,),
     "nproc": OF_RUNS,
 }
-"""Suites that an argument has an effect with."""
 
 
 def check(args: BenchArgs) -> tuple[torch.device, bool]:

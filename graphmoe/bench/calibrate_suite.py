@@ -187,7 +187,6 @@ TABLE: tuple[tuple[str, Callable[..., Calls], Callable[..., Point], Any, Any], .
     ("fp8_grouped/{}x{}x{}/{}", fp8_experts, _grouped_point, *GROUPED),
     ("fp8_quantise/{}x{}x{}", stored, lambda *s: (0, 0, 3 * math.prod(s)), [(64, 2816, 2048)], [(2, 32, 64)]),
 )
-"""Names, calls, points, and sizes around layers of models, full and tiny."""
 
 
 def operations(full: bool) -> Iterator[Operation]:

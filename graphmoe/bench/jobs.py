@@ -36,7 +36,6 @@ UNREAD = (
     "train.val_batches=0", "checkpoint=none", "checkpoint.interval=0", "log.tensorboard=false",
     "log.report=false", "log.progress=false", "log.sample_tokens=0",
 )  # fmt: skip
-"""Overrides of every run, so that only steps are timed."""
 KEYS = {
     "graph": "scopes", "graph.scope": "scopes", "train.micro_batch_size": "micro_batch_sizes",
     "data.seq_len": "seq_lens", "train.steps": "repeats", "run.device": "device", "launch.nproc": "nproc",
@@ -181,10 +180,7 @@ def key_of(word: str) -> str:
 
 
 def train(overrides: Sequence[str], limit_s: float) -> Trained:
-    """Run a training job as a user starts it.
-
-    *Raises* CaseFailed, also if it has not ended in time, and OSError if it left no rows or summary.
-    """
+    """Run a training job as a user does. *Raises* CaseFailed, also if it is late; OSError without rows."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "run")
         _run_job([*overrides, f"hydra.run.dir={folder}"], limit_s, Path(scratch, "output"))

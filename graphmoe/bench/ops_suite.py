@@ -161,7 +161,6 @@ def _swiglu(R: int, F: int) -> Iterator[Operation]:
 
 
 def _router(label: str, T: int, B: int, E: int, K: int, *groups: int) -> Iterator[Operation]:
-    """Yield both directions; the backward has gradients of weights and, for the balance loss, of shares."""
     grouped = groups[0] > 1
     score, scale = ("sigmoid", 2.5) if grouped else ("softmax", 1.0)
     how = (grouped, False, scale)  # renormalise, softmax_after_topk, scale

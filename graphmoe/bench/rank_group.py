@@ -30,7 +30,6 @@ ROUNDS = {"cuda": 8, "cpu": 1}  # of a sample: ranks that come late at the first
 WARM_UP_SAMPLES = 2
 PRIORITY = -1  # of the stream of exchanges, before products; NCCL has streams of its own, of the usual one
 Turn = tuple[Call | None, Call | None]
-"""An exchange, and products beside it."""
 
 
 class RankGroup(Ranks):
@@ -96,10 +95,7 @@ def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
 
 
 def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, captures: bool) -> list[float]:
-    """Return ms of a round of these turns in each sample: the slowest rank's, equal on all. Collective.
-
-    Waits for the device.
-    """
+    """Return ms of a round of these turns by sample, the slowest rank's. Collective; syncs the device."""
     rounds = ROUNDS[ranks.device.type]
 
     def all_rounds() -> None:

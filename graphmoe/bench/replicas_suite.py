@@ -27,7 +27,6 @@ IMBALANCES = (1.5, 2.0, 3.0)
 TRAINED = "trained_"
 SHARE_OF_RATE = 0.7
 MODELS = ("deepseek_v3", "deepseek_v2_lite")
-"""Presets whose experts and attention are taken, whatever their number of experts."""
 PULLS, GRADIENT = (2, 2), 4
 """Bytes of a weight that a replica takes in the forward and in the backward, and of its gradient in fp32."""
 

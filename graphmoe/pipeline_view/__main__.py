@@ -42,14 +42,12 @@ def main(argv: list[str]) -> None:
 
 
 def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
-    """Write the pictures that are asked for; returns their files. *Raises* ConfigError."""
-    pages = [args.html] if args.html else []
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        pages.append(args.out / "pipeline.html")
-    for path in pages:
-        write_page(path, command, panels)
-    return pages
+    """Write the page that is asked for; return its file. *Raises* ConfigError."""
+    if args.out is None:
+        return []
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_page(path := args.out / "pipeline.html", command, panels)
+    return [path]
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
@@ -67,10 +65,7 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
 def text(
     args: ViewArgs, plans: list[Plan], panels: list[Panel], pictures: list[Path]
 ) -> Iterator[RenderableType]:
-    """Yield the same values as tables; a layout of several schedules is shown once.
-
-    A makespan is explained with its unit where the number has none.
-    """
+    """Yield the same values as tables; a layout of several schedules is shown once."""
     yield from (
         layout_table(plan) for plan in {(p.layout, p.placement): p for p in plans if p.layout}.values()
     )

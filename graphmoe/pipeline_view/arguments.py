@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from graphmoe.config.arguments import file_problems
 from graphmoe.config.schema import ConfigError, OutputFormat
 
 
@@ -53,10 +52,8 @@ class ViewArgs:
     """Folder of a run with profile.pipeline=true: what it recorded beside a simulation with its own times."""
     step: int | None = None
     """Step of the run; default: the last one that was recorded."""
-    html: Path | None = None
-    """Page to write, a file that ends in .html, which needs no network."""
     out: Path | None = None
-    """Folder for pipeline.html."""
+    """Folder for pipeline.html, a page that needs no network."""
     format: OutputFormat = OutputFormat.text
     """text, or json: one document on stdout and nothing else there."""
 
@@ -64,11 +61,8 @@ class ViewArgs:
 MOST_CELLS = 2**16
 """Stages times micro-batches at most: so many are computed in some ten seconds."""
 LARGEST_COST = 1e100
-"""Largest cost that is accepted; sums of such costs are finite."""
-BESIDE_A_RUN = ("run", "step", "cost.comm", "html", "out", "format")
-"""Keys that a recorded run does not say itself."""
+BESIDE_A_RUN = ("run", "step", "cost.comm", "out", "format")
 OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.comm", "cost.activation_gib")
-"""Keys of what is simulated."""
 
 
 def check(args: ViewArgs) -> None:
@@ -78,7 +72,6 @@ def check(args: ViewArgs) -> None:
         *_purpose(args, given),
         *_numbers(args, given),
         *_without_effect(args, given),
-        *_pictures(args),
     ]
     if problems:
         raise ConfigError("; ".join(problems))
@@ -124,6 +117,8 @@ def _numbers(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
+    if args.out is not None and args.out.is_file():
+        yield f"out={args.out} is a file; name a folder"
     if args.step is not None and args.run is None:
         yield f"step={args.step} is one of a run; add run=..."
     for key in ("cost.b", "cost.w"):
@@ -135,12 +130,6 @@ def _without_effect(args: ViewArgs, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"cost.hidden={args.cost.hidden} is for overlap=true"
     if "seq_len" in given and args.model is None:
         yield f"seq_len={args.seq_len} says what a model's parts cost; add model=..."
-    useless = [key for key in (*OF_A_SCHEDULE, "html", "out") if key in given]
+    useless = [key for key in (*OF_A_SCHEDULE, "out") if key in given]
     if useless and not args.schedule:
         yield f"{', '.join(useless)}: nothing is simulated or drawn without a schedule; add schedule=1f1b"
-
-
-def _pictures(args: ViewArgs) -> Iterator[str]:
-    yield from file_problems("html", args.html, "pipeline.html")
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        yield f"out={args.out} is a file; name a folder, or use html={args.out}"

@@ -29,7 +29,6 @@ WORDS: dict[BarKind, str] = {
 _LIGHTEST = 0.55
 """Share of the way to white that the colour of a rank's last stage goes."""
 _HALF = 0.43
-"""Half the height of a row's bars."""
 
 
 class Panel(NamedTuple):
@@ -38,7 +37,6 @@ class Panel(NamedTuple):
     title: str
     timeline: Timeline
     unit: str
-    """Unit of times as they are shown, such as ms; may be empty."""
     scale: float = 1.0
     """Factor from the timeline's own unit to the shown one."""
 
@@ -56,7 +54,6 @@ class Bar(NamedTuple):
     high: float
     colour: str
     beside: Action | None = None
-    """Action that takes turns with this one."""
 
     @property
     def label(self) -> str:

@@ -26,7 +26,6 @@ from graphmoe.web_page import Chart, grid, paragraph, table
 from graphmoe.web_page import write_page as write_whole
 
 ROW_PX = 40
-"""Height of a rank's row."""
 HEAD_PX, GAP_PX = 70, 60
 """Room above the first panel, and for title and axis between two."""
 
@@ -39,10 +38,7 @@ def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
 
 
 def timeline_chart(panels: Sequence[Panel]) -> Chart:
-    """Panels for a page, with a row for each rank and a trace for each kind of action.
-
-    A click in the legend hides a kind in all panels.
-    """
+    """Panels for a page, with a row for each rank and a trace for each kind of action."""
     heights = [panel.timeline.table.placement.num_ranks * ROW_PX for panel in panels]
     plot_px = sum(heights) + GAP_PX * (len(panels) - 1)
     traces, shown = [], set[BarKind]()

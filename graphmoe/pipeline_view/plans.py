@@ -41,9 +41,7 @@ class Plan(NamedTuple):
     placement: Placement
     panel: Panel | None = None
     layout: str | None = None
-    """Layout string."""
     stages: tuple[StagePieces, ...] = ()
-    """Pieces of the layout's stages."""
     costs: Sequence[SegmentTime] = ()
     """Seconds of one sequence by stage, where a model is given."""
     slower: str | None = None
@@ -137,15 +135,12 @@ def _sizes(args: ViewArgs, place: int, name: str | None, layout: str | None) -> 
 
 
 def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) -> Costs:
-    """Return the costs of stages, equal without a model.
-
-    Modelled ones are scaled so that a rank's forward takes ``cost.f`` in the mean of ranks.
-    """
     activation = None if keys.activation_gib is None else keys.activation_gib * 2**30
     f, b, w = (DEFAULT_COST if given is None else given for given in (keys.f, keys.b, keys.w))
     costs = Costs.of_rank(placement, f, b, w, comm=keys.comm, hidden=keys.hidden, activation_bytes=activation)
     if not stages:
         return costs
+    # a rank's forward takes cost.f in the mean of ranks
     scale = f * placement.num_ranks / sum(stage.forward for stage in stages)
     return replace(
         costs,
@@ -156,10 +151,7 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) 
 
 
 def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
-    """Return a step as a run recorded it, by default the last one, and as simulated with the run's own times.
-
-    *Raises* ConfigError where the run recorded nothing, not this step, or only a part of it.
-    """
+    """Return a recorded step, by default the last, and its simulation. *Raises* ConfigError."""
     from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines  # imports torch
 
     path = run / FILE_NAME

@@ -67,10 +67,7 @@ def memory_charts(run: RunData) -> list[Chart]:
 
 
 def projected_chart(run: RunData) -> list[Chart]:
-    """A bar by kind for each place of the pipeline, and one of the peak that was measured.
-
-    What torch's allocator does not hold has bars of its own. Empty without a projection.
-    """
+    """Bars by kind for each place of the pipeline, and the measured peak; empty without a projection."""
     places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
     if not places:
         return []
@@ -152,7 +149,6 @@ def expert_charts(run: RunData) -> list[Chart]:
 
 
 def _moved(run: RunData) -> str:
-    """Say how much the replicas moved; empty without any."""
     moved = [row["replica_gb"] for row in run.steps if row.get("replica_gb") is not None]
     if not moved:
         return ""

@@ -17,7 +17,6 @@ COMPARISON_FILE = "comparison.html"
 MAX_KEYS = 8
 """Keys of the configuration with a column of their own; a table of their own has all."""
 NO_SETTING = ("run.name", "log.", "profile.")
-"""Beginnings of keys that differ without a difference."""
 Number = Callable[[RunData], float | None]
 
 NUMBERS: dict[str, tuple[Number, str]] = {
@@ -31,11 +30,9 @@ NUMBERS: dict[str, tuple[Number, str]] = {
     "first step s": (lambda run: run.summary.get("time_to_first_step_s"), ",.1f"),
     "steps": (lambda run: run.summary.get("steps"), "d"),
 }
-"""Numbers of a run in a table of several, with their form."""
 
 
 def _rank_load(steps: Sequence[Row]) -> float | None:
-    """Median load of the busiest rank over the mean, by the plan of replicas if any; None if always 1."""
     loads = [row.get("planned_rank_load") or row.get("rank_load") or 1 for row in steps]
     return statistics.median(loads) if loads and max(loads) > 1 else None
 
@@ -85,18 +82,13 @@ class RunLine(NamedTuple):
 
     name: str
     run: RunData | None
-    """None for a job that has no folder of a run yet."""
     settings: Mapping[str, str]
-    """Keys that differ, and their values."""
     state: str
     error: str = ""
 
 
 def runs_table(first: str, lines: Sequence[RunLine], folder: Path) -> str:
-    """Return a table with a line for each run: its results, then each key that differs.
-
-    A name leads to the run's report, as seen from the folder that the page is in, if there is one.
-    """
+    """Return a table with a line for each run; its name links to its report, relative to ``folder``."""
     keys = dict.fromkeys(key for line in lines for key in line.settings)
     numbers = {
         name: [_shown(line.run, number, form) for line in lines] for name, (number, form) in NUMBERS.items()
@@ -145,10 +137,7 @@ def typed_keys(runs: Sequence[RunData]) -> set[str]:
 
 
 def column_keys(differences: Sequence[Sequence[str]], typed: Collection[str] = ()) -> list[str]:
-    """Keys that get a column: those that were typed, if any, since others follow from them.
-
-    Of a group whose name differs, as with another preset, it is the name only.
-    """
+    """Keys with a column: those that were typed, if any; of a group whose name differs, the name only."""
     keys = [row[0] for row in differences if not row[0].startswith(NO_SETTING)]
     keys = [key for key in keys if key in typed or key.partition(".")[0] in typed] or keys
     named = {key.removesuffix("name") for key in keys if key.endswith(".name")}
@@ -183,7 +172,6 @@ class RunCurves(NamedTuple):
     name: str
     run: RunData
     words: Sequence[str]
-    """Lines to show beside a point."""
 
 
 def curves_of_runs(runs: Sequence[RunCurves]) -> str:

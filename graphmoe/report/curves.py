@@ -70,10 +70,7 @@ def curves_chart(
     colours: Mapping[str, str] | None = None,
     note: str = "",
 ) -> list[Chart]:
-    """A chart of curves, each with a colour of its own or of its run; empty where none has a point.
-
-    What is no measurement but exact (``smooths=False``) a page does not smooth.
-    """
+    """A chart of curves; empty if none has a point. ``smooths=False`` is for exact values."""
     whole = [each for each in curves if each.steps]
     if not whole:
         return []

@@ -11,7 +11,7 @@ from typing import Any
 
 from graphmoe.config.choices import compute_words
 from graphmoe.config.progress import working
-from graphmoe.config.ranges import number_of
+from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.causes import threads_of
 from graphmoe.report.charts import (
@@ -51,10 +51,7 @@ NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet
 
 
 def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float = math.inf) -> Path:
-    """Make the page of what a run's folder has by now; returns its file, by default report.html there.
-
-    Traces of more than ``max_trace_bytes`` are not read. *Raises* ConfigError for a folder that is no run's.
-    """
+    """Make the page of a run's folder and return its file. *Raises* ConfigError if it is no run's."""
     run = read_run(folder)
     trace = trace_of(run, max_trace_bytes)
     sections = [
@@ -252,11 +249,7 @@ def _matches(each: dict[str, Any]) -> str:
 
 def _kept(each: dict[str, Any]) -> str:
     before, after = each.get("saved_bytes_before"), each.get("saved_bytes_after")
-    return "-" if before is None or after is None else f"{_bytes(before)} -> {_bytes(after)}"
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+    return "-" if before is None or after is None else f"{shown_size(before)} -> {shown_size(after)}"
 
 
 def _sample(run: RunData) -> str:

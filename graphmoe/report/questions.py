@@ -14,7 +14,6 @@ from graphmoe.trace.summary import Summary
 from graphmoe.web_page import cards
 
 Answer = tuple[str, list[str]]
-"""Answer in short, and sentences with the numbers that it is from."""
 _SEGMENTS = {
     "embed": "the embedding",
     "attn": "attention",

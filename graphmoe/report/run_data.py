@@ -41,7 +41,6 @@ class RunData:
     config: dict[str, Any]
     environment: dict[str, Any]
     steps: list[Row]
-    """Steps of training, as in metrics.jsonl."""
     validations: list[Row]
     expert_loads: list[Row]
     projection: dict[str, Any]
@@ -50,7 +49,6 @@ class RunData:
     summary: dict[str, Any]
     """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
     unreadable: list[str]
-    """Errors of files that are there and cannot be read."""
 
     @property
     def name(self) -> str:

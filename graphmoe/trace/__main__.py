@@ -25,7 +25,6 @@ from graphmoe.trace.events import listed, read_trace, recorded, traces_of
 from graphmoe.trace.summary import Summary, summarise
 
 SHOWN_NAME = 64
-"""Characters of a kernel's name in a table; format=json has more."""
 TRACELENS = "TraceLens_generate_perf_report_pytorch"
 """Command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called."""
 TRACELENS_S = 1800
@@ -120,10 +119,7 @@ def _problems(args: TraceArgs) -> Iterator[str]:
 
 
 def compare(first: Summary, second: Summary, num_kernels: int) -> dict[str, Any]:
-    """Compare summaries that have all of their kernels: rows of figures, and of ms of segments and kernels.
-
-    Rows of the largest difference come first. A number is None in a trace that does not have it.
-    """
+    """Compare summaries that have all of their kernels; the largest difference comes first."""
     notes = list(dict.fromkeys([*first.notes, *second.notes]))
     if first.device != second.device:
         notes.append(f"the devices differ: {first.device} and {second.device}")
@@ -174,10 +170,7 @@ def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -
 
 
 def summary_text(summary: Summary) -> Group:
-    """The lines of the whole steps, then segments, then their largest kernels.
-
-    The last column of a table, which a CPU has nothing for, is left out there.
-    """
+    """The lines of the whole steps, then segments, then their largest kernels."""
     segments = [
         (
             row.segment,

@@ -21,7 +21,6 @@ from graphmoe.config.untrusted import FileError, from_json, read_bytes, typed
 from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
 
 LARGEST_TRACE = 4 << 30
-"""Bytes of a trace that is read, unpacked."""
 Thread = tuple[Any, Any]
 HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
 DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
@@ -71,9 +70,7 @@ class Trace:
     steps: list[HostEvent] = field(default_factory=list)
     """Ranges of training steps, on the thread that runs them."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Facts that the run wrote of itself; empty for a trace from elsewhere."""
     device: str | None = None
-    """Name of the GPU."""
 
 
 def rank_of(name: str) -> int | None:
@@ -84,10 +81,7 @@ def rank_of(name: str) -> int | None:
 
 
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
-    """The traces of one rank of each run, by default the lowest that all of them recorded.
-
-    *Raises* ConfigError where there is none.
-    """
+    """The traces of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
     of_runs = [recorded(run) for run in runs]
     if rank is None:
         common = set.intersection(*map(set, of_runs))
@@ -148,7 +142,6 @@ _Args = TypedDict(
     },
     total=False,
 )
-"""The fields that are read of an event's own."""
 
 
 class _Event(msgspec.Struct):

@@ -42,7 +42,6 @@ class Place(NamedTuple):
     sequence: int | None = None
     """Number of the forward operation whose gradient this computes, where no range of ours is nearer."""
     operation: HostEvent | None = None
-    """The innermost operation."""
 
 
 class Owners(NamedTuple):

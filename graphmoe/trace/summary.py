@@ -51,12 +51,10 @@ class SegmentTime:
     segment: str
     part: str
     calls: float
-    """Calls of its range."""
     ms: float
     """Time in which any kernel of it runs; on a CPU time of the host in its range."""
     communication_ms: float | None
     kernels: list[Kernel]
-    """The kernels with the most time."""
 
 
 @dataclass
@@ -66,7 +64,6 @@ class Summary:
     trace: str
     device: str | None
     on: str
-    """gpu or cpu."""
     facts: dict[str, Any]
     num_steps: int
     step_ms: float
@@ -81,7 +78,6 @@ class Summary:
     """Time of the host in calls that launch kernels or graphs."""
     launches: float | None = None
     streams: dict[str, float] = field(default_factory=dict)
-    """Time in which each stream is busy."""
     segments: list[SegmentTime] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -164,7 +160,6 @@ def _spent_in_ranges(trace: Trace, owners: Owners) -> dict[Owner, float]:
 
 
 def _of_gpu(trace: Trace, owners: Owners, num_kernels: int) -> Summary:
-    """Summarise kernels, copies and memsets. *Raises* ConfigError where no step launched any."""
     steps, places = len(trace.steps), zip(trace.calls, owners.calls, strict=True)
     launches: Launches = {c.correlation: (c, place) for c, place in places if c.correlation is not None}
     owned: dict[Owner, list[Activity]] = defaultdict(list)

@@ -16,7 +16,6 @@ from graphmoe.runtime.host.files import replace_text
 from graphmoe.web_page.terms import TERMS
 
 COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4fb3c9", "#d65f5f")
-"""Colours of curves, seen on white and on black."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Chart:
     frames: Frames | None = None
     note: str = ""
     has_own_title: bool = False
-    """The figure has titles of its own."""
     is_curves: bool = False
     """Its traces are over steps, and the controls of the page change axes and smoothing."""
     is_zoomed: bool = False
@@ -94,10 +92,7 @@ def table(
     caption: str = "",
     is_sorted: bool = False,
 ) -> str:
-    """Return a table that scrolls in its box; columns from ``numbers_from`` to ``numbers_to`` are numbers.
-
-    A click on a heading of one that ``is_sorted`` puts its rows in the order of that column.
-    """
+    """Return a table that scrolls; columns from ``numbers_from`` to ``numbers_to`` are numbers."""
 
     def row(tag: str, cells: Sequence[Any]) -> str:
         first = len(cells) if numbers_from is None else numbers_from
@@ -145,10 +140,7 @@ def chips(colours: Mapping[str, str]) -> str:
 
 
 def controls(reached: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Choices of axes and smoothing for all curves of a page.
-
-    ``reached`` has for each run the tokens and seconds that it had come to at some steps.
-    """
+    """Choices of axes and smoothing for all curves; ``reached``: tokens and seconds of each run by step."""
     choices = "".join(
         f'<label title="{_text(says)}">{name} <select name="{key}">'
         + "".join(f'<option value="{value}">{text}</option>' for value, text in options.items())
@@ -204,10 +196,7 @@ def side_by_side(parts: Iterable[str]) -> str:
 def write_page(
     path: Path, title: str, header: str, sections: Sequence[tuple[str, str]], bar: str = ""
 ) -> None:
-    """Write a page of sections, each a heading and HTML, whole at any moment.
-
-    ``bar`` stands beside the links to the sections, where it stays in sight.
-    """
+    """Write sections, each a heading and HTML, atomically; ``bar`` stays in sight beside their links."""
     body = [header]
     named = [(name, name.lower().replace(" ", "-"), content) for name, content in sections]
     links = "".join(f'<a href="#{anchor}">{_text(name)}</a>' for name, anchor, _ in named if name)
@@ -229,12 +218,10 @@ def write_page(
 
 @functools.cache
 def _plotly() -> str:
-    """Code of Plotly for charts on two axes, compressed; the page's script unpacks it."""
     return base64.b64encode(Path(__file__).with_name("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element; numbers that are not finite are null."""
     return json.dumps(_finite(value), separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -143,10 +143,10 @@ def test_a_model_gives_layout_and_costs(capsys):
 
 def test_pictures_go_where_they_are_asked_to(capsys, tmp_path):
     words = f"schedule=1f1b,zb1p stages=2 microbatches=3 out={tmp_path / 'new' / 'folder'}"
-    text = shown(capsys, f"{words} html={tmp_path / 'a.html'}")
+    text = shown(capsys, words)
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.*"))
-    assert list(map(str, files)) == ["a.html", "new/folder/pipeline.html"]
-    assert text.count("written:") == 2 and "draws this" not in text
+    assert list(map(str, files)) == ["new/folder/pipeline.html"]
+    assert text.count("written:") == 1 and "draws this" not in text
     page = (tmp_path / "new/folder/pipeline.html").read_text()
     assert "schedule=1f1b,zb1p" in page and not re.search(r"<(script|link|img)[^>]* (src|href)=", page)
     drawn = set(re.findall(r'"(\d[FBIW]\d): ', page[page.index("application/json") :]))
@@ -172,10 +172,10 @@ def test_a_run_is_shown_and_drawn_as_recorded_and_with_its_median_times(run, cap
     assert slow[0]["makespan"] > slow[1]["makespan"] > recorded["makespan"]
     waits = [wait["end"] - wait["start"] for rank in slow[1]["transfers"] for wait in rank]
     assert waits and waits == pytest.approx([0.5] * len(waits))
-    text = shown(capsys, f"run={run} html={tmp_path / 'a.html'}")
+    text = shown(capsys, f"run={run} out={tmp_path}")
     assert re.search(r"step 50 as recorded: makespan [\d,.]+ ms, bubble [\d.%]+, peak 2 GiB", text)
     assert "makespan: from the first start to the last end of any rank\n" in text
-    assert "time, ms" in (tmp_path / "a.html").read_text()
+    assert "time, ms" in (tmp_path / "pipeline.html").read_text()
     assert "10, 20, 30" in (error := error_of(f"run={run} step=11")) and "step=11 is not in" in error
 
 
@@ -242,9 +242,7 @@ WRONG = (
     ("schedule=1f1b step=3", "step=3 is one of a run; add run=..."),
     ("run=x schedule=1f1b stages=3 cost.w=1", "run=x has its own schedule, stages, cost.w; leave out"),
     ("run=x", "there is no x/pipeline.json; a run with profile.pipeline=true writes it"),
-    ("schedule=1f1b html=none/a.html", "html=none/a.html: there is no folder none; make it, or name another"),
-    ("schedule=1f1b html=.", "html=. is a folder; name a file, such as html=pipeline.html"),
-    ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder, or use html=there.txt"),
+    ("schedule=1f1b out=there.txt", "out=there.txt is a file; name a folder"),
 )
 
 

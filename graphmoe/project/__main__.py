@@ -6,21 +6,16 @@ python -m graphmoe.project model=qwen3_30b_a3b parallel.ep=8 recompute=all hardw
 python -m graphmoe.project model=moe_1t train.micro_batch_size=1 hardware=mi355x nodes=96 search=true
 """
 
-import contextlib
 import functools
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterator
-
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from graphmoe.command.help import help_text
 from graphmoe.command.hydra import hydra_app
 from graphmoe.command.words import run_words
 from graphmoe.config.arguments import answer_version, emit, parse_args, run_tool, usage, wants_help
-from graphmoe.config.progress import shown_in, working
+from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig
 from graphmoe.project.arguments import ProjectArgs, check, check_words, completed, fixed_keys, split_words
 
@@ -68,8 +63,8 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
     from graphmoe.project.tables import render, render_search
 
     if args.search:
-        with _shown_progress() as (report, show):
-            document = search(config, args, words, report, show)
+        with working("projecting") as report:
+            document = search(config, args, words, report, lambda line: print(line, file=sys.stderr))
     else:
         document = project(config, args)
     shown, write = (render_search, write_search) if args.search else (render, write_projection)
@@ -80,26 +75,6 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
         except OSError as error:
             raise ConfigError(f"cannot write page={args.page}: {error.strerror}") from error
         print(f"wrote {args.page}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _shown_progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Show words on stderr with the seconds so far: on a line that changes, or a line every few seconds.
-
-    Words of the second function are lines that stay.
-    """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        with working("projecting") as say:
-            yield say, lambda line: print(line, file=sys.stderr)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress, shown_in(lambda _: None):
-        task = progress.add_task("", total=None)
-        yield (
-            lambda text: progress.update(task, description=text),
-            lambda line: console.print(line, markup=False),
-        )
 
 
 if __name__ == "__main__":

@@ -42,10 +42,7 @@ class ProjectArgs:
     per_node = GPUS_PER_NODE  # no key of the tool: a run's launch.nproc, once it is known
 
     def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
-        """Take the GPUs of a node from a run's keys, and the nodes unless ``nodes`` is given.
-
-        A run's default, one process, stands for a whole node here.
-        """
+        """Take nodes and GPUs of a node from a run's keys; its default, one process, is a whole node here."""
         is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
         self.per_node = GPUS_PER_NODE if is_open or launch.nproc == "auto" else int(launch.nproc)
         self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
@@ -66,7 +63,6 @@ FP8 = "precision.fp8"
 NAMES_DATA = {"data", "data.source", "data.paths", "data.hf_name", "experiment"}
 DATA = "data=synthetic"
 ENDPOINT = "launch.endpoint=node0:29500"
-"""Words of a command that was found, where the searcher typed no others."""
 MISSPELT = 0.7
 """Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
 
@@ -175,7 +171,6 @@ def to_change(command: str, card_gb: float) -> str:
 
 
 def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig:
-    """Leave the number of ranks open, so that the configuration suits any layout."""
     config.launch.nproc = config.launch.nodes = "auto"
     if is_open:
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size

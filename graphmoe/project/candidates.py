@@ -28,7 +28,6 @@ from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectAr
 MOST_CP = 8
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16)
 VIRTUAL_STAGES = (2, 3, 4, 6)
-"""Numbers of virtual stages that are tried with schedules that take any."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +35,9 @@ class Candidate:
     """A run that a search tries."""
 
     words: str
-    """Words to type for all that the search chooses."""
     config: RunConfig
     layout: Layout
     kind: str = ""
-    """Words for the candidate's kind of recompute."""
 
 
 class Candidates:
@@ -62,10 +59,7 @@ class Candidates:
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
     def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
-        """Yield each layout whose dimensions multiply out to the ranks, and the rules that it violates.
-
-        *Raises* ConfigError where no layout does.
-        """
+        """Yield each layout of these ranks, and the rules that it violates. *Raises* ConfigError."""
         count, problem = 0, ""
         for parallel in self._dimensions():
             try:
@@ -112,10 +106,7 @@ class Candidates:
             yield replace(candidate, words=_joined(candidate.words, *words), config=config)
 
     def sized(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a layout with each size of micro-batches that its data-parallel ranks can share, from 1 on.
-
-        The first is there in any case: a layout that cannot share it was refused before.
-        """
+        """Yield a layout with each size of micro-batches that its data-parallel ranks can share."""
         for size in self.micro_batch_sizes:
             train = replace(candidate.config.train, micro_batch_size=size)
             if any(rank_batch_rules(train, candidate.layout, self.num_ranks)):
@@ -130,7 +121,6 @@ class Candidates:
         return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
     def _schedules(self, pp: int) -> Iterator[tuple[str, int | None]]:
-        """Yield schedules with virtual stages; the configured one where there is no pipeline."""
         pipeline, most = self.config.pipeline, len_of_parts(self.config.model) // pp
         if pp == 1:
             yield pipeline.schedule, pipeline.virtual_stages

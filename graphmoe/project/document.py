@@ -28,7 +28,6 @@ MEMORY_ERROR = 0.05
 """Share of a peak by which a projection may be wrong; the benchmark suite `projection` calls more a miss."""
 BF16 = 2
 NEAR = "near the limit"
-"""Words for a rank that fits without that margin."""
 
 
 def has_margin(total_gb: float, card: Card) -> bool:
@@ -48,10 +47,7 @@ def margin_words(document: Mapping[str, Any]) -> str:
 def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each place along pp, and the step.
-
-    ``bubble`` takes the place of the simulated one. *Raises* ConfigError.
-    """
+    """Return the memory of each place along pp, and the step, by ``bubble`` if given."""
     places = exact_memory(plan, on_nvidia=card.is_nvidia)
     sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
@@ -163,7 +159,6 @@ CHART = {
     "pipeline.layout": None,
     "precision.fp8": "none",
 }
-"""Values of all that the published chart describes."""
 
 
 def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:

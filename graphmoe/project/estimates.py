@@ -63,18 +63,13 @@ class ShortPipeline(NamedTuple):
 
 
 class _State(NamedTuple):
-    """State of a rank."""
-
     sizes: dict[str, int]
-    """Bytes by kind."""
     reduction_s: float
     """Exchange of its gradients."""
     update_s: float
 
 
 class _Stage(NamedTuple):
-    """Needs of a stage for one micro-batch."""
-
     time: SegmentTime
     host_s: float
     activations: float

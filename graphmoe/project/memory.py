@@ -45,7 +45,6 @@ depends on topology and version. Not measured here."""
 CHANNEL_BYTES = 32 * 2**20
 """Assumed for each channel between two ranks of a pipeline, for the same reason."""
 KNOWN_RECIPES = (Fp8Recipe.none, Fp8Recipe.rowwise, Fp8Recipe.tensorwise)
-"""Recipes of products in 8 bits whose bytes and rates are known here."""
 MESSAGES_UNDER_WAY = 2
 """Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
 
@@ -79,11 +78,7 @@ class PlaceMemory:
 
 
 def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
-    """Return the memory of each place along pp.
-
-    ``on_nvidia`` as in `Sizes.from_config`. *Raises* ConfigError for a configuration whose memory is not
-    known here.
-    """
+    """Return the memory of each place along pp. *Raises* ConfigError if it is not known here."""
     config, layout, pipeline = plan.config, plan.layout, plan.pipeline
     refuse_unknown(config)
     sizes = Sizes.from_config(config, layout, on_nvidia=on_nvidia)
@@ -167,10 +162,7 @@ def _buffers(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> Ite
 def own_buffer_bytes(
     config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
 ) -> dict[str, float]:
-    """Return the bytes by purpose that follow from the rank's own work; communication is not among them.
-
-    ``lanes`` are the most stages of micro-batches that the rank has in flight.
-    """
+    """Return bytes by purpose, without communication; ``lanes``: most stages of micro-batches in flight."""
     layers, model = _layers(sizes, stages), sizes.model
     moe = sum(i >= model.num_dense_layers for i in layers)
     recompute, scope = Recompute.of(config.recompute), config.graph.scope
@@ -190,10 +182,7 @@ def own_buffer_bytes(
 
 
 def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
-    """Bytes of the weights of some layers in 8 bits, beside those in bf16: numbers and scales, both twice.
-
-    The numbers take the place of a weight of two bytes that no other rank has a part of.
-    """
+    """Bytes of quantized weights of some layers and their scales, both twice, beside those in bf16."""
 
     def beside(axis: Axis) -> bool:
         return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
@@ -329,11 +318,7 @@ def write_projected_memory(folder: Path, plan: Plan) -> None:
 
 
 def projected_memory(plan: Plan) -> dict[str, Any]:
-    """Return GiB by kind for each place along pp as ``places``, or the reason against it as ``why_not``.
-
-    ``buffers`` are only those in torch's allocator; other buffers are kinds of their own, and ``total`` is of
-    all kinds.
-    """
+    """Return GiB by kind for each place along pp as ``places``, or the reason against it as ``why_not``."""
     try:
         run = replace(plan, config=with_its_transport(plan))
         places = exact_memory(run, on_nvidia=torch.version.hip is None)

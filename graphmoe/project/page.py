@@ -68,7 +68,6 @@ def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
 
 
 CHOSEN = " *"
-"""Mark of the recommended layout."""
 
 
 def _title(document: Mapping[str, Any]) -> str:

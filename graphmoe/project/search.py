@@ -31,7 +31,6 @@ COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
     "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu", "fp8",
 )  # fmt: skip
-"""Keys of a projection that the document has for each of the best."""
 
 
 class Fitting(NamedTuple):
@@ -176,7 +175,6 @@ def _with_micro_batches(
 def _with_recompute(
     scheduled: Candidate, kinds: Sequence[str], tried: Candidates, estimates: Estimates, card: Card
 ) -> Iterator[Fitting | Rejected]:
-    """Yield the fastest kind of recompute that fits, and the fastest with a margin; else the reasons."""
     try:
         estimates.pipeline(tried.recomputing(scheduled, kinds[0]))
     except ConfigError as error:

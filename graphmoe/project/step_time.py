@@ -83,10 +83,7 @@ def step_time(
 
 
 def short_plan(config: RunConfig, num_ranks: int) -> Plan:
-    """Return the plan of a run, whose pipeline's table has `SIMULATED` micro-batches for each rank at most.
-
-    By then ranks keep what they keep of more. *Raises* ConfigError.
-    """
+    """Return the plan, with a pipeline of at most `SIMULATED` micro-batches a rank. *Raises* ConfigError."""
     layout = Layout.of(config.parallel, num_ranks)
     count, most = num_micro_batches(config, layout), SIMULATED * layout.pp
     is_wrong = config.pipeline.microbatches not in (None, count)
@@ -135,10 +132,7 @@ def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
-    """Seconds to sum the gradients of a place along pp and to gather its weights.
-
-    The last backward and the next forward go on meanwhile.
-    """
+    """Seconds to sum gradients and gather weights of a place along pp, hidden or not."""
     layout = sizes.layout
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()
@@ -155,10 +149,7 @@ def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
-    """Seconds in which the host starts the segments of a stage for one micro-batch.
-
-    Captured neighbours in a layer are one graph, which is started once.
-    """
+    """Seconds in which the host starts a stage's segments for a micro-batch; captured neighbours are one."""
     scope = config.graph.scope
     if scope == FULL_ITERATION:
         return 0.0

@@ -95,7 +95,6 @@ def _ways(document: dict[str, Any], largest: str) -> list[str]:
 
 
 def _places(document: dict[str, Any]) -> Table:
-    """Show a row for each place along pp, whose ranks are alike; equal neighbours share one."""
     of_ranks, worst = document["memory_gb_per_rank"], document["worst_rank"]
     rows, styles, end = [], [], 0
     for memory, alike in itertools.groupby(of_ranks):
@@ -221,7 +220,6 @@ def cells(line: dict[str, Any]) -> list[str]:
 
 
 def _reasons(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield reasons that differ only in numbers as one line, with the first candidate as an example."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for line in document["rejected"]:
         kind = re.sub(r"\d[\d.,]*((,| or) ?\d[\d.,]*)*", "#", line["reason"].partition("; ")[0])

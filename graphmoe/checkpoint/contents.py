@@ -53,10 +53,7 @@ _BUFFER_BYTES = 2**20
 def write_entries(
     folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks
 ) -> dict[str, FileSum]:
-    """Write this rank's share into the folder and fsync it; the sums of the files written here.
-
-    The contents of tensors in ``copies`` are taken from there.
-    """
+    """Write this rank's share, with tensors of ``copies``, and fsync it; return the sums of its files."""
     # More threads would be faster, but DCP drops the error of all but the first and then writes
     # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=True)
@@ -80,10 +77,7 @@ def value_names(saved: Metadata) -> set[str]:
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
-    """Fill the tensors and shards of ``wanted`` in place; the plain values of these names.
-
-    Nothing in the files runs. *Raises* CheckpointError for contents that are none of a checkpoint's.
-    """
+    """Fill ``wanted`` in place, run nothing, and return plain values by name. *Raises* CheckpointError."""
     flat: dict[str, Any] = {**wanted.of(Tensor), **dict.fromkeys(sorted(values))}
     with _dcp_errors():
         dcp.load(
@@ -119,8 +113,6 @@ def _dcp_errors() -> Iterator[None]:
 
 
 class _ReadFileSystem(FileSystem):
-    """The local file system; what goes wrong with a file's content names the file."""
-
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         try:
@@ -135,8 +127,6 @@ class _ReadFileSystem(FileSystem):
 
 
 class _HashingFileSystem(FileSystem):
-    """The local file system; keeps size and sha256 of each file that is written through it."""
-
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 

@@ -46,11 +46,7 @@ class Entries:
 
 
 def flatten(state: dict[str, Any]) -> Entries:
-    """Entries of a nested state; tensors are shared with it, values are copied.
-
-    *Raises* CheckpointError for a value that would not come back as it was: anything but None,
-    bool, int, float, str, bytes and lists, tuples or dicts of them.
-    """
+    """Entries of a nested state: tensors shared, values copied. *Raises* CheckpointError for no plain one."""
     entries = Entries()
     _walk((), state, entries)
     return entries
@@ -90,10 +86,7 @@ def _require_plain(name: str, value: Any) -> None:
 
 
 def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Put the values into ``state`` at their paths; dicts on the way are made where missing.
-
-    *Raises* CheckpointError for a value of another type than stands there, or that is no plain one.
-    """
+    """Put values into ``state`` at their paths. *Raises* CheckpointError for another or no plain type."""
     for name, entry in values.items():
         path, value = _placed(name, entry)
         node: Any = state
@@ -170,21 +163,13 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class HostCopies:
-    """Host memory that is allocated at the first snapshot and reused by the next ones.
-
-    torch's own DefaultStager drops its memory after each call and then fails (2.11). The copies cost the size
-    of the state in host memory. For tensors on a GPU it is pinned, and each
-    tensor's part is rounded up to a power of two by torch's allocator.
-    """
+    """Pinned host memory for snapshots, reused by the next; torch's DefaultStager fails there (2.11)."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
-        """Copies of this rank's part of each tensor, complete on return and valid until the next call.
-
-        Syncs each device once for all its tensors.
-        """
+        """Copies of this rank's part of each tensor, valid until the next call. Syncs each device once."""
         sources = {name: local_part(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         for name, source in sources.items():
@@ -212,10 +197,7 @@ def local_part(tensor: Tensor | FlatShard) -> Tensor:
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """Return the entries that this rank saves: shards of DTensors, and its share of the rest. A collective.
-
-    What only it holds is in its share; plain values that several name are the first such rank's.
-    """
+    """Return the entries that this rank saves: shards of DTensors, and its share of the rest. Collective."""
     if ranks.size == 1:
         return entries
     keys = {
@@ -235,11 +217,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
 
 
 def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
-    """The rank that writes each key, from the bytes of what each rank holds: so that shares are even.
-
-    What one rank alone holds comes first. Of the rest the largest come first, each to the rank that has
-    the least so far.
-    """
+    """The rank that writes each key, by the bytes that each rank holds: large ones to the least loaded."""
     holders: dict[Any, list[int]] = defaultdict(list)
     largest: dict[Any, int] = {}
     for rank, held in enumerate(sizes):

@@ -26,7 +26,6 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     first: int
-    """Place of its first element in the data."""
     strides: tuple[int, ...]
 
     def view(self, data_N: Tensor) -> Tensor:

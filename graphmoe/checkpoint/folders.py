@@ -27,7 +27,6 @@ CHECKPOINTS = "checkpoints"
 MANIFEST, METADATA = "manifest.json", ".metadata"
 """Its list of files with their sizes and sha256, and DCP's of its entries."""
 _RUN_CONFIG = "resolved.yaml"
-"""File that tells a run's folder from others; graphmoe.run writes it."""
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _FORMAT = 1
 _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
@@ -170,8 +169,6 @@ def _remove(path: Path) -> None:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """The fields that are read."""
-
     format: int
     files: dict[str, FileSum]
 
@@ -190,11 +187,7 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
-    """Return the differences from the manifest, one line per file; none for a whole checkpoint.
-
-    Reads each file; with ``shares``, each shares-th file only, so that ranks can split the work.
-    Without ``contents`` only sizes are compared.
-    """
+    """Return differences from the manifest, a line per file; ``share`` of ``shares`` are the files read."""
     try:
         manifest = read_json(folder / MANIFEST, _Manifest)
     except FileError as error:

@@ -29,14 +29,8 @@ from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "Metadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "TensorStorageMetadata"),
-    (_DCP, "_MEM_FORMAT_ENCODING"),
+    *((_DCP, f"{kind}Metadata") for kind in ("", "BytesStorage", "ChunkStorage", "TensorStorage")),
+    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     (_FILES, "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
@@ -91,11 +85,7 @@ class _Metadata(Struct, tag="Metadata"):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return names, shapes, dtypes and places of the entries in a checkpoint folder.
-
-    Its ``storage_data`` are StoredPart by MetadataIndex. *Raises* CheckpointError naming a file that is none
-    of ours, or that the manifest does not name.
-    """
+    """Return names, shapes, dtypes and places (StoredPart by MetadataIndex). *Raises* CheckpointError."""
     path = folder / METADATA
     try:
         found = _Unpickler(io.BytesIO(read_bytes(path))).load()

@@ -19,7 +19,7 @@ from graphmoe.checkpoint.entries import Entries, HostCopies, differences, flatte
 from graphmoe.checkpoint.folders import CheckpointError, MismatchError, damage, write_manifest
 from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.progress import working
-from graphmoe.config.ranges import number_of
+from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.runtime.host.checksums import FileSum
 from graphmoe.runtime.ranks import Ranks
@@ -51,10 +51,7 @@ class CheckpointStore:
 
     @classmethod
     def open_any(cls, path: Path | str) -> CheckpointStore:
-        """Open a store to read from: ``path`` is a run's folder, its ``checkpoints``, or one checkpoint.
-
-        *Raises* CheckpointError where there is no checkpoint in any of these senses.
-        """
+        """Open a run's folder, its ``checkpoints`` or one checkpoint to read. *Raises* CheckpointError."""
         folder, only = folders.locate(Path(path))
         store = cls(folder, None, only)
         if not store.latest():
@@ -62,10 +59,7 @@ class CheckpointStore:
         return store
 
     def latest(self) -> list[int]:
-        """Steps of the checkpoints, newest first; waits for a save that is under way.
-
-        Contents are not read; ``load`` tells whole ones from damaged ones.
-        """
+        """Steps of the checkpoints, whole or damaged, newest first; waits for a save that is under way."""
         self.wait()
         if self._only is not None:
             return [self._only]
@@ -74,12 +68,9 @@ class CheckpointStore:
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
 
-        With ``async_save`` it returns as soon as each tensor is copied to the host (one sync of the
-        device), else or with ``wait`` when the checkpoint is on the disk. Waits for the save before.
-        Where the last ``skipped`` steps changed no weight, none from before them is deleted.
-
-        *Raises* CheckpointError if this save, or the one before in the background, failed. No
-        earlier checkpoint is touched then.
+        With ``async_save`` and no ``wait`` it returns once tensors are copied to the host (one device sync).
+        If the last ``skipped`` steps changed no weight, none from before them is deleted. *Raises*
+        CheckpointError if this save, or the one before in the background, failed; earlier checkpoints stay.
         """
         assert self._config is not None, "this store was opened to read"
         self.wait()
@@ -109,15 +100,11 @@ class CheckpointStore:
             self._copies.close()
 
     def load(self, state: dict[str, Any], step: int | None = None, *, partial: bool = False) -> int | None:
-        """Fill ``state`` in place; the step that it now holds, None if there is no checkpoint.
+        """Fill ``state`` in place; return the step that it now holds, None if there is no checkpoint.
 
-        Tensors keep their place and device; plain values are replaced, and those that only the
-        checkpoint has are added. A damaged checkpoint is reported and the one before is taken,
-        unless ``step`` names it. With ``partial``, only what ``state`` names is read, and tensors
-        are cast to its dtypes.
-
-        *Raises* CheckpointError if all are damaged, if ``step`` is not there, or with a list of all
-        entries that are missing, unexpected or of another shape or dtype; ``state`` is unchanged then.
+        A damaged checkpoint is reported and the one before is taken, unless ``step`` names it. ``partial``:
+        read only what ``state`` names, cast to its dtypes. *Raises* CheckpointError if all are damaged,
+        ``step`` is missing, or entries do not fit; ``state`` is unchanged then.
         """
         self.wait()
         steps = self.latest()
@@ -157,7 +144,7 @@ class CheckpointStore:
         with working(f"reading {path}"):
             names = values & wanted.names if partial else values
             merge(state, read_entries(path, wanted, names, self._ranks))
-        log.info("read %s: %s in %.2f s", path, _size(wanted.num_bytes), time.perf_counter() - started)
+        log.info("read %s: %s in %.2f s", path, shown_size(wanted.num_bytes), time.perf_counter() - started)
 
     def _write(self, step: int, entries: Entries, copies: dict[str, torch.Tensor], skipped: int) -> None:
         assert self._config is not None
@@ -176,7 +163,7 @@ class CheckpointStore:
             raise
         gone = self._ranks.on_first(lambda: self._prune(step, skipped))
         seconds = time.perf_counter() - started
-        size = _size(sum(each.num_bytes for each in merged.values()))
+        size = shown_size(sum(each.num_bytes for each in merged.values()))
         log.info("saved %s: %s in %.2f s, deleted steps: %s", self._path(step), size, seconds, gone or "none")
 
     def _publish(self, temporary: Path, step: int, sums: dict[str, FileSum]) -> None:
@@ -196,10 +183,10 @@ class CheckpointStore:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
         intact = folders.saved_steps(self.folder)
-        needed = f"{_size(entries.num_bytes)} ({entries.num_bytes} bytes)"
+        needed = f"{shown_size(entries.num_bytes)} ({entries.num_bytes} bytes)"
         return (
             f"the checkpoint of step {step} could not be written to {self.folder}: {error}; this rank's part "
-            f"needs {needed}, {_size(free)} are free there; "
+            f"needs {needed}, {shown_size(free)} are free there; "
             f"earlier checkpoints are intact: {intact or 'there were none'}"
         )
 
@@ -210,18 +197,10 @@ class CheckpointStore:
             self._error = error
 
 
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes / 2**10:.2f} KiB"
-
-
 def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
-    """Raise what loading the newest checkpoint into ``state`` would; its tensors may be on the meta device.
+    """Raise what loading the newest checkpoint into ``state``, which may be on the meta device, would.
 
-    path: a run's folder, its ``checkpoints``, or one checkpoint. Sections of the checkpoint that ``state``
-    has not are let by. No collective. *Raises* CheckpointError.
+    path: a run's folder, its ``checkpoints``, or one checkpoint. No collective. *Raises* CheckpointError.
     """
     folder, only = folders.locate(path)
     steps = folders.saved_steps(folder) if only is None else [only]

@@ -9,7 +9,6 @@ Place = tuple[int, int]
 """MoE layer and expert, from 0."""
 
 DEAD = 0.02
-"""Load below which an expert counts as dead."""
 OVERFULL = 0.8
 """Share of all tokens from which on an expert counts as overfull."""
 MOST_LOAD = 8.0
@@ -21,22 +20,17 @@ WINDOW = 10
 MOST_GLYPHS = 16
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "._-=+*%#"
 MOST_NAMED = 4
-"""Experts that a warning names."""
 
 
 class Unbalanced(NamedTuple):
     """Experts that were dead or overfull over two windows of steps in a row."""
 
     first: int
-    """First step of the second window."""
     last: int
     dead: list[Place]
     overfull: dict[Place, float]
-    """Their loads."""
     num_experts: int
-    """Experts of all layers together."""
     most: float
-    """Load of an expert that gets every token."""
 
     def __str__(self) -> str:
         found = []
@@ -120,10 +114,7 @@ def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
 
 
 def load_bar(loads: Sequence[float], glyphs: str = BLOCKS) -> str:
-    """Draw a glyph for each expert of a layer, or each few neighbours by their largest; 0 is a dead one.
-
-    The fourth of eight glyphs is the mean, the last twice that and more.
-    """
+    """Draw a glyph for an expert, or some neighbours by their largest; 0 is dead, the fourth is the mean."""
     few = -(-len(loads) // MOST_GLYPHS)
     tops = [max(loads[start : start + few]) for start in range(0, len(loads), few)]
     return "".join("0" if top < DEAD else glyphs[min(int(top * 3.5), 7)] for top in tops)

@@ -55,7 +55,6 @@ class RunFolder:
 
     path: Path
     base: Path
-    """First folder of the search for one."""
     resumed: bool
     _lock: FileLock
     _written: str | None = None
@@ -66,10 +65,7 @@ class RunFolder:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the folder; a new one in which training has not begun is free again, with its log.
-
-        What ``launch.write_only`` left there is put back, for the command that it printed.
-        """
+        """Release the folder; a new one without training is free again, with what write_only left there."""
         if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
             if self._written is None:
                 (self.path / CONFIG_FILE).unlink(missing_ok=True)
@@ -97,12 +93,9 @@ def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
 
 
 def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
-    """The first of ``base``, ``base-2``, ``base-3``, ... that this run may use, locked.
+    """Lock the first of ``base``, ``base-2``, ... that this run may use: a free one, or one to ``resume``.
 
-    It may use one that holds no run, which then gets ``resolved.yaml``, and with ``resume`` one that
-    holds an unfinished run of the same configuration. A configuration alone that ``launch.write_only`` or a
-    killed dry run left is no run. The format of the output, the folder of compiled code and the like make no
-    difference to the configuration.
+    An unfinished run of the same configuration can be resumed; ``_FREE_KEYS`` make no difference to that.
     """
     usable, ours = _usable(resume), _as_read(config)
     found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
@@ -139,10 +132,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
-    """The newest unfinished runs of other configurations that ``claim`` passed over; how many more there are.
-
-    Each has how it differs: 'key=theirs, here ours'.
-    """
+    """The newest unfinished runs before ``chosen``, each with 'key=theirs, here ours'; number of others."""
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
     unfinished = [path for path in reversed(before) if _is_unfinished(path, ours)]

@@ -24,7 +24,6 @@ PACKAGES = (
     *("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors"),
     *(package.module for package in VENDORS.values()),
 )
-"""Distributions on which what a run computes, or how fast, depends."""
 V2 = "memory.max", "memory.current", "inactive_file"
 V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 """Files of a control group's limit and use, and the reclaimable key of its memory.stat."""
@@ -143,10 +142,7 @@ def reachable_bytes(device: torch.device) -> int:
 
 
 def seconds_since_command() -> float:
-    """Wall time since the command, or the job of a sweep, was started, imports included.
-
-    Of a worker that was started once more, since its own process was.
-    """
+    """Wall time since the command, job of a sweep, or restarted worker began, imports included."""
     launched = (
         os.environ.get(LAUNCHED_AT) if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
     )

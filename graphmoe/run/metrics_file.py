@@ -21,11 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl, none where there is no file.
-
-    Lines that are none are left out, with a warning: but for the last, which a kill may have torn.
-    *Raises* FileError for what is no file of lines.
-    """
+    """Return rows of a metrics.jsonl, none without a file. *Raises* FileError for no file of lines."""
     return read_lines(path, MetricsRow)
 
 
@@ -64,11 +60,7 @@ def validations_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def cut_metrics(path: Path, step: int) -> int:
-    """Drop the rows after ``step`` and unreadable ones from a metrics.jsonl; return their number.
-
-    The file is replaced atomically. A torn last line is what a kill leaves; other lines that are
-    no JSON object are reported.
-    """
+    """Drop rows after ``step`` and unreadable ones from a metrics.jsonl, atomically; return their number."""
     if not path.exists():
         return 0
     text = path.read_bytes().decode("utf-8", errors="replace")
@@ -97,10 +89,7 @@ def json_object(text: str) -> Row | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return final losses, medians and sums of a run; the first step of each start is in no median.
-
-    The final validation loss is that of the last step, and None where an earlier one was validated last.
-    """
+    """Return final losses, medians and sums of a run; the first step of each start is in no median."""
     steps, validations = steps_of(rows), validations_of(rows)
     last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
     summary: dict[str, Any] = {

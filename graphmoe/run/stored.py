@@ -53,10 +53,7 @@ class StoredRun(msgspec.Struct):
 
 
 def config_file(folder: Path) -> Path | None:
-    """Return the resolved.yaml of a run named by its folder, its ``checkpoints`` or one of these.
-
-    None where the folder is none of the three.
-    """
+    """Return the resolved.yaml of a run named by its folder, ``checkpoints`` or one of these, or None."""
     path = run_of(folder.absolute()) / CONFIG_FILE
     return path if path.is_file() else None
 
@@ -70,10 +67,7 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
 
 
 def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    """Return a run's tokenizer.json, which may be missing, with the token that ends its documents.
-
-    The file is the one that the run was told to use, for the files beside it, or the copy in its folder.
-    """
+    """Return a run's tokenizer.json (its own or the copy, may be missing), and its documents' end token."""
     config, run = read_stored_run(folder)
     place, data = config.parent, run.data
     named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else place
@@ -94,11 +88,7 @@ class FolderKind(enum.Enum):
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """Return the folder's kind, by the files in it. *Raises* ConfigError for anything else.
-
-    A folder of weights is taken as that, whatever else lies in it; a run is one that the path names: by its
-    folder, its ``checkpoints`` or one of these.
-    """
+    """Return the folder's kind, by the files in it; weights go before a run. *Raises* ConfigError."""
     if (folder / META_FILE).is_file():
         return FolderKind.graphmoe
     if (folder / "config.json").is_file():
@@ -127,10 +117,7 @@ def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def with_start_tokenizer(config: RunConfig) -> RunConfig:
-    """Return the configuration with the tokenizer of the folder to start from, where none was chosen.
-
-    Two runs on the standard library train the same one, each its own.
-    """
+    """Return the configuration with the tokenizer of the folder to start from, if none was chosen."""
     data, start = config.data, _start(config.checkpoint)
     if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
         return config

@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 FORMAT = "graphmoe-weights-1"
 STEM = "weights"
 OPTIONS = "model"
-"""The folder with the model's keys, as an option of that configuration group."""
 Named = Collection[str | None]
 """Code outside the package that the reader of a file has named, and that the file may name."""
 
@@ -55,14 +54,10 @@ def load_weights(
     layout: Layout = ALONE,
     rank: int = 0,
 ) -> FolderKind:
-    """Fill what a rank has of a model in place with the weights of a folder of any kind; the kind it was.
+    """Fill a model in place with the weights of a folder of any kind, cast to its dtypes; return the kind.
 
-    ``into`` names tensors that are filled instead of the model's own of the same names, such as fp32
-    main weights. Weights are cast to the dtype of what they fill. Keys that change what the same weights
-    compute, rope_theta for one, are logged where the folder has them otherwise; the model's own stay.
-
-    *Raises* ConfigError (CheckpointError for a run) that lists the first ten tensors that are missing, extra
-    or mis-shaped, and ConfigError where only one of the two has a head of its own; the model is unchanged.
+    ``into``: tensors to fill instead of the model's own, such as fp32 main weights. *Raises* ConfigError
+    (CheckpointError for a run) for tensors or a head that do not fit; the model is unchanged then.
     """
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
@@ -158,10 +153,7 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Put a first line before the list of a MismatchError: the model keys in which the run differs.
-
-    folder: the run's, its ``checkpoints``, or one checkpoint; without its configuration nothing is added.
-    """
+    """Put the model keys in which the run in ``folder`` differs before the list of a MismatchError."""
     try:
         yield
     except MismatchError as error:
@@ -253,10 +245,7 @@ def run_config(folder: Path, named: Named = ()) -> ModelConfig:
 
 
 def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelConfig:
-    """Return the model that these keys describe. *Raises* ConfigError, with ``where`` before the key.
-
-    ``named`` is the code outside the package that the reader has named, and no other is imported.
-    """
+    """Return the model of these keys; ``named`` is the code that they may import. *Raises* ConfigError."""
     for key, value in plain.items():
         if "${" in str(value):
             raise FileError(

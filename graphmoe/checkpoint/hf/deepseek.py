@@ -20,7 +20,6 @@ SIZES = {
     "num_experts_per_tok": "top_k",
     "max_position_embeddings": "context_length",
 }
-"""Keys of config.json that are required, and the fields of ModelConfig that they stand for."""
 
 
 def read_v2(keys: Keys) -> dict[str, Any]:

@@ -26,11 +26,9 @@ class Family:
     read: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     moe: str = "mlp"
-    """Name of a MoE block inside its layer."""
     gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
     """Names of a routed expert's three matrices; None if all experts of a layer are one tensor."""
     aliases: tuple[str, ...] = ()
-    """Further model_types with the same code."""
 
 
 LATENT = "mla", deepseek.attention_names
@@ -78,10 +76,7 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
 
 
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that can express the model, and its config.json without dtype and token ids.
-
-    *Raises* ConfigError naming the keys that keep the nearest family from it.
-    """
+    """The family that can express the model, and its config.json. *Raises* ConfigError if there is none."""
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no Hugging Face family is known that has model.layer={config.layer}; those that are have "

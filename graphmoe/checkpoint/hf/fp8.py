@@ -25,7 +25,6 @@ QUANTIZATION: dict[str, Any] = {
     "quant_method": "fp8",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""quantization_config of config.json."""
 
 
 def check_quantization(keys: Keys) -> None:

@@ -20,10 +20,7 @@ class Keys:
         self.problems: list[str] = []
 
     def int(self, *names: str, default: int | None = None) -> int:
-        """Whole number under the first of these names that is there and not null.
-
-        Without a default the key is required.
-        """
+        """Whole number under the first of these names that is there; without a default it is required."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
         if value is None and default is not None:
@@ -76,14 +73,10 @@ _YARN = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-"""Keys of a yarn scaling, and the fields of ModelConfig that they stand for."""
 
 
 def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: bool) -> dict[str, Any]:
-    """ModelConfig fields of the rotary embedding, by name.
-
-    ``scales_scores`` is True for families that scale their softmax by mscale_all_dim.
-    """
+    """ModelConfig fields of the rotary embedding; ``scales_scores``: mscale_all_dim scales the softmax."""
     rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         keys.refuse("rope_scaling", rope, "one dictionary for all layers")

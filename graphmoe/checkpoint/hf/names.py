@@ -51,7 +51,6 @@ def _head(config: ModelConfig) -> Piece:
 
 
 def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
-    """One multi-token-prediction layer; it ships copies of the embedding and of the head."""
     head = _head(config)
     yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
     yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")

@@ -1,1 +1,1 @@
-"""Effects of `host.*` on the processes of a run, docs/launch.md; files, logs and signals of any process."""
+"""Process set-up by `host.*` (docs/launch.md); files, logs and signals."""

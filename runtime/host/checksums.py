@@ -1,4 +1,4 @@
-"""Sums of files as they were written, and what differs from them now."""
+"""Checksums of files as written, and comparison with the files on disk."""
 
 import hashlib
 import stat
@@ -11,14 +11,12 @@ from graphmoe.config.untrusted import open_at_once
 
 @dataclass(frozen=True)
 class FileSum:
-    """Sum of a file: its sha256 in hexadecimal and its size in bytes."""
-
     sha256: str
     num_bytes: int
 
 
 def sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
-    """The sha256 of a file in hexadecimal; of its beginning when ``stops`` becomes true meanwhile."""
+    """SHA-256 of a file in hexadecimal; of a prefix if ``stops`` becomes true while reading."""
     digest = hashlib.sha256()
     with open(path, "rb", opener=open_at_once) as file:
         while not stops() and (block := file.read(4 << 20)):
@@ -27,17 +25,14 @@ def sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
 
 
 def sum_of(path: Path) -> FileSum:
-    """The sum of a file as it is now."""
     return FileSum(sha256_of(path), path.stat().st_size)
 
 
 def difference(path: Path, written: FileSum, *, contents: bool = True) -> str | None:
-    """Return how a file differs from its sum, with its name; None where it does not.
-
-    Without ``contents`` only sizes are compared. A FIFO is not waited for.
-    """
+    """Describe how a file differs from its checksum; None if it matches."""
     try:
         found = path.stat()
+        # opening a FIFO would block until it has a writer
         if not stat.S_ISREG(found.st_mode):
             return f"{path.name}: no regular file"
         if found.st_size != written.num_bytes:

@@ -1,7 +1,6 @@
-"""Environment variables that ``host.*`` keys stand for.
+"""Environment variables of ``host.*`` keys.
 
-The GPU's runtime and the libraries for communication read them once, when they start, so they are set
-before.
+GPU runtimes and communication libraries read them once at their start, so they are set before that.
 """
 
 import json
@@ -16,41 +15,35 @@ import torch
 from graphmoe.config.masking import MASK
 from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
+# JSON of all variables that `set_environment` has set, for its next call here or in a child
 MARKER = "GRAPHMOE_ENVIRONMENT"
-"""Variable that lists, as JSON, all that `set_environment` has set, for its next call here or in a child."""
 MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""Values that keep NCCL, torch's symmetric memory and NVSHMEM from using NVLink multicast."""
+"""Variables that disable NVLink multicast in NCCL, torch's symmetric memory and NVSHMEM."""
 
 
 @dataclass(frozen=True)
 class HostLine:
-    """Result of a setting of the host, for the log."""
-
     text: str
+    # a requested setting has no effect
     warns: bool = False
-    """True where a setting that was asked for has no effect."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable, its value, and the key that asks for it."""
-
     name: str
     value: str
     key: str
 
 
 def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
-    """Set the variables for this process and its children; what was set, kept, or has no effect.
+    """Set the variables for this process and its children; return log lines.
 
-    Call it before torch asks for GPUs, and again in each worker with the resolved device: a second call
-    changes what differs from the first, takes back what is no longer wanted, and says the same. A
-    variable that someone else has set stays as it is. *Raises* ConfigError for a name in host.env that
-    no variable can have.
+    Call it before torch queries GPUs, and again in each worker with the resolved device, which updates the
+    first call's variables. Variables set by others stay. *Raises* ConfigError for an invalid name.
     """
     wanted = variables(host, device)
     ours = _set_earlier()
@@ -89,7 +82,7 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
 
 
 def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
-    """Return the variables that a configuration asks for on this build of torch; host.env goes first."""
+    """Variables that a configuration requests; host.env takes precedence."""
     found = [Variable(name, value, "host.env") for name, value in host.env.items()]
     for variable in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable.name) or "\0" in variable.value:
@@ -99,7 +92,6 @@ def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
 
 
 def _variables_of_keys(host: HostConfig, device: DeviceChoice) -> Iterator[Variable]:
-    """Yield the variables of the other keys; none for a run on a CPU."""
     if device is DeviceChoice.cpu:
         return
     for name, key, unit in (
@@ -145,7 +137,7 @@ def _kept(variable: Variable, present: str) -> str:
 
 
 def _gpu_runtime_started() -> bool:
-    """Tell whether CUDA or ROCm has started here; importing Inductor asks for GPUs, which starts ROCm."""
+    # importing this module of Inductor queries GPUs, which starts ROCm
     asked = bool(torch.version.hip) and "torch._inductor.runtime.benchmarking" in sys.modules
     return asked or torch.cuda.is_initialized()
 

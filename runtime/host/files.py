@@ -1,8 +1,7 @@
-"""Files that several processes write, or that must survive a crash or a full disk; folders of one process.
+"""Files that several processes write or that must survive a crash; per-process folders.
 
-A lock on a file is freed by the kernel when its holder dies. Some file systems have no flock (Lustre mounted
-without it, NFS without lockd). There a second file names the holder, and it counts for nothing once that
-process is gone; only the holder's own host can tell.
+Without flock (Lustre mounted without it, NFS without lockd) a second file names the holder, and is void once
+that process has ended. Only the holder's own host can check that.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from graphmoe.config.schema import ConfigError
 
 log = logging.getLogger(__name__)
 
+# Suffix of the file that replaces a lock without flock
 HELD = ".held"
-"""Suffix of the file that stands for a lock where flock does not work."""
 POLL_S = 0.1
+# Kept locked by the folder's process
 ALIVE = "alive"
-"""File in such a folder that its process holds locked."""
+# A younger folder may not be locked yet
 YOUNG_S = 10.0
-"""Age below which a folder is not yet called dead: its process may not have locked it."""
+# An unlocked folder of another host counts as dead after this time
 FOREIGN_AGE_S = 7 * 24 * 3600.0
-"""Age at which a folder of another host is dead, if its file is not locked."""
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: set[FileLock] = set()
 
 
 def replace_text(path: Path, text: str, *, durably: bool = False) -> None:
-    """Replace a file, whole at any moment; an error leaves nothing that takes room.
+    """Replace a file atomically; an error leaves no draft behind.
 
-    durably: return once the text is on the disk, so that a power cut leaves the old text or the new one.
+    With ``durably`` it returns after the text is on disk: a power cut leaves the old or the new text.
     """
     draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -64,14 +63,12 @@ def replace_text(path: Path, text: str, *, durably: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's list of names on the disk, so that a rename in it survives a power cut.
-
-    A file system that cannot do so for folders (EINVAL) does it in its own time.
-    """
+    """Fsync a folder's entries, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
+        # some file systems cannot sync folders
         if error.errno != errno.EINVAL:
             raise
     finally:
@@ -79,7 +76,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class LineFile:
-    """Whole lines at the end of a file; lines that its disk does not take are lost, with a warning."""
+    """Append-only file of whole lines; warns of lines that cannot be written."""
 
     def __init__(self, path: Path, tell: Callable[[str], object] = log.warning) -> None:
         self._path, self._tell = path, tell
@@ -87,8 +84,8 @@ class LineFile:
         self._lost = 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Hand lines to the operating system, so that a kill loses none."""
         try:
+            # a write to the kernel, not a buffer: a kill loses nothing
             self._write("".join(f"{line}\n" for line in lines).encode("utf-8", errors="backslashreplace"))
         except OSError as error:
             if not self._lost:
@@ -101,7 +98,6 @@ class LineFile:
             self._tell(f"{self._path} takes lines again; lost are {lost}")
 
     def close(self) -> None:
-        """Close the file, and tell how many lines its end lacks."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -110,7 +106,6 @@ class LineFile:
             self._tell(f"{self._path} lacks the last lines, {lost} of them")
 
     def _write(self, content: bytes) -> None:
-        """Write all of it or, as far as the disk lets us, nothing: half a line would spoil the next one."""
         if self._descriptor is None:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._descriptor = os.open(self._path, flags, 0o666)
@@ -121,13 +116,14 @@ class LineFile:
             while content:
                 content = content[os.write(self._descriptor, content) :]
         except OSError:
+            # half a line would corrupt the next one
             os.ftruncate(self._descriptor, end)
             raise
 
 
 @contextmanager
 def dispensable(file: Path | str) -> Iterator[None]:
-    """Let the block write a file; where the disk does not take it, the log says so and the run goes on."""
+    """Turn OSErrors of a block that writes ``file`` into a warning."""
     try:
         yield
     except OSError as error:
@@ -135,7 +131,7 @@ def dispensable(file: Path | str) -> Iterator[None]:
 
 
 class FileLock:
-    """A lock held by this process and by no child of it; ``acquire`` makes one."""
+    """Lock held by this process and not by its children; made by ``acquire``."""
 
     def __init__(self, descriptor: int | None, held: Path | None = None) -> None:
         self._descriptor, self._file = descriptor, held
@@ -144,9 +140,9 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path, *, wait: bool = False) -> FileLock | None:
-        """Return the lock, or None while somebody else has it; ``wait`` blocks until it is free.
+        """Return the lock; None if it is taken and ``wait`` is false.
 
-        *Raises* ConfigError where flock does not work and the holder is, or was, on another host.
+        *Raises* ConfigError if flock is unsupported and another host holds, or held, the lock.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -168,13 +164,11 @@ class FileLock:
         return cls(None, held)
 
     def release(self) -> None:
-        """Close our end; the lock is free once no process has it open."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self.forget()
 
     def forget(self) -> None:
-        """Close our end in a forked child, which leaves its parent's file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         self._descriptor = self._file = None
@@ -182,7 +176,7 @@ class FileLock:
 
 
 def is_locked(path: Path) -> bool:
-    """Tell whether a process holds the lock on a file, which may not be there; not where nothing can tell."""
+    """Return whether a process is known to hold the lock."""
     if not path.exists():
         return False
     try:
@@ -195,9 +189,9 @@ def is_locked(path: Path) -> bool:
 
 
 def _make(held: Path) -> bool:
-    """Make the file, whole at once, that names us as the holder; False while another process holds it."""
     draft = _beside(held)
     try:
+        # written first, then linked: the lock file is never seen half written
         draft.write_text(json.dumps(_holder(os.getpid())), encoding="utf-8")
         while True:
             try:
@@ -211,7 +205,6 @@ def _make(held: Path) -> bool:
 
 
 def _is_free(held: Path) -> bool:
-    """Tell whether nobody holds the file now; remove that of a dead process. *Raises* ConfigError."""
     try:
         text = held.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -229,7 +222,7 @@ def _is_free(held: Path) -> bool:
         )
     if ours["started"] is not None and holder.get("started") == ours["started"]:
         return False
-    # Two may find the same dead holder: who moves away the other's new file puts it back
+    # Two processes may find the same dead holder: one that moved the other's new file restores it
     aside = _beside(held)
     with contextlib.suppress(FileNotFoundError):
         held.rename(aside)
@@ -245,18 +238,16 @@ def _beside(held: Path) -> Path:
 
 
 def _holder(pid: int) -> dict[str, str | int | None]:
-    """A process as a file names it; ``started`` is None for one that is gone.
-
-    Containers may share the host's name and not its process ids. The time is in ticks since the boot, which
-    no change of the clock moves.
-    """
+    """Identity of a process in a lock file; ``started`` is None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        # ticks since boot, which changes of the clock do not affect
         started = f"{stat.rpartition(')')[2].split()[19]} of {boot}"
     except OSError:
         started = None
     try:
+        # containers may share a host name but not process ids
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
         processes = ""
@@ -270,8 +261,6 @@ def _say_once(folder: Path, why: str) -> None:
 
 @functools.cache
 def _release_in_children() -> None:
-    """A forked child shares the locks and would hold them on after our death."""
-
     def forget_all() -> None:
         for lock in list(_held):
             lock.forget()
@@ -280,13 +269,14 @@ def _release_in_children() -> None:
         for lock in list(_held):
             lock.release()
 
+    # a forked child shares the locks and would keep them after this process has ended
     os.register_at_fork(after_in_child=forget_all)
     atexit.register(release_all)
 
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder among the system's temporary files. *Raises* OSError."""
+    """Yield a new temporary folder, removed at exit. *Raises* OSError."""
     folder, lock = make_temporary_folder(prefix)
     try:
         yield folder
@@ -297,24 +287,24 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def make_temporary_folder(prefix: str) -> tuple[Path, FileLock | None]:
-    """Make a folder among the system's temporary files that stays when the block ends. *Raises* OSError."""
+    """Like `temporary_folder`, but the caller removes it and releases the lock."""
     parent = Path(tempfile.gettempdir())
     remove_dead(parent, prefix)
     return make_process_folder(parent, prefix)
 
 
 def make_process_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock | None]:
-    """Make a folder of this process; return it with the lock that says so. *Raises* OSError."""
+    """Make a folder named after this process, with the lock that marks it. *Raises* OSError."""
     folder = parent / f"{prefix}{process_name()}"
-    folder.mkdir(mode=0o700)  # what lies here may be run, so nobody else may write here
+    folder.mkdir(mode=0o700)  # files here may be executed, so no other user may write here
     try:
         return folder, FileLock.acquire(folder / ALIVE)
-    except OSError:  # a file system without locks: the process id must do
+    except OSError:  # without file locks the process id decides
         return folder, None
 
 
 def process_name() -> str:
-    """Return <host>-<pid>-<random>, which nothing else is called."""
+    """Return <host>-<pid>-<random>."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -328,7 +318,7 @@ def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
 
 
 def is_dead(folder: Path, prefix: str = "") -> bool:
-    """Tell whether the process of a folder has ended; on another host, after days in which nothing tells."""
+    """Return whether the process of a folder has ended."""
     host, pid, _ = folder.name.removeprefix(prefix).rsplit("-", 2)
     if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or is_locked(folder / ALIVE):
         return False
@@ -338,7 +328,7 @@ def is_dead(folder: Path, prefix: str = "") -> bool:
 
 
 def age_s(path: Path) -> float:
-    """Return the seconds since the last change; 0 for a file that is gone."""
+    """Seconds since the last change; 0 if missing."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

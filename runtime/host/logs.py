@@ -1,6 +1,6 @@
-"""Logging of a run: the console on stderr, and a file for each rank and for the launching process.
+"""Logging: the console on stderr, and a file per rank and for the launcher.
 
-Neither ends a run: the reader of the console may go away, as head does, and disks may be full.
+Write errors (closed pipe, full disk) never end a run.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from graphmoe.runtime.host.files import LineFile
 log = logging.getLogger(__name__)
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
+# ``extra`` of a record that the console omits
 FILE_ONLY = {"file_only": True}
-"""``extra`` of a record that the console does not show."""
 
 
 class ConsoleHandler(logging.Handler):
-    """Handler that writes through the console, so that a progress bar stays below its records."""
+    """Handler that prints through the console, above progress bars."""
 
     def __init__(self, job: str | None = None) -> None:
-        """``job`` is the number of a sweep's job, which its lines begin with."""
+        """``job``: number of the sweep job."""
         super().__init__()
         of_job = f" job {job}:" if job is not None else ""
         self.setFormatter(logging.Formatter(f"%(asctime)s{of_job} %(message)s", "%H:%M:%S"))
@@ -52,8 +52,6 @@ class ConsoleHandler(logging.Handler):
 
 
 class LogFile(logging.Handler):
-    """Handler that appends records to a file; where its disk is full, the console says so."""
-
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter(FORMAT))
@@ -68,10 +66,7 @@ class LogFile(logging.Handler):
 
 
 def start_logging(log_dir: Path | None, name: str, *, on_console: bool, job: str | None = None) -> None:
-    """Send the log to ``<log_dir>/<name>.log``, if a folder is given, and to the console.
-
-    ``job`` is the number of a sweep's job.
-    """
+    """Log to ``<log_dir>/<name>.log``, if a folder is given, and to the console."""
     _keep_streams()
     handlers: list[logging.Handler] = [ConsoleHandler(job)] if on_console else []
     if log_dir is not None:
@@ -87,7 +82,7 @@ def start_logging(log_dir: Path | None, name: str, *, on_console: bool, job: str
 
 
 class Progress:
-    """Inside a ``with`` block, a bar with the time left, or nothing where stderr is no terminal."""
+    """Progress bar, if stderr is a terminal."""
 
     def __init__(self, console: Console, total_steps: int, *, wanted: bool) -> None:
         self._bar = progress.Progress(
@@ -118,13 +113,12 @@ class Progress:
         self._bar.update(self._task, description=words or "training")
 
     def advance(self, step: int) -> None:
-        """Show that ``step`` is done."""
         self._bar.update(self._task, completed=step)
 
 
 @contextmanager
 def without_text(pattern: bytes) -> Iterator[None]:
-    """Keep what matches off stderr, also of libraries in C++; all else of the block follows at its end."""
+    """Remove matches from stderr, also from C++ libraries. The rest is printed at exit."""
     try:
         kept, stderr = tempfile.TemporaryFile(), os.dup(2)  # noqa: SIM115  (opened outside of the `with`)
     except OSError:  # no room for a file, or no stderr
@@ -153,7 +147,7 @@ def _print_warning(text: str) -> None:
 
 
 class _Stream(io.FileIO):
-    """The descriptor of stdout or stderr, whose writes never fail: what it does not take is lost."""
+    """Descriptor of stdout or stderr that drops what it cannot write."""
 
     def __init__(self, title: str, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -163,13 +157,12 @@ class _Stream(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            return super().write(data) or len(data)  # None: the reader is slow, and does not let us wait
+            return super().write(data) or len(data)  # None: non-blocking, and its reader is slow
         except OSError as error:
             self._error = error
             return len(data)
 
     def news(self) -> str | None:
-        """Return the reason of a loss, if it was not reported before."""
         if self._error is None or self._told:
             return None
         self._told = True
@@ -180,9 +173,9 @@ _streams: dict[str, _Stream] = {}
 
 
 def _keep_streams() -> None:
-    """Let no write to stdout or stderr fail in this process, unless another program has put its own there."""
     for title in ("stdout", "stderr"):
         old = getattr(sys, title)
+        # streams that another program has replaced stay
         if title in _streams or old is None or old is not getattr(sys, f"__{title}__"):
             continue
         with suppress(OSError):

@@ -1,9 +1,7 @@
-"""Signals that ask a run to stop: docs/launch.md has which.
+"""Signals that ask a run to stop (docs/launch.md).
 
-While it trains, the first is remembered and the loop stops after its step. Before that there is nothing to
-finish, and the first ends the process. A second SIGTERM or SIGINT ends it at once; a notice, which systems
-send ahead of time and several times, does not. Workers of torch elastic hear one signal twice where their
-launcher forwards what reached them too: within two seconds that counts once.
+During training the first one stops the run after the current step; before, it ends the process. A second
+SIGTERM or SIGINT ends the process at once; a second preemption notice is ignored.
 """
 
 import ctypes
@@ -18,53 +16,50 @@ from types import FrameType
 from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A lost terminal (SIGHUP), and preemption notices of Slurm and other schedulers
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of a terminal that is gone, and of Slurm and others whose time limit is near."""
+# Set in each worker by torch elastic, torchrun's or graphmoe's own
 ELASTIC = "TORCHELASTIC_RUN_ID"
-"""Torch elastic, torchrun's or graphmoe's own, sets it in each worker."""
+# Folder that the first node's launcher has claimed
 FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
-"""The folder that the launching process of the first node has claimed for the run."""
+# Start of the command or sweep job, seconds since the epoch
 LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
-"""Start of the command, or of the job of a sweep: seconds since the epoch, from the launching process."""
 LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
-"""graphmoe's own launcher sets it in each worker, and tells the user of signals and errors itself."""
+"""Set in each worker by graphmoe's launcher, which reports signals and errors itself."""
+# Number of the worker's sweep job
 SWEEP_JOB = "GRAPHMOE_SWEEP_JOB"
-"""Number of the job of a sweep that a worker is of."""
+# A launcher forwards a signal that its workers may have received too: within this time it counts once
 _ECHO_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal came before there was anything to finish."""
+    """Raised by a signal that arrives before the first step."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name}: ended before the first step")
         self.status = 128 + number
-        """Exit status of the process."""
 
 
 class StopSignal:
-    """Inside a ``with`` block, ``received`` names the first signal that asked to stop, if any.
-
-    A subclass does something else at a signal, and before a second one ends the process.
-    """
+    """Context that records in ``received`` the first signal that asked to stop."""
 
     received: str | None = None
     _is_last_call = False
 
     def __enter__(self) -> Self:
         self.received = raised()
-        here = threading.current_thread() is threading.main_thread()  # elsewhere Python hears none
+        here = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         self._previous = {number: signal.signal(number, self._handle) for number in heard() if here}
         return self
 
     def asked(self, name: str) -> None:
-        """Tell the user of a signal, unless the launcher does."""
+        """Report a signal, unless the launcher does."""
         if LAUNCHER_PID not in os.environ:
             say(f"{name} received: the run stops after this step; a second signal ends it at once")
 
     def ending(self, name: str) -> None:
-        """Do what the end of the process needs."""
+        """Run before a second signal ends the process."""
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
@@ -84,9 +79,9 @@ class StopSignal:
 
 @contextmanager
 def ends_at_signals() -> Iterator[None]:
-    """The first signal raises Interrupted inside the block, a second ends the process at once.
+    """Raise Interrupted in the block at the first signal; end the process at the second.
 
-    Does nothing outside the main thread, where Python hears no signals.
+    No effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -115,30 +110,30 @@ def ends_at_signals() -> Iterator[None]:
 
 
 def exit_at_signals() -> None:
-    """Have signals end this process with one line: while it starts and ends there is nothing to tidy up.
-
-    Notices do nothing to a worker whose launcher hears them.
-    """
+    """Make signals end this process with one line of output."""
     for number in heard():
         signal.signal(number, _exit)
     if _is_launched():
+        # the launcher handles notices
         for number in NOTICES:
             signal.signal(number, signal.SIG_IGN)
 
 
 def heard() -> list[signal.Signals]:
-    """Return the signals that this process stops at: no notices that it was started to ignore (nohup)."""
+    """Signals that this process handles."""
+    # a notice ignored at the start stays ignored (nohup)
     notices = [] if _is_launched() else NOTICES
     return [*SIGNALS, *(number for number in notices if signal.getsignal(number) is not signal.SIG_IGN)]
 
 
 def raised() -> str | None:
-    """The signal for which `ends_at_signals` has raised in vain: torch, and others, may drop an exception."""
+    """Signal whose Interrupted was swallowed."""
+    # torch and others may drop an exception
     return _heard.raised
 
 
 def awaited(number: int) -> bool:
-    """Tell whether something else in this process waits for a signal, as submitit does for SIGUSR2."""
+    """Return whether other code in this process handles the signal, as submitit does SIGUSR2."""
     handler = signal.getsignal(number)
     ours = handler is signal.default_int_handler or getattr(handler, "__module__", None) == __name__
     return callable(handler) and not ours
@@ -157,28 +152,26 @@ def _is_launched() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the system kill this worker as soon as the process that started it is gone (Linux)."""
+    """Make the kernel kill this worker when its launcher exits (Linux)."""
     if ELASTIC not in os.environ or not sys.platform.startswith("linux"):
         return
     end_with_parent(signal.SIGKILL)
     launcher = os.environ.get(LAUNCHER_PID)
     if launcher is not None and os.getppid() != int(launcher):
-        os._exit(1)  # it was gone before we asked
+        os._exit(1)  # the launcher exited before the call above
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Have the system send this process a signal as soon as the thread that started it is gone (Linux)."""
+    """Make the kernel send a signal when the parent thread exits (Linux)."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def die_with_parent() -> None:
-    """Have this process of ``multiprocessing`` end as soon as the one that asked for it is gone.
-
-    A thread waits for that, and needs no system's help: the parent of a fork server's child is the server.
-    """
+    """End this ``multiprocessing`` process when its parent exits."""
     import multiprocessing
 
+    # not prctl: the kernel's parent of a process of the fork server is that server
     def wait() -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
@@ -189,12 +182,10 @@ def die_with_parent() -> None:
 
 
 class _Heard:
-    """Signals so far, by which one is told from its echo."""
-
     _at = -_ECHO_S
     raised: str | None = None
+    # number of nested `ends_at_signals` blocks
     blocks = 0
-    """Number of `ends_at_signals` blocks, one inside the other."""
 
     def is_echo(self) -> bool:
         now = time.monotonic()
@@ -208,6 +199,7 @@ _heard = _Heard()
 
 
 def say(line: str) -> None:
-    """One line on stderr; a handler must not use Python's streams, which may be in the middle of a write."""
+    """Write one line to stderr. Safe in signal handlers."""
+    # not Python's streams: a handler may run in the middle of a write
     with suppress(OSError):  # the reader of stderr may be gone
         os.write(2, f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""Tuning of a worker's process: CPUs and number of its threads, and the times of garbage collection."""
+"""Worker tuning: CPU affinity, number of threads, schedule of garbage collection."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 def start_host(
     host: HostConfig, device: torch.device, num_workers: int, gather: Callable[[int], list[int]]
 ) -> list[HostLine]:
-    """Bind a worker's threads near its GPU and choose their number; what was done, and what not and why.
+    """Bind a worker's threads near its GPU and set their number.
 
-    For each worker, once, before it touches the device and before anything is compiled. ``num_workers``
-    are those of this node, ``gather`` gives every rank's number to every rank.
+    Call it once per worker, before device use and compilation. ``num_workers`` counts this node's workers;
+    ``gather`` all-gathers a number over ranks.
     """
     cores = cores_here()
     lines = [bind_to_numa(host, device), set_threads(host, num_workers, cores, gather)]
@@ -35,11 +35,7 @@ def start_host(
 
 
 def bind_to_numa(host: HostConfig, device: torch.device) -> HostLine:
-    """Bind all threads of this process, and those to come, to the CPUs of its GPU's NUMA node.
-
-    Asking for the node starts CUDA, in this process only and without memory of the GPU; the threads that
-    CUDA has by then are bound too. Never raises: what cannot be bound runs where it would have.
-    """
+    """Bind current and future threads to the CPUs of the GPU's NUMA node. Starts CUDA. Never raises."""
     if host.numa is NumaBinding.none:
         return HostLine("threads run on any CPU (host.numa=none)")
     try:
@@ -55,12 +51,9 @@ def bind_to_numa(host: HostConfig, device: torch.device) -> HostLine:
 def set_threads(
     host: HostConfig, num_workers: int, cores: int, gather: Callable[[int], list[int]]
 ) -> HostLine:
-    """Set the number of threads of torch's operations on the CPU, the same on all ranks.
-
-    Compiled code for a CPU has the number in it, so the least of all ranks is taken. ``cores`` are those
-    that the process had before it was bound.
-    """
+    """Set the number of CPU threads, the same on all ranks. ``cores`` counts those before binding."""
     wanted, why = _threads(host, num_workers, cores)
+    # compiled CPU code contains the number, so ranks must agree
     number = min(gather(wanted))
     if number != torch.get_num_threads():
         torch.set_num_threads(number)
@@ -87,7 +80,6 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
 
 
 def log_host(lines: Sequence[HostLine]) -> None:
-    """Log the results of the host's settings."""
     for line in lines:
         if line.warns:
             log.warning("host: %s", line.text)
@@ -96,22 +88,19 @@ def log_host(lines: Sequence[HostLine]) -> None:
 
 
 class GarbageCollection:
-    """Garbage collection at fixed steps instead of whenever Python pleases, inside a ``with`` block.
-
-    A collection in the middle of a step delays its kernel launches; at a fixed step every rank pays at the
-    same time. None happens before the first step has ended: a quarter of the start would go into it.
-    """
+    """Context in which garbage is collected at fixed steps only, if host.manual_gc."""
 
     def __init__(self, config: HostConfig) -> None:
         self.config = config
         self._began = False
 
     def __enter__(self) -> GarbageCollection:
+        # a collection inside a step delays its kernel launches; the first one would take a quarter of the
+        # start
         gc.disable()
         return self
 
     def after_step(self, step: int) -> None:
-        """Collect if this step is due, or is the first one here."""
         if not self.config.manual_gc:
             gc.enable()
         elif not self._began or step % self.config.gc_interval == 0:
@@ -129,15 +118,13 @@ SYS, PROC = Path("/sys"), Path("/proc")
 
 
 class Unbound(Exception):
-    """A process cannot run near its GPU; the message has the reason."""
+    """Reason why a process cannot run near its GPU."""
 
 
 def cpus_near(device: torch.device) -> tuple[int, set[int]]:
-    """Return the NUMA node of a GPU, and the CPUs there that this process may use. Starts CUDA.
+    """NUMA node of a GPU, and the CPUs there that this process may use. Starts CUDA, allocates no GPU memory.
 
-    CUDA counts its GPUs as this process sees them, so the bus address that it gives is the right one
-    whatever the process is shown. No memory of the GPU is needed. *Raises* Unbound where there is nothing
-    to choose from, or the node is not known.
+    *Raises* Unbound if there is no choice or the node is unknown.
     """
     if device.type != "cuda":
         raise Unbound("the run has no GPU to be near to")
@@ -154,43 +141,41 @@ def cpus_near(device: torch.device) -> tuple[int, set[int]]:
 
 
 def numa_node(device: torch.device) -> int | None:
-    """Return the NUMA node that a GPU is attached to; None where the system names none. Starts CUDA."""
-    at: Any = torch.cuda.get_device_properties(device)  # torch's stubs leave its place on the bus out
+    """NUMA node of a GPU; None if the system does not report it. Starts CUDA."""
+    # CUDA's bus address is right whatever subset of GPUs the process sees; torch's stubs lack it
+    at: Any = torch.cuda.get_device_properties(device)
     address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
     node = int(read_system(SYS / "bus/pci/devices" / address / "numa_node") or -1)
     return node if node >= 0 else None
 
 
 def cpus_of_nodes() -> dict[int, set[int]]:
-    """Return the CPUs of each NUMA node that has any; empty where the system shows none."""
+    """CPUs of each NUMA node that has any."""
     nodes = SYS / "devices/system/node"
     with_cpus = sorted(cpu_list(read_system(nodes / "has_cpu")))
     return {node: cpu_list(read_system(nodes / f"node{node}" / "cpulist")) for node in with_cpus}
 
 
 def cpus_here() -> set[int]:
-    """Return the CPUs that this thread may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
 
 def cores_here() -> int:
-    """Physical cores that this thread may run on, no more than its control groups allow; at least 1."""
+    """Number of physical cores that affinity and control groups allow."""
     siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = len({read_system(SYS / siblings.format(cpu)) or str(cpu) for cpu in cpus_here()})
     return max(min([cores, *_quotas()]), 1)
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of the control groups of this process, and whether each is of v1.
-
-    Groups above its own count too. The root alone exists in a container whose /proc has the host's paths.
-    """
+    """Yield this process's control groups and their ancestors, each with whether it is v1."""
     for line in read_system(PROC / "self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
             root = SYS / "fs/cgroup" / (controller if controllers else "")
+            # in a container whose /proc shows the host's paths only the root exists
             for folder in (PurePosixPath(group), *PurePosixPath(group).parents):
                 yield root / folder.relative_to("/"), bool(controllers)
 
@@ -204,7 +189,7 @@ def _quotas() -> Iterator[int]:
 
 
 def cpu_list(text: str) -> set[int]:
-    """Return the numbers of a list such as '0-2,7'."""
+    """Parse a CPU list such as '0-2,7'."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -214,7 +199,7 @@ def cpu_list(text: str) -> set[int]:
 
 
 def read_system(path: Path) -> str:
-    """Return the text of a file of the system; empty if it cannot be read."""
+    """Text of a system file; empty if unreadable."""
     try:
         return path.read_text(encoding="ascii").strip()
     except OSError:

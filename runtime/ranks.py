@@ -1,4 +1,4 @@
-"""Ranks of a job: objects that they exchange outside the model, and the process groups of a layout."""
+"""Object collectives of a job's ranks; process groups of a layout."""
 
 import os
 import pickle
@@ -17,17 +17,16 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
 T = TypeVar("T")
+# For tensors: the others wait in a collective while one rank compiles; hangs are detected sooner
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""For tensors: other ranks wait in a collective while one compiles. The launcher finds hangs sooner."""
+# For objects: the others wait while one rank tokenizes a corpus or compiles
 PATIENCE = timedelta(hours=12)
-"""For objects: other ranks wait while one tokenises a corpus or compiles."""
 
 
 class Ranks:
-    """All ranks of the job and this one's place among them; one rank alone without a process group.
+    """All ranks of the job, for object collectives over a dedicated gloo group.
 
-    They exchange objects, by a gloo group of its own: who talks from another thread makes other Ranks.
-    Making one is collective. For tensors there is ``Mesh``.
+    Construction is collective. Use one ``Ranks`` per thread.
     """
 
     def __init__(self, patience: timedelta = PATIENCE) -> None:
@@ -38,14 +37,13 @@ class Ranks:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if spread else 1
         self.local_index = self.rank % self.local_size
         self.group = dist.new_group(backend="gloo", timeout=patience) if spread else None
-        """For objects; None where there is one rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, item: T) -> list[T]:
-        """Return every rank's item, in the order of ranks, on every rank."""
+        """Every rank's item, in rank order."""
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
@@ -53,7 +51,7 @@ class Ranks:
         return items
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Return the result of ``action``, run on rank 0 only; its error is raised on every rank."""
+        """Run ``action`` on rank 0; all get its result or error."""
         if self.size == 1:
             return action()
         outcome: list[Any] = list(_outcome(action)) if self.is_first else [None, None]
@@ -61,43 +59,36 @@ class Ranks:
         return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
-        """Result of ``action``, run on the first rank of each node only; its error is raised on that node.
-
-        A collective of all ranks.
-        """
+        """Run ``action`` on each node's first rank, for that node. Collective over all ranks."""
         if self.size == 1:
             return action()
         mine = _outcome(action) if self.local_index == 0 else (None, None)
         return _result(*self.gather(mine)[self.rank - self.local_index])
 
     def on_each(self, action: Callable[[], None]) -> None:
-        """Run ``action`` on every rank. The error of the first rank that has one is raised on all."""
+        """Run ``action`` on every rank; all raise the first error."""
         for outcome in self.gather(_outcome(action)):
             _result(*outcome)
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
         self.gather(None)
 
 
 class Place(NamedTuple):
-    """Machine and number of a rank there."""
-
     machine: str  # the same for two containers of one machine
     host: str
-    local_rank: int  # 0 on every rank if each sees one GPU only (torch's virtual local rank)
+    local_rank: int
     local_size: int
 
 
 def place_here() -> Place:
-    """Return where this rank runs, by torch's variables."""
     host, boot = platform.node(), Path("/proc/sys/kernel/random/boot_id")
     local = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return Place(boot.read_text() if boot.exists() else host, host, *local)
 
 
 def check_places(places: Sequence[Place]) -> None:
-    """Check that rank = node * local size + local rank, which layouts rely on. *Raises* ConfigError."""
+    """Check rank = node * local size + local rank, which layouts assume. *Raises* ConfigError."""
     size, virtual = places[0].local_size, not any(place.local_rank for place in places)
     for rank, place in enumerate(places):
         first = places[rank - rank % size]
@@ -113,11 +104,7 @@ def check_places(places: Sequence[Place]) -> None:
 
 
 class Mesh:
-    """The process groups that this rank is in. Making one is collective; one rank alone needs none.
-
-    Axes with the same ranks share a group, but none in which gradients and weights travel beside the model's
-    own collectives: a communicator runs one operation after the other, and these would wait for those.
-    """
+    """Process groups of this rank. Construction is collective."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -126,6 +113,8 @@ class Mesh:
         made: dict[tuple[Any, ...], dist.ProcessGroup] = {}
         for axis in AXES:
             groups = layout.groups(axis)
+            # Axes with the same ranks share a group. Reduced gradients and gathered weights get their own: a
+            # communicator runs its operations in order, and these would wait for the model's collectives.
             key = (axis in SUMMED_OVER, *groups)
             if layout.size(axis) > 1 and key not in made:
                 made[key], _ = dist.new_subgroups_by_enumeration(
@@ -135,21 +124,18 @@ class Mesh:
                 self._groups[axis] = made[key]
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """Return the process group of an axis; None where this rank is alone in it."""
+        """Process group of an axis; None if its size is 1."""
         return self._groups.get(axis)
 
     def index(self, axis: Axis) -> int:
-        """Return the place of this rank in its group of the axis."""
         return self.layout.index(axis, self.rank)
 
 
 def sums(group: dist.ProcessGroup | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Sum each tensor over a group in its own dtype, all by one collective. No device sync on a GPU.
-
-    Sums travel as fp64, which keeps counts exact. Without a group (None) the tensors are returned.
-    """
+    """Sum each tensor over a group by one collective, in its own dtype. No device sync on a GPU."""
     if group is None:
         return tensors
+    # fp64 keeps counts exact
     total = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
     dist.all_reduce(total, group=group)
     parts = total.split([tensor.numel() for tensor in tensors])
@@ -178,5 +164,4 @@ def _portable(error: Exception) -> Exception:
 
 
 def backend_of(device: torch.device) -> str:
-    """Return what ``init_process_group`` takes for tensors on a device."""
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

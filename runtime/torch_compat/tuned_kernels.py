@@ -1,4 +1,4 @@
-"""Tuning of the Triton kernels that Inductor generates, checked with torch 2.11 to 2.15."""
+"""Autotuning of Inductor's Triton kernels, checked with torch 2.11 to 2.15."""
 
 import functools
 import os
@@ -10,22 +10,21 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 def tune_each_kernel_once() -> None:
-    """Let all instances of a generated Triton kernel run as the first one was tuned, in this job or before.
+    """Reuse the first autotuning result for all instances of a generated kernel, across jobs.
 
-    Each graph loads its kernels when it is compiled and tunes them when it runs first, so a kernel of
-    several graphs is tuned as often, and not always alike. One that comes with a cached graph looks for the
-    result only where the job that compiled it had its files. Otherwise tuned, a reduction groups its sums
-    otherwise. (torch/_inductor/runtime/triton_heuristics.py: CachingAutotuner, whose file is named by its
-    content; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
+    (torch/_inductor/runtime/triton_heuristics.py; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
     """
     recheck, tune = CachingAutotuner.recheck_autotune_cache, CachingAutotuner.autotune_to_one_config
     if getattr(tune, "once", False):
         return
+    # Every graph with the kernel tunes it anew, and not always alike: other blocks sum a reduction in another
+    # order. Files are named by content.
     chosen: dict[str, str] = {}
 
     @functools.wraps(recheck)
     def recheck_here(self: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
         if self.filename is not None:
+            # a cached graph would look for the result in the folder of the job that compiled it
             self.filename = os.path.join(cache_dir(), *self.filename.split(os.sep)[-2:])
             if self.save_cache_hook is not None:
                 of_compiler: AutotuneCache = self.save_cache_hook.__self__
@@ -54,11 +53,7 @@ def tune_each_kernel_once() -> None:
 
 
 def _stored(kernel: CachingAutotuner, file: str) -> list[Any]:
-    """The launcher of a kernel with the configuration that an earlier job has stored, if there is one.
-
-    Also one that is not among those that the kernel was compiled with, but was derived from the registers
-    that they take: torch 2.11 does not look for these.
-    """
+    # torch 2.11 ignores stored configurations derived from register use after compilation
     cache = AutotuneCache.create(kernel.inductor_meta, file, "")
     best = cache._read() if cache else None
     if not best:

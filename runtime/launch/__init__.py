@@ -1,1 +1,1 @@
-"""The processes of a run: torch elastic, the nodes of a Slurm job, how errors come back; docs/launch.md."""
+"""Processes of a run: torch elastic, nodes of a Slurm job, error reports (docs/launch.md)."""

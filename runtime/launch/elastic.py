@@ -1,7 +1,7 @@
-"""Start of this node's workers through torch elastic, with signals passed on to them.
+"""Start of this node's workers by torch elastic; signals are forwarded.
 
-Elastic runs in a thread of its own, since in the main thread it would take the signals itself and kill
-workers that need more than 30 seconds to save.
+Elastic runs in a thread: in the main thread it would handle signals and kill workers that need more than 30
+seconds to save.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from graphmoe.runtime.launch.nodes import Nodes, interface_of
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+# Seconds to wait for elastic after a signal if it has no workers, as before all nodes have joined
 _IDLE_S = 2.0
-"""Seconds for which elastic is waited for after a signal without workers, as before all nodes are there."""
+# Seconds to wait for errors of other nodes, which may have caused those here
 _OTHERS_S = 2.0
-"""Seconds for which errors of other nodes are waited for, which may be the cause of those here."""
+# Restarted workers would read addresses of the previous attempt (pytorch #135712), and elastic listens on all
+# interfaces for a shared store
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Workers that start again would else find the addresses of those before (pytorch #135712), and elastic
-listens on all interfaces for them."""
 _MEETING = "graphmoe-meeting-"
 _SHOWN_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -68,13 +68,12 @@ def launch(
     nodes: Nodes,
     one_gpu_each: bool,
 ) -> str | None:
-    """Run ``python -m <module> <resolved>`` on each rank of this node until all are done.
+    """Run ``python -m <module> <resolved>`` on each rank of this node until all have ended.
 
-    ``environment`` is added to that of the workers. Errors go to ``log_dir``, and on the first node the
-    output of all but local rank 0 too, which has this process's stdout and stderr. With ``one_gpu_each`` a
-    worker sees its own GPU only, as cuda:0, so that all ranks compile the same code; else it sees all.
-    Returns the name of the signal that asked to stop, if one did. *Raises* ConfigError or RunFailed with the
-    first error.
+    ``environment`` is added to the workers'. ``log_dir`` receives errors, and on the first node the output of
+    local ranks above 0. With ``one_gpu_each`` a worker sees only its GPU, as cuda:0, so that all ranks
+    compile the same code. Returns the name of the signal that stopped the run. *Raises* ConfigError or
+    RunFailed with the first error.
     """
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -115,8 +114,8 @@ def launch(
 def _elastic_config(
     config: LaunchConfig, logs: RankLogs, nodes: Nodes, meeting: Path | None, one_gpu_each: bool
 ) -> ElasticConfig:
-    """With a folder for it, nodes meet at a file there: nothing listens, and nobody else may write it."""
     meets: dict[str, Any] = {"timeout": MEETING_S, "read_timeout": MEETING_S}
+    # a file in a private folder: no port, and no other user may write it
     meets |= {"store_type": "file"} if meeting else {"is_host": "false"}
     elastic = ElasticConfig(
         min_nodes=nodes.count,
@@ -136,7 +135,6 @@ def _elastic_config(
 
 
 def _interfaces(nodes: Nodes) -> dict[str, str]:
-    """Variables that have gloo, and on one node NCCL, listen at this node's address, unless they are set."""
     interface = interface_of(nodes.address) if nodes.address else None
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if nodes.count == 1 else ("GLOO_SOCKET_IFNAME",)
     return {name: os.environ.get(name, interface) for name in names} if interface else {}
@@ -151,22 +149,20 @@ def _tell_other_nodes(error: ChildFailedError, logs: RankLogs, watch: HangWatch 
 
 
 class RankLogs(LogsSpecs):
-    """Files for the output and the error of each worker, named by its rank."""
+    """Output and error files of each worker."""
 
     def __init__(self, log_dir: Path, *, redirect: bool) -> None:
         super().__init__(str(log_dir))
         self.log_dir, self.redirect = log_dir, redirect
         self.attempt = ""
-        """The last one that was started, as ``attempt_of`` names it."""
         self._ranks: list[int] = []
-        """Ranks of this node in that attempt."""
 
     @property
     def root_log_dir(self) -> str:
         return str(self.log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the files of an attempt to start, and report an attempt that is not the first."""
+        """Return a new attempt's files; log a restart."""
         number = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
         if number:
             self._say_restart(number, envs[0]["TORCHELASTIC_MAX_RESTARTS"])
@@ -209,26 +205,23 @@ class _Agent(threading.Thread):
 
 
 class _Forwarding(StopSignal):
-    """Inside a ``with`` block, the first signal makes every worker save and stop; a second kills all at once.
-
-    Workers that start later get it too. If submitit waits for a notice, it gets that at the end of the block.
-    """
+    """Forward the first signal to all workers; a second kills them."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """``words`` end the command line of each worker."""
         self._words = [*words]
         self._told: set[int] = set()
         self._awaited = [number for number in (signal.SIGUSR1, signal.SIGUSR2) if awaited(number)]
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        # submitit waits for its notice too
         for number in self._awaited:
             if number in self._previous and self.received == signal.Signals(number).name:
                 handler: Any = self._previous[number]
                 handler(number, None)
 
     def to_new_workers(self) -> int:
-        """Send the signal to workers that have not had it; returns the number of all workers."""
+        """Signal new workers; return the number of all."""
         pids = self._workers()
         for pid in pids:
             if pid not in self._told:
@@ -260,7 +253,7 @@ class _Forwarding(StopSignal):
 def _elastic_log(log_dir: Path) -> Iterator[None]:
     logger = logging.getLogger("torch.distributed.elastic")
     handler = LogFile(log_dir / "elastic.log")
-    handler.addFilter(lambda record: "child thread" not in record.getMessage())  # where we want it to be
+    handler.addFilter(lambda record: "child thread" not in record.getMessage())  # we run it there on purpose
     propagated, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -276,7 +269,7 @@ def _added_to_environment(variables: Mapping[str, str], one_gpu_each: bool) -> I
     before = {name: os.environ.get(name) for name in (*variables, *_SHOWN_GPUS)}
     os.environ.update(variables)
     if one_gpu_each and torch.version.hip and "HIP_VISIBLE_DEVICES" in os.environ:
-        # elastic splits CUDA_VISIBLE_DEVICES only, which ROCm reads where the other is not set
+        # elastic splits CUDA_VISIBLE_DEVICES only, which ROCm reads if HIP_VISIBLE_DEVICES is not set
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.pop("HIP_VISIBLE_DEVICES")
     try:
         yield

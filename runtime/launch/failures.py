@@ -1,6 +1,6 @@
-"""First error of a job: each worker leaves its own in a file, and the launching process reports the first.
+"""First error of a job: each worker writes its error to a file, the launcher reports the earliest.
 
-The files are those of torch elastic, so a torchrun of the user's own shows them too.
+The files have torch elastic's format, so torchrun shows them too.
 """
 
 import json
@@ -23,50 +23,49 @@ _OURS = "graphmoe"
 _BROKEN_CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection (closed|reset) by peer|NCCL error|ncclRemoteError"
 )
+# Errors of torch.distributed by name: this module does not import torch
 _OF_CONNECTIONS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of torch.distributed, by name: this module does not import torch."""
 
 
 class RunFailed(RuntimeError):
-    """A run cannot start or go on; the message says all that the user needs."""
+    """Failure to start or continue a run; the message is complete."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """End of a worker that did not finish."""
+    """End of a worker that did not finish.
+
+    ``time``: seconds since the epoch; ``status``: exit status, or minus the signal; ``attempt``: by
+    ``attempt_of``; ``suffered``: caused by another rank that ended or is missing.
+    """
 
     rank: int
     host: str
     message: str
     time: float
-    """Seconds since the epoch."""
     status: int
-    """Exit status; minus the signal that killed it."""
     attempt: str
-    """Name by ``attempt_of``."""
     log: str | None = None
-    """Log of the worker, which has the traceback."""
     wrong_config: bool = False
     suffered: bool = False
-    """True for an error that a rank gets when another one has ended, or does not come."""
 
     @property
     def was_stopped(self) -> bool:
-        """Tell whether it was asked to end, as elastic asks workers when another has failed."""
+        """Return whether elastic asked it to end because another worker failed."""
         return self.status in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
     def was_killed(self) -> bool:
-        """Tell whether it died without a word, as one that did not end when asked: elastic waits 30 s."""
+        """Return whether it died by SIGKILL without an error, as elastic's do 30 s after being asked to
+        end."""
         return self.status == -signal.SIGKILL and self.log is None
 
     @property
     def text(self) -> str:
-        """Return one line for the user."""
         return f"rank {self.rank} on {self.host}: {self.message}"
 
     def raised(self, log_dir: Path, began: float) -> Exception:
-        """The error of the launching process, which launched at ``began``, a time of ``time.time()``."""
+        """Error for the launcher, which started at ``began`` (``time.time()``)."""
         log = Path(self.log or log_dir / f"rank{self.rank}.log")
         lines = [self.text, *([f"log of rank {self.rank}: {log}"] if log.exists() else [])]
         text = "\n  ".join([*lines, *dump_lines(dumps_since(began, log.parent))])
@@ -74,7 +73,7 @@ class Failure:
 
 
 def write_failure(error: BaseException, status: int, log_dir: Path | None) -> None:
-    """Leave an error where elastic looks for it, and in the log folder, which all nodes share."""
+    """Write an error to elastic's error file and the shared log folder."""
     known = isinstance(error, (ConfigError, RunFailed, KeyboardInterrupt))
     message = str(error) if known else f"{type(error).__name__}: {error}"
     now, wrong_config = time.time(), isinstance(error, ConfigError)
@@ -92,7 +91,7 @@ def write_failure(error: BaseException, status: int, log_dir: Path | None) -> No
 def leave_failure(
     failure: Failure, trace: str, log_dirs: Set[Path], more_files: Set[Path] = frozenset()
 ) -> None:
-    """Write a failure to the rank's error file in log folders, and to other files, as elastic wants it."""
+    """Write a failure in elastic's format to log folders and other files."""
     extra = {"py_callstack": trace, "timestamp": str(int(failure.time))}
     document = {"message": {"message": failure.message, "extraInfo": extra}, _OURS: asdict(failure)}
     for path in {*more_files, *(error_file(folder, failure.rank) for folder in log_dirs)}:
@@ -101,21 +100,18 @@ def leave_failure(
 
 
 def error_file(log_dir: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves its error."""
     return log_dir / f"rank{rank}.error.json"
 
 
 def attempt_of(environment: Mapping[str, str]) -> str:
-    """The job and its attempt, as elastic counts them for a worker; '/' without elastic."""
+    """Job and restart count by elastic's variables."""
     return "/".join(environment.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
 
 
 def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
-    """The failure that came first, of this node's workers and of all that left a file beside theirs.
+    """Earliest failure of this node's workers and of ranks with a file beside theirs.
 
-    ``of_agent`` are torch's ``ProcessFailure`` by rank. A worker that died without a word is known to be
-    dead only at elastic's next look, so it counts a second earlier: others fail when it leaves them. Errors
-    that look like that are named only if there are no others.
+    ``of_agent``: torch's ``ProcessFailure`` by rank. Failures caused by other ranks come last.
     """
     found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
@@ -125,17 +121,17 @@ def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> F
 
 
 def silent_ranks(ranks: Iterable[int], log_dir: Path, attempt: str) -> list[int]:
-    """Return the ranks of an ended attempt that left no error, as one that the system killed."""
+    """Ranks that left no error, as when the system kills them."""
     left = {failure.rank for failure in _left_in(log_dir) if failure.attempt == attempt}
     return sorted({*ranks} - left)
 
 
 def of_workers(of_agent: Mapping[int, Any], attempt: str) -> Iterator[Failure]:
-    """Yield the failures of a node's workers, from torch's ``ProcessFailure`` by rank."""
     for rank, failure in of_agent.items():
         if _OURS in failure.error_file_data:
             yield Failure(**failure.error_file_data[_OURS])
             continue
+        # elastic notices a killed worker up to a second late, after the errors that its peers got from it
         status, when = failure.exitcode, failure.timestamp - 1
         message = f"killed by {failure.signal_name()}" if status < 0 else f"ended with status {status}"
         if status == -signal.SIGKILL:

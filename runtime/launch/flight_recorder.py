@@ -1,6 +1,6 @@
-"""Torch's flight recorder: the last collectives of NCCL or RCCL on each rank, in a file where one hangs.
+"""Torch's flight recorder: dumps of each rank's last NCCL or RCCL collectives.
 
-Torch dumps it by itself where a collective times out, and when it is asked by a pipe. Gloo has none.
+Torch dumps after a collective's timeout, and on request by a pipe. Gloo has no recorder.
 """
 
 import os
@@ -13,25 +13,23 @@ from pathlib import Path
 from graphmoe.runtime.launch.stamps import STAMPS
 
 NAME = "flight_recorder.rank"
-"""Prefix of the names of dumps, before the rank."""
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _PIPE = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
 _PIPES = "flight_recorder."
 _ENTRIES = 2000
+# torch polls its pipe once a second
 _DUMP_S = 5.0
-"""Torch looks at its pipe once a second."""
-_TICK_S = 0.1
-"""Times of files may lie so far before the clock's."""
+_TICK_S = 0.1  # file times may lag behind the clock
 _MOST = 8
 
 
 def set_flight_recorder(log_dir: Path | None) -> None:
-    """Set torch's variables in this worker; those that the user has set, by any of their names, stay.
+    """Set torch's variables in this worker, unless the user has set them.
 
-    To be called before the process group is made, and again once the log folder is known, if it was not:
-    torch reads where dumps go at the first of them.
+    Call it before the process group is made, and again once the log folder is known: torch reads the path at
+    its first dump.
     """
     wanted = {_BUFFER: str(_ENTRIES), _ON_TIMEOUT: "1"}
     if log_dir is not None:
@@ -44,7 +42,7 @@ def set_flight_recorder(log_dir: Path | None) -> None:
 
 
 def ask_for_dumps(stamps: Path, ranks: Iterable[int], log_dir: Path) -> None:
-    """Let workers of this node dump, and wait some seconds until they have; not of one without a pipe."""
+    """Make workers dump, and wait some seconds for it."""
     began, asked = time.time(), set[int]()
     for rank in ranks:
         with suppress(OSError):  # there is none, or nobody reads it
@@ -65,7 +63,7 @@ def ask_for_dumps(stamps: Path, ranks: Iterable[int], log_dir: Path) -> None:
 
 
 def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os.environ) -> dict[int, Path]:
-    """Dumps that were written since a time of ``time.time()``, of all nodes, by rank and in that order."""
+    """Dumps of all nodes since ``began`` (``time.time()``), by rank."""
     named = next((environment[name] for name in _FILE if name in environment), None)
     prefix = Path(named) if named else log_dir / NAME
     found = {}
@@ -78,7 +76,6 @@ def dumps_since(began: float, log_dir: Path, environment: Mapping[str, str] = os
 
 
 def dump_lines(dumps: Mapping[int, Path]) -> list[str]:
-    """Return the lines of an error about dumps by rank; none where there is no dump."""
     if not dumps:
         return []
     paths = [*dumps.values()]

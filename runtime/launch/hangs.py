@@ -1,8 +1,7 @@
-"""Watch for workers that hang, which names the worker and its place, and ends the job (docs/launch.md).
+"""Detection of hung workers: reports the place in the code, ends the job (docs/launch.md).
 
-Each worker says what it does and how long that may take (``stamps.py``). If one hangs, all others wait for
-it in a collective, so all are late at about the same time. The watch names the worker that waits for nobody,
-or else the one that has come least far.
+If one hangs, the others wait for it and exceed their limits at about the same time. The report names the
+worker that does not wait, else the one furthest behind.
 """
 
 import os
@@ -32,40 +31,39 @@ from graphmoe.runtime.launch.stamps import (
 )
 
 _FOLDERS = "graphmoe-stamps-"
+# Most time that counts between two looks: if the launcher was suspended, the workers were too
 _LONGEST_LOOK_S = 1.0
-"""Between two looks counts so much at most: nobody is late because this process was suspended too."""
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
+# Files of torch whose functions wait for other ranks, or for a device that may
 _WAITING = re.compile(r"torch/(distributed|cuda)/")
-"""Files of torch whose functions wait for other ranks, or for the device, which may wait for them."""
 _WAIT = wait_for.__code__.co_filename, wait_for.__name__
 
 
 @dataclass
 class _Watched:
-    """Newest stamp of a rank of this node, and the time since."""
+    """Newest heartbeat of a rank of this node.
+
+    ``late_s``: time since; ``stopped_s``: time its process has been stopped (SIGSTOP); ``stacks``:
+    faulthandler's, empty without an answer.
+    """
 
     stamp: Stamp
     late_s: float = 0.0
-    """Time without a newer stamp."""
     stopped_s: float = 0.0
-    """Time for which its process has been stopped, as SIGSTOP does."""
     stacks: str = ""
-    """Stacks of all its threads, as faulthandler writes them; empty where it did not answer."""
 
     def hangs(self, timeout_s: float) -> bool:
         return self.late_s > self.stamp.limit_s or self.stopped_s > timeout_s
 
     @property
     def waits(self) -> bool:
-        """Tell whether it waits for other ranks, or for the device."""
         frames = _FRAME.findall(self.stacks)
         return any(_WAITING.search(path) or (path, name) == _WAIT for path, _, name in frames)
 
     @property
     def place(self) -> str:
-        """Place in the code at which the rank is, as an error names it."""
         if self.stopped_s:
             return "its process is stopped, as SIGSTOP does"
         newest_first = _FRAME.findall(self.stacks.strip().split("\n\n")[-1])  # of the main thread
@@ -81,20 +79,16 @@ class _Watched:
 
 
 class HangWatch:
-    """The workers of this node, as their stamps in a folder show them."""
+    """Workers of this node, by their heartbeats."""
 
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._folder, self._timeout_s = folder, timeout_s
         self._watched: dict[int, _Watched] = {}
         self._looked = time.monotonic()
         self.log_dir: Path | None = None
-        """Folder of the workers' logs, once one has named it."""
 
     def look(self, attempt: str, log_dir: Path) -> None:
-        """End all workers of this node if one hangs, and leave in files which and where.
-
-        To be called about every second. Does nothing where a worker is gone already: elastic ends the rest.
-        """
+        """If a worker hangs, report it and kill all of this node. Call it every second."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         for path in self._folder.glob(f"*{SUFFIX}"):
@@ -106,6 +100,7 @@ class HangWatch:
             self.log_dir = Path(named[0]) if named else None
         if not any(watched.hangs(self._timeout_s) for watched in ranks):
             return
+        # if a worker has ended, elastic ends the others
         if all(_status(watched.stamp.pid) is not None for watched in ranks):
             self._end(ranks, attempt, log_dir)
 
@@ -149,11 +144,11 @@ class HangWatch:
         self._watched.clear()
 
     def _ask_for_stacks(self, ranks: Sequence[_Watched]) -> None:
-        """Ask each rank where it is; one that is stopped, or deep in the system, does not answer."""
         files = [self._folder / f"{each.stamp.rank}{STACK}" for each in ranks]
         for each in ranks:
             with suppress(ProcessLookupError):
                 ask_for_stacks(each.stamp.pid)
+        # a worker that is stopped or blocked in the kernel does not answer
         end, before = time.monotonic() + _STACKS_S, None
         while time.monotonic() < end:
             time.sleep(0.2)
@@ -167,7 +162,7 @@ class HangWatch:
 
 @contextmanager
 def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[str, str]]]:
-    """A watch, and the variables by which workers know of it; None and none without a time."""
+    """Yield a watch, and variables for workers; None and {} without a timeout."""
     if timeout_s is None:
         yield None, {}
         return
@@ -187,7 +182,7 @@ def _append(log: Path, text: str) -> None:
 
 
 def _status(pid: int) -> str | None:
-    """Return the status of a process, in psutil's words; None if it has ended."""
+    """Status by psutil; None if the process has ended."""
     try:
         status = str(psutil.Process(pid).status())
     except psutil.Error:

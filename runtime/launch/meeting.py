@@ -1,4 +1,4 @@
-"""Rendezvous stores of the nodes and of the ranks of a run: each store belongs to one run."""
+"""Rendezvous stores of a run's nodes and ranks."""
 
 import logging
 import os
@@ -19,24 +19,20 @@ from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 log = logging.getLogger(__name__)
 
+# Seconds that nodes, and ranks, wait for each other
 MEETING_S = 900
-"""Seconds that nodes, and ranks, wait for each other."""
+# Seconds for a store to answer and name its run, which its host writes at once
 _ANSWER_S = 30.0
-"""Seconds that a store has to answer and to name its run, which its host writes at once."""
 _SILENT_S = 5.0
-"""Seconds of waiting until a line says what is waited for."""
 _TRY_S = 0.1
 _RUN = "graphmoe/run"
-"""Key of the name of the run."""
 
 
 @contextmanager
 def store_of_nodes(nodes: Nodes) -> Iterator[None]:
-    """Host the store of all nodes for the block, if this is the first; else wait until the first hosts it.
-
-    Elastic's own store would listen on all interfaces. *Raises* RunFailed.
-    """
+    """Host the nodes' store on the first node; connect from others. *Raises* RunFailed."""
     endpoint, run, instead = nodes.endpoint, f"{nodes.job} of {nodes.count} nodes", "use a port that is free"
+    # elastic's own store would listen on all interfaces
     if nodes.is_first:
         store = _host(endpoint, run, f"launch.endpoint={endpoint}: this node cannot listen there", instead)
     else:
@@ -47,10 +43,10 @@ def store_of_nodes(nodes: Nodes) -> Iterator[None]:
 
 
 def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) -> TCPStore:
-    """Return the store at the endpoint by which ranks find each other; rank 0 hosts it.
+    """Return the store by which ranks find each other; rank 0 hosts it.
 
-    It has no password: who reaches the address can write to it. ``run`` is the name of the run, empty if
-    nothing gave it one; ``instead`` tells the user how to get another endpoint. *Raises* RunFailed.
+    It has no password: anyone who reaches the address can write. ``instead``: advice on how to get another
+    endpoint. *Raises* RunFailed.
     """
     run = f"{run or 'without a name'} of {size} ranks"
     if rank == 0:
@@ -60,7 +56,7 @@ def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) 
         _wait(endpoint, "rank 0", address_towards(endpoint), says=one_of_node)
         store = _join(endpoint, run, instead)
     store.set_timeout(COLLECTIVE_TIMEOUT)
-    if store.add(f"{_RUN}/{rank}", 1) > 1:  # the runs have no names by which they differ
+    if store.add(f"{_RUN}/{rank}", 1) > 1:  # two runs without names, which `_join` cannot tell apart
         raise RunFailed(f"two processes are rank {rank} of the run that meets at {endpoint}; {instead}")
     return store
 
@@ -78,7 +74,6 @@ def _host(endpoint: str, run: str, failed: str, instead: str) -> TCPStore:
 
 
 def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
-    """Wait until a process listens at the endpoint. Signals end it; they do not end torch's own wait."""
     began, place = time.monotonic(), ", ".join(dict.fromkeys(addresses_of(endpoint)))
     while why := _refusal(endpoint):
         waited = time.monotonic() - began
@@ -91,15 +86,16 @@ def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
                 "can listen there",
                 *(who, endpoint, place or "a name without an address", why, own or platform.node()),
             )
+        # signals interrupt this wait, and not torch's own
         time.sleep(_TRY_S)
 
 
 def _refusal(endpoint: str) -> str:
-    """Return why no store is reached at the endpoint; empty if one may be."""
+    """Reason why no store answers; empty if one may."""
     try:
         with socket.create_connection(split_endpoint(endpoint), timeout=_SILENT_S / 2) as peer:
             peer.settimeout(_TRY_S)
-            with suppress(TimeoutError):  # a store says nothing before it is asked; proxies hang up
+            with suppress(TimeoutError):  # a store waits for a request; proxies disconnect
                 peer.recv(1)
                 return "what listens there ends the connection"
     except OSError as error:
@@ -108,7 +104,6 @@ def _refusal(endpoint: str) -> str:
 
 
 def _join(endpoint: str, run: str, instead: str) -> TCPStore:
-    """Connect to the store of the run, in a thread: torch has no timeout if the peer is not a store."""
     found: list[tuple[TCPStore | None, str]] = []
     (host, port), patience = split_endpoint(endpoint), timedelta(seconds=_ANSWER_S)
 
@@ -119,6 +114,7 @@ def _join(endpoint: str, run: str, instead: str) -> TCPStore:
         except DistError as error:
             found.append((None, str(error).partition("\n")[0]))
 
+    # in a thread: torch has no timeout for a peer that is not a store
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_SILENT_S)

@@ -1,4 +1,4 @@
-"""Nodes of a run: their number, this one's place, their endpoint, and the address of this one."""
+"""Nodes of a run: their number, rendezvous endpoint, this node's address."""
 
 import errno
 import ipaddress
@@ -33,24 +33,18 @@ _OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class Nodes:
-    """Facts of all nodes that the launching process of one has."""
-
     count: int
+    # this launcher claims the run's folder and reports its end
     is_first: bool
-    """True where this node's launching process claims the run's folder and reports its end."""
+    # host:port of the rendezvous
     endpoint: str
-    """host:port where they meet."""
     job: str
-    """A name that is the same on all of them."""
     address: str | None
-    """IP address at which the others reach this node; None where the endpoint's name does not tell it."""
+    """Address for other nodes; None if the endpoint's name does not tell."""
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
-    """Return the nodes of the configuration, else those of this process's Slurm step or PyTorchJob.
-
-    *Raises* ConfigError if these are not the ones that were asked for, or nothing says where they meet.
-    """
+    """Nodes of the configuration, or of this process's Slurm step or PyTorchJob. *Raises* ConfigError."""
     environ, in_step, pods = os.environ, _nodes_of_step(), num_pods()
     count = (pods or in_step) if launch.nodes == "auto" else launch.nodes
     if pods:
@@ -72,11 +66,9 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
 
 
 def num_pods() -> int | None:
-    """Return the number of pods if WORLD_SIZE and RANK count these; None if they count ranks or are not set.
-
-    Kubernetes' PyTorchJob sets both for one process in each pod, and no LOCAL_RANK. With nprocPerNode its
-    WORLD_SIZE counts ranks, and PET_NNODES the pods.
-    """
+    """Number of pods if WORLD_SIZE and RANK count pods; else None."""
+    # Kubernetes' PyTorchJob sets both for one process per pod, without LOCAL_RANK. With nprocPerNode
+    # WORLD_SIZE counts ranks, and PET_NNODES pods.
     of_pods = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = [name for name in (*of_pods, "LOCAL_RANK", "LOCAL_WORLD_SIZE", ELASTIC) if os.environ.get(name)]
     if given != [*of_pods] or num_ranks() == 1 or _has_tasks_per_gpu():
@@ -86,27 +78,25 @@ def num_pods() -> int | None:
 
 
 def num_nodes() -> int:
-    """Return the number of nodes of this process's PyTorchJob or Slurm step, 1 without either."""
     return num_pods() or _nodes_of_step()
 
 
 def is_first_node() -> bool:
-    """Tell whether this process runs on the first of `num_nodes`."""
     number = os.environ.get("RANK" if num_pods() else "SLURM_NODEID")
     return num_nodes() == 1 or number == "0"
 
 
 def num_ranks() -> int:
-    """Return the number of ranks by torch's variable. *Raises* ConfigError if it is not a number."""
+    """Number of ranks by torch's variable. *Raises* ConfigError."""
     return _number("WORLD_SIZE", 1)
 
 
 def run_name() -> str:
-    """Return a name that all ranks of this run have and no other run has; empty if nothing gave them one."""
+    """Name shared by exactly the ranks of this run; empty if unknown."""
     environ = os.environ
     if ELASTIC in environ or environ.get(_MPI_RUN):
         return attempt_of(environ) if ELASTIC in environ else environ[_MPI_RUN]
-    # mpirun and others start ranks of one run from several steps
+    # mpirun and others start one run's ranks from several steps
     is_task = [environ.get(f"SLURM_{key}") for key in _SLURMS[:2]] == [
         environ.get(key) for key in _TORCHS[:2]
     ]
@@ -114,10 +104,9 @@ def run_name() -> str:
 
 
 def started_by() -> str | None:
-    """Name what started this process as one rank of many: torchrun, srun or mpirun; None for none of them.
+    """Program that started this process as a rank: torchrun, srun or mpirun.
 
-    Fills in torch's variables of the rank where srun, Open MPI's mpirun or a PyTorchJob has its own.
-    *Raises* ConfigError where they do not say how many ranks each node has.
+    Sets torch's rank variables. *Raises* ConfigError if the number of ranks per node is unknown or uneven.
     """
     environ = os.environ
     if ELASTIC in environ or num_ranks() != 1:
@@ -145,9 +134,9 @@ def started_by() -> str | None:
 
 
 def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
-    """Set torch's variables of the place where ranks meet, unless their starter or the user has.
+    """Set torch's variables of the rendezvous, unless they are set.
 
-    Returns the place as host:port, and what to do if it can't be used.
+    Returns host:port, and advice if it cannot be used.
     """
     environ = os.environ
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
@@ -174,24 +163,22 @@ def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
-    """Return host and port of an endpoint; an IPv6 address without its brackets."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface of this node that has the address."""
     found = (name for name, places in psutil.net_if_addrs().items() if address in {p.address for p in places})
     return next(found, None)
 
 
 def listen_at(endpoint: str) -> socket.socket:
-    """Listen at the endpoint's own address; on all interfaces, with a warning, where its name tells none.
+    """Listen at the endpoint's address; on all interfaces if its name resolves to none here.
 
-    So it is with a name that stands for 127.0.1.1 on its own machine. *Raises* OSError where the port is not
-    free.
+    *Raises* OSError if the port is taken.
     """
     for family, place in _places(endpoint):
+        # some hosts resolve their own name to 127.0.1.1, which other nodes cannot reach
         if _is_usable(endpoint, place[0]):
             try:
                 return socket.create_server(place[:2], family=family, backlog=2048)
@@ -209,19 +196,18 @@ def listen_at(endpoint: str) -> socket.socket:
 
 
 def addresses_of(endpoint: str) -> list[str]:
-    """Return the IP addresses of an endpoint; empty if its name has none."""
     return [place[0] for _, place in _places(endpoint)]
 
 
 def address_towards(endpoint: str) -> str | None:
-    """Return the address of the interface that a variable names, else of the one towards the endpoint."""
+    """Address of the interface for gloo or NCCL, else of the route to the endpoint."""
     interfaces = psutil.net_if_addrs()
     for variable in _INTERFACES:
         for place in interfaces.get(os.environ.get(variable, ""), ()):
             if place.family in (socket.AF_INET, socket.AF_INET6):
                 return place.address
     for family, place in _places(endpoint):
-        with socket.socket(family, socket.SOCK_DGRAM) as way:  # which sends nothing
+        with socket.socket(family, socket.SOCK_DGRAM) as way:  # connecting UDP sends nothing
             try:
                 way.connect(place)
             except OSError:
@@ -290,7 +276,6 @@ def _slurm_endpoint() -> str:
 
 
 def _slurm_port() -> int:
-    """Return a port of the job's own; steps of one job, which may run side by side, have different ones."""
     return _FIRST_PORT + (_number("SLURM_JOB_ID", 0) + 101 * _number("SLURM_STEP_ID", 0)) % _PORTS
 
 

@@ -1,1 +1,1 @@
-"""The compile cache, docs/compile.md: begin to read at `store`; a run uses it by `compile.job_cache`."""
+"""Compile cache (docs/compile.md). Entry points: `store`, and `compile.job_cache` in a run."""

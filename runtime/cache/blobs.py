@@ -1,4 +1,4 @@
-"""Contents by their hash: the name of a file in the compile cache proves that its content is intact."""
+"""Content-addressed files: the name is the SHA-256, which each read verifies."""
 
 import contextlib
 import errno
@@ -18,28 +18,26 @@ from graphmoe.config.untrusted import open_at_once
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Suffix of a file being written
 DRAFT = ".draft"
-"""Suffix of a file that is being written."""
 ORPHAN_AGE_S = 3600.0
-"""Seconds for which a file that no entry names may belong to an entry that is about to be written."""
 
 
 class DamagedBlob(Exception):
-    """A blob whose content does not have the hash that its name says."""
+    """Content that does not match its hash."""
 
 
 @dataclass(frozen=True)
 class Blob:
-    """A stored content, as the file system lists its file."""
+    """A stored file; ``written``: Unix time of the newest `put`."""
 
     digest: str
     num_bytes: int
     written: float
-    """Unix time at which the content was last stored."""
 
 
 class Blobs:
-    """``blobs/3f/3fa9...`` in the folder of a cache. Readers need no lock: a rename makes each visible."""
+    """Files ``blobs/3f/3fa9...``. No locks: files appear by rename."""
 
     def __init__(self, cache: Path) -> None:
         self._folder, self._damaged = cache / "blobs", cache / "damaged"
@@ -48,21 +46,19 @@ class Blobs:
         return self._folder / digest[:2] / digest
 
     def put(self, content: bytes) -> str:
-        """Store the content if it is not there; returns its sha256. *Raises* OSError.
-
-        Nothing waits for the disk: what a power cut tears fails its check at the next read.
-        """
+        """Store content unless it is there; return its SHA-256."""
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
         with contextlib.suppress(OSError):
-            if path.stat().st_size == len(content):  # else torn, and found before anyone read it
-                os.utime(path)  # somebody is about to name it
+            if path.stat().st_size == len(content):  # else truncated, and not read yet
+                os.utime(path)  # an entry is about to refer to it
                 return digest
+        # no fsync: the next read detects what a power cut truncated
         write_whole(path, content)
         return digest
 
     def get(self, digest: str) -> bytes:
-        """Return the content. *Raises* DamagedBlob, or OSError such as FileNotFoundError."""
+        """Return verified content. *Raises* DamagedBlob or OSError."""
         content = read_or_damaged(self.path(digest))
         if hashlib.sha256(content).hexdigest() != digest:
             raise DamagedBlob(digest)
@@ -72,11 +68,10 @@ class Blobs:
         return self.path(digest).exists()
 
     def set_aside(self, digest: str) -> None:
-        """Move a blob to ``damaged/``; nothing where it is gone or the folder is read-only."""
         set_aside(self.path(digest), self._damaged)
 
     def remove(self, blob: Blob) -> bool:
-        """Remove a blob that nobody has stored again since it was listed; returns whether it went."""
+        """Remove a blob unless it was stored again since; return whether it was removed."""
         path = self.path(blob.digest)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime <= blob.written:
@@ -93,7 +88,7 @@ class Blobs:
 
 
 def read_or_damaged(path: Path) -> bytes:
-    """Return the file's content. *Raises* DamagedBlob where the disk cannot read it, OSError otherwise."""
+    """Read a file. *Raises* DamagedBlob if the disk cannot read it."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -106,10 +101,9 @@ def read_or_damaged(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: bytes, *, first: bool = False) -> None:
-    """Write the file so that nobody sees a part of it. *Raises* OSError, and then leaves nothing.
+    """Write a file atomically. *Raises* OSError.
 
-    ``first`` leaves a file that is there. Of two such writers at the same moment the first one's holds; on a
-    file system without links the last one's.
+    ``first`` keeps an existing file: of concurrent writers the first wins (the last without hard links).
     """
     make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
@@ -130,7 +124,7 @@ def write_whole(path: Path, content: bytes, *, first: bool = False) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder of the cache if it is not there, with the mode of its parent."""
+    """Create a folder with its parent's mode."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -140,7 +134,7 @@ def make_folder(folder: Path) -> None:
 
 
 def set_aside(path: Path, folder: Path) -> None:
-    """Move a file into a folder, under a name of its own, if that can be done."""
+    """Move a file to a folder, if possible."""
     try:
         make_folder(folder)
         path.rename(folder / f"{path.name}.{secrets.token_hex(4)}")
@@ -149,7 +143,7 @@ def set_aside(path: Path, folder: Path) -> None:
 
 
 def read_document(path: Path, read: Callable[[Any], T], damaged: Path) -> T | None:
-    """Return what ``read`` makes of a JSON file; None where it is gone, or damaged and so set aside."""
+    """Parse a JSON file; None if it is missing, or damaged and moved away."""
     try:
         return read(json.loads(read_or_damaged(path)))
     except OSError:

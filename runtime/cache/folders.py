@@ -1,4 +1,4 @@
-"""The folder of a compile cache, which nobody else may write to, and torch pointed at a work folder."""
+"""Folder of a compile cache: permissions, and variables that point torch at a work folder."""
 
 import contextlib
 import errno
@@ -14,27 +14,23 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.runtime.cache.blobs import write_whole
 from graphmoe.runtime.cache.entries import INDUCTOR, TRITON
 
+# Each with the part of a work folder
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": INDUCTOR, "TRITON_CACHE_DIR": TRITON}
-"""Variables by which torch and Triton find their caches, each with the folder of ours that it should name."""
 OURS = "GRAPHMOE_WORK_FOLDER"
-"""Variable that names the work folder to which we have pointed the others."""
 TEMPORARY = "graphmoe-work-"
-"""Prefix of a work folder's name among other temporary files."""
 TAG_FILE = "CACHEDIR.TAG"
+# Standard tag (bford.info/cachedir): backups skip the folder, and the command prunes only tagged ones
 TAG = "Signature: 8a477f597d28d172789f06886806bc55\n# Compiled code of graphmoe, docs/compile.md.\n"
-"""Mark of a cache (bford.info/cachedir): backups leave the folder out, and the tool prunes no other."""
+# A cold compilation would not fit: the disk counts as full
 MIN_FREE_BYTES = 256 * 2**20
-"""A disk with less room counts as full: a cold compilation would not fit."""
 
 
 def check_trusted(folder: Path, *, shared: bool) -> None:
-    """Refuse a cache that others may write to, for what lies there is run; as sshd does with its files.
+    """Reject a cache that other users can write to, since its files are executed. *Raises* ConfigError.
 
-    The folder, all above it and links on the way to it belong to this user or root, and no group and nobody
-    else may write there; so does all inside, where others may enter. ``shared`` allows groups, and other
-    owners. Above it, a folder in which nobody may remove what is another's (/tmp) is fine.
-
-    *Raises* ConfigError.
+    As in sshd: the folder, its parents and links to it belong to this user or root and are not writable by
+    others, except sticky parents (/tmp). Files inside are checked if others may enter. ``shared`` allows
+    groups.
     """
     place = folder.resolve()
     for path in (*reversed(folder.absolute().parents), folder, *reversed(place.parents)):
@@ -42,7 +38,7 @@ def check_trusted(folder: Path, *, shared: bool) -> None:
     _check_trusted(place, folder, shared)
     if not place.is_dir() or not place.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
         return
-    for root, folders, files in os.walk(place):  # which passes over what goes meanwhile
+    for root, folders, files in os.walk(place):  # skips what is removed meanwhile
         for inside in (Path(root, name) for name in (*folders, *files)):
             _check_trusted(inside, folder, shared)
             if inside.is_symlink():
@@ -56,7 +52,7 @@ def _check_trusted(path: Path, cache: Path, shared: bool, *, is_above: bool = Fa
         status = path.lstat()
     except OSError:
         return
-    mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)  # a link has its target's
+    mode = 0 if stat.S_ISLNK(status.st_mode) else stat.S_IMODE(status.st_mode)  # its target's counts
     is_sticky = is_above and bool(mode & stat.S_ISVTX)
     by_group = mode & stat.S_IWGRP and not shared and not _is_own_group(status.st_gid)
     is_open = (by_group or mode & stat.S_IWOTH) and not is_sticky
@@ -85,10 +81,7 @@ def _owner(status: os.stat_result) -> str:
 
 
 def make_cache(folder: Path, *, shared: bool = False) -> None:
-    """Make the cache's folder, for this user or his group, if it is not there.
-
-    *Raises* OSError, also for a disk that is nearly full.
-    """
+    """Create the cache folder. *Raises* OSError, also if the disk is nearly full."""
     if not folder.is_dir():
         folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -102,10 +95,7 @@ def make_cache(folder: Path, *, shared: bool = False) -> None:
 
 
 def point_torch_at(work: Path) -> list[str]:
-    """Let torch and Triton keep their caches in a work folder, each unless the user has set another place.
-
-    Returns the variables that were set.
-    """
+    """Set the cache variables, except the user's own; return the names set."""
     names = [name for name in VARIABLES if not is_users(name)]
     for name in names:
         os.environ[name] = str(work / VARIABLES[name])
@@ -114,7 +104,6 @@ def point_torch_at(work: Path) -> list[str]:
 
 
 def point_torch_away(work: Path) -> None:
-    """Take back what `point_torch_at` has set, where it still holds."""
     for name, part in VARIABLES.items():
         if os.environ.get(name) == str(work / part):
             del os.environ[name]
@@ -123,11 +112,12 @@ def point_torch_away(work: Path) -> None:
 
 
 def is_users(name: str) -> bool:
-    """Tell whether the user has set one of `VARIABLES`: not we, nor torch, which sets its own default."""
+    """Return whether the user has set a variable."""
     value = os.environ.get(name)
     if not value:
         return False
     if OURS in os.environ and Path(value).is_relative_to(os.environ[OURS]):
         return False
+    # torch sets its own default
     path = Path(value)
     return not (path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"))

@@ -1,8 +1,7 @@
-"""Facts that compiled code depends on, their key, and the differences of two sets of facts.
+"""Facts that compiled code depends on, their key, and differences between sets of facts.
 
-A value that is no fact either is no part of any compiled graph or reaches it as a tensor. The exception is
-the size of a rank's shards, which follows from the number of ranks and ``optim.bucket_mb``: after a change
-of these a job finds all of its code but the update.
+Other values are not in compiled graphs or are tensors. Exception: shard sizes follow from the number of ranks
+and ``optim.bucket_mb``; if these change, only the update is compiled again.
 """
 
 import functools
@@ -27,10 +26,10 @@ from graphmoe.passes.table import PASSES
 from graphmoe.plan.forced_loads import NO_LOAD
 
 Facts = Mapping[str, Any]
-"""Plain values by dotted names. Those under ``base.`` are the device, versions and sources of the code."""
+"""Plain values by dotted names. ``base.*`` are device, versions and sources."""
 
+# Config sections whose keys are facts, except `NOT_COMPILED`
 WHOLE_SECTIONS = ("model", "precision", "recompute")
-"""Sections of the configuration whose keys are facts, but for `NOT_COMPILED`."""
 NOT_COMPILED = ("model.name", "model.peak_lr", "model.init_std", "model.bias_update_rate")
 SINGLE_KEYS = (
     "data.seq_len",
@@ -60,12 +59,9 @@ KEY_DIGITS = 24
 
 
 def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device) -> dict[str, Any]:
-    """Return the facts of a resolved configuration and its passes.
-
-    They contain the number of threads, so call this after the number is set.
-    """
+    """Facts of a resolved configuration and its passes. Call it after the number of threads is set."""
     facts = {key: _plain(value) for key, value in _settings(config)}
-    facts["moe.expert_load"] = config.moe.expert_load != NO_LOAD  # a buffer has the load itself
+    facts["moe.expert_load"] = config.moe.expert_load != NO_LOAD  # the load itself is a buffer
     facts["passes.enabled"] = [spec.name for spec in passes]
     for spec in passes:
         prefix = OWN_PASS if spec.name in (own.name for own in PASSES) else EXTRA_PASS
@@ -74,25 +70,24 @@ def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device
 
 
 def key_of(facts: Facts) -> str:
-    """Return 24 hexadecimal digits that stand for the facts, whatever their order."""
+    """Return 24 hexadecimal digits of SHA-256."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
 def base_of(facts: Facts) -> str:
-    """Return a short hash of the base: sources, versions and device."""
     return key_of({name: value for name, value in facts.items() if name.startswith(BASE)})
 
 
 def may_share(facts: Facts, other: Facts) -> bool:
-    """Tell whether code of equal graphs is the same: one base, and no pass of the user's in two versions."""
+    """Return whether equal graphs compile to equal code: one base, equal plug-in passes."""
     names = {name for name in (*facts, *other) if name.startswith(BASE)}
     names |= {name for name in facts if name.startswith(EXTRA_PASS) and name in other}
     return all(name in facts and name in other and facts[name] == other[name] for name in names)
 
 
 def differences(facts: Facts, other: Facts) -> list[str]:
-    """Return the changes from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
+    """Changes from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
     names = [*facts, *(name for name in other if name not in facts)]
     changed = [name for name in names if facts.get(name) != other.get(name)]
     in_one = {name for name in changed if (name in facts) != (name in other)}
@@ -106,7 +101,7 @@ def differences(facts: Facts, other: Facts) -> list[str]:
 
 
 def base_facts(device: torch.device) -> dict[str, Any]:
-    """Return sources, versions and device, by names without prefix."""
+    """Sources, versions and device, without prefix."""
     return {
         **{f"sources.{name}": digest for name, digest in source_hashes().items()},
         "torch": torch.__version__,
@@ -121,12 +116,10 @@ def base_facts(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
-    """Return a short hash of names and contents of the sources in each folder of ours.
-
-    All of them: code that makes compiled code may lie anywhere.
-    """
+    """Short hash of names and contents of the sources in each folder."""
     contents: dict[str, list[bytes]] = {}
     root = Path(*sys.modules[__name__.partition(".")[0]].__path__)
+    # all folders: code that affects compiled code may be anywhere
     for file in own_sources():
         name, text = file.relative_to(root.parent), file.read_bytes()
         folder = contents.setdefault(str(name.parent), [])
@@ -135,7 +128,7 @@ def source_hashes() -> dict[str, str]:
 
 
 def own_sources() -> list[Path]:
-    """Return all sources of this package, also in the folders that it links to, sorted."""
+    """All sources of this package, sorted; follows links."""
     (root,) = sys.modules[__name__.partition(".")[0]].__path__
     folders = os.walk(root, followlinks=True)
     return sorted(
@@ -183,16 +176,16 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_facts() -> dict[str, Any]:
-    """Return the processor, number of threads and compiler, which Inductor's code for a CPU depends on."""
     return {
         "device": _cpu_line("model name", "CPU part") or platform.processor() or "cpu",
+        # Inductor's CPU code depends on these
         "threads": torch.get_num_threads(),
         "compiler": _compiler_version(),
     }
 
 
 def _cpu_line(*names: str) -> str:
-    """Return the first value in /proc/cpuinfo under one of these names; empty where there is none."""
+    """First value of /proc/cpuinfo under one of the names; else empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -203,7 +196,6 @@ def _cpu_line(*names: str) -> str:
 
 @functools.cache
 def _compiler_version() -> str | None:
-    """Return the first line of the version of Inductor's C++ compiler; None without one."""
     words = shlex.split(os.environ.get("CXX", "g++"))
     try:
         run = subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=60, check=True)

@@ -1,7 +1,7 @@
-"""The compile cache: what torch and Triton have compiled, kept by content for later jobs (docs/compile.md).
+"""Compile cache: output of torch and Triton, stored by content for later jobs (docs/compile.md).
 
-A job compiles in a work folder of its own, which starts with verified copies of what earlier jobs published
-for the same facts. Nothing is locked while code is compiled, and a process may die at any moment.
+Each job compiles in its own work folder, which starts with verified files of earlier jobs. Nothing is locked
+during compilation, and a process may die at any time.
 """
 
 import json
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 
 
 class CompileCache:
-    """The store in one folder. Making one touches nothing; any number of processes may use it at once."""
+    """Cache in one folder; processes may share it."""
 
     def __init__(self, folder: Path | None, *, shared: bool = False) -> None:
-        """``shared`` makes a new folder the group's too; without a folder nothing is kept or found."""
+        """Without a folder nothing is stored or found. ``shared``: a new folder is group-writable."""
         self._shared = shared
         self.folder = folder.absolute() if folder is not None else None
         nowhere = self.folder or Path(os.devnull)  # below which there are no files
         self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
     def open(self, facts: Facts, places: Sequence[str] = ()) -> WorkFolder:
-        """Open a work folder of this process that starts with the verified files of these facts.
+        """Return a work folder with the verified files of these facts, else of the nearest with the same
+        base.
 
-        Where these facts have no entry, it starts with the files of the nearest entry of the same base, of
-        which torch takes those of equal graphs. Only an entry of these facts gives graphs of units: those in
-        the folders ``places``. A cache that is damaged, read-only or full ends no run: the log says so, and
-        the work folder lies among the temporary files. *Raises* OSError where their disk is full too.
+        Torch uses files of equal graphs. ``places``: folders of traced graphs, only from an entry of these
+        facts. If the cache is damaged, read-only or full, the work folder is temporary. *Raises* OSError if
+        that fails too.
         """
-        ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as they are in a document
+        ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as in a document
         entry = self.entries.read(key_of(ours))
         others = [] if entry else [other for other in self.entries if other.files]
         source = entry or _nearest(ours, [other for other in others if may_share(ours, other.facts)])
@@ -53,7 +53,7 @@ class CompileCache:
         return work
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:
-        """Keep a small answer of plain values; returns the one that holds, the first that anybody kept."""
+        """Store a small plain value; return the first one stored."""
         if self.folder is None:
             return answer
         path, document = self._answer(name, facts), {"name": name, "facts": dict(facts), "answer": answer}
@@ -66,7 +66,6 @@ class CompileCache:
         return answer if holds is None else holds
 
     def recall(self, name: str, facts: Facts) -> Any | None:
-        """Return the answer for this name and these facts, or None."""
         path = self._answer(name, facts)
         return read_document(path, lambda found: found["answer"], path.parent.with_name("damaged"))
 
@@ -108,8 +107,6 @@ class CompileCache:
 
 
 def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
-    """Return the entry with the fewest differences; of several such, the one used last."""
-
     def distance(entry: Entry) -> tuple[int, float]:
         return len(differences(facts, entry.facts)), -entry.last_used
 

@@ -1,4 +1,4 @@
-"""Upkeep of a compile cache: list its entries, verify its files, and remove old ones."""
+"""Maintenance of a compile cache: list, verify, prune."""
 
 import shutil
 import time
@@ -15,16 +15,15 @@ from graphmoe.runtime.host.files import age_s, remove_dead
 
 
 class Held(NamedTuple):
-    """An entry with its place on the disk; sizes in bytes."""
+    """Entry with its size; ``shared_bytes`` are in other entries too."""
 
     entry: Entry
     num_bytes: int
     shared_bytes: int
-    """Bytes of the files that other entries name too."""
 
 
 def holdings(cache: CompileCache) -> Iterator[Held]:
-    """Yield all entries, those used last first."""
+    """Yield entries, most recently used first."""
     sizes = {blob.digest: blob.num_bytes for blob in cache.blobs}
     entries = sorted(cache.entries, key=lambda entry: entry.last_used, reverse=True)
     users = _users(entries)
@@ -35,16 +34,14 @@ def holdings(cache: CompileCache) -> Iterator[Held]:
 
 
 def total_bytes(cache: CompileCache) -> int:
-    """Bytes of the stored files and of those that were set aside."""
     damaged = sum(_size(path) for path in (_folder(cache) / "damaged").glob("*"))
     return sum(blob.num_bytes for blob in cache.blobs) + damaged
 
 
 def verify(cache: CompileCache) -> dict[str, Any]:
-    """Compare every stored file with its name, every entry with the files; sets damaged ones aside.
+    """Check all stored files and entries; move damaged files away.
 
-    Returns the number of files, the hashes of damaged ones, and files that entries lack, by key; the entries
-    go on without these.
+    Returns the number of files, hashes of damaged ones, and files missing from entries, which drop them.
     """
     blobs = list(cache.blobs)
     with ThreadPoolExecutor() as threads:
@@ -64,16 +61,15 @@ def verify(cache: CompileCache) -> dict[str, Any]:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """Remove entries, least recently used first, until the rest is no larger than the limit.
+    """Remove least recently used entries until the rest fits the limit.
 
-    Files that no job needs go first. A stored file that was never in an entry stays for an hour: a job may
-    be about to name it. Returns what went, in plain values, and the entries that did.
+    Unused files are removed first. Returns a report of plain values and the removed entries.
     """
     before, damaged = total_bytes(cache), _folder(cache) / "damaged"
     num_damaged, gone = len([*damaged.glob("*")]), list[Entry]()
     shutil.rmtree(damaged, ignore_errors=True)
     work_folders = [folder.name for folder in remove_dead(_folder(cache) / "work")]
-    for draft in (_folder(cache) / "blobs").glob(f"??/*{DRAFT}"):  # that killed writers left
+    for draft in (_folder(cache) / "blobs").glob(f"??/*{DRAFT}"):  # of killed writers
         if age_s(draft) > ORPHAN_AGE_S:
             draft.unlink(missing_ok=True)
     blobs = {blob.digest: blob for blob in cache.blobs}
@@ -81,6 +77,7 @@ def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], l
     users = _users(entries)
     num_files = waiting = 0
     for blob in [blob for digest, blob in blobs.items() if not users[digest]]:
+        # a job may be about to add a young file to an entry
         if time.time() - blob.written > ORPHAN_AGE_S:
             num_files += cache.blobs.remove(blobs.pop(blob.digest))
         else:
@@ -129,6 +126,6 @@ def _is_whole(cache: CompileCache, blob: Blob) -> bool:
         cache.blobs.get(blob.digest)
     except DamagedBlob:
         return False
-    except OSError:  # removed meanwhile, or not ours to read
+    except OSError:  # removed meanwhile, or unreadable for this user
         pass
     return True

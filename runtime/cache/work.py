@@ -1,4 +1,4 @@
-"""Folder that one job compiles to: it starts with files of earlier jobs, and new files are kept from it."""
+"""Work folder of one job: filled from earlier jobs; new files are published."""
 
 import atexit
 import json
@@ -19,17 +19,17 @@ from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
 
+# Prefix of the file that lists a Triton kernel's files by absolute path
 GROUP_FILE = "__grp__"
-"""Prefix of the file in which Triton lists the files of a kernel, by their absolute paths."""
 CHILDREN = "child_paths"
 _SKIPPED_FOLDERS = {"locks", "__pycache__"}
 _SKIPPED_ENDS = (".lock", ".tmp")
+# A job merges more documents of one entry even without new files
 MANY_DOCUMENTS = 4
-"""Documents of one entry above which a job joins them though it has nothing new."""
 
 
 class WorkFolder:
-    """Folder that the processes of a job compile to. ``CompileCache.open`` makes it."""
+    """Compile folder of a job's processes, made by ``CompileCache.open``."""
 
     def __init__(
         self,
@@ -42,34 +42,30 @@ class WorkFolder:
         keeps: bool,
     ) -> None:
         self.path, self.key, self.facts = path, key_of(facts), facts
+        # whether `publish` writes; not to a read-only, full or missing cache
         self.keeps = keeps
-        """True where `publish` writes: not in a cache that is read-only, full or none."""
         self.found = False
-        """True where there was an entry of these facts."""
+        # if not found: to the nearest facts, possibly of another base
         self.differences: list[str] = []
-        """Without an entry: those to the facts that differ least, which may be of another base."""
         self.shared_from: str | None = None
-        """Key of the other entry whose files lie here."""
         self.num_files = self.num_bytes = 0
         """Files that were put here."""
         self.damaged: list[str] = []
-        """Files that were damaged or missing; torch makes them again."""
         self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
+        # of the entry, or of the one shared from, if they are here
         self._files: dict[str, str] = {}
-        """Files of the entry, or of another that lent them, as far as they lie here."""
+        # stored, but in no document yet
         self._new: dict[str, str] = {}
-        """Files that are stored and not yet in a document."""
+        # known size and mtime of each file
         self._seen: dict[str, tuple[int, int]] = {}
-        """Size and time of each file as we know it."""
         self._refused: set[tuple[str, str]] = set()
-        """Files of the entry that are not as they were, with their hashes."""
         self.clear()
         atexit.register(self.close)
 
     def fill(self, source: Entry | None, places: Sequence[str] | None) -> None:
-        """Put an entry's files here, of graphs those in the folders ``places``. *Raises* OSError.
+        """Copy an entry's files here. *Raises* OSError.
 
-        ``places`` is None for an entry of other facts, which gives no graphs.
+        ``places``: folders of graphs; None for an entry of other facts.
         """
         if source is None:
             return
@@ -95,24 +91,17 @@ class WorkFolder:
         self.num_files, self.num_bytes = len(self._files), sum(size for size, _ in self._seen.values())
 
     def clear(self) -> None:
-        """Make the folder as it is where there is no entry."""
         self.found, self.shared_from = False, None
         for part in (INDUCTOR, TRITON, GRAPHS):
             shutil.rmtree(self.path / part, ignore_errors=True)
             (self.path / part).mkdir()
 
     def activate(self) -> None:
-        """Let torch and Triton compile to here, each unless the user has set its folder; `close` ends it.
-
-        Call it before the first compilation.
-        """
+        """Point torch and Triton here. Call it before the first compilation."""
         point_torch_at(self.path)
 
     def publish(self, notes: Mapping[str, Any] | None = None) -> int:
-        """Keep what is new here; returns how many files that were. Call it while nothing compiles.
-
-        ``notes`` are for the tool that lists entries (model, graphs). A full disk is a warning.
-        """
+        """Store new files; return their number. Call it while nothing compiles. A full disk is a warning."""
         if not self.keeps:
             return 0
         try:
@@ -122,7 +111,7 @@ class WorkFolder:
             return 0
 
     def close(self) -> None:
-        """Remove the work folder, as the end of the process does. A forked child leaves it alone."""
+        """Remove the work folder. No effect in a forked child."""
         if os.getpid() != self._pid:
             return
         atexit.unregister(self.close)
@@ -132,7 +121,7 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _place(self, path: str, digest: str) -> str | None:
-        """Put one file here; returns its fault, if any. *Raises* OSError where it cannot be written."""
+        """Copy one file; return its fault, if any."""
         try:
             content = self._blobs.get(digest)
         except DamagedBlob:
@@ -200,19 +189,17 @@ class WorkFolder:
                 self._blobs.put(content)
 
     def _stored_form(self, path: Path) -> bytes | None:
-        """Return a file without the place of the work folder; None for a group that is not whole here."""
+        """Content without the work folder's path; None for an incomplete group."""
         content = path.read_bytes()
         is_group = path.name.startswith(GROUP_FILE)
         return _moved_group(content, f"{self.path / TRITON}/", "") if is_group else content
 
 
 def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path below the work folder, path) of files worth keeping: no locks, nothing half written.
-
-    All compilation must be over. Names of unfinished files are those of torch/_inductor/codecache.py
-    (``.<pid>.<thread>.tmp``) and triton/runtime/cache.py (``tmp.pid_<pid>_<uuid>/``).
-    """
+    """Yield (path below the work folder, path) of complete files."""
     for part in (INDUCTOR, TRITON, GRAPHS):
+        # unfinished files: .<pid>.<thread>.tmp (torch/_inductor/codecache.py), tmp.pid_<pid>_<uuid>/
+        # (triton/runtime/cache.py)
         for folder, folders, names in os.walk(work / part):
             folders[:] = [
                 name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("tmp.")
@@ -224,15 +211,13 @@ def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _moved_group(content: bytes, old: str, new: str) -> bytes | None:
-    """Return a group file of Triton's with its children below another folder; None for any other file.
-
-    Below ``old``, unless it is empty, all of them must be there.
-    """
+    """Move a Triton group file's paths from ``old`` to ``new``; None if invalid."""
     try:
         group = json.loads(content)
         children = {name: str(child) for name, child in group[CHILDREN].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    # a stored group (old is empty) has no files to check
     if not all(child.startswith(old) and (not old or os.path.exists(child)) for child in children.values()):
         return None
     moved = {name: f"{new}{child.removeprefix(old)}" for name, child in children.items()}

@@ -56,8 +56,7 @@ class Failure:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether it died by SIGKILL without an error, as elastic's do 30 s after being asked to
-        end."""
+        """Return whether it died by SIGKILL without an error; elastic kills 30 s after asking to end."""
         return self.status == -signal.SIGKILL and self.log is None
 
     @property

@@ -1,13 +1,8 @@
-"""Compiled units whose forward and backward replay from graphs: ``graph.scope`` with names of segments.
+"""Compiled units whose forward and backward replay from graphs: segments named in ``graph.scope``.
 
-At each place of the model a unit has a graph for its forward and one for its backward, I then W (another for
-later micro-batches, where W adds to gradients that are there already). What I hands to W is inside the graph,
-so its memory serves the next layer too. Where W is left for later, I and W are graphs of their own: what I
-hands over stays until W reads it where it lies.
-
-All of this once for each lane. A lane has the graphs and buffers of one micro-batch in flight, in all units:
-whoever runs micro-batches says which is on which lane. A unit that runs twice in a micro-batch has graphs for
-each of these forwards.
+At each position in the model, each micro-batch slot (lane) has a forward graph and two backward graphs
+(dgrad, then wgrad): the first micro-batch's wgrad stores, later ones add. Tensors that dgrad passes to wgrad
+are internal to the graph, so the next layer reuses their memory. Deferred wgrad has a graph of its own.
 """
 
 from __future__ import annotations
@@ -29,16 +24,12 @@ from graphmoe.runtime.compile.weight_forms import NUM_TENSORS
 
 
 class UnitCapture:
-    """Names of the captured segments, and state that their graphs share."""
-
     def __init__(self, names: frozenset[str], capture: Capture) -> None:
         self.names, self.capture = names, capture
-        self.lane_name: Hashable = None
-        """The lane that units run on now."""
-        self.micro_batch = 0
-        """Number of the micro-batch, of all that have been given a lane."""
+        self.lane_name: Hashable = None  # micro-batch slot that units run on now
+        self.micro_batch = 0  # number of micro-batches that were assigned a slot
+        # By slot: one pool for each forward of the same unit in flight.
         self._pools: dict[Hashable, list[Pool]] = {}
-        """By lane: one for each time that a unit is in flight there."""
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
         self._planned = capture.planned
@@ -46,7 +37,6 @@ class UnitCapture:
 
     @contextmanager
     def lane(self, name: Hashable) -> Iterator[None]:
-        """As ``CompiledSegments.lane``."""
         assert name is not None and self.lane_name is None, "a micro-batch has one lane"
         self.micro_batch += 1
         for pool in self._pools.get(name, ()):
@@ -59,7 +49,7 @@ class UnitCapture:
             self.lane_name = None
 
     def pool(self, number: int) -> Pool:
-        """The memory of units that run for the ``number``-th time at once on the lane."""
+        """Return the pool of the ``number``-th forward of a unit in flight on this slot."""
         pools = self._pools.setdefault(self.lane_name, [])
         while len(pools) <= number:
             addresses = pools[0].addresses if pools else set[int]()
@@ -67,7 +57,7 @@ class UnitCapture:
         return pools[number]
 
     def has_new_program(self) -> bool:
-        """Return True once after the graphs so far have ended for good; forgets all that these shared."""
+        """Return True once after all earlier graphs were released; drops what they shared."""
         if self._planned == self.capture.planned:
             return False
         self._planned = self.capture.planned
@@ -78,7 +68,6 @@ class UnitCapture:
     def unit(
         self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...]
     ) -> UnitCode | CapturedUnit:
-        """Return the code that runs the unit at one more place."""
         if not code.graphs.num_outputs:
             self.capture.report.not_captured |= dict.fromkeys(segments, "it only hands on what it reads")
             return code
@@ -93,7 +82,7 @@ class UnitCapture:
         return CapturedUnit(code, self, span, reads)
 
     def scratch(self, index: int, like: Tensor) -> Tensor:
-        """A static tensor for the ``index``-th input of a graph that is replayed as soon as it is filled."""
+        """Return a static input that graphs share; each replays right after it is filled."""
         key = (index, like.shape, like.stride(), like.dtype)
         if key not in self._scratch:
             self._scratch[key] = static_copy(like)
@@ -101,7 +90,7 @@ class UnitCapture:
 
 
 class CapturedUnit:
-    """A training unit at one place: its code while the capture warms up, then its graphs."""
+    """A training unit at one position: its code during warm-up, then its graphs."""
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
         assert code.accumulates, "autograd would keep a gradient that the next replay overwrites"
@@ -115,7 +104,6 @@ class CapturedUnit:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """As ``UnitCode``."""
         assert self._shared.lane_name is not None, "units are captured, and the micro-batch has no lane"
         lane = self._free()
         lane.taken_by = self._shared.micro_batch
@@ -136,8 +124,6 @@ class CapturedUnit:
 
 
 class _UnitOnLane:
-    """Graphs and static buffers of a unit for one forward in flight."""
-
     def __init__(
         self,
         code: UnitCode,
@@ -147,21 +133,18 @@ class _UnitOnLane:
         pool: Pool,
     ) -> None:
         self.graphs = code.graphs
-        self.taken_by: int | None = None
-        """The micro-batch that may still read the results."""
+        self.taken_by: int | None = None  # micro-batch that may still read the results
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
+        # Inputs of the last warm-up call that need no gradient. Holding them keeps the allocator from reusing
+        # their addresses, so an input found there again at capture is static.
         self._held: Sequence[Tensor] = ()
-        """Tensors that it read last without a gradient. While they are held, their memory is given to nobody
-        else."""
         self._forward: Replay | None = None
+        # dgrad and wgrad, by whether wgrad adds to existing gradients
         self._backward: dict[bool, list[Replay]] = {False: [], True: []}
-        """I then W, by whether W adds to gradients that are there already."""
-        self._inputs: list[_Inputs] = []
-        """I where W is left for later."""
+        self._inputs: list[_Inputs] = []  # dgrad alone, if wgrad is deferred
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """As ``UnitCode.forward``."""
-        last = len(tensors) - NUM_TENSORS * len(self.graphs.forms)  # which stay where they are
+        last = len(tensors) - NUM_TENSORS * len(self.graphs.forms)  # quantized weights keep their addresses
         first = last - len(self._reads)
         own, read, forms = tensors[:first], tensors[first:last], tensors[last:]
         if not self._shared.capture.ready:
@@ -179,7 +162,8 @@ class _UnitOnLane:
             f"{self._span.unit}: two micro-batches are on one lane"
         )
         results = [result.detach() for result in self._forward(read)]
-        # A replay leaves no trace in version counters; so autograd sees that what a forward kept is gone.
+        # A replay does not change version counters; bump them so that autograd detects overwritten saved
+        # tensors.
         torch.autograd.graph.increment_version(results)
         return self._code.outputs_and_kept([*own, *self._forward.static, *forms], results)
 
@@ -204,7 +188,6 @@ class _UnitOnLane:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> Gradients:
-        """As ``UnitCode.backward``."""
         if self._forward is None:
             return self._code.backward(kept, of_outputs, gradients, pending)
         if pending is None:
@@ -220,7 +203,7 @@ class _UnitOnLane:
         is_first = bool(sums) and add not in self._code.weights_run
         if is_first or (replay is None and self._pool.has_gap):
             self._pool.has_gap = True
-            return self._code.backward(kept, of_outputs, gradients)  # a first run may compile and measure
+            return self._code.backward(kept, of_outputs, gradients)  # a first run may compile and autotune
         if replay is None:
             scratch = [self._shared.scratch(i, gradient) for i, gradient in enumerate(of_outputs)]
 
@@ -265,7 +248,7 @@ class _UnitOnLane:
             if not is_read_later:
                 scratch.append(self._shared.scratch(i, gradient))
                 static.append(scratch[-1])
-            else:  # another unit fills the scratch before W reads it
+            else:  # another unit refills the scratch before wgrad reads it
                 static.append(gradient.detach() if stays[-1] else static_copy(gradient))
 
         def run(static: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -286,7 +269,7 @@ class _UnitOnLane:
             return ()
 
         if add not in self._code.weights_run:
-            run(())  # a first run may compile and measure
+            run(())  # a first run may compile and autotune
         else:
             replay = self._pool.find(inputs.weights[add])
             if replay is None:
@@ -298,14 +281,13 @@ class _UnitOnLane:
 
 
 class _Inputs(Replay):
-    """I, and the graphs of W that read what it hands over where it lies."""
+    """Graph of dgrad, and the wgrad graphs that read its results in place."""
 
-    read_by_weights: Sequence[Tensor] = ()
-    """Tensors that W reads beside results of I."""
+    read_by_weights: Sequence[Tensor] = ()  # tensors that wgrad reads beside results of dgrad
 
     @functools.cached_property
     def weights(self) -> dict[bool, list[Replay]]:
-        """W, by whether it adds to gradients that are there already."""
+        # by whether wgrad adds to existing gradients
         return {False: [], True: []}
 
 
@@ -314,5 +296,6 @@ def _apart_from(scratch: Sequence[Tensor], results: Sequence[Tensor | None]) -> 
     apart = []
     for result in results:
         assert result is not None
+        # the next unit overwrites the shared scratch, so a result must not alias it
         apart.append(result.clone() if result.untyped_storage().data_ptr() in taken else result)
     return tuple(apart)

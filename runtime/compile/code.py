@@ -1,4 +1,4 @@
-"""UnitCode: a unit's compiled F, I and W, and the autograd node that runs them; turns of ranks at graphs."""
+"""UnitCode: a unit's compiled forward, dgrad and wgrad, and their autograd node; compile turns of ranks."""
 
 import functools
 import hashlib
@@ -23,12 +23,12 @@ from graphmoe.segments import profiler_range
 _COMPILED = "compiled"
 Compiled = Callable[..., Sequence[Tensor]]
 Gradients = tuple[list[Tensor | None], list[Tensor | None]]
-"""Gradients of a unit's inputs and, for autograd, of its weights."""
+"""(input gradients, weight gradients for autograd)."""
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.graphmoe
 
 
 def compile_graph(graph: fx.GraphModule) -> Compiled:
-    """Compile a graph without gradients for tensors with the shapes and strides that it was traced with."""
+    """Compile an inference graph for its traced shapes and strides."""
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     mode: FakeTensorMode = values[0].fake_mode
     with mode:
@@ -38,19 +38,14 @@ def compile_graph(graph: fx.GraphModule) -> Compiled:
 
 @dataclass
 class Turn:
-    """A rank's turn at one graph."""
-
-    elsewhere: bool = False
-    """True where another rank has compiled the graph for this job."""
-    compiles: bool = True
-    """False where this rank begins the graph and has found it compiled."""
+    elsewhere: bool = False  # another rank has compiled the graph for this job
+    compiles: bool = True  # False if this rank is first and finds the graph in the cache
 
 
 class CompileTurns:
-    """A file for each graph in a folder of this job and node, locked while its first rank there compiles.
+    """A lock file for each graph in a folder of this job and node, held while the first rank compiles it.
 
-    Ranks that compile different graphs, as in a pipeline or for a device of another number, do not wait; nor
-    for a rank that has died.
+    Ranks that compile different graphs do not wait for each other, nor for a dead rank.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,14 +54,14 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
-        """Compile the graph inside: at once if no rank has begun it, else when that rank is done."""
+        """Compile the graph inside, after any rank that has begun it."""
         path = self._folder / graph_fingerprint(graph)
         lock = wait_for(lambda: FileLock.acquire(path, wait=True))
         assert lock is not None
         try:
             done = path.read_text()
             if done:
-                lock.release()  # others that wait go on beside this one
+                lock.release()  # waiting ranks load the compiled code in parallel
             turn = Turn(elsewhere=done == _COMPILED)
             yield turn
             if not done:
@@ -77,29 +72,25 @@ class CompileTurns:
 
 
 def graph_fingerprint(graph: fx.GraphModule) -> str:
-    """Return a hash of operations and incoming tensors, equal on ranks whose code is equal."""
+    """Return a hash that is equal on ranks with equal code."""
     values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     tensors = [(tuple(v.shape), v.stride(), str(v.dtype), str(v.device)) for v in values]
     return hashlib.sha256(f"{graph.graph}\n{tensors}".encode()).hexdigest()[:24]
 
 
 class UnitCode:
-    """The compiled F, I and W of a unit, shared by every unit that computes the same.
-
-    A plain backward is ``backward_inputs`` then ``backward_weights``; a schedule may call them apart.
-    """
+    """The compiled forward, dgrad and wgrad of a unit; equal units share one."""
 
     def __init__(
         self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, accumulates: bool
     ) -> None:
-        """``accumulates``: W sums weight gradients itself; else autograd gets them."""
+        """``accumulates``: wgrad sums weight gradients itself; else autograd gets them."""
         self.graphs, self.accumulates, self._compiler = graphs, accumulates, compiler
         self._forward = compiler(graphs.forward) if graphs.num_outputs else lambda *_: ()
         self._inputs: Compiled | None = None
+        # wgrad that stores and wgrad that adds, each compiled at first use
         self._weights: dict[bool, Compiled] = {}
-        """W that stores, and W that adds to gradients that are there already, compiled at first use."""
-        self.weights_run: set[bool] = set()
-        """Keys of the two that have run where W accumulates."""
+        self.weights_run: set[bool] = set()  # keys of _weights that have run, if wgrad accumulates
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
                 self._inputs = compiler(graphs.backward.inputs)
@@ -108,11 +99,10 @@ class UnitCode:
 
     @property
     def has_inputs(self) -> bool:
-        """Return whether I computes any gradients."""
         return self._inputs is not None
 
     def compile_rest(self) -> None:
-        """Compile W that adds, which else waits for its first use."""
+        """Compile the wgrad that adds, otherwise compiled at first use."""
         if self.graphs.weight_gradients:
             self._weights_code(add=True)
 
@@ -122,10 +112,10 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the unit's outputs from (parameters, buffers, inputs), with gradients if it trains.
+        """Compute the outputs from (parameters, buffers, inputs), with gradients if the unit trains.
 
-        Where the code accumulates, the backward adds to each parameter's gradient in ``gradients``, and
-        autograd gets none. Given ``pending`` it leaves that to a call that it puts there.
+        If the code accumulates, the backward adds to ``gradients``. With ``pending``, wgrad is appended
+        there.
         """
         if self.graphs.backward is None:
             results = tuple(self.run_forward(tensors))
@@ -135,18 +125,17 @@ class UnitCode:
         return self.graphs.views(tensors, results) if self.graphs.views else results
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Run F: return tensors from which ``graphs.views`` makes the outputs, and those for the backward."""
+        """Return results, from which ``graphs.views`` makes the outputs, and saved tensors."""
         return self.outputs_and_kept(tensors, self.run_forward(tensors))
 
     def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the outputs, then the intermediate results that the backward keeps."""
+        """Return the results, then the saved activations."""
         with profiler_range(self.graphs.name, "F"):
             return self._forward(*tensors)
 
     def outputs_and_kept(
         self, tensors: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Split results as ``forward`` does, from what it was given and what ``run_forward`` returned."""
         count = self.graphs.num_outputs
         return tuple(results[:count]), [*(tensors[i] for i in self.graphs.kept_inputs), *results[count:]]
 
@@ -157,14 +146,14 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> Gradients:
-        """Run I, then W or leave it in ``pending``; returns gradients of inputs, of weights for autograd."""
+        """Run dgrad, then run wgrad or append it to ``pending``; returns gradients for autograd."""
         of_inputs, handed = self.backward_inputs(kept, of_outputs)
         if pending is None:
             return of_inputs, self.backward_weights(handed, gradients)
         assert self.accumulates, "autograd wants weight gradients at once"
         assert all(i >= len(gradients) for i in self.graphs.input_gradients), "I makes weight gradients"
         if self.graphs.weight_gradients:
-            # What made an input leads to other units' calls in the list: a cycle, which nobody collects.
+            # An input's grad_fn refers to other units' pending calls: without detach, a cycle that leaks.
             handed = [tensor.detach() for tensor in handed]
             pending.append(functools.partial(self.backward_weights, handed, gradients))
         return of_inputs, [None] * len(self.graphs.weight_gradients)
@@ -172,7 +161,7 @@ class UnitCode:
     def backward_inputs(
         self, kept: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Run I: returns gradients of the inputs in ``graphs.input_gradients``, and tensors for W."""
+        """Run dgrad: returns input gradients, and the tensors that wgrad reads."""
         split = self.graphs.backward
         assert split is not None
         read = [*kept, *gradients]
@@ -186,10 +175,7 @@ class UnitCode:
     def backward_weights(
         self, handed: Sequence[Tensor], gradients: Sequence[Gradient]
     ) -> list[Tensor | None]:
-        """Run W on the tensors from I: returns gradients of the parameters in ``graphs.weight_gradients``.
-
-        They go to ``gradients`` instead, and None is returned, where the code accumulates.
-        """
+        """Run wgrad: returns weight gradients, None for each if it accumulates."""
         wanted = self.graphs.weight_gradients
         if not wanted:
             return []
@@ -199,12 +185,12 @@ class UnitCode:
                 return list(code(*handed))
         sums = [gradients[i] for i in wanted]
         self.run_weights(handed, sums, add=have_begun(sums))
-        begin(sums)  # the next micro-batch may come before all of this one is at home
+        begin(sums)  # the next micro-batch may add before all of this one is reduced to the owner
         when_home([gradient.total for gradient in sums], functools.partial(report_added, sums))
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
-        """Run W where it accumulates: store in ``sums`` or add to them."""
+        """Run the accumulating wgrad."""
         if sums:
             code = self._weights_code(add=add)
             with profiler_range(self.graphs.name, "W"):
@@ -222,13 +208,11 @@ class UnitCode:
 
 
 Forward = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
-"""As ``UnitCode.forward``."""
 Backward = Callable[..., Gradients]
-"""As ``UnitCode.backward``."""
 
 
 class UnitFunction(torch.autograd.Function):
-    """A unit's forward as one node of autograd's graph; returns tensors that its outputs are views of."""
+    """A unit as one autograd node; its outputs are views of what it returns."""
 
     @staticmethod
     def forward(
@@ -270,12 +254,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
-    """The same graph with a further fp32 input for each output, which it stores there or adds to it.
-
-    The experts' kernels do so from their own sums where they can. Elsewhere the sum is taken in fp32 before
-    any rounding to the weights' dtype that ends the graph, and a transposed product becomes the product of
-    the transposed, so that both sides of the sum lie alike.
-    """
+    """Return the graph with an fp32 buffer for each output, which it stores there or adds to it."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
@@ -289,7 +268,9 @@ def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
         last_input = [buffer]
         buffer.meta["val"] = shape.new_empty(shape.shape, dtype=torch.float32)
         pairs.append((value, buffer))
+    # The experts' kernels accumulate from fp32 sums if they can; others are added before the final cast.
     for value, buffer in _without_experts(graph, pairs, add):
+        # (a @ b).T becomes b.T @ a.T, so that both operands of the sum have one layout
         value = _transposed_product(graph, _before_rounding(value))
         if add:
             value = graph.call_function(aten.add.Tensor, (buffer, value))
@@ -305,8 +286,7 @@ def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
 def _without_experts(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
-    into = {  # each with the number of tensors before the backend, which one of them has, and the replicas
+    into = {  # op -> (accumulating op, number of tensors, number of backend arguments)
         ops.grouped_mlp_wgrad.default: (ops.grouped_mlp_wgrad_into.default, 7, 1),
         ops.fp8_mlp_wgrad.default: (ops.fp8_mlp_wgrad_into.default, 11, 0),
     }

@@ -1,9 +1,8 @@
-"""Cut a unit's graphs: its joint graph into forward and backward, and views off its outputs.
+"""Cut a unit's joint graph into forward and backward, and take views off its outputs.
 
-torch's partition cuts, told by marks on nodes what the backward is to compute again. A region is a run of
-neighbouring segments: all of it is marked, and what it hands on passes a border, a node that is kept if the
-backward of what follows needs it, and that is taken off again. A part is a piece of a segment: it has no
-border, so what follows reads its results from the second computation.
+torch's partitioner cuts; marks on nodes tell it what to recompute. A region, a run of segments, is recomputed
+whole; each value that leaves it passes a border, a node that is saved if a later backward needs it. A part, a
+piece of a segment, has no border: later operations read its recomputed results.
 """
 
 import operator
@@ -22,25 +21,21 @@ from graphmoe.runtime.torch_compat import is_recomputed, mark_kept, mark_recompu
 aten = torch.ops.aten
 
 MOVES = RECOMPUTED | {aten.clone.default, aten.constant_pad_nd.default, operator.getitem}
-"""Operations that only lay a value out, pads or casts it: behind a part it is computed again too."""
+"""Layout changes, padding and casts: recomputed too if they follow a recomputed part."""
 BORDER = "border"
-"""The key of a border's metadata."""
 
 
 class Halves(NamedTuple):
-    """The two halves of a joint graph."""
-
     forward: fx.GraphModule
-    """May have borders in it, which `take_off_borders` takes off."""
     backward: fx.GraphModule
     recomputed: int = 0
-    """Operations of the forward that are in the backward because they are marked, views not counted."""
+    """Forward operations that the backward recomputes, views not counted."""
 
 
 def cut_joint(
     joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int], wanted: UnitRecompute
 ) -> Halves:
-    """Cut a joint graph into halves. Raises ConfigError for random numbers in a recomputed operation."""
+    """Cut a joint graph into halves. Raises ConfigError if a recomputed operation draws random numbers."""
     if not wanted:
         return Halves(*partition(joint, num_outputs, static_inputs))
     _mark(joint.graph, wanted)
@@ -56,7 +51,7 @@ def cut_joint(
 
 
 def take_off_borders(forward: fx.GraphModule) -> None:
-    """Replace each border by the node that it stands for. In place."""
+    """Replace each border by its source. In place."""
     for node in list(forward.graph.nodes):
         if BORDER in node.meta:
             node.replace_all_uses_with(node.args[0])
@@ -88,13 +83,13 @@ def _mark(graph: fx.Graph, wanted: UnitRecompute) -> None:
 
 
 def said_of(node: fx.Node, key: str) -> str:
-    """Return the annotation of a node, or of the one whose gradient it makes."""
     return node.meta.get("custom", {}).get(key, "")
 
 
 def _forward_of(graph: fx.Graph) -> list[fx.Node]:
     behind: set[fx.Node] = set()
     for node in graph.nodes:
+        # nodes that depend on tangents belong to the backward
         gradient = node.op == "placeholder" and node.name.startswith("tangents")
         if gradient or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
@@ -108,6 +103,7 @@ def _close(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> None:
         border = graph.call_function(aten.clone.default, (node,))
     border.meta = {**node.meta, BORDER: True}
     mark_kept(border)
+    # views inside are copied onto the border, so that outside users read the saved value
     todo = [(node, border)]
     while todo:
         source, kept = todo.pop()
@@ -132,30 +128,25 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
     by_name = {node.name: node for node in backward.graph.nodes}
     for border in forward.graph.nodes:
         if BORDER in border.meta and border.name in by_name:
+            # the backward has the value twice, saved and recomputed: it reads the saved one
             again = by_name.get(border.args[0].name)
             if again is not None:
                 again.replace_all_uses_with(by_name[border.name])
 
 
 class OutputViews(NamedTuple):
-    """Views that make a unit's outputs of its inputs and its graph's results.
-
-    A compiled graph returns no input and no view: a router that hands its normalised input on in another
-    shape needs these, or a dispatch that hands on what it was given.
-    """
+    """Views that make a unit's outputs: a compiled graph returns neither inputs nor views."""
 
     inputs: tuple[int, ...]
-    """Positions of the inputs that outputs are views of."""
     graph: fx.GraphModule
-    """Graph of the views: (inputs at these positions, results of the unit's graph) -> outputs."""
+    """(inputs at positions ``inputs``, results of the unit's graph) -> outputs."""
 
     def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs; autograd sees the views."""
         return self.graph(*(inputs[i] for i in self.inputs), *results)
 
 
 def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
-    """Leave one result for each memory that ``forward`` makes; None where it was so already. In place."""
+    """Leave one result per storage that ``forward`` makes; None if nothing changes. In place."""
     end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
     outputs = [*end.args[0]]
     roots = dict.fromkeys(root_of(node) for node in outputs)
@@ -174,15 +165,13 @@ def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """Return the node whose memory a view shows; the node itself if it is none."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return whether a node shows the memory of another one."""
-    # a piece of a split is one, a piece of what an operation with several results made is not
+    # an item of a split is a view, an item of an operation with several results is not
     target = node.all_input_nodes[0].target if node.target is operator.getitem else node.target
     return target in VIEWS or getattr(target, "is_view", False)
 

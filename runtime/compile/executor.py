@@ -1,4 +1,4 @@
-"""CompiledSegments: runs a model's segments as compiled units, in the place of ``run_segments``."""
+"""CompiledSegments: runs a model's segments as compiled units, in place of ``run_segments``."""
 
 import dataclasses
 import functools
@@ -32,15 +32,13 @@ from graphmoe.segments import Segment
 log = logging.getLogger(__name__)
 
 OVERLAPPED = frozenset({"shared_experts"})
-"""Segments that are units of their own, so that they can run while a transfer is under way."""
+"""Segments that are units of their own, to overlap with transfers."""
 
 
 class UnitTurns(Protocol):
-    """Lets the units of a micro-batch wait for their turn among those of another."""
-
     @property
     def runs(self) -> bool:
-        """Return whether a forward is under way whose units take turns."""
+        """Return whether a forward with interleaved units is running."""
 
     def run_unit(
         self,
@@ -48,23 +46,22 @@ class UnitTurns(Protocol):
         read: Sequence[Tensor],
         call: Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
-        """Compute the unit's results when it is its turn; ``call`` is its forward."""
+        """Return the unit's results, computed in its turn."""
 
 
 @dataclass
 class _PlacedUnit:
     bound: BoundUnit
-    gradients: list[Gradient]
-    """The gradient of each parameter; empty where autograd gets it."""
+    gradients: list[Gradient]  # of each parameter; empty if autograd gets them
+    # by input shapes, and by whether gradients are wanted
     codes: dict[tuple[Any, ...], UnitCode | CapturedUnit] = field(default_factory=dict)
-    """Code by the shapes of its inputs, and by whether gradients are wanted."""
 
 
 class CompiledSegments:
     """Called like ``graphmoe.segments.run_segments``; compiles each unit at its first call.
 
-    Units that compute the same function of tensors with the same shapes share one compilation.
-    A later call with other shapes compiles again and says so.
+    Units that compute the same function on the same shapes share one compilation. Other shapes compile again,
+    with a warning.
     """
 
     def __init__(
@@ -77,35 +74,28 @@ class CompiledSegments:
         weight_forms: WeightForms | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
-        """Turns of the ranks that share a folder of compiled code."""
         self.kept: Path | None = None
-        """Folder of graphs that were traced before, by jobs of the same facts; None to trace all."""
+        """Folder of earlier jobs' traced graphs; None traces all."""
         self._runner = runner
-        self._gradient_of = gradient_of
-        """Finds the gradient of a parameter; None leaves gradients to autograd."""
+        self._gradient_of = gradient_of  # None leaves gradients to autograd
         self._capture = capture
-        """Segments that replay from graphs in training; None for none."""
         self._recompute = recompute or Recompute()
         self._unit_turns = unit_turns
-        """Runs the units of two micro-batches in turns; None where each runs for itself."""
-        self._weight_forms = weight_forms
-        """Holds weights in 8 bits for all micro-batches; None where each forward and backward makes them."""
+        self._weight_forms = weight_forms  # None: each forward and backward quantizes weights
+        # list to which backwards append wgrad; None: they run it
         self._pending: PendingWeightGrads | None = None
-        """The list in which backwards leave their W; None where they run it."""
         self._run_dynamic = executor_outside_graphs(self._recompute)
+        # units of a list of segments; dynamic units run uncompiled
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
-        """Units of a list of segments; dynamic ones run as they are."""
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
+        # Keys leave gradients out: inference runs the forward of code that was compiled for training.
         self._forwards: dict[tuple[Any, ...], UnitCode] = {}
-        """Code by a key that leaves gradients out: without gradients only its forward runs."""
         self.reports: list[UnitReport] = []
         self.num_expected = 0
-        """Units that a run compiles in all, as far as `expect` knows them; 0 where nobody asked."""
         self.recompiled = 0
-        """Units compiled for a second set of shapes."""
 
     def expect(self, lists: Iterable[Sequence[Segment]]) -> None:
-        """Count units to compile: those of these lists, alike ones once, and the optimizer's update."""
+        """Count units to compile: distinct units of these lists, and the optimizer's update."""
         captured = self._capture.names if self._capture else frozenset[str]()
         apart = OVERLAPPED if self._unit_turns else frozenset[str]()
         units = (unit for segments in lists for unit in units_of(segments, (), captured, apart))
@@ -113,11 +103,9 @@ class CompiledSegments:
         self.num_expected = 1 + len(kinds)
 
     def passes(self) -> list[str]:
-        """Return the names of the passes."""
         return [*self._runner.names]
 
     def passes_uuid(self) -> str:
-        """Hash of the passes, their sources and parameters."""
         return self._runner.uuid()
 
     def __call__(
@@ -132,7 +120,7 @@ class CompiledSegments:
                 values.update(zip(place.writes, made, strict=True))
                 made_by |= dict.fromkeys(place.writes)
                 continue
-            # A slice has strides of its own, which would need code of its own.
+            # Code is compiled for strides; a slice would need code of its own.
             read = [values[name].contiguous() for name in place.bound.unit.reads]
             code = self._code(place, read, made_by)
             results = self._run(place, code, read)
@@ -143,11 +131,9 @@ class CompiledSegments:
 
     @contextmanager
     def deferring(self, pending: PendingWeightGrads) -> Iterator[None]:
-        """The backward of each unit whose forward runs inside leaves its W in ``pending``.
+        """Append the wgrad of units whose forward runs inside to ``pending``, for the caller to run and drop.
 
-        Whoever calls these, and drops them, has all weight gradients; each is summed when its W is called.
-        A unit without weights leaves nothing, and inference is as ever. A dynamic unit is no graph and has no
-        W: its weight gradients come with I. Inside a micro-batch of the overlap the overlap's list is used.
+        A dynamic unit computes weight gradients with dgrad. Micro-batches of the overlap use its own list.
         """
         before, self._pending = self._pending, pending
         try:
@@ -157,16 +143,14 @@ class CompiledSegments:
 
     @property
     def captures(self) -> bool:
-        """Return whether units are captured."""
         return self._capture is not None
 
     def lane(self, name: Hashable) -> AbstractContextManager[None]:
-        """Around the forward of a micro-batch: which of those in flight it is, for units that are captured.
+        """Assign the forward of a micro-batch to a micro-batch slot, for captured units.
 
-        Each lane has graphs and buffers of its own. All that a captured unit returns inside, and gradients of
-        what it read, are there until the lane is taken again: by then every backward and W must be over, and
-        what goes to another rank must have left. Take the lane that was taken first in the last step for the
-        first micro-batch of each step: its W stores where the others add.
+        Their results, and gradients of their inputs, are valid until the slot is reused; by then every
+        backward, wgrad and send must be complete. Each step's first micro-batch must use the same slot: its
+        wgrad stores.
         """
         return nullcontext() if self._capture is None else self._capture.lane(name)
 
@@ -182,19 +166,19 @@ class CompiledSegments:
         return self._unit_turns.run_unit(place.bound.unit, read, call)
 
     def _forms_of(self, place: _PlacedUnit, code: UnitCode | CapturedUnit) -> Sequence[Tensor]:
-        """Return weights in 8 bits for a unit's last inputs; makes those that are old."""
         forms = code.graphs.forms
         if not forms:
             return ()
         assert self._weight_forms is not None
+        # requantizes weights that have changed
         return self._weight_forms.of(forms, place.bound.tensors)
 
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Tensor]]:
-        """Compile ``run(*tensors)``, which changes some of its arguments, as one graph without gradients.
+        """Compile ``run(*tensors)``, which changes arguments in place, as one graph without gradients.
 
-        The graph is for the shapes of the tensors given here. No passes run.
+        The graph is for the shapes of these tensors. No passes run.
         """
         report = UnitReport(name)
         with self._compiling(report):
@@ -205,11 +189,11 @@ class CompiledSegments:
         return code
 
     def _places_of(self, segments: Sequence[Segment], keep: tuple[str, ...]) -> list[_PlacedUnit | Unit]:
-        # Graphs know where the results of others lie, so each program of a capture has places of its own.
+        # Graphs hold addresses of other graphs' results, so each program of a capture has units of its own.
         program = self._capture.capture.program if self._capture else None
         if self._capture and self._capture.has_new_program():
             self._places = {key: units for key, units in self._places.items() if key[-1] is None}
-            self._capture.capture.maker.prepare()  # what only ended graphs and their units held
+            self._capture.capture.maker.prepare()  # frees what only released graphs held
         key = (*(_identity(segment) for segment in segments), keep, program)
         if key not in self._places:
             captured = self._capture.names if self._capture and program is not None else frozenset[str]()
@@ -236,7 +220,7 @@ class CompiledSegments:
 
     @functools.cached_property
     def _experts(self) -> str | None:
-        """Return the backend of the experts' kernels; None where the pass fuse_experts does not run."""
+        # None if the pass fuse_experts does not run
         knobs = {spec.name: spec.knobs for spec in self._runner.specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 

@@ -1,7 +1,7 @@
-"""From a unit to the graphs that are compiled: forward F, input gradients I, weight gradients W.
+"""From a unit to its compiled graphs: forward F, dgrad I, wgrad W.
 
-trace the forward -> passes -> trace forward and backward together -> cut them where the fewest bytes
-are kept -> cut the backward into I and W.
+Trace the forward -> passes -> trace the joint graph -> cut it where the fewest bytes are saved -> split the
+backward into dgrad and wgrad.
 """
 
 import operator
@@ -29,41 +29,34 @@ from graphmoe.runtime.compile.weight_forms import NUM_TENSORS, WeightForm, take_
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 
 WIDER_INTEGERS = (torch.int32, torch.int64)
-"""Into these and back int32 stays what it is."""
 
 
 @dataclass
 class UnitGraphs:
-    """The graphs of one unit and how they fit together. All tensors are positional."""
+    """Graphs of one unit. All tensors are positional."""
 
     forward: fx.GraphModule
-    """Inputs -> outputs, then the intermediate results that the backward keeps."""
+    """Inputs -> results, then saved activations."""
     num_outputs: int
     differentiable: tuple[bool, ...]
-    """Flags of the outputs that require a gradient."""
     gradient_strides: tuple[tuple[int, ...], ...] = ()
-    """Strides in which the backward reads the gradients of the differentiable outputs."""
+    """Strides of output gradients that the backward expects."""
     kept_inputs: tuple[int, ...] = ()
-    """Inputs that the backward reads."""
     backward: SplitBackward | None = None
-    """Takes (kept inputs, kept results, gradients of the differentiable outputs); None without any."""
+    """Reads (kept inputs, saved activations, gradients of the differentiable outputs)."""
     input_gradients: tuple[int, ...] = ()
-    """Inputs whose gradients I returns, in its order."""
+    """Inputs whose gradients dgrad returns, in order."""
     weight_gradients: tuple[int, ...] = ()
-    """Inputs whose gradients W returns."""
     forms: tuple[WeightForm, ...] = ()
-    """Weights in 8 bits whose numbers and scales are the last inputs."""
+    """Quantized weights, whose values and scales are the last inputs."""
     views: OutputViews | None = None
-    """Makes the unit's outputs of the results, where some are inputs or share memory."""
+    """Makes the outputs from the results if some are inputs or share memory."""
     made_by: tuple[MadeBy | None, ...] = ()
-    """The operation with several results that made each of the unit's outputs, where one did."""
+    """The multi-result operation behind each output, if any."""
     name: str = "unit"
-    """The unit's, for ranges of profiles."""
     reports: list[PassReport] = field(default_factory=list)
     kept_bytes: int = 0
-    """Bytes that the forward keeps for the backward beside inputs."""
     recomputed: int = 0
-    """Operations that the backward computes again because the configuration says so."""
 
 
 @lazy_graph_modules()
@@ -81,9 +74,9 @@ def unit_graphs(
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
-    ``makers`` says of the last inputs what made them in other units, so that passes know what they mean.
-    With ``lifts`` what is stored of parameters in 8 bits becomes further inputs, `UnitGraphs.forms`.
-    Raises ConfigError where ``recompute`` covers an operation that draws random numbers.
+    ``makers``: operations in other units that made the last inputs, for passes that match across units. With
+    ``lifts``, quantized parameters become inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute``
+    covers an operation that draws random numbers.
     """
     forward = trace_forward(run, fakes)
     placeholders = forward.graph.find_nodes(op="placeholder")
@@ -94,7 +87,7 @@ def unit_graphs(
     if not any(differentiable):
         reports = runner.run("forward", forward, name, segments)
         made_by, count = _made_by(forward, views, name), len(_outputs(forward))
-        reports += runner.run("joint", forward, name, segments)  # which is all there is
+        reports += runner.run("joint", forward, name, segments)  # no backward: the forward is the joint graph
         graphs = UnitGraphs(forward, count, (False,) * count, views=views, name=name, reports=reports)
         graphs.made_by = made_by
         graphs.forms = take_out_forms(forward, len(fakes), num_weights) if lifts else ()
@@ -142,11 +135,11 @@ def _made_by(forward: fx.GraphModule, views: OutputViews | None, unit: str) -> t
 
 
 def _maker(result: fx.Node, behind: Mapping[fx.Node, fx.Node], unit: str) -> MadeBy | None:
-    """Name the operation that made a result, element by element; integers may have been wider."""
     node = result
     while True:
         if node in behind:
             node = behind[node]
+        # int32 may have been widened in between
         elif is_op(node, *SAME_ELEMENTS) or (is_cast(node) and node.meta["val"].dtype in WIDER_INTEGERS):
             node = node.all_input_nodes[0]
         else:
@@ -163,7 +156,7 @@ def _maker(result: fx.Node, behind: Mapping[fx.Node, fx.Node], unit: str) -> Mad
 
 
 def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
-    """Bytes of the intermediate results that a forward graph keeps; views of one tensor count once."""
+    """Return the bytes of saved activations, each storage once."""
     storages: dict[int, int] = {}
     for node in _outputs(forward)[num_outputs:]:
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
@@ -228,8 +221,8 @@ def _set_outputs(module: fx.GraphModule, outputs: list[fx.Node]) -> None:
 
 
 def _reorder_placeholders(module: fx.GraphModule, first: list[str]) -> None:
-    """Put the named placeholders first, in that order; the others, gradients, stay behind them."""
     by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    # gradients stay last
     rest = [node for name, node in by_name.items() if name not in set(first)]
     anchor = next(node for node in module.graph.nodes if node.op != "placeholder")
     for node in [*(by_name[name] for name in first), *rest]:

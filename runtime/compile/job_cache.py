@@ -1,4 +1,4 @@
-"""Compile cache of one job, which opens it before the first compilation and adds to it afterwards."""
+"""Compile cache of one job: opened before the first compilation, published afterwards."""
 
 import logging
 import os
@@ -21,37 +21,31 @@ from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
 log = logging.getLogger(__name__)
 
 TORCHS_OWN = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable for torch's folder of compiled code; who sets it gets torch's own caches there."""
+"""If the user sets it, only torch's caches are used."""
 
 
 class JobCache:
-    """A job's share of the compile cache: code that it takes from there and leaves there.
-
-    The ranks of a node share one work folder, which the first of them opens, keeps and removes, so what one
-    of them compiles the others find.
-    """
+    """A job's part of the compile cache; the ranks of a node share one work folder."""
 
     def __init__(
         self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks, layout: Layout | None
     ) -> None:
-        """A collective of all ranks. ``facts`` are those of ``key.facts_of``.
+        """Open the cache: a collective of all ranks. ``facts`` are those of ``key.facts_of``.
 
-        A rank's graphs may hold its place in ``layout``, so each place has its own; None keeps none.
+        Graphs depend on a rank's position in ``layout``; None stores none.
         """
         from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
 
-        # An operation's gradient may change while the graph that calls it does not: other sources, other keys
+        # Inductor's key does not cover the source of an operation's gradient, so the tag has our sources.
         set_key_tag(base_of(facts) + _extra_passes(facts))
         tune_each_kernel_once()
         use_torchs_ptxas()
         self._cache, self._ranks = cache, ranks
         self._work: WorkFolder | None = None
         self.graphs: Path | None = None
-        """Folder of the graphs of this rank's units, of earlier jobs of the same facts too; None for none."""
+        """Folder of this rank's traced graphs."""
         self.found = "torch's own caches"
-        """Contents of the cache for this job, in a few words."""
-        self.turns: CompileTurns | None = None
-        """Turns of the ranks of a node; None where there is one."""
+        self.turns: CompileTurns | None = None  # None if the node has one rank
         if is_users(TORCHS_OWN):
             self.why = f"torch's own caches in {TORCHS_OWN}={os.environ[TORCHS_OWN]} lack them"
             return
@@ -66,7 +60,7 @@ class JobCache:
             self.turns = CompileTurns(path / "turns")
 
     def _open(self, facts: Mapping[str, Any], places: Sequence[str]) -> tuple[Path, str, bool, str]:
-        """Open the work folder; return it, why code is missing, whether graphs can be of use, what it has."""
+        """Return folder, reason of misses, whether to store graphs, and the cache's state."""
         self._work = work = self._cache.open(facts, places)
         work.activate()
         found = "no cache: compile.cache=false"
@@ -81,18 +75,15 @@ class JobCache:
         return work.path, why, work.keeps or work.found, found
 
     def publish(self, notes: Mapping[str, Any]) -> None:
-        """Keep what this node's ranks have compiled so far; a collective of all ranks.
-
-        All have met before: none compiles meanwhile, for compilers write libraries in place.
-        """
+        """Store what this node's ranks have compiled; a collective of all ranks. None may be compiling."""
         try:
             if self._work is not None:
+                # compilers write libraries in place, so all ranks must have met before
                 self._work.publish(notes)
         finally:
             self._ranks.barrier()
 
     def lines(self, reports: Sequence[UnitReport]) -> list[str]:
-        """Say how much was found in the cache, and why the rest was not."""
         graphs, found = sum(r.graphs for r in reports), sum(r.from_cache for r in reports)
         missed: dict[str, int] = {}
         for report in reports:

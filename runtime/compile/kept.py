@@ -1,4 +1,4 @@
-"""Graphs of units, which jobs of the same facts keep in the compile cache: a trace takes seconds."""
+"""Traced graphs in the compile cache, for jobs of the same facts: a trace takes seconds."""
 
 import dataclasses
 import enum
@@ -23,25 +23,20 @@ from graphmoe.runtime.torch_compat import graphs_from_bytes, graphs_to_bytes
 log = logging.getLogger(__name__)
 
 SOURCES = ("graphmoe", "torch", "builtins")
-"""Packages whose versions or sources are facts of the cache."""
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], UnitGraphs]) -> UnitGraphs:
-    """Return the graphs that lie in ``folder`` under ``key``; where none do, trace them and leave them there.
-
-    ``key`` decides the graphs together with the facts of the job. Graphs are not kept where it holds
-    something that is this process's own, such as a function within a function or a user's class, whose source
-    is no fact.
-    """
+    """Load the graphs stored under ``key``, or trace and store them."""
     if folder is None:
         return trace()
+    # None for an object of this process (a nested function, a user's class), whose source is no fact
     text = lasting_text(key)
     file = folder / hashlib.sha256((text or "").encode()).hexdigest()[:24]
     if text is not None and file.exists():
         try:
             graphs = _loaded(file)
-        except Exception as error:  # of any type: another environment stored it, with pickles of its own
+        except Exception as error:  # any type: pickles of another environment
             log.warning("compile cache: %s cannot be read (%s); its unit is traced", file, error)
         else:
             for report in graphs.reports:
@@ -54,9 +49,9 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
         if _are_sources_edited():
             raise ValueError("a source was edited after this process had started")
         content = graphs_to_bytes(graphs)
-    except Exception as error:  # of any type: whatever a graph calls may refuse to be stored
+    except Exception as error:  # any type: any object of a graph may refuse to be pickled
         line = "the graphs of %s are not kept, so the next run traces it again: %s"
-        log.info(line, graphs.name, error, extra=FILE_ONLY)  # the reason is a pickler's, which helps no user
+        log.info(line, graphs.name, error, extra=FILE_ONLY)  # a pickling error helps no user
         return graphs
     with dispensable(file):
         write_whole(file, content)
@@ -71,7 +66,7 @@ def _loaded(file: Path) -> UnitGraphs:
 
 
 def _are_sources_edited() -> bool:
-    """Return whether a source changed since this process started: the facts may have another than it runs."""
+    # the facts hash files on disk, and this process runs what it imported at its start
     started = psutil.Process().create_time()
     return any(source.stat().st_mtime > started for source in own_sources())
 
@@ -85,7 +80,7 @@ def _modules(graphs: UnitGraphs) -> Iterator[fx.GraphModule]:
 
 
 def lasting_text(value: Any) -> str | None:
-    """Return a text that stands for ``value`` in all processes; None where there is none."""
+    """Return a text that identifies ``value`` in all processes; None if there is none."""
     if isinstance(value, enum.Enum):
         return lasting_text((type(value), value.name))
     if type(value) in PLAIN:

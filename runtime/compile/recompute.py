@@ -1,7 +1,4 @@
-"""The eager way to compute again in the backward what `graphmoe.plan.recompute.Recompute` names.
-
-Compiled units do it by their graphs, `graphmoe.runtime.compile.cut`.
-"""
+"""Eager recomputation of `graphmoe.plan.recompute.Recompute`; compiled units do it in `cut`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,17 +17,16 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 
 class RecomputedSegments:
-    """Called like ``graphmoe.segments.run_segments``; keeps only what enters the covered segments.
+    """Called like ``graphmoe.segments.run_segments``; saves only the inputs of the covered segments.
 
-    Each run of neighbouring ones is computed again in the backward, which is bitwise what was there. No
-    device sync, and nothing that a graph could not hold.
+    Recomputed values are bitwise equal. No device sync; can be captured.
     """
 
     def __init__(self, recompute: Recompute) -> None:
         assert not recompute.parts, "parts are chosen in graphs"
         self._recompute = recompute
+        # layer and name of units known to draw no random numbers
         self._checked: set[tuple[int | None, str]] = set()
-        """Layer and name of what was seen to draw no random numbers."""
 
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
@@ -57,15 +53,15 @@ class RecomputedSegments:
 
 
 def executor_outside_graphs(recompute: Recompute) -> Executor:
-    """Return the executor of segments that are part of no graph, and so have no parts to choose from."""
+    """Return the executor of uncompiled segments."""
     whole = replace(recompute, parts=frozenset())
     if recompute.parts and not recompute.segments:
-        return run_segments  # the layers say where the parts are
+        return run_segments  # then layers select parts, not whole layers
     return RecomputedSegments(whole) if whole else run_segments
 
 
 def refuse_random_numbers(where: str, target: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
-    """Raise ConfigError for an operation that would give other results when it is computed again."""
+    """Raise ConfigError for an operation whose results would differ when recomputed."""
     if draws_random_numbers(target, arguments, named):
         raise ConfigError(
             f"recompute covers {where}, which draws random numbers ({target}) and would draw others when it "
@@ -78,13 +74,11 @@ def _run(unit: Unit, *read: Tensor) -> tuple[Tensor, ...]:
 
 
 def _checkpointed(unit: Unit, *read: Tensor) -> tuple[Tensor, ...]:
-    # The generator's state is not read: that waits for the device, and nothing here draws from it.
+    # Saving the generator's state would sync with the device, and nothing here draws from it.
     return checkpoint(_run, unit, *read, use_reentrant=False, preserve_rng_state=False)
 
 
 class _WithoutRandomNumbers(TorchDispatchMode):
-    """Raises ConfigError for an operation inside that draws from a random generator."""
-
     def __init__(self, where: str) -> None:
         super().__init__()
         self._where = where

@@ -1,4 +1,4 @@
-"""The report of a compilation: what each unit took, one table for people, one JSON document for tools."""
+"""Compile report: one table for people, one JSON document for tools."""
 
 import io
 import time
@@ -20,32 +20,26 @@ REPORT_FILE = "compile_report.json"
 
 @dataclass
 class UnitReport:
-    """One compiled unit."""
-
     unit: str
     graphs: int = 0
-    """Compiled graphs: forward, dgrad and wgrad, and wgrad again if it adds to an earlier gradient."""
+    """Compiled graphs: forward, dgrad, wgrad, and the wgrad that adds."""
     seconds: float = 0.0
     cache: dict[str, int] = field(default_factory=dict)
-    """Counts of torch's compile caches."""
     passes: list[PassReport] = field(default_factory=list)
     shared_by: int = 1
-    """Places in the model that run this code."""
+    """Positions in the model that run this code."""
     kept_bytes: int = 0
-    """Intermediate results that the forward keeps for the backward, beside inputs."""
     recomputed: int = 0
-    """Operations of the forward that the backward computes again because of ``recompute``."""
     of_other_ranks: int = 0
-    """Graphs that another rank of the job compiled while this one waited."""
+    """Graphs compiled by another rank while this one waited."""
 
     @property
     def from_cache(self) -> int:
-        """Graphs that were found in torch's caches, without those that another rank has just put there."""
+        """Graphs found in torch's caches, except those that another rank just compiled."""
         return self.cache.get("fx_hits", 0) - self.of_other_ranks
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Add the time and cache counts of the block to seconds and cache."""
         started = time.perf_counter()
         with cache_counts() as counts:
             yield
@@ -54,9 +48,9 @@ class UnitReport:
             self.cache[name] = self.cache.get(name, 0) + count
 
     def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
-        """Compile one more graph of this unit, in turn with other ranks if there are any."""
         hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
         with nullcontext(Turn()) if turns is None else turns.turn(graph) as turn:
+            # the wait for another rank counts as compile time
             self.seconds += time.perf_counter() - asked
             with self.measured():
                 code = compile_graph(graph)
@@ -69,18 +63,14 @@ class UnitReport:
 def to_json(
     reports: Sequence[UnitReport], recompiled: int, uuid: str, why_compiled: str = ""
 ) -> dict[str, Any]:
-    """The report's content; sizes in bytes of one unit of each kind, times in ms or s.
-
-    ``passes`` are sums over the units. ``why_compiled`` says why units were not in the caches. ``breaks`` is
-    0 in every report: a segment that cannot be one graph is an error.
-    """
+    """Return the report: bytes per unit of each kind, ms or s; ``passes`` are sums over units."""
     cache: dict[str, int] = {}
     for report in reports:
         for name, count in report.cache.items():
             cache[name] = cache.get(name, 0) + count
     return {
         "graphs": sum(report.graphs for report in reports),
-        "breaks": 0,
+        "breaks": 0,  # a segment that cannot be one graph is an error
         "recompiled": recompiled,
         "seconds": sum(report.seconds for report in reports),
         "cache": cache,
@@ -105,10 +95,7 @@ def to_json(
 
 
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """The compiled units; then what each pass did, and what it left and why.
-
-    ``kept`` is what one unit keeps for its backward, ``again`` how many operations that computes again.
-    """
+    """Return tables of units (``again``: operations recomputed) and passes, then why a pass left a match."""
     units = Table(title="compiled units", title_justify="left")
     for column in ("unit", "used", "graphs", "kept", "again", "seconds", "from"):
         units.add_column(column, justify="left" if column in ("unit", "from") else "right")
@@ -150,7 +137,7 @@ def _by_pass(reports: Sequence[UnitReport]) -> dict[str, list[PassReport]]:
 
 
 def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
-    """Sum over the units; operations and bytes count where the pass changed the unit."""
+    # operations and bytes count only if the pass changed the unit
     changed = [row for row in rows if row.matches]
     measured = [row for row in changed if row.saved_bytes_before is not None]
     return {

@@ -1,7 +1,7 @@
-"""A function of tensors as a graph of functional ATen operations, which passes can rewrite.
+"""Tracing: a function of tensors as a graph of functional ATen operations, which passes can rewrite.
 
-The forward is traced first and on its own: a pass that puts an operation with a gradient of its own in
-place of a pattern there need not find the pattern's backward. The joint graph is traced from the result.
+The forward is traced first: a pass can replace a pattern by an operation with its own gradient without
+matching the pattern's backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,6 @@ from graphmoe.runtime.torch_compat import (
 
 
 def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Make leaves without data that have the tensors' shapes, strides, dtypes, devices, ``requires_grad``."""
     mode = fake_mode()
     with mode:
         return [
@@ -34,7 +33,7 @@ def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace ``run(*tensors)`` without gradients; the graph ends in copies into what ``run`` changes."""
+    """Trace ``run(*tensors)`` without gradients; mutations become copies at the end of the graph."""
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
     with mode, torch.no_grad():
         return make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
@@ -43,10 +42,8 @@ def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]
 def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
     """Trace ``run(*tensors)`` into a functional ATen graph: no mutation, no autograd, one output tuple.
 
-    Composite operations appear as what they consist of, our operations and the attention kernels as
-    themselves, a custom autograd function as its forward. ``node.meta["val"]`` holds each fake value,
-    ``node.meta["custom"]`` what ``torch.fx.traceback.annotate`` said. What runs under ``torch.no_grad()``
-    is detached.
+    Composite operations are decomposed, ours and attention kernels are not; a custom autograd function is its
+    forward. ``node.meta["val"]`` has the fake value, ``node.meta["custom"]`` the annotation.
     """
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
 
@@ -55,7 +52,7 @@ def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor
             return run(*tensors)
 
     with mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
-        traced = make_fx(detaching)(*fakes)  # with gradients: attention keeps what its backward will need
+        traced = make_fx(detaching)(*fakes)  # grad mode: attention saves what its backward reads
 
     def again(*tensors: Tensor) -> tuple[Tensor, ...]:
         return fx.Interpreter(traced).run(*tensors)
@@ -68,7 +65,7 @@ def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor
 
 
 class _DetachWithoutGradients(TorchFunctionMode):
-    """A mode that detaches results computed under ``torch.no_grad()``: a graph knows no gradient mode."""
+    """Detaches results under ``torch.no_grad()``: a graph has no gradient mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,9 +90,9 @@ class _DetachWithoutGradients(TorchFunctionMode):
 
 
 def refuse_custom_gradients(outputs: Sequence[Tensor]) -> None:
-    """Raise TypeError for a custom function behind the outputs whose backward is not known to be replaceable.
+    """Raise TypeError if a custom function behind the outputs may have a backward of its own.
 
-    A trace takes the gradient of its forward instead, which ``gradient_of_forward = True`` allows.
+    A trace differentiates its forward instead, which ``gradient_of_forward = True`` allows.
     """
     todo, seen = [output.grad_fn for output in outputs], set()
     while todo:

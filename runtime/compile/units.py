@@ -1,4 +1,4 @@
-"""Compile units: maximal runs of neighbouring segments, and what makes two of them the same."""
+"""Compile units: maximal runs of neighbouring segments, and the fingerprint by which they share code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphmoe.segments import Segment
 
 
 class UntraceableSegment(RuntimeError):
-    """A segment that cannot become a graph."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,16 @@ class Unit:
 
     segments: tuple[Segment, ...]
     reads: tuple[str, ...]
-    """Tensors that come from outside."""
     writes: tuple[str, ...]
-    """Tensors that are needed after it."""
+    """Tensors that are read after it."""
     captured: bool = False
-    """True where its segments are in the scope of a capture."""
     dynamic: bool = False
-    """True where its sizes differ from call to call: it runs as it is."""
+    """True if sizes differ from call to call: it runs uncompiled."""
 
     @property
     def name(self) -> str:
-        """The names of its first and last segment, such as ``attn..moe_combine``."""
         first, last = self.segments[0].name, self.segments[-1].name
-        return first if first == last else f"{first}..{last}"
+        return first if first == last else f"{first}..{last}"  # such as attn..moe_combine
 
 
 def units_of(
@@ -49,10 +46,9 @@ def units_of(
     captured: Set[str] = frozenset(),
     apart: Set[str] = frozenset(),
 ) -> list[Unit]:
-    """Cut a list of segments where the stream changes, and where captured or dynamic ones begin and end.
+    """Cut a list of segments where the stream changes, and around captured, dynamic and ``apart`` segments.
 
-    ``keep`` names the tensors that are wanted at the end, ``captured`` the segments that are captured, and
-    ``apart`` those that are no part of larger units.
+    ``keep``: tensors wanted at the end.
     """
 
     def kind(segment: Segment) -> tuple[str, bool, bool, str]:
@@ -68,7 +64,6 @@ def units_of(
 
 
 def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
-    """Make each group of neighbouring segments a unit; ``keep`` names the tensors wanted at the end."""
     units: list[Unit] = []
     wanted = set(keep)
     for group in reversed(groups):
@@ -90,15 +85,12 @@ def _reads(group: Sequence[Segment]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BoundUnit:
-    """A unit with the tensors that its modules hold."""
-
     unit: Unit
     owners: tuple[nn.Module | None, ...]
-    """The module behind each segment; None for a plain function."""
     names: tuple[tuple[int, str, int], ...]
     """(segment, name, position among ``tensors``) of each parameter and buffer."""
     tensors: tuple[Tensor, ...]
-    """Parameters, then buffers; one that several segments hold is there once."""
+    """Parameters, then buffers; shared ones once."""
     num_parameters: int
 
     @classmethod
@@ -116,7 +108,7 @@ class BoundUnit:
         return cls(unit, owners, names, tuple(unique.values()), len({id(p) for _, _, p in parameters}))
 
     def run(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The unit as a pure function of (parameters, buffers, what it reads). Raises UntraceableSegment."""
+        """Run as a pure function of (parameters, buffers, inputs). Raises UntraceableSegment."""
         held, read = tensors[: len(self.tensors)], tensors[len(self.tensors) :]
         values = dict(zip(self.unit.reads, read, strict=True))
         for i, (segment, owner) in enumerate(zip(self.unit.segments, self.owners, strict=True)):
@@ -136,7 +128,6 @@ class BoundUnit:
 
     @contextmanager
     def _named(self, segment: Segment) -> Iterator[None]:
-        """Raises what goes wrong inside as an error that names the segment."""
         try:
             yield
         except ConfigError:
@@ -149,13 +140,13 @@ class BoundUnit:
             ) from error
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for two units that compute the same function of their tensors."""
+        """Equal for units that compute the same function."""
         segments = tuple((s.name, s.reads, s.writes, _function_of(s.run)) for s in self.unit.segments)
         return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
 
 
 def owner_of(run: Callable[..., Any]) -> nn.Module | None:
-    """Return the module behind a segment; None for a plain function, or a method of anything else."""
+    """Return the module of a segment, if it has one."""
     owner = getattr(run, "__self__", run)
     return owner if isinstance(owner, nn.Module) else None
 
@@ -165,7 +156,7 @@ def _function_of(run: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 class _Method(nn.Module):
-    """A module that calls a method other than ``forward`` with other parameters."""
+    """Lets ``functional_call`` call a method other than ``forward``."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -188,11 +179,10 @@ def _call(
 
 
 class Unique(int):
-    """Identity of a module like no other, since one of its attributes is not understood."""
+    """Identity of a module with an attribute that cannot be compared."""
 
 
 def _description(module: nn.Module | None) -> tuple[Any, ...]:
-    """Describe a module apart from its tensors; an attribute not understood makes it unique."""
     if module is None:
         return ()
     skipped = set(nn.Module().__dict__) - {"training"}  # tensors, submodules and hooks

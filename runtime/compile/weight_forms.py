@@ -1,8 +1,7 @@
-"""Weights in 8 bits, made once a step for all micro-batches: taken out of units' graphs, and their owner.
+"""Quantized weights, made once a step for all micro-batches: lifted out of units' graphs, and their owner.
 
-They are functions of parameters alone, and computing them takes a fifth of the time of the experts' products.
-Row forms are read by forwards and column forms by backwards, which find them among a unit's inputs. So do
-the delayed scales of what the products of a weight read, which stay from step to step.
+Quantizing takes a fifth of the time of the experts' GEMMs. Forwards read row-scaled copies, backwards
+column-scaled ones, as unit inputs. So are delayed scales, which persist over steps.
 """
 
 import functools
@@ -33,29 +32,25 @@ LARGEST = {
     torch.ops.graphmoe.fp8_mlp_forward: (12, 3),
     torch.ops.graphmoe.fp8_mlp_dgrad: (15, 6),
 }
-"""Places of the largest number so far among the arguments of an operation, and of the next in its results."""
-ALIGNED = 16
-"""Bytes of which the addresses of numbers are multiples, as descriptors of tensors want them."""
-NUM_TENSORS = 2
-"""Tensors of a form: stored numbers, and their scales."""
+"""Indices of the amax so far among an operation's arguments, and of the new amax among its results."""
+ALIGNED = 16  # bytes, for tensor descriptors
+NUM_TENSORS = 2  # values and scales
 
 
 class WeightForm(NamedTuple):
-    """A parameter in 8 bits, with scales along its rows or along its columns; or scales that it has."""
+    """A quantized copy of a parameter, scaled along rows or columns; or its delayed scales."""
 
     operation: str
-    """Name among ``OPERATIONS``."""
     parameter: int
     """Position among the unit's inputs."""
     alone: bool = False
-    """True where the unit reads the parameter as forms only."""
+    """True if the unit reads the parameter only as forms."""
 
 
 def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) -> tuple[WeightForm, ...]:
-    """Make inputs of what a graph stores of its parameters in 8 bits. In place.
+    """Turn a graph's quantized copies of parameters into inputs: values and scales of each form. In place.
 
-    They come behind the first ``num_inputs`` inputs, of which the first ``num_weights`` are parameters:
-    numbers and scales of each form returned.
+    They follow the first ``num_inputs`` inputs, of which the first ``num_weights`` are parameters.
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -84,10 +79,7 @@ def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) ->
 
 
 def take_up_largest(module: fx.GraphModule) -> None:
-    """Let inputs take up the largest numbers of what a graph stores by delayed scales. In place.
-
-    The storing of tensors is spelt out, so that Inductor joins it with what makes them.
-    """
+    """Write the new amax of delayed scaling back to its input. In place."""
     graph = module.graph
     for call in calls(graph, *LARGEST):
         place, result = next(where for operation, where in LARGEST.items() if is_op(call, operation))
@@ -95,6 +87,7 @@ def take_up_largest(module: fx.GraphModule) -> None:
             continue
         if is_op(call, torch.ops.graphmoe.fp8_given):
             *tensors, wide = operands(call)
+            # spelt out in ATen operations, so that Inductor fuses it with the producer
             q, largest = put_graph(call, functools.partial(given, wide=wide), *tensors)
             for piece in list(call.users):
                 piece.replace_all_uses_with(q)
@@ -112,66 +105,53 @@ def take_up_largest(module: fx.GraphModule) -> None:
 
 @dataclass
 class _Held:
-    weight: Tensor
-    """Held too: its identity is the key."""
+    weight: Tensor  # held because its id is the key
     tensors: tuple[Tensor, ...]
+    # count of weight changes when quantized; None for delayed scales, which do not get stale
     made_at: int | None
-    """Number of changes at which they were made; None for those that stay, whatever becomes of the weight."""
-    within: bool
-    """True where the numbers lie in the weight's own memory."""
+    within: bool  # the values are in the weight's own memory
 
 
 class WeightForms:
-    """Owner of all forms of a model's weights, each once, whatever units read it, at addresses that stay.
+    """Owner of a model's quantized weights, each form once, at fixed addresses. No device sync.
 
-    Whoever begins to read changed weights calls ``changed`` first: at the start of a step, so that a captured
-    step has in its graph that forms are made, and before a validation. Then the first forward that needs a
-    form makes it, behind whatever the current stream waits for: weights that other ranks have updated.
-
-    No later reader needs to wait, a second micro-batch in turns with the first neither: forwards and
-    backwards of a step are queued on one stream, with the forward that makes a form before all others that
-    read it. Transfers, which have a stream of their own, read no weights. No device sync.
-
-    Two forms have as many bytes as the weight in bf16. Where a unit reads nothing else of it, and its values
-    can be had again, they take its place, until the update writes it anew, or ``changed``: who reads weights
-    calls that before.
+    Call ``changed`` before changed weights are read: at the start of a step, so that a captured step
+    quantizes, and before a validation. The first forward that needs a form makes it. Two forms have as many
+    bytes as the bf16 weight: they overwrite it if nothing else is read and its master weight is known.
+    ``changed`` restores it.
     """
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
-        """``mains`` has the fp32 values, by id, of weights of two bytes whose memory forms may take."""
+        """``mains``: fp32 master weights, by id of the 2-byte weights that forms may overwrite."""
         self.scales: DelayedScales | None = None
-        """Delayed scales of what products read; None where there are none."""
         self._mains = mains or {}
         self._held: dict[tuple[int, str], _Held] = {}
-        self._number = 0
-        """Times that weights have changed."""
-        self._within: dict[int, Tensor] = {}
-        """Weights in whose memory forms are now, by id."""
+        self._number = 0  # times that weights have changed
+        self._within: dict[int, Tensor] = {}  # weights overwritten by forms, by id
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Give weights their values back; let each form be made anew before it is read next."""
+        """Restore overwritten weights, and make all forms stale."""
         for key, weight in self._within.items():
             weight.data.copy_(self._mains[key])
         self.written()
 
     def written(self) -> None:
-        """As ``changed``, where all weights are written in any case, whatever is in their memory."""
+        """Make all forms stale, but restore nothing: every weight is written anyway."""
         self._within.clear()
         self._number += 1
 
     def keep(self, scales: DelayedScales) -> None:
-        """Give units these scales, of tensors that products of the weights read."""
         self.scales = scales
         for (weight, side), tensors in scales.tensors():
             self._held[id(weight), side] = _Held(weight, tensors, None, within=False)
 
     def of(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return numbers and scales of each form, as the parameters among a unit's ``tensors`` are now."""
+        """Return values and scales of each form, quantized again if stale."""
         held = [self._held.get((id(tensors[form.parameter]), form.operation)) for form in forms]
         if any(each is None or each.made_at not in (None, self._number) for each in held):
             held = self._make(forms, tensors)
-        # Units change what stays, so autograd, which keeps it, gets it without the count of changes.
+        # Units update delayed scales in place; .data hides that from autograd's check of saved tensors.
         return [
             tensor.data if each.made_at is None else tensor
             for each in held
@@ -181,7 +161,9 @@ class WeightForms:
 
     @torch.no_grad()
     def _make(self, forms: Sequence[WeightForm], tensors: Sequence[Tensor]) -> list[_Held | None]:
-        """Make the forms of a unit that are old: all of them before the first is put into a weight."""
+        # All forms are made before the first one overwrites its weight, after whatever the current stream
+        # waits for: weights that other ranks update. Later readers need no event: forwards and backwards run
+        # on one stream, interleaved micro-batches too, and transfers read no weights.
         made: dict[tuple[int, str], tuple[Tensor, ...]] = {}
         for form in forms:
             weight = tensors[form.parameter]
@@ -212,7 +194,7 @@ class WeightForms:
         fits = weight.itemsize == 2 and not (numbers.numel() % ALIGNED or start % ALIGNED)
         if main is None or not fits or not weight.is_contiguous():
             return _Held(weight, made, self._number, within=False)
-        half = [*OPERATIONS].index(form.operation) % 2  # along its rows, or turned
+        half = [*OPERATIONS].index(form.operation) % 2  # row forms first, then column forms
         memory = weight.data.view(-1).view(torch.uint8).chunk(NUM_TENSORS)[half]
         return _Held(
             weight, (memory.view(numbers.dtype).view(numbers.shape), scale), self._number, within=True

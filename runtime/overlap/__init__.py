@@ -1,1 +1,1 @@
-"""Overlap of the backward of one micro-batch with the forward of the next."""
+"""Overlap of a backward with the next forward."""

@@ -1,7 +1,6 @@
-"""Runner of micro-batches in which the backward of each overlaps with the forward of the next.
+"""Runner that overlaps each micro-batch's backward with the next one's forward.
 
-A transfer between ranks hides beside products that do not wait for it: those of the other micro-batch. So the
-two take turns, and a turn is over where the next unit would wait for a transfer of its own micro-batch.
+A turn ends before a unit that would wait for a transfer, which the other micro-batch's GEMMs hide.
 """
 
 from __future__ import annotations
@@ -22,39 +21,31 @@ from graphmoe.runtime.overlap.tape import OrderedUnit, Tape
 Result = TypeVar("Result")
 Direction = Literal["forward", "backward"]
 Call = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
-"""A unit's forward, given what it reads and a list for what its backward leaves to be done."""
 
 
 class Overlap:
-    """Interleaves the units of two micro-batches; transfers between ranks get a stream of their own.
+    """Interleaves the units of two micro-batches; transfers run on their own stream. No device sync.
 
-    A stage calls ``record`` and ``run_backward``, then ``settle`` where it reads results; a step ends with
-    that. An executor calls ``run_unit`` for each unit. Weight gradients are made when the transfers of a turn
-    are under way; they are summed over micro-batches in their order, as without overlap. No device sync.
+    Call ``settle`` before results are read. Weight gradients are summed in micro-batch order, as without
+    overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._transfers = TransferStream(device)
         self._tape: Tape | None = None
-        """The tape of the forward that runs, or has run."""
+        # backward that is interleaved with the running forward, or runs alone
         self._beside: Backward | None = None
-        """The backward that runs in turns with the forward under way, or alone."""
-        self._queue: deque[tuple[Direction, int]] = deque()
-        """Queue of units that are still to run, of a forward and the backward beside it."""
+        self._queue: deque[tuple[Direction, int]] = deque()  # units still to run
 
     @property
     def runs(self) -> bool:
-        """Return whether a forward is under way whose units are to come here."""
         return self._tape is not None
 
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """Return what ``run`` returns, a forward, and its tape; ``beside`` runs in between, all of it.
-
-        ``like`` are the units of an earlier forward through the same units, for their turns.
-        """
+        """Run a forward, with all of ``beside`` interleaved; turns follow ``like``, an earlier forward's units."""
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
         if beside is not None:
@@ -66,24 +57,22 @@ class Overlap:
         return result, tape
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """``Tape.receive`` of the forward that is under way."""
         assert self._tape is not None
         return self._tape.receive(tensors)
 
     def run_backward(self, backward: Backward) -> None:
-        """Run the backward of a micro-batch, with nothing beside it."""
         self._beside = backward
         self._queue.extend(interleaved((), backward.turns))
         self._run_backward()
         self._beside = None
 
     def settle(self) -> None:
-        """Let the current stream wait for the transfers that are under way, and for gradients of replicas."""
+        """Let the current stream wait for transfers and replicas' gradients."""
         self._transfers.wait_for_all()
         replicas.settle()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        """Return the results of a unit's forward, which runs when it is its turn."""
+        """Run a unit's forward in its turn."""
         tape = self._tape
         assert tape is not None, "a unit that trains is run outside a micro-batch"
         number = len(tape.units)
@@ -100,7 +89,6 @@ class Overlap:
         return self._transfers.run((tape, "forward", number), run, read) if transfers else run()
 
     def _run_backward(self) -> None:
-        """Run turns of the backward up to the next unit of the forward: the units of a turn, then their W."""
         left: list[PendingWeightGrads] = []
         while self._queue and self._queue[0][0] == "backward":
             _, number = self._queue.popleft()
@@ -109,7 +97,8 @@ class Overlap:
             if number not in self._beside.ends:
                 continue
             with replicas.homes_deferred():
-                for weights in left:  # a unit that holds what its W reads would be a cycle, never collected
+                for weights in left:  # wgrad overlaps the transfers in flight
+                    # pop: a unit that holds its wgrad's inputs is a cycle that leaks
                     while weights:
                         weights.pop(0)()
             left.clear()
@@ -126,31 +115,27 @@ class Overlap:
 
 
 class Backward:
-    """The backward of a micro-batch, cut into turns; its tape has been started."""
+    """A micro-batch's backward, cut into turns; its tape has been started."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.units = tape, backward_of(tape.units)
         self.turns = turns(self.units, transfers_first(self.units))
+        # last unit of each turn: its transfers have started, so wgrad overlaps them
         self.ends = {turn[-1] for turn in self.turns}
-        """The last unit of each turn: then its transfers are under way, and W runs beside them."""
 
 
 class TransferStream:
-    """Runs transfers one after the other, each behind all that was queued before it; none on a CPU.
-
-    A transfer may pack what it sends on the current stream, which then waits for the transfer before it.
-
-    What a transfer reads must stay until the current stream has waited for it: the allocator knows one stream
-    for each memory, and would give it to others.
-    """
+    """Runs transfers in order on their own stream; none on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
+        # The allocator ties memory to one stream and would reuse a transfer's inputs: they are held until the
+        # current stream has waited for it.
         self._under_way: dict[Hashable, tuple[torch.cuda.Event, Any]] = {}
 
     def run(self, key: Hashable, call: Callable[[], Result], reads: Any) -> Result:
-        """Return what ``call`` returns, to be read after ``wait`` for the key; holds ``reads`` till then."""
+        """Return the result of ``call``, to be read after ``wait``."""
         if self._stream is None:
             return call()
         products = torch.cuda.current_stream()
@@ -163,22 +148,17 @@ class TransferStream:
         return result
 
     def wait(self, keys: Iterable[Hashable]) -> None:
-        """Let the current stream wait for those of these that are under way. No device sync."""
         for key in keys:
             if key in self._under_way:
                 done, _ = self._under_way.pop(key)
                 done.wait()
 
     def wait_for_all(self) -> None:
-        """Let the current stream wait for all of them."""
         self.wait([*self._under_way])
 
 
 def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
-    """Return the gradients of units in their own order, each a unit that needs those of its readers.
-
-    The order is the reverse, but for transfers, which start as soon as the tensors to send are there.
-    """
+    """Return the units' backward, in reverse; each needs that of its readers."""
     last = len(forward) - 1
     readers: list[set[int]] = [set() for _ in forward]
     for number, unit in enumerate(forward):
@@ -191,7 +171,7 @@ def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
 
 
 def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
-    """Return an order in which each unit comes after those that it needs, and transfers come early."""
+    """Return a topological order in which transfers come early."""
     order: list[int] = []
     left = dict.fromkeys(range(len(units)))
     while left:
@@ -204,7 +184,7 @@ def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
 
 
 def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
-    """Cut the order before each unit that waits for a transfer that has started since the last cut."""
+    """Cut before each unit that waits for a transfer of the current turn."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:
@@ -220,7 +200,7 @@ def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]
 def interleaved(
     forward: Sequence[Sequence[int]], backward: Sequence[Sequence[int]]
 ) -> list[tuple[Direction, int]]:
-    """Turns of the two one after the other, the forward first; what one has more follows at the end."""
+    """Alternate turns of the two, the forward first."""
     order: list[tuple[Direction, int]] = []
     for i in range(max(len(forward), len(backward))):
         for direction, of in (("forward", forward), ("backward", backward)):

@@ -1,4 +1,4 @@
-"""A micro-batch's units, each with its own place in autograd's graph, so that its backward can run alone."""
+"""Tape: a micro-batch's units, each with a backward that can run alone."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,61 +11,48 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphmoe.ops.gradients import PendingWeightGrads
 
-RECEIVED = -1
-"""Number in the place of a unit's where a tensor comes from elsewhere."""
+RECEIVED = -1  # stands for the unit of a tensor from elsewhere
 
 
 @dataclass(frozen=True)
 class OrderedUnit:
-    """A unit at one place of the model, or its gradients."""
+    """A unit at one position of the model, or its backward."""
 
     name: str
     needs: frozenset[int] = frozenset()
-    """Numbers, in the same list, of the units whose results it reads."""
-    transfers: bool = False
-    """True where its work is a transfer between ranks, beside which others may run."""
+    """Indices of units whose results it reads."""
+    transfers: bool = False  # a transfer between ranks, which others may overlap
 
 
 @dataclass
+# holds edges of autograd's graph, which ends at each unit, and no tensors
 class _Done:
-    """A unit that has run. No tensor is held: only edges of autograd's graph, which ends at each unit."""
-
     unit: OrderedUnit
+    # (unit, result) of each input that wants a gradient
     reads: list[tuple[int, int]] = field(default_factory=list)
-    """(number of the unit, position among its results) of each input that wants a gradient."""
     inputs: list[GradientEdge] = field(default_factory=list)
-    """Edges at which the gradients of ``reads`` come out, on the stream of the unit."""
     outputs: dict[int, GradientEdge] = field(default_factory=dict)
-    """Edges at which gradients of the results go in, by position."""
     weights: PendingWeightGrads = field(default_factory=list)
 
 
 class Tape:
-    """Record of a forward that its micro-batch's backward needs, unit by unit.
-
-    ``run`` is called for each unit of the forward. Then ``start`` takes the gradients of what was made of the
-    units' results, and ``back`` runs one unit's backward. What comes from elsewhere and wants a gradient is
-    given to ``receive`` first; ``gradients_of_received`` has those in the end.
-    """
+    """Record of a forward, unit by unit, for its backward."""
 
     def __init__(self, anchor: Tensor) -> None:
-        """``anchor`` is any tensor that wants a gradient and gets none."""
+        """``anchor``: any tensor that requires a gradient."""
         self._anchor = anchor
         self._done: list[_Done] = []
-        self._source: dict[int, tuple[int, int]] = {}
-        """OrderedUnit and position of each result, by the node that stands for it in autograd's graph."""
+        self._source: dict[int, tuple[int, int]] = {}  # (unit, result), by autograd node
         self._edges: dict[tuple[int, int], GradientEdge] = {}
-        self._gradients: dict[tuple[int, int], list[Tensor]] = {}
-        """Gradients that have come for each result; they are added when all of them can be read."""
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # added once all are readable
         self._received: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        """Shapes, dtypes and devices of what `receive` was given."""
 
     @property
     def units(self) -> list[OrderedUnit]:
         return [done.unit for done in self._done]
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what stands for tensors from elsewhere, for units to read; called before any of them."""
+        """Return stand-ins; call before any unit."""
         assert not self._done
         given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
         for i, tensor in enumerate(given):
@@ -75,7 +62,7 @@ class Tape:
         return given
 
     def gradients_of_received(self) -> tuple[Tensor, ...]:
-        """Return them, zeros where there are none, when the backward of all units is over."""
+        """Return them after all backwards, zeros if unused."""
         gradients = []
         for i, (shape, dtype, device) in enumerate(self._received):
             given = self._gradients.pop((RECEIVED, i), None) or [
@@ -91,14 +78,11 @@ class Tape:
         read: Sequence[Tensor],
         call: Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]],
     ) -> tuple[Tensor, ...]:
-        """The results of ``call``, cut off from what made them.
-
-        ``call`` is given what stands for ``read``, results of earlier units, and the list for its weight
-        gradients. It runs on the current stream, and so will its backward: autograd lets a stream wait for
-        all that its nodes belong to, so none of another unit may be among them.
-        """
+        """Return the results of ``call``, detached; it gets stand-ins for ``read``."""
         reads = [self._key(tensor) for tensor in read if tensor.requires_grad]
         own = [self._source_of(tensor.detach()) if tensor.requires_grad else tensor for tensor in read]
+        # Autograd lets a stream wait for the streams of all its nodes, so the nodes here are all of this
+        # unit, on the current stream.
         inputs = [get_gradient_edge(tensor) for tensor in own if tensor.requires_grad]
         number, weights = len(self._done), PendingWeightGrads()
         results = [result.contiguous() for result in call(own, weights)]  # as the next unit would have it
@@ -116,25 +100,24 @@ class Tape:
     def start(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Take the gradients of what was made of units' results; scalars need none of their own."""
+        """Take the gradients of what was computed from results."""
         keys = [*self._edges]
         edges = [self._edges[key] for key in keys]
         found = torch.autograd.grad(roots, edges, gradients, allow_unused=True)  # type: ignore[arg-type]
         self._add(keys, found)
 
     def sources(self, read: Sequence[Tensor]) -> set[int]:
-        """Return the units that have made these tensors, as far as the tensors want gradients."""
         return {self._key(tensor)[0] for tensor in read if tensor.requires_grad} - {RECEIVED}
 
     def what_back_reads(self, number: int) -> Any:
-        """Return what must stay as it is while the backward of a unit runs."""
+        """Return what must stay unchanged during a unit's backward."""
         done = self._done[number]
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 
     def back(self, number: int, *, keep: bool = False) -> PendingWeightGrads:
-        """The backward of a unit, when those of all that read its results are over; its weights' gradients.
+        """Run a unit's backward after that of its readers; returns its pending wgrad.
 
-        What the unit has kept is let go of, or with ``keep`` stays with `what_back_reads`.
+        ``keep``: saved tensors stay with `what_back_reads`.
         """
         done, self._done[number] = self._done[number], _Done(self._done[number].unit)
         wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
@@ -166,7 +149,7 @@ class Tape:
 
 
 class _Source(torch.autograd.Function):
-    """A tensor as others see it: its gradient comes out here, and goes no further."""
+    """Stand-in for a result; its gradient ends here."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, result: Tensor) -> Tensor:

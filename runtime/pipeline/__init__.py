@@ -1,1 +1,1 @@
-"""Run time of a pipeline: stages of a model on several ranks, their channels, and the engine."""
+"""Run time of a pipeline: stages, channels and the engine."""

@@ -1,4 +1,4 @@
-"""Channels, which carry messages between the ranks of a pipeline."""
+"""Channels carry messages between the ranks of a pipeline."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of a tensor of a message; both sides know it, so no shapes are sent."""
+    """Shape and dtype of a tensor; both sides know it, so neither is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,56 +27,47 @@ def specs_of(tensors: Iterable[Tensor]) -> Specs:
 
 
 Arrival = Callable[[], tuple[Tensor, ...]]
-"""Waits for a message whose receives are posted and returns its tensors, on the device.
-
-With NCCL the stream waits for them, with gloo the host.
-"""
+"""Waits for receives (NCCL: the stream, gloo: the host); returns tensors on the device."""
 
 
 class Channels:
-    """A communicator for each ordered pair of ranks, so that a send never waits behind a receive.
+    """A communicator for each ordered pair of ranks, so that a send never waits for a receive.
 
-    Making one is collective of all ranks of the job: torch names a group that only its members make by the
-    number of groups that they are in, on which the ranks of a pipeline do not agree
-    (_hash_ranks_to_str in torch/distributed/distributed_c10d.py, torch 2.11 to 2.13).
+    Construction is a collective of the job.
     """
 
     def __init__(
         self, channels: Iterable[Channel], pipelines: Sequence[Sequence[int]], device: torch.device
     ) -> None:
-        """``pipelines``: the ranks of the job in each pipeline, ``layout.groups("pp")``.
-
-        Sends a byte along each channel, since communicators of NCCL are made by their first message, which
-        no graph could capture.
-        """
+        """``pipelines``: ``layout.groups("pp")``."""
         self._device = device
         self.has_nccl = "cuda:nccl" in dist.get_backend_config()
         self.by_host = False
-        """True where messages go through the memory of the hosts, as they always do without NCCL. Set it
-        between steps, alike on all ranks.
+        """True if messages pass through host memory. Set alike on all ranks, between steps.
 
-        Then no stream ever waits for another rank of the pipeline. So a rank may compile, measure kernels and
-        capture, all of which wait for the device, while others wait for its code.
+        No stream then waits for another rank, so a rank may compile and capture, which sync the device.
         """
-        self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
-        """The group of a channel, and the rank at its other end."""
+        self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}  # group, and rank at the other end
         self._in_flight: dict[Message, tuple[list[dist.Work], list[Tensor]]] = {}
         for channel in sorted(channels):
             for ranks in pipelines:
                 source, destination = (ranks[index] for index in channel)
+                # All ranks make all groups: torch names a group that only members make by their number of
+                # groups, on which the ranks of a pipeline disagree (_hash_ranks_to_str,
+                # torch/distributed/distributed_c10d.py, torch 2.11 to 2.13).
                 group = dist.new_group([source, destination], timeout=COLLECTIVE_TIMEOUT)
                 if dist.get_rank() in (source, destination):
                     self._ends[channel] = group, destination if dist.get_rank() == source else source
         self._open(next((ranks for ranks in pipelines if dist.get_rank() in ranks), ()) if self._ends else ())
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Start to send; the tensors must not be changed and are held until `release` or `finish`."""
+        """Start to send; tensors are held, and must not change, until released."""
         group, peer = self._ends[message.channel]
         held = [tensor.to(self._place).contiguous() for tensor in tensors]
         self._in_flight[message] = [_begun(dist.isend, tensor, peer, group) for tensor in held], held
 
     def receive(self, message: Message, specs: Specs) -> Arrival:
-        """Post the receives of a message, after those of all that its source sends before it."""
+        """Post receives, in the order of the source's sends."""
         group, peer = self._ends[message.channel]
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._place) for spec in specs)
         works = [_begun(dist.irecv, tensor, peer, group) for tensor in tensors]
@@ -89,13 +80,12 @@ class Channels:
         return arrived
 
     def release(self, messages: Iterable[Message]) -> None:
-        """Wait for sent messages, then let them go. With NCCL the stream waits, with gloo the host."""
+        """Wait for sent messages (NCCL: the stream, gloo: the host)."""
         for message in messages:
             for work in self._in_flight.pop(message)[0]:
                 wait_for(work.wait)
 
     def finish(self) -> None:
-        """Release all messages that are left at the end of a step."""
         self.release(list(self._in_flight))
 
     @property
@@ -104,6 +94,7 @@ class Channels:
 
     def _open(self, ranks: Sequence[int]) -> None:
         for channel, (group, peer) in self._ends.items():
+            # NCCL makes a communicator at its first message, which no graph could capture
             byte = torch.zeros(1, dtype=torch.uint8, device=self._place)
             way = dist.isend if ranks[channel[0]] == dist.get_rank() else dist.irecv
             wait_for(_begun(way, byte, peer, group).wait)

@@ -1,4 +1,4 @@
-"""Pipeline: runs one rank of a table, with stages that do the work and channels to the other ranks."""
+"""Pipeline: runs one rank of a table."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +17,7 @@ from graphmoe.runtime.pipeline.stages import Stage, Tensors
 
 
 class Pipeline:
-    """One rank of a pipeline. With NCCL the host waits for nothing, so a graph can capture a step."""
+    """One rank of a pipeline. With NCCL the host never waits, so a step can be captured."""
 
     def __init__(
         self,
@@ -29,34 +29,28 @@ class Pipeline:
         *,
         copies: bool = False,
     ) -> None:
-        """``rank`` is the place in the pipeline; ``channels`` has those of `channels_of(table)`.
+        """``rank``: index in the pipeline; ``copies``: stages may overwrite results after their micro-batch.
 
-        With ``copies`` the stages may overwrite what they return as soon as its micro-batch is over.
-
-        Raises `TableError` for a table that no ranks could run.
+        Raises `TableError` for a table that cannot run.
         """
         check(table)
         assert tuple(sorted(stages)) == table.placement.stages_of(rank)
-        self.recorder = recorder
-        """Records what `train` does; may be exchanged between steps, None records nothing."""
+        self.recorder = recorder  # may be exchanged between steps
         self._table, self._rank, self._stages, self._channels = table, rank, stages, channels
         self._copies = copies
         self._arriving: dict[Action, Arrival] = {}
-        self._handed: dict[Action, Tensors] = {}
-        """Results for another stage of this rank."""
+        self._handed: dict[Action, Tensors] = {}  # results for another stage of this rank
         self._training = table, transfers_of(table, rank)
         self._evaluating: dict[int, tuple[Table, Transfers]] = {}
         self._transfers, self._recording = self._training[1], recorder
 
     def train(self) -> None:
-        """Run the table: all forwards and backwards of a step."""
         assert torch.is_grad_enabled()
         if self.recorder:
             self.recorder.start()
         self._do(*self._training, self.recorder)
 
     def evaluate(self, num_micro_batches: int) -> None:
-        """Run forwards only, under torch.no_grad of the caller."""
         assert not torch.is_grad_enabled()
         if num_micro_batches not in self._evaluating:
             table = forward_only(self._table.placement, num_micro_batches)
@@ -76,7 +70,6 @@ class Pipeline:
         assert not self._arriving and not self._handed
 
     def _run(self, step: Step) -> None:
-        """Run one step of the table; messages are sent as soon as they are there."""
         for message in self._transfers.posts.get(step, ()):
             self._arriving[message.content] = self._channels.receive(message, self._specs(message))
         inputs = [self._inputs(action) for action in parts(step)]
@@ -88,7 +81,7 @@ class Pipeline:
             forward, backward = step
             stage, other = self._stages[forward.stage], self._stages[backward.stage]
             results = stage.together(forward.micro_batch, inputs[0], other, backward.micro_batch, inputs[1])
-            for action, made in zip(step, results, strict=True):  # as the next rank expects, if it gets both
+            for action, made in zip(step, results, strict=True):  # the order in which the next rank receives
                 self._deliver(action, made)
 
     def _alone(self, action: Action, inputs: Tensors) -> None:
@@ -130,15 +123,11 @@ class Pipeline:
 
 
 Lanes = dict[tuple[int, int], int]
-"""Number of the lane, from 0, by stage and micro-batch."""
+"""Micro-batch slot, from 0, by stage and micro-batch."""
 
 
 def lanes_of(table: Table, rank: int) -> Lanes:
-    """Return, for the forward of each micro-batch, the lowest free lane of its stage.
-
-    A micro-batch has its lane up to the last part of its backward. A stage has as many lanes as micro-batches
-    in flight there at once, and the first micro-batch of a step is on lane 0.
-    """
+    """Return the lowest free slot of its stage for each forward."""
     steps = [parts(step) for step in table.ranks[rank]]
     last = {(a.stage, a.micro_batch): time for time, actions in enumerate(steps) for a in actions}
     found: Lanes = {}
@@ -151,6 +140,7 @@ def lanes_of(table: Table, rank: int) -> Lanes:
             lane = next((lane for lane, since in enumerate(times) if since <= time), len(times))
             if lane == len(times):
                 times.append(0)
+            # free after the last part of the backward; a step's first micro-batch has slot 0
             times[lane] = last[stage, micro_batch] + 1
             found[stage, micro_batch] = lane
     return found

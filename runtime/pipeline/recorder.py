@@ -1,13 +1,11 @@
-"""Recorder of the times of a rank's steps and waits, and the file that a run leaves of them.
-
-A run's folder has ``pipeline.json``, its timelines by step:
+"""Recorder of a rank's steps and waits, and ``pipeline.json`` in the run's folder.
 
 ```
 {"schedule": "1f1b", "rank_of": [0, 1], "num_micro_batches": 4,
  "steps": [{"step": 12, "peak_bytes": [1, 2], "spans": [[0, "compute", "0F0", 0.0, 310.5], ...]}]}
 ```
 
-A span is rank, track, action (``0F3+0B1`` where two take turns), start and end in microseconds.
+A span is rank, track, action (``0F3+0B1`` if interleaved), start and end in microseconds.
 """
 
 import json
@@ -35,58 +33,47 @@ _Row = tuple[int, str, str, float, float]
 
 
 class StepRecorder(Protocol):
-    """Is told what a rank does when."""
-
     def start(self) -> None:
         """Begin a step."""
 
     def span(self, track: Track, step: Step) -> AbstractContextManager[None]:
-        """Around a step of the table, or the wait for a message that it reads."""
+        """Wrap a step, or the wait for a message."""
 
 
 class Recorder:
-    """Records one step at a time: by events on a GPU, by the host's clock on a CPU.
+    """Records one step: CUDA events on a GPU, the host's clock on a CPU. Not capturable.
 
-    A wait, track ``comm``, is the time that the stream (on a CPU the host) stood still for a message. Records
-    nothing that a graph could capture.
+    Track ``comm``: the stream (on a CPU the host) waited for a message.
     """
 
     def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:
-        """``barrier`` returns when all ranks have called it; it brings their zeros together."""
+        """``barrier`` of all ranks aligns their zeros."""
         self._on_gpu = device.type == "cuda"
         self._device, self._barrier = device, barrier
         self._origin: torch.cuda.Event | int = 0
         self._marks: list[tuple[Track, Step, torch.cuda.Event | int, torch.cuda.Event | int]] = []
-        self.began_ns = 0
-        """``time.time_ns()`` at zero of the step's spans."""
+        self.began_ns = 0  # time.time_ns() at zero of the spans
 
     def start(self) -> None:
-        """Forget the step before; zero is now. Waits for the device, then for the barrier.
-
-        So zero is the same moment on all ranks up to the time in which they leave the barrier (some 0.1 ms
-        for gloo), and ``began_ns`` belongs to it up to the launch of an event (some 0.01 ms). On one host
-        ``began_ns`` is the better common clock, between hosts it is as far off as their clocks are.
-        """
+        """Set zero to now. Syncs with the device and the other ranks."""
         self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         if self._barrier:
             self._barrier()
+        # Zeros of ranks differ by the exit from the barrier (0.1 ms with gloo), began_ns by the launch of an
+        # event (0.01 ms). On one host began_ns is the better common clock, across hosts clocks may be off.
         self.began_ns = time.time_ns()
         self._origin = self._now()
 
     @contextmanager
     def span(self, track: Track, step: Step) -> Iterator[None]:
-        """Record the block. No device sync."""
         begin = self._now()
         yield
         self._marks.append((track, step, begin, self._now()))
 
     def spans(self, rank: int, origin_ns: int | None = None) -> list[Span]:
-        """Return spans since `start`, in microseconds from its zero, or from a time of ``time.time_ns()``.
-
-        Waits for the device.
-        """
+        """Return spans in microseconds from `start`, or from ``origin_ns``. Syncs with the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         moved = 0.0 if origin_ns is None else (self.began_ns - origin_ns) / 1e3
@@ -117,8 +104,6 @@ class _Step(msgspec.Struct):
 
 
 class _Recording(msgspec.Struct):
-    """The file."""
-
     schedule: str
     rank_of: list[int]
     num_micro_batches: int
@@ -126,7 +111,7 @@ class _Recording(msgspec.Struct):
 
 
 def write_timelines(path: Path, timelines: Mapping[int, Timeline]) -> None:
-    """Write the timelines of a run by step, all of one schedule; the file is there whole or not at all."""
+    """Write a run's timelines, of one schedule. Atomic."""
     first = next(iter(timelines.values())).table
     assert all(replace(timeline.table, ranks=first.ranks) == first for timeline in timelines.values())
     document = {
@@ -146,7 +131,7 @@ def write_timelines(path: Path, timelines: Mapping[int, Timeline]) -> None:
 
 
 def read_timelines(path: Path) -> dict[int, Timeline]:
-    """Return the timelines by step. *Raises* ConfigError for a missing file, or one of something else."""
+    """Return the timelines by step. *Raises* ConfigError for a missing or invalid file."""
     if not path.exists():
         raise ConfigError(f"there is no {path}; a run with profile.pipeline=true writes it")
     found = read_json(path, _Recording)
@@ -165,7 +150,6 @@ def read_timelines(path: Path) -> dict[int, Timeline]:
 
 
 def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
-    """Read a span from its row. *Raises* ValueError for any other value."""
     rank, track, text, start, end = row
     if track not in get_args(Track):
         raise ValueError(f"'{track}' is no track, which are {', '.join(get_args(Track))}")
@@ -179,7 +163,6 @@ def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
 
 
 def _action(text: str, placement: Placement, num_micro_batches: int) -> Action:
-    """Read an action from its words. *Raises* ValueError for words that are no action."""
     match = _ACTION.fullmatch(text)
     if match is None:
         raise ValueError(f"'{text}' is no action such as 3F0")

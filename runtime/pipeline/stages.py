@@ -1,4 +1,4 @@
-"""Stage: the part of a model that a pipeline runs, by autograd or in turns with another, unit by unit."""
+"""Stage: a pipeline rank's part of a model."""
 
 from __future__ import annotations
 
@@ -16,28 +16,22 @@ from graphmoe.runtime.overlap.tape import OrderedUnit, Tape
 from graphmoe.runtime.pipeline.channels import Specs
 
 Tensors = tuple[Tensor, ...]
+# context whose forwards append wgrad to the list
 Deferring = Callable[[PendingWeightGrads], AbstractContextManager[object]]
-"""A context: what runs inside it leaves the W of its backward in the list."""
 Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
-"""Maps a micro-batch and what was received for it to what goes to the next stage, and a scalar to add to the
-loss, if there is one."""
+"""(micro-batch, received) -> (sent, addend of the loss, if any)."""
 
 
 @dataclass
 class _Kept:
-    """A micro-batch between its forward and its backward."""
-
-    received: Tensors
-    """Leaves of autograd's graph; none where an `Overlap` has run the forward."""
+    received: Tensors  # leaves of autograd's graph; none if an Overlap ran the forward
+    # edges instead of tensors, which are free after the send; None: no gradient
     sent: list[GradientEdge | None]
-    """Places in the graph, not the tensors: these are free when they have been sent. None: no gradient."""
     loss: Tensor | None
     later: PendingWeightGrads
     tape: Tape | None
-    """Tape of the forward that an `Overlap` has run."""
 
     def roots(self, gradients: Tensors) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
-        """Pair each root of autograd with its gradient, from the gradients of all sent tensors."""
         pairs = zip(self.sent, gradients, strict=True)
         roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
         if self.loss is not None:
@@ -45,17 +39,14 @@ class _Kept:
         return [root for root, _ in roots], [gradient for _, gradient in roots]
 
     def started(self, tape: Tape, gradients: Tensors) -> Backward:
-        """The backward of the tape, from the gradients of what was sent."""
         tape.start(*self.roots(gradients))
         return Backward(tape)
 
 
 class Stage:
-    """A part of the model, whose backward is one call of autograd, or units that an `Overlap` runs in turns.
+    """A part of the model; its backward is one autograd call, or an `Overlap` interleaves its units.
 
-    It keeps what the backward of each micro-batch needs, from F to B or W. No device sync. With an overlap
-    transfers between ranks have a stream of their own, also in a forward or backward that runs alone; that
-    is for schedules with whole backwards.
+    No device sync. An overlap needs schedules with whole backwards.
     """
 
     def __init__(
@@ -66,29 +57,20 @@ class Stage:
         deferring: Deferring | None = None,
         overlap: Callable[[], Overlap | None] = lambda: None,
     ) -> None:
-        """``received`` and ``sent`` say what each message from the stage before and to the next one has.
-
-        ``deferring`` is for schedules with I and W apart; without it I makes all gradients, W nothing.
-        ``overlap`` is asked at each forward; a step gets the same answer throughout.
-        """
+        """``deferring``: for schedules with separate dgrad and wgrad."""
         self.received, self.sent = received, sent
         self._run, self._overlap = run, overlap
         self._deferring: Deferring = deferring or nullcontext
         self._kept: dict[int, _Kept] = {}
         self._later: dict[int, PendingWeightGrads] = {}
-        self._units: Sequence[OrderedUnit] = ()
-        """Units of the last forward that an `Overlap` has run."""
+        self._units: Sequence[OrderedUnit] = ()  # of the last forward that an Overlap ran
 
     @property
     def kept(self) -> set[int]:
-        """Return the micro-batches of which something is kept."""
         return {*self._kept, *self._later}
 
     def forward(self, micro_batch: int, received: Tensors, beside: Backward | None = None) -> Tensors:
-        """Compute the tensors for the next stage. Without gradients (torch.no_grad) nothing is kept.
-
-        An overlap runs the backward ``beside`` in between, all of it.
-        """
+        """Return the tensors for the next stage, with all of the backward ``beside`` interleaved."""
         if not torch.is_grad_enabled():
             return self._run(micro_batch, received)[0]
         assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still kept"
@@ -103,7 +85,7 @@ class Stage:
                 lambda: self._run(micro_batch, of_step.receive(received)), beside, self._units
             )
             self._units = tape.units
-            if sent or received:  # what is sent, here or by the backward, may have been made by a transfer
+            if sent or received:  # a transfer may have made what is sent, also by the backward
                 overlap.settle()
         edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
         loss = loss if loss is not None and loss.requires_grad else None
@@ -111,7 +93,7 @@ class Stage:
         return tuple(tensor.detach() for tensor in sent)
 
     def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
-        """Return gradients of received tensors from those of sent ones. Without ``weights`` W is left."""
+        """Return gradients of received tensors. Without ``weights``, wgrad is deferred."""
         kept = self._kept.pop(micro_batch)
         if kept.tape is not None:
             overlap = self._overlap()
@@ -130,7 +112,7 @@ class Stage:
     def together(
         self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run ``forward`` and the whole ``backward`` of another micro-batch, in turns with an overlap."""
+        """Run ``forward`` and another micro-batch's ``backward``, interleaved by an overlap."""
         kept = other._kept[other_micro_batch] if self._units else None
         if kept is None or kept.tape is None:
             sent = self.forward(micro_batch, received)
@@ -140,7 +122,6 @@ class Stage:
         return sent, kept.tape.gradients_of_received()
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Run W, where the backward left it."""
         later = self._later.pop(micro_batch)
         while later:
-            later.pop(0)()  # what W has read is free when it is over
+            later.pop(0)()  # frees what each wgrad has read

@@ -1,4 +1,4 @@
-"""Graphs of a function's launches: CUDA and HIP graphs on a GPU, and a stand-in on the host."""
+"""Graphs of launches: CUDA and HIP graphs, and a stand-in on the host."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 
 class GraphMaker:
-    """Makes graphs that share a pool of memory, or several.
+    """Makes graphs that share memory pools. Results are never freed.
 
-    Results stay for ever. A later graph may have a result in memory that an earlier graph of the same pool
-    uses for itself. So between a graph and the last one that reads its results, no graph of the pool may
-    replay that was made earlier.
+    A later graph may place a result in memory that an earlier one of its pool uses internally. So between a
+    graph and the last reader of its results, no older graph of the pool may replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,11 +29,7 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Make a graph of ``run`` on the current stream, where it has run before. Nothing is executed.
-
-        ``given`` are tensors that ``run`` must not read, since static ones stand in for them; the stand-in
-        for a graph on a CPU spoils them.
-        """
+        """Capture ``run``, which has run before and must not read ``given``. Nothing is executed."""
         if self.on == "host":
             return HostGraph(run, given)
         if pool not in self._pools:
@@ -44,15 +39,13 @@ class GraphMaker:
         return graph
 
     def release(self) -> None:
-        """End all graphs, wherever they are held: NCCL's groups cannot end before graphs with their sums.
-
-        None of them may replay any more.
-        """
+        """End all graphs, wherever they are held."""
+        # NCCL groups cannot be destroyed before graphs that hold their collectives
         for graph in self._made:
             graph.release()
 
     def drop(self) -> None:
-        """End all graphs and give the memory of their pools back, but for results that are still held."""
+        """End all graphs and free their pools, except results still held."""
         self.prepare()  # the device may be replaying one
         self.release()
         self._made.clear()
@@ -60,18 +53,17 @@ class GraphMaker:
         self.prepare()
 
     def prepare(self) -> None:
-        """Give the memory that others hold in reserve back to the device, where a pool can take it."""
+        """Return cached memory to the device. Syncs."""
         gc.collect()
         if self.on == "device":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
     def pool_bytes(self) -> int:
-        """Bytes that the device's allocator took for the pools."""
         return sum(segment["total_size"] for segment in self._segments())
 
     def pool_unused_bytes(self) -> int:
-        """Bytes of the pools that nothing holds: only the next graph may take them."""
+        # only the next graph can use them
         return sum(segment["total_size"] - segment["allocated_size"] for segment in self._segments())
 
     def _segments(self) -> list[Any]:
@@ -80,42 +72,38 @@ class GraphMaker:
 
 
 class DeviceGraph:
-    """A CUDA or HIP graph. To make it, ``run`` runs on the host alone: the device does nothing."""
+    """A CUDA or HIP graph; the capture executes nothing."""
 
     def __init__(self, run: Run, pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # on the host, where its nodes can be counted
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for counting nodes
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
         with _garbage_kept():
             self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._results = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # an invalid capture; what made it so says more
+                with contextlib.suppress(RuntimeError):  # the capture is invalid; the first error says why
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
+        # kernels, copies and memsets; None if unknown
         self.nodes = _count_nodes(self._graph.raw_cuda_graph())
-        """Kernels, copies and memsets in it; None where nobody counts them."""
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch the graph on the current stream; returns results at the same addresses each time."""
+        """Launch on the current stream; results keep their addresses."""
         self._graph.replay()
         return self._results
 
     def release(self) -> None:
-        """Give the graph back to the device, with what it holds of communicators."""
         self._graph.reset()
 
 
 class HostGraph:
-    """Stand-in for a graph on a CPU: calls ``run``, which may read nothing but tensors that stay.
-
-    ``given`` are tensors that the caller passes anew each time; they are overwritten, with NaN or a
-    number far out of range, so that a function which still reads one of them is found out.
-    """
+    """Stand-in on a CPU: calls ``run``, which may read static tensors only."""
 
     def __init__(self, run: Run, given: Sequence[Tensor]) -> None:
+        # a function that still reads one of them shows NaN or a number far out of range
         for tensor in given:
             tensor.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
         self.nodes: int | None = None  # a CPU launches nothing
@@ -132,16 +120,15 @@ class HostGraph:
 
 
 Graph = DeviceGraph | HostGraph
-"""A function's launches, which run again and again on the tensors of the capture."""
 
 
 def _count_nodes(graph: int) -> int | None:
-    """Count the nodes of a cudaGraph_t (a CUgraph for the driver) or hipGraph_t; None if it cannot say."""
+    # graph is a cudaGraph_t (a CUgraph for the driver) or hipGraph_t
     hip = torch.version.hip is not None
     libraries = [f"libamdhip64.so{end}" for end in ("", ".7", ".6")] if hip else ["libcuda.so.1"]
     count = ctypes.c_size_t()
     for library in libraries:
-        try:  # only what is loaded: another copy of the runtime would not know the graph
+        try:  # RTLD_NOLOAD: another copy of the runtime would not know the graph
             loaded = ctypes.CDLL(library, mode=ctypes.DEFAULT_MODE | os.RTLD_NOLOAD)
             get_nodes = loaded.hipGraphGetNodes if hip else loaded.cuGraphGetNodes
         except (OSError, AttributeError):
@@ -153,7 +140,7 @@ def _count_nodes(graph: int) -> int | None:
 
 @contextlib.contextmanager
 def _garbage_kept() -> Iterator[None]:
-    """Collect no garbage inside: that might free memory for which the device has to be waited for."""
+    # a collection inside a capture might free memory, which syncs with the device
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -164,7 +151,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def static_copy(tensor: Tensor) -> Tensor:
-    """Copy without a place in autograd's graph, with the strides of the tensor even if they leave gaps."""
+    """Copy detached, with the same strides."""
     tensor = tensor.detach()
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

@@ -1,4 +1,4 @@
-"""Replays from one pool of memory, in the order in which their graphs were made."""
+"""Replays from one memory pool, in the order of creation."""
 
 from __future__ import annotations
 
@@ -15,46 +15,38 @@ R = TypeVar("R", bound="Replay")
 
 
 class Pool:
-    """Memory that graphs share for one micro-batch at a time, and the rule of which may replay next.
-
-    ``GraphMaker`` demands that nothing older replays between a graph and the last that reads its results.
-    Here results are read until the micro-batch is over. So what replays is always newer than everything that
-    has replayed for the micro-batch and has results; where there is no such graph yet, another is made.
-    """
+    """Memory that graphs share for one micro-batch, and the order in which they may replay."""
 
     def __init__(self, maker: GraphMaker, key: Hashable, addresses: set[int]) -> None:
         self.maker, self.key = maker, key
-        self.addresses = addresses
-        """Addresses of results, which stay where they are."""
+        self.addresses = addresses  # of results, which are fixed
+        # True if a backward of this micro-batch ran without a graph. A graph made after it would be older
+        # than the one that replaces it next time.
         self.has_gap = False
-        """True where a backward of this micro-batch ran without a graph. A graph that were made behind it
-        would be older than the one that takes its place next time."""
-        self.num_left = 0
-        """Number of backwards of this micro-batch whose W is still to run from a graph."""
+        self.num_left = 0  # backwards whose wgrad still has to replay
         self.num_made = 0
-        self._newest = -1
-        """Number of the newest graph with results that has replayed for this micro-batch."""
+        self._newest = -1  # newest graph with results that replayed for this micro-batch
 
     def begin(self) -> None:
-        """Begin a micro-batch: the results of the last one are not read any more."""
         self._newest, self.has_gap, self.num_left = -1, False, 0
 
     def is_behind(self, replay: Replay) -> bool:
-        """Return whether a graph is too old to replay now."""
+        # Results are read until the micro-batch is over, so by the rule of GraphMaker no older graph may
+        # replay.
         return replay.number <= self._newest
 
     def find(self, replays: Sequence[R], given: Sequence[Tensor] = ()) -> R | None:
-        """Return the oldest of these graphs that may replay now on the given tensors."""
+        """Return the oldest graph that may replay now."""
         fit = (replay for replay in replays if not self.is_behind(replay) and replay.moved(given) is None)
+        # None: the caller makes another graph
         return next(fit, None)
 
     def replayed(self, number: int) -> None:
-        """Note that a graph with results has replayed."""
         self._newest = number
 
 
 class Replay:
-    """A graph of a function of static tensors; the tensors of ``stays`` must lie where they were."""
+    """A graph of static tensors; those flagged in ``stays`` keep their addresses."""
 
     def __init__(
         self,
@@ -66,10 +58,7 @@ class Replay:
         *,
         part: str,
     ) -> None:
-        """Without ``run`` only the copies into static tensors are launched.
-
-        ``part`` names the part of the unit, for ranges of profiles.
-        """
+        """Without ``run`` only inputs are copied."""
         self._unit, self._part = span.unit, part
         self.static, self._stays, self._pool = static, stays, pool
         self.number = pool.num_made
@@ -78,7 +67,7 @@ class Replay:
         self._is_new = True
 
     def moved(self, given: Sequence[Tensor]) -> int | None:
-        """Return the index of a tensor that must stay and lies elsewhere; None if all are in place."""
+        """Return the index of a tensor that moved, if any."""
         checked = zip(self._stays, self.static, given, strict=True)
         moved = (
             i

@@ -1,8 +1,6 @@
-"""Atomic, checksummed checkpoints of nested state on ``torch.distributed.checkpoint``.
+"""Atomic, checksummed checkpoints; entry point: `graphmoe.checkpoint.store`."""
 
-`graphmoe.checkpoint.store` saves and loads; this module imports no torch.
-"""
-
+# imports no torch
 from graphmoe.checkpoint.folders import CHECKPOINTS, CheckpointError, saved_steps
 
 __all__ = ["CHECKPOINTS", "CheckpointError", "saved_steps"]

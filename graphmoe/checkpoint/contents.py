@@ -1,7 +1,6 @@
-"""The files of one checkpoint: written through DCP with a running sha256, and read back.
+"""Files of one checkpoint: written through DCP with a running SHA-256, and read back.
 
-DCP writes one ``__<rank>_0.distcp`` per rank and ``.metadata``; everything here is public DCP API of
-torch 2.11 to 2.15.
+DCP writes ``__<rank>_0.distcp`` per rank and ``.metadata``. Only public DCP API of torch 2.11 to 2.15.
 """
 
 import dataclasses
@@ -53,7 +52,10 @@ _BUFFER_BYTES = 2**20
 def write_entries(
     folder: Path, entries: Entries, copies: dict[str, Tensor], ranks: Ranks
 ) -> dict[str, FileSum]:
-    """Write this rank's share, with tensors of ``copies``, and fsync it; return the sums of its files."""
+    """Write and fsync this rank's part; return checksums of its files.
+
+    Tensors in ``copies`` are read from there.
+    """
     # More threads would be faster, but DCP drops the error of all but the first and then writes
     # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
     writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=True)
@@ -71,13 +73,15 @@ def write_entries(
 
 
 def value_names(saved: Metadata) -> set[str]:
-    """Names of the entries that are plain values."""
     entries = saved.state_dict_metadata.items()
     return {name for name, entry in entries if isinstance(entry, BytesStorageMetadata)}
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
-    """Fill ``wanted`` in place, run nothing, and return plain values by name. *Raises* CheckpointError."""
+    """Fill tensors and shards of ``wanted`` in place; return the plain values named. Runs no code from files.
+
+    *Raises* CheckpointError for invalid contents.
+    """
     flat: dict[str, Any] = {**wanted.of(Tensor), **dict.fromkeys(sorted(values))}
     with _dcp_errors():
         dcp.load(
@@ -91,13 +95,12 @@ def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) 
 
 
 class _Reader(FileSystemReader):
-    """DCP's reader but for ``.metadata``, which it would unpickle whatever that names."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.fs = _ReadFileSystem()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        # DCP would unpickle any class that the file names
         return read_metadata(Path(self.path))
 
 
@@ -113,6 +116,8 @@ def _dcp_errors() -> Iterator[None]:
 
 
 class _ReadFileSystem(FileSystem):
+    """Local file system whose errors name the file."""
+
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         try:
@@ -120,13 +125,15 @@ class _ReadFileSystem(FileSystem):
                 yield stream
         except (CheckpointError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise
-        except Exception as error:  # torch words each kind of wrong content by another class
+        except Exception as error:  # torch raises a different class for each kind of invalid content
             raise CheckpointError(
                 f"{path} holds other than what graphmoe wrote ({type(error).__name__}); nothing in it was run"
             ) from error
 
 
 class _HashingFileSystem(FileSystem):
+    """Local file system that records size and SHA-256 of written files."""
+
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
 
@@ -144,10 +151,10 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingStream:
-    """The part of a binary file that DCP writes to; hashes what passes through.
+    """Binary stream that hashes what DCP writes.
 
-    An error of the disk is kept until DCP asks for the descriptor: raised out of ``write`` it would
-    cross torch.save's C++ code, which replaces it by "unexpected pos" or ends the process (2.11).
+    A disk error is kept until DCP asks for the descriptor: raised in ``write`` it would cross torch.save's
+    C++ code, which replaces it by "unexpected pos" or ends the process (2.11).
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -172,7 +179,6 @@ class _HashingStream:
         return len(block)
 
     def raise_error(self) -> None:
-        """Raise the error of the first write that failed, if any."""
         if self._error is not None:
             raise self._error
 
@@ -180,10 +186,10 @@ class _HashingStream:
         return self._num_bytes
 
     def flush(self) -> None:
-        """Do nothing: DCP flushes after each tensor, and each system call gives the GIL away."""
+        """Do nothing: DCP flushes after each tensor, and each system call releases the GIL."""
 
     def fileno(self) -> int:
-        """The descriptor, for fsync: what was written is handed to the system before."""
+        """Flush and return the descriptor for fsync."""
         self.raise_error()
         self._stream.flush()
         return self._stream.fileno()
@@ -192,12 +198,12 @@ class _HashingStream:
         self._stream.close()
 
 
-# torch's protocol for types of one's own is not public, and reaches only subclasses of Tensor where data are
-# looked up (2.11 to 2.13). So DCP does not see the shards; the planners add what is to be done for them.
+# torch's protocol for custom types is private and reaches only subclasses of Tensor when data are looked up
+# (2.11 to 2.13). So DCP does not see the shards; the planners add their items.
 
 
 class CopiesPlanner(DefaultSavePlanner):
-    """Planner by the state itself, so that sharded tensors are known as such, that writes the copies."""
+    """Save planner that reads tensors from copies and adds FlatShards."""
 
     def __init__(self, shards: dict[str, FlatShard], copies: dict[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -227,7 +233,7 @@ class CopiesPlanner(DefaultSavePlanner):
 
 
 class FillPlanner(DefaultLoadPlanner):
-    """Planner that fills the tensors of the state, and the shards beside it, in place."""
+    """Load planner that fills tensors and FlatShards in place."""
 
     def __init__(self, shards: dict[str, FlatShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -247,7 +253,7 @@ class FillPlanner(DefaultLoadPlanner):
         return dataclasses.replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a plain value; DCP's own way would run what a file says."""
+        """Read a plain value without running code, which DCP's own would."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -267,7 +273,7 @@ def _require_whole(all_plans: list[SavePlan]) -> None:
     counts: dict[str, dict[torch.Size | None, int]] = defaultdict(dict)
     sizes: dict[str, torch.Size] = {}
     for item in (item for plan in all_plans for item in plan.items):
-        if item.tensor_data is not None:  # what has the same offset is the same, and is written once
+        if item.tensor_data is not None:  # items of equal offset are equal and written once
             counts[item.index.fqn][item.index.offset] = math.prod(item.tensor_data.chunk.sizes)
             sizes[item.index.fqn] = item.tensor_data.size
     lines = [

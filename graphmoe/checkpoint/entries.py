@@ -1,8 +1,7 @@
-"""The state as named entries: nested dicts and lists to flat names and back, and each rank's share of saving.
+"""State as named entries: nested dicts and lists to flat names and back; each rank's part of saving.
 
-A tensor is an entry of its own, named by its path (``model.layers.0.attn.norm.weight``). So is each
-other value that a dict holds; a list without tensors is one value. A tensor may be a FlatShard: then the
-entry is the whole parameter.
+A tensor is an entry, named by its path (``model.layers.0.attn.norm.weight``), as is every other value of a
+dict; a list without tensors is one value.
 """
 
 import copy
@@ -26,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 @dataclass
 class Entries:
-    """Tensors and FlatShards by name, and by name what else the state holds as (path, value)."""
+    """Tensors and FlatShards by name, other values as (path, value)."""
 
     tensors: dict[str, Tensor | FlatShard] = field(default_factory=dict)
     values: dict[str, tuple[tuple[str | int, ...], Any]] = field(default_factory=dict)
@@ -36,17 +35,19 @@ class Entries:
         return self.tensors.keys() | self.values.keys()
 
     def of(self, kind: type[Kind]) -> dict[str, Kind]:
-        """FlatShards, or Tensors, of which DTensors are some."""
+        """Entries of one kind; Tensors include DTensors."""
         return {name: each for name, each in self.tensors.items() if isinstance(each, kind)}
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's part of the tensors in bytes; what a file adds to that is small."""
         return sum(local_part(tensor).nbytes for tensor in self.tensors.values())
 
 
 def flatten(state: dict[str, Any]) -> Entries:
-    """Entries of a nested state: tensors shared, values copied. *Raises* CheckpointError for no plain one."""
+    """Entries of a nested state. Tensors are shared, values copied.
+
+    *Raises* CheckpointError for values that do not round-trip.
+    """
     entries = Entries()
     _walk((), state, entries)
     return entries
@@ -86,7 +87,7 @@ def _require_plain(name: str, value: Any) -> None:
 
 
 def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Put values into ``state`` at their paths. *Raises* CheckpointError for another or no plain type."""
+    """Put values into ``state`` at their paths. *Raises* CheckpointError for values of another type."""
     for name, entry in values.items():
         path, value = _placed(name, entry)
         node: Any = state
@@ -99,7 +100,7 @@ def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], 
             raise CheckpointError(f"the checkpoint's entry {name} has no place in the state")
         there = node.get(path[-1]) if isinstance(node, dict) else node[path[-1]]
         if value == {} and isinstance(there, dict):
-            continue  # of a rank that held no part of the tensors there
+            continue  # saved by a rank without a part of the tensors there
         if not _alike(there, value):
             theirs, ours = type(value).__name__, type(there).__name__
             raise CheckpointError(f"the checkpoint's entry {name} is a {theirs}, but here a {ours}")
@@ -118,7 +119,7 @@ def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
 
 
 def _alike(there: Any, value: Any) -> bool:
-    """Tell whether a value may stand where another does; anything may for a list, a tuple, bytes and None."""
+    """Return whether a value may replace another."""
     if type(there) in (int, float):
         return type(value) in (int, float)
     return type(there) not in (bool, str, dict) or type(value) is type(there)
@@ -129,10 +130,9 @@ def _has_item(node: Any, key: str | int) -> bool:
 
 
 def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partial: bool) -> list[str]:
-    """Return the reasons why the checkpoint cannot fill ``wanted``, one line per entry; none if it can.
+    """Reasons why a checkpoint cannot fill ``wanted``, one line per entry.
 
-    all_names: names that any rank wants. partial: entries that nobody wants and other dtypes are
-    fine. A plain value that is only in the checkpoint is always fine: it is merged in.
+    ``all_names``: wanted by any rank. ``partial`` allows unused entries and other dtypes.
     """
     found = saved.state_dict_metadata
     lines = []
@@ -151,6 +151,7 @@ def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partia
         elif isinstance(found.get(name), TensorStorageMetadata):
             lines.append(f"a plain value here, a tensor in the checkpoint: {name}")
     if not partial:
+        # plain values that only the checkpoint has are merged in
         for name, entry in sorted(found.items()):
             if name not in all_names and isinstance(entry, TensorStorageMetadata):
                 form = _form(entry.size, entry.properties.dtype)
@@ -163,13 +164,14 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class HostCopies:
-    """Pinned host memory for snapshots, reused by the next; torch's DefaultStager fails there (2.11)."""
+    """Reused host memory for snapshots, of the size of the state."""
 
     def __init__(self) -> None:
+        # torch's DefaultStager drops its memory after each call and then fails (2.11)
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
-        """Copies of this rank's part of each tensor, valid until the next call. Syncs each device once."""
+        """Copy this rank's tensors; valid until the next call. One sync per device."""
         sources = {name: local_part(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         for name, source in sources.items():
@@ -179,25 +181,25 @@ class HostCopies:
         return dict(self._buffers)
 
     def close(self) -> None:
-        """Give the host memory back."""
         self._buffers = {}
 
     def _buffer(self, name: str, source: Tensor) -> Tensor:
         old, pinned = self._buffers.get(name), source.is_cuda and source.numel() > 0
         if old is not None and (old.shape, old.dtype) == (source.shape, source.dtype):
             return old
+        # torch's allocator rounds pinned memory up to a power of two per tensor
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory and cut off from autograd."""
+    """This rank's part, detached, sharing memory."""
     if isinstance(tensor, FlatShard):
         return tensor.data.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """Return the entries that this rank saves: shards of DTensors, and its share of the rest. Collective."""
+    """Entries that this rank saves. Collective."""
     if ranks.size == 1:
         return entries
     keys = {
@@ -209,6 +211,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
     named = ranks.gather((sizes, list(entries.values)))
     writers = assign([sizes for sizes, _ in named])
     values = [set(names) for _, names in named]
+    # a plain value named by several ranks is saved by the first
     earlier = set().union(*values[: ranks.rank])
     return Entries(
         {n: t for n, t in entries.tensors.items() if n not in keys or writers[keys[n]] == ranks.rank},
@@ -217,7 +220,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
 
 
 def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
-    """The rank that writes each key, by the bytes that each rank holds: large ones to the least loaded."""
+    """Rank that writes each key, balanced by the bytes that each rank holds."""
     holders: dict[Any, list[int]] = defaultdict(list)
     largest: dict[Any, int] = {}
     for rank, held in enumerate(sizes):
@@ -225,6 +228,7 @@ def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
             holders[key].append(rank)
             largest[key] = num_bytes
     loads, writers = [0] * len(sizes), {}
+    # unique keys first, then greedily from the largest, each to the rank with the least
     for key in sorted(largest, key=lambda key: (len(holders[key]) > 1, -largest[key], key)):
         rank = min(holders[key], key=loads.__getitem__)
         writers[key] = rank

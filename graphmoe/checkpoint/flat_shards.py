@@ -1,7 +1,6 @@
-"""A rank's range of a parameter that is cut along parallel dimensions, as boxes of the whole parameter.
+"""Flat range of a sharded parameter, as boxes of the whole parameter.
 
-A checkpoint holds whole parameters only, so that it knows no layout: what a rank holds is written to, and
-filled from, the boxes that it covers there.
+Checkpoints hold whole parameters, so they are independent of the layout.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from graphmoe.plan.layout import Axis, Layout, ParameterLayout, layout_of
 
 
 class Box(NamedTuple):
-    """A box of a whole parameter, and where its elements lie in the flat data of a shard."""
+    """Box of a whole parameter, and the offset and strides of its elements in a shard's data."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -29,19 +28,19 @@ class Box(NamedTuple):
     strides: tuple[int, ...]
 
     def view(self, data_N: Tensor) -> Tensor:
-        """The elements in a shard's data, or in a copy of it: a view in the box's sizes."""
+        """View of the box in a shard's data."""
         return data_N.as_strided(self.sizes, self.strides, data_N.storage_offset() + self.first)
 
 
 @dataclass(frozen=True, eq=False)
 class FlatShard:
-    """Elements [start, start + len(data)) of a rank's own part of a parameter, in row-major order."""
+    """Elements [start, start + len(data)) of a rank's part of a parameter, in row-major order."""
 
+    # [N], contiguous; filled in place when loading
     data: Tensor
-    """[N], contiguous, N may be 0; loading fills it in place."""
     start: int
+    # of the rank's part (`graphmoe.plan.layout.own_part`)
     shape: torch.Size
-    """Shape of the own part, `graphmoe.plan.layout.own_part` of the whole parameter."""
     parallel: ParameterLayout
     layout: Layout
     rank: int
@@ -53,12 +52,11 @@ class FlatShard:
 
     @classmethod
     def from_part(cls, part: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> FlatShard:
-        """All of an own part; a view of it. *Raises* RuntimeError if the part is not contiguous."""
+        """Shard that covers a whole part; shares memory. *Raises* RuntimeError if not contiguous."""
         return cls(part.detach().view(-1), 0, part.shape, parallel, layout, rank)
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
         sizes = list(self.shape)
         for cut in self.parallel.cuts:
             sizes[cut.dim] *= self.layout.size(cut.axis)
@@ -66,17 +64,14 @@ class FlatShard:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Numbers of the part that it covers: shards of the same place hold the same elements."""
+        """Indices and range of the part; equal for shards that hold the same elements."""
         indices = (_index(self.layout, cut.axis, self.rank) for cut in self.parallel.cuts)
         return (*indices, self.start, self.data.numel())
 
     def boxes(self) -> list[Box]:
-        """Return the boxes of the whole parameter that it covers; none if it is empty.
-
-        As few as there can be of which each is one run of the data, then divided where a cut divides it. A
-        parameter without elements is one box, so that its name and shape are saved.
-        """
+        """Fewest boxes that are contiguous runs of the data, split at cuts."""
         if self.shape.numel() == 0:
+            # one box for a parameter without elements, so that its name and shape are saved
             return [Box((0,) * len(self.shape), tuple(self.whole_shape), 0, (0,) * len(self.shape))]
         strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         runs = [self._runs(dim) for dim in range(len(self.shape))]
@@ -90,7 +85,7 @@ class FlatShard:
         return boxes
 
     def within(self, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yield the parts of ``whole[index]`` that it covers: views of the data, and the place of each."""
+        """Yield the covered parts of ``whole[index]``: views of the data, and their indices."""
         given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         kept = [isinstance(each, slice) for each in given]
         slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]
@@ -109,7 +104,7 @@ class FlatShard:
                 )
 
     def _runs(self, dim: int) -> list[range]:
-        """Indices of the whole dimension that the own part consists of, in its order; none adjoin."""
+        # indices of the whole dimension in the part, split into maximal runs
         indices = np.arange(self.whole_shape[dim])
         for cut in (cut for cut in self.parallel.cuts if cut.dim == dim):
             parts = indices.reshape(cut.pieces, self.layout.size(cut.axis), -1)
@@ -121,10 +116,9 @@ class FlatShard:
 def shards_of(
     model: nn.Module, layout: Layout, rank: int, instead: Mapping[str, Tensor | FlatShard] | None = None
 ) -> dict[str, Tensor | FlatShard]:
-    """The model's state by name as a checkpoint keeps it, sharing its memory.
+    """Model state by name as checkpoints hold it, sharing memory.
 
-    Where several ranks share a parameter, the own part is a FlatShard; those that hold the same part save it
-    once. ``instead`` has tensors that stand for the model's own of the same names, such as fp32 main weights.
+    ``instead`` replaces tensors by name, e.g. by fp32 master weights.
     """
     found: dict[str, Tensor | FlatShard] = {}
     for name, own in model.state_dict(keep_vars=True).items():
@@ -138,22 +132,20 @@ def shards_of(
 
 
 def whole_shape(tensor: Tensor | FlatShard) -> torch.Size:
-    """The shape that a checkpoint has it in."""
+    """Shape in a checkpoint."""
     return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
 
 
 @lru_cache(maxsize=4096)
 def _index(layout: Layout, axis: Axis, rank: int) -> int:
-    return layout.index(axis, rank)  # lists all ranks of the job
+    return layout.index(axis, rank)  # cached: it enumerates all ranks of the job
 
 
 def _rectangles(
     shape: tuple[int, ...], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the rectangles that a row-major range is, one run after the other.
-
-    Of N dimensions there are at most 2 * N - 1: parts of the first and of the last row, and the rows between.
-    """
+    """Offsets and sizes of the rectangles of a row-major range, in order."""
+    # at most 2 * N - 1 of N dimensions: parts of the first and the last row, and the rows between
     if start >= stop:
         return []
     if not shape:
@@ -173,7 +165,7 @@ def _rectangles(
 
 
 def _take(runs: Sequence[range], start: int, length: int) -> list[tuple[int, range]]:
-    """The runs at [start, start + length) of all their indices in a row, each with its own place there."""
+    """Parts of concatenated runs at [start, start + length), with positions."""
     found, at = [], 0
     for run in runs:
         part = run[max(start - at, 0) : max(start + length - at, 0)]

@@ -1,7 +1,7 @@
-"""The folder of checkpoints: names, manifests, what is whole, what is cleaned, what is kept.
+"""Folder of checkpoints: names, manifests, publication, clean-up, retention.
 
-``step_00000100`` is whole: it gets this name by one rename, after its manifest. ``*.tmp-<pid>`` is
-being written or deleted by that process. ``*.replaced`` makes room for a new one of the same step.
+``step_00000100`` is complete: it is renamed to this after its manifest is written. Process <pid> writes or
+deletes ``*.tmp-<pid>``. ``*.replaced`` is being replaced by the same step.
 """
 
 import itertools
@@ -24,8 +24,9 @@ from graphmoe.runtime.host.files import replace_text, sync_folder
 log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
+# List of files with sizes and SHA-256; DCP's list of entries
 MANIFEST, METADATA = "manifest.json", ".metadata"
-"""Its list of files with their sizes and sha256, and DCP's of its entries."""
+# Marks the folder of a run; written by graphmoe.run
 _RUN_CONFIG = "resolved.yaml"
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 _FORMAT = 1
@@ -33,15 +34,15 @@ _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or fitted to the state it is loaded into."""
+    """A checkpoint that cannot be written, read or loaded into a state."""
 
 
 class MismatchError(CheckpointError):
-    """A whole checkpoint whose entries are not those of the state it is loaded into."""
+    """An intact checkpoint that differs from the state."""
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Return at most ten lines, of each kind (the text before a colon) in turn, and how many more."""
+    """At most ten lines, alternating between kinds (text before a colon)."""
     kinds: dict[str, list[str]] = {}
     for line in lines:
         kinds.setdefault(line.partition(":")[0], []).append(line)
@@ -51,24 +52,23 @@ def shortened(lines: Sequence[str]) -> str:
 
 
 def folder_of(folder: Path, step: int) -> Path:
-    """Path of a step's checkpoint."""
     return folder / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Step that a checkpoint folder is named after; None for any other name."""
+    """Step in a checkpoint folder's name, else None."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def run_of(path: Path) -> Path:
-    """Return the run's folder that a path names by itself, by its ``checkpoints`` or by one of these."""
+    """Run folder of a path to it or into its ``checkpoints``."""
     inside = path if step_of(path) is None else path.parent
     return inside.parent if inside.name == CHECKPOINTS else inside
 
 
 def why_none(path: Path) -> str:
-    """The error for a path without a checkpoint: what to wait for, or what to give instead."""
+    """Error text for a path without a checkpoint."""
     run = run_of(path)
     if (run / _RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
         return (
@@ -83,7 +83,7 @@ def why_none(path: Path) -> str:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints, newest first: all were whole once; contents are not read."""
+    """Steps of the checkpoints, newest first; not verified."""
     if not folder.is_dir():
         return []
     steps = [step_of(path) for path in folder.iterdir() if path.is_dir()]
@@ -91,7 +91,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """Return the folder of checkpoints that `run_of` a path has, and the step where it names one."""
+    """Return the folder of checkpoints, and the step if the path names one."""
     if path.is_dir() and (step := step_of(path)) is not None:
         return path.parent, step
     inside = path / CHECKPOINTS
@@ -99,7 +99,6 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def make_temporary(folder: Path, step: int) -> Path:
-    """A new empty folder that the checkpoint of ``step`` is written into."""
     final = folder_of(folder, step)
     temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
     temporary.mkdir(parents=True)
@@ -107,7 +106,7 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int) -> None:
-    """Give a complete folder its final name; one that is there already is replaced."""
+    """Rename a complete folder to its final name."""
     final = folder_of(temporary.parent, step)
     replaced = final.with_name(f"{final.name}.replaced")
     sync_folder(temporary)
@@ -127,16 +126,16 @@ def publish(temporary: Path, step: int) -> None:
 def prune(
     folder: Path, newest: int, keep_last: int, keep_every: int, damaged: set[int], skipped: int = 0
 ) -> list[int]:
-    """Delete what need not be kept once the step ``newest`` is whole; the steps deleted.
+    """Delete checkpoints that need not be kept once ``newest`` is complete; return their steps.
 
-    Steps after ``newest`` were left behind by a run that went further: they are neither counted
-    nor deleted. Damaged ones are not counted. While steps are skipped, the last ``skipped`` so far, those
-    from before them stay: a run that never recovers is to be started from one of them.
+    Later steps are from an abandoned continuation and are ignored. Damaged ones are not counted. If the last
+    ``skipped`` steps were skipped, checkpoints from before them are kept.
     """
     steps = [step for step in saved_steps(folder) if step <= newest]
     good = [step for step in steps if step not in damaged]
     kept = set(good[:keep_last]) | {step for step in good if keep_every and step % keep_every == 0}
     if skipped:
+        # a run that never recovers is restarted from one of these
         kept |= {step for step in steps if step <= newest - skipped}
     gone = [step for step in steps if step not in kept]
     for step in gone:
@@ -145,24 +144,24 @@ def prune(
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Remove what processes that died left half done; the caller must own the folder."""
+    """Remove incomplete folders of dead processes. The caller must own the folder."""
     own = [path for path in sorted(folder.glob("step_*")) if path.is_dir() and not path.is_symlink()]
     for path in own:
         final = path.with_name(path.name.removesuffix(".replaced"))
         if match := _TEMPORARY.fullmatch(path.name):
-            pid = int(match[1])  # our own, too: a container may give each run the same one
+            pid = int(match[1])  # may be this process's: in containers each run may have the same
             if pid == os.getpid() or pid >= 2**31 or not psutil.pid_exists(pid):
                 log.info("removing %s, left by a process that died", path)
                 shutil.rmtree(path)
         elif final != path and final.exists():
             shutil.rmtree(path)
-        elif final != path:  # died between the two renames of publish
+        elif final != path:  # the process died between the renames of `publish`
             path.rename(final)
 
 
 def _remove(path: Path) -> None:
-    """Delete a folder; it stops being a checkpoint at once, by one rename."""
     doomed = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    # renamed first: a half-deleted checkpoint must not look complete
     path.rename(doomed)
     shutil.rmtree(doomed)
 
@@ -174,7 +173,7 @@ class _Manifest:
 
 
 def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
-    """Write manifest.json, the last file of a checkpoint, durably."""
+    """Durably write manifest.json, the last file of a checkpoint."""
     import torch
 
     document = {
@@ -187,7 +186,10 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
-    """Return differences from the manifest, a line per file; ``share`` of ``shares`` are the files read."""
+    """Differences from the manifest, one line per file; empty if intact.
+
+    ``shares`` splits the files over ranks; ``contents=False`` compares sizes only.
+    """
     try:
         manifest = read_json(folder / MANIFEST, _Manifest)
     except FileError as error:
@@ -202,5 +204,4 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = Tr
 
 
 def files_in(folder: Path) -> set[str]:
-    """Return the names of the files that the manifest of a checkpoint has sums of."""
     return {*read_json(folder / MANIFEST, _Manifest).files}

@@ -1,7 +1,7 @@
-"""The ``.metadata`` of a checkpoint: a pickle of torch.distributed.checkpoint, of which nothing runs here.
+"""Safe reader of a checkpoint's ``.metadata``, a pickle of torch.distributed.checkpoint.
 
-The unpickler knows the names that our own states lead to and no others. Even these give records without
-methods, which are then made into what DCP takes, field by field.
+The unpickler accepts only the class names of our states, as records without methods. These are validated and
+converted to DCP's classes field by field.
 """
 
 import io
@@ -46,13 +46,12 @@ Size = tuple[Count, ...]
 
 
 class StoredPart(Struct, tag="_StorageInfo"):
-    """A part of an entry: the file in the checkpoint's folder that it lies in, and where, in bytes."""
+    """Part of an entry: file name in the checkpoint's folder, offset and length in bytes."""
 
     relative_path: str
     offset: Count
     length: Count
-    transform_descriptors: None = None
-    """None: files of ours are stored as they are."""
+    transform_descriptors: None = None  # our files are stored untransformed
 
 
 class _Bytes(Struct, tag="BytesStorageMetadata"): ...
@@ -64,8 +63,7 @@ class _Chunk(Struct, tag="ChunkStorageMetadata"):
 
 
 class _Properties(Struct, tag="TensorProperties"):
-    state: tuple[Any, ...]
-    """Its dtype comes first."""
+    state: tuple[Any, ...]  # dtype first
 
 
 class _Tensor(Struct, tag="TensorStorageMetadata"):
@@ -85,14 +83,18 @@ class _Metadata(Struct, tag="Metadata"):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return names, shapes, dtypes and places (StoredPart by MetadataIndex). *Raises* CheckpointError."""
+    """Names, shapes, dtypes and positions of the entries in a checkpoint folder.
+
+    ``storage_data`` maps MetadataIndex to StoredPart. *Raises* CheckpointError naming a file that is invalid
+    or not in the manifest.
+    """
     path = folder / METADATA
     try:
         found = _Unpickler(io.BytesIO(read_bytes(path))).load()
         saved = _metadata(msgspec.convert(found, _Metadata, from_attributes=True))
     except FileError as error:
         raise CheckpointError(str(error)) from error
-    except Exception as error:  # of a damaged pickle come all kinds
+    except Exception as error:  # a damaged pickle may raise any class
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{path} is not what a checkpoint of graphmoe has: {why}") from error
     for name in {part.relative_path for part in saved.storage_data.values()} - files_in(folder):
@@ -101,7 +103,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class _Record:
-    """Stand-in for an object of another class in the pickle, whose name is ``type``."""
+    """Stand-in for an object of the pickle; ``type`` is its class name."""
 
     def __init__(self, *args: Any) -> None: ...
 
@@ -110,11 +112,11 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of exact pairs of module and name; no attribute of anything is ever looked up."""
+    """Unpickler of exact (module, name) pairs; it never looks up attributes."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        # of each read anew, since a pickle may set attributes of a class
+        # new classes for each read, since a pickle may set class attributes
         self._records = {known: type(known[1], (_Record,), {"type": known[1]}) for known in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -166,6 +168,6 @@ def _some_overlap(chunks: Sequence[_Chunk]) -> bool:
             sides = [*zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)]
             if all(max(a, b) < min(a + n, b + m) for a, n, b, m in sides):
                 return True
-            if sides[0][2] >= sides[0][0] + sides[0][1]:  # as do all behind it
+            if sides[0][2] >= sides[0][0] + sides[0][1]:  # so do all later ones
                 break
     return False

@@ -1,4 +1,4 @@
-"""CheckpointStore: saves a run's state step by step and finds the newest whole one again."""
+"""CheckpointStore: saves a run's state by step and loads the newest intact checkpoint."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints in one folder.
+    """Checkpoints in one folder.
 
-    With torch.distributed initialised, every rank builds a store and calls its methods alike; a
-    plain tensor or value that several ranks name is saved once, so what differs by rank needs the
-    rank in its name. Parts of a tensor that ranks share are FlatShards of one name. One process
-    (group) at a time may write to a folder: building a store removes what a dead writer left there.
-    Close it, or the last save may be lost: the background thread does not keep the process alive.
+    Collective: every rank builds a store and makes the same calls. A plain tensor or value with the same name
+    on several ranks is saved once; values that differ by rank need the rank in their name. One job at a time
+    may write to a folder. Call `close`, or the last save may be lost.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None, only: int | None = None) -> None:
-        """Open a folder to save to, or without ``config`` to read; ``only`` is the one step to read."""
+        """``config=None``: read only; ``only``: the one step to read."""
         self.folder = Path(folder)
         self._config, self._only = config, only
-        self._ranks = Ranks()  # of its own: the background writer talks while training does
+        self._ranks = Ranks()  # its own group: the background writer communicates during training
         self._copies = HostCopies()
         self._damaged: set[int] = set()
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         if config is not None:
+            # no other job writes here, so leftovers are of dead processes
             self._ranks.on_first(lambda: folders.clean_leftovers(self.folder))
 
     @classmethod
@@ -59,18 +58,21 @@ class CheckpointStore:
         return store
 
     def latest(self) -> list[int]:
-        """Steps of the checkpoints, whole or damaged, newest first; waits for a save that is under way."""
+        """Steps of the checkpoints, newest first. Waits for a running save."""
         self.wait()
         if self._only is not None:
             return [self._only]
         return self._ranks.on_first(lambda: folders.saved_steps(self.folder))
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
-        """Save nested dicts and lists of tensors, FlatShards and plain values as the checkpoint of ``step``.
+        """Save nested dicts and lists of tensors, FlatShards and plain values.
 
-        With ``async_save`` and no ``wait`` it returns once tensors are copied to the host (one device sync).
-        If the last ``skipped`` steps changed no weight, none from before them is deleted. *Raises*
-        CheckpointError if this save, or the one before in the background, failed; earlier checkpoints stay.
+        With ``async_save`` it returns when tensors are copied to the host (one device sync), else or with
+        ``wait`` when the checkpoint is on disk. Waits for the previous save. ``skipped``: see
+        `folders.prune`.
+
+        *Raises* CheckpointError if this save or the previous background save failed; earlier checkpoints
+        stay.
         """
         assert self._config is not None, "this store was opened to read"
         self.wait()
@@ -80,11 +82,12 @@ class CheckpointStore:
             return
         copies = self._copies.copy(entries.tensors)
         what = (step, entries, copies, skipped)
+        # a daemon does not keep the process alive, so `close` waits for it
         self._writer = threading.Thread(target=self._write_in_background, args=what, daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
-        """Return once nothing is being written; raises the error of a write in the background."""
+        """Wait for the background save; raise its error."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
@@ -93,18 +96,20 @@ class CheckpointStore:
             raise error
 
     def close(self) -> None:
-        """Wait for the last save and give its host memory back; raises its error."""
+        """Wait for the last save, raise its error, and free host memory."""
         try:
             self.wait()
         finally:
             self._copies.close()
 
     def load(self, state: dict[str, Any], step: int | None = None, *, partial: bool = False) -> int | None:
-        """Fill ``state`` in place; return the step that it now holds, None if there is no checkpoint.
+        """Fill ``state`` in place; return the step loaded, None without a checkpoint.
 
-        A damaged checkpoint is reported and the one before is taken, unless ``step`` names it. ``partial``:
-        read only what ``state`` names, cast to its dtypes. *Raises* CheckpointError if all are damaged,
-        ``step`` is missing, or entries do not fit; ``state`` is unchanged then.
+        A damaged checkpoint is logged and the previous one is used, unless ``step`` is given. ``partial``
+        reads only what ``state`` names and casts to its dtypes.
+
+        *Raises* CheckpointError if all are damaged, if ``step`` is missing, or with a list of mismatched
+        entries; ``state`` is unchanged then.
         """
         self.wait()
         steps = self.latest()
@@ -198,9 +203,9 @@ class CheckpointStore:
 
 
 def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
-    """Raise what loading the newest checkpoint into ``state``, which may be on the meta device, would.
+    """Raise what loading the newest checkpoint into ``state``, possibly on the meta device, would.
 
-    path: a run's folder, its ``checkpoints``, or one checkpoint. No collective. *Raises* CheckpointError.
+    Sections that ``state`` lacks are ignored. No collective. *Raises* CheckpointError.
     """
     folder, only = folders.locate(path)
     steps = folders.saved_steps(folder) if only is None else [only]

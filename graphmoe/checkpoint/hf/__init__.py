@@ -18,10 +18,10 @@ from graphmoe.model.build import Transformer, build_model
 def load_hf(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[ModelConfig, Transformer]:
-    """Configuration and model of a Hugging Face folder, by default in its own dtype.
+    """Read configuration and model from a Hugging Face folder, by default in its dtype.
 
-    Families: deepseek_v2, deepseek_v3 (Moonlight and Kimi-K2 too), qwen3_moe, mixtral. *Raises* ConfigError
-    that lists unsupported keys, or tensors that are missing, extra or mis-shaped.
+    Families: deepseek_v2, deepseek_v3 (also Moonlight and Kimi-K2), qwen3_moe, mixtral. *Raises* ConfigError
+    listing all keys with unsupported values, or all tensors that are missing, extra or of another shape.
     """
     source = open_hf(Path(folder))
     source.check()
@@ -38,10 +38,10 @@ def save_hf(
     max_shard_size: int | str = DEFAULT_SHARD,
     token_ids: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that ``transformers`` reads; weights keep their dtype.
+    """Write a folder that ``transformers`` reads, in the configuration's family. Weights keep their dtype.
 
-    token_ids: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming keys
-    that no family can express, or tensors that do not belong to the configuration.
+    ``token_ids``: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming
+    keys that no family can express, or tensors that do not fit the configuration.
     """
     family, raw = to_hf_config(config)
     state = model.state_dict()

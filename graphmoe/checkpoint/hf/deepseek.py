@@ -1,11 +1,11 @@
-"""config.json of deepseek_v2 and deepseek_v3 (Moonlight and Kimi-K2 too), to and from ModelConfig."""
+"""config.json of deepseek_v2 and deepseek_v3 (also Moonlight and Kimi-K2) to and from ModelConfig."""
 
 from typing import Any
 
 from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
-BEST_IN_GROUP = 2  # scores that DeepSeek-V3's published code sums for a group, whatever top-k is
+BEST_IN_GROUP = 2  # DeepSeek-V3's published code sums two scores of a group, whatever top-k is
 
 
 SIZES = {
@@ -20,10 +20,10 @@ SIZES = {
     "num_experts_per_tok": "top_k",
     "max_position_embeddings": "context_length",
 }
+"""Required keys of config.json and their ModelConfig fields."""
 
 
 def read_v2(keys: Keys) -> dict[str, Any]:
-    """ModelConfig fields of a DeepSeek-V2 config.json."""
     keys.only("scoring_func", "softmax")
     keys.only("topk_method", "greedy", "group_limited_greedy")
     keys.only("norm_topk_prob", False)  # transformers ignores it, DeepSeek's code drops the scale with it
@@ -39,7 +39,7 @@ def read_v2(keys: Keys) -> dict[str, Any]:
 
 
 def write_v2(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that comes nearest to the configuration."""
+    """Nearest config.json; it may not express all of ``config``."""
     limited = config.num_groups > 1
     return _write_common(config) | {
         "scoring_func": "softmax",
@@ -49,7 +49,6 @@ def write_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_v3(keys: Keys) -> dict[str, Any]:
-    """ModelConfig fields of a DeepSeek-V3 config.json."""
     keys.only("scoring_func", "sigmoid")
     keys.only("topk_method", "noaux_tc")
     keys.only("rope_interleave", True)
@@ -70,7 +69,7 @@ def read_v3(keys: Keys) -> dict[str, Any]:
 
 
 def write_v3(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that comes nearest to the configuration."""
+    """Nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -80,7 +79,7 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Our names of the attention's tensors by the published ones."""
+    """Published names of attention tensors -> ours."""
     query = {"q_proj": "q_proj"}
     if config.q_lora_rank:
         query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
@@ -110,8 +109,8 @@ def _read_common(keys: Keys) -> dict[str, Any]:
 
 
 def _read_aux_loss(keys: Keys) -> dict[str, Any]:
-    """The balance loss; none without aux_loss_alpha, as transformers' code adds none."""
     coefficient = keys.float("aux_loss_alpha", 0.0)
+    # without aux_loss_alpha transformers adds no balance loss
     if coefficient <= 0:
         return {"aux_loss": AuxLoss.none}
     by_sequence = keys.bool("seq_aux", True)

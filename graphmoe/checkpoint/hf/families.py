@@ -1,4 +1,4 @@
-"""The model families on the Hugging Face hub that graphmoe reads and writes."""
+"""Hugging Face model families that graphmoe reads and writes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,18 +16,20 @@ from graphmoe.plan.rules.model import model_problems
 
 @dataclass(frozen=True)
 class Family:
-    """Way in which one family writes its configuration and names its tensors."""
+    """Configuration format and tensor names of a family."""
 
+    # model_type in config.json
     name: str
-    """model_type in config.json."""
     architecture: str
     attention: str
     attention_names: Callable[[ModelConfig], dict[str, str]]
     read: Callable[[Keys], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
+    # a MoE block inside its layer
     moe: str = "mlp"
+    # matrices of a routed expert; None if a layer's experts are one tensor
     gate_up_down: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
-    """Names of a routed expert's three matrices; None if all experts of a layer are one tensor."""
+    # other model_types with the same code
     aliases: tuple[str, ...] = ()
 
 
@@ -47,11 +49,11 @@ FAMILIES = (
 )  # fmt: skip
 TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
-"""Keys that a config.json does not say, or says about training only."""
+"""Keys absent from config.json, or used in training only."""
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
-    """The family that a config.json names. *Raises* ConfigError for any other."""
+    """Family named in config.json. *Raises* ConfigError."""
     wanted, architectures = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise ConfigError(f"{where}: architectures={architectures} must be a list")
@@ -76,7 +78,10 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
 
 
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The family that can express the model, and its config.json. *Raises* ConfigError if there is none."""
+    """Family that can express the model, and its config.json without dtype and token ids.
+
+    *Raises* ConfigError naming the keys that the nearest family cannot express.
+    """
     if config.layer not in LAYERS.names:
         raise ConfigError(
             f"no Hugging Face family is known that has model.layer={config.layer}; those that are have "
@@ -102,7 +107,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Lines for the keys in which two models would compute something else; empty if none."""
+    """Lines about keys in which two models compute differently; empty if none."""
     ours, theirs = _effective(a), _effective(b)
     lines = []
     for key in dict.fromkeys((*ours, *theirs)):
@@ -115,7 +120,7 @@ def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """The keys with another value in ``b`` among those that decide what either model computes."""
+    """Keys with other values in ``b``, among those that affect either model's output."""
     keys = dict.fromkeys((*_effective(a), *_effective(b)))
     values = [(key, getattr(a, key), getattr(b, key)) for key in keys]
     return [(key, before, after) for key, before, after in values if before != after]

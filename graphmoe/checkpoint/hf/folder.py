@@ -1,4 +1,4 @@
-"""Folders of the Hugging Face hub (config.json and safetensors): opened, read and written."""
+"""Hugging Face folders (config.json and safetensors): open, read, write."""
 
 import functools
 import json
@@ -35,32 +35,32 @@ from graphmoe.model.transformer import Transformer
 
 STEM = "model"
 NO_WEIGHTS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+# Tensors that a folder may repeat; never fp8
 SHARED = ("embed.weight", "loss_head.head.weight")
-"""Tensors that a folder may have several times; they are never fp8."""
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """A folder of safetensors, opened: what it holds is known, nothing of it is read yet."""
+    """Folder of safetensors with headers read and no weights."""
 
     config: ModelConfig
     files: TensorFiles
+    # of our tensors
     shapes: dict[str, torch.Size]
-    """Shapes of our tensors, to which the pieces belong."""
     pieces: list[Piece]
     token_ids: dict[str, Any]
+    # config.json declares fp8 weights with block scales
     block_scales: bool = False
-    """True where config.json says that fp8 weights have a scale for each block."""
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the weights that are not fp8; the router's bias, fp32 everywhere, does not count."""
+        """Dtype of the weights that are not fp8, except the router's bias, which is always fp32."""
         headers = self.files.headers
         weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
         return self.files.dtype(n for n in weights if n in headers and headers[n].dtype != FP8_NAME)
 
     def fill(self, state: Mapping[str, Tensor | FlatShard]) -> None:
-        """Copy the tensors of the files into ours, in place; of a shard only what it covers is read."""
+        """Copy the files' tensors into ours in place; of a shard only its part is read."""
         with torch.no_grad():
             for piece in self.pieces:
                 ours = None if piece.repeats else state.get(piece.ours)
@@ -71,7 +71,7 @@ class OpenFolder:
                     ours[piece.index].copy_(self.files.read(piece.theirs))
 
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
-        """Part of one of our tensors; of one that is several in the files all are read, as ``dtype``."""
+        """Return ``[index]`` of one of our tensors; if it has several pieces, all are read, as ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1:
             return self.files.read(mine[0].theirs, index)
@@ -89,7 +89,7 @@ class OpenFolder:
         return found
 
     def check(self) -> None:
-        """Raise ConfigError with the first ten tensors that are missing, extra, mis-shaped or no float."""
+        """Raise ConfigError with the first ten tensors that are missing, extra, not float or mis-shaped."""
         problems = self._fp8() or self._differences()
         if problems:
             head = f"{self.files.folder} does not fit the model in {number_of(len(problems), 'tensor')}:"
@@ -149,20 +149,20 @@ class OpenFolder:
 
 
 def read_hf_config(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """Read config.json. *Raises* ConfigError that lists all keys with unsupported values."""
+    """Read config.json. *Raises* ConfigError listing all keys with unsupported values."""
     path = folder / "config.json"
     raw = read_json(path, dict[str, Any])
     return *to_model_config(raw, str(path), folder_name(folder)), raw
 
 
 def open_hf(folder: Path) -> OpenFolder:
-    """Read the headers of a folder; no weights yet. *Raises* ConfigError as `read_hf_config`."""
+    """Read a folder's config and headers, no weights. *Raises* ConfigError."""
     family, config, raw = read_hf_config(folder)
     files = TensorFiles(folder, STEM)
     fused = any(name.endswith(FUSED) for name in files.headers)
     files.require_parts(config, str(folder / "config.json"), *([] if fused else ["num_experts"]))
     if not any(name.startswith(f"model.layers.{config.num_layers}.") for name in files.headers):
-        config = replace(config, mtp_depth=0)  # transformers writes the depth, but no such layer
+        config = replace(config, mtp_depth=0)  # transformers writes the depth without the layer
     ids, block_scales = {key: raw.get(key) for key in TOKEN_IDS}, bool(raw.get("quantization_config"))
     layout = pieces(family, config, fused=fused)
     return OpenFolder(config, files, shapes_of(config), layout, ids, block_scales)
@@ -174,7 +174,7 @@ def entries_of(
     dtypes: Mapping[str, torch.dtype],
     read: Callable[[str, Index], Tensor],
 ) -> Iterator[TensorToWrite]:
-    """The tensors of a folder that is written, cut out of ours as their turn comes."""
+    """Yield the tensors of a folder to write, sliced from ours when written."""
     ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     for piece in found:
         if not piece.written:
@@ -182,14 +182,14 @@ def entries_of(
 
         def make(piece: Piece = piece) -> Tensor:
             part = read(piece.ours, piece.index)
-            return part.clone() if piece.repeats else part  # a file must not hold one memory twice
+            return part.clone() if piece.repeats else part  # safetensors rejects shared memory
 
         shape = tuple(ours[piece.ours][piece.index].shape)
         yield TensorToWrite(piece.theirs, shape, dtypes[piece.ours], make)
 
 
 def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
-    """Replace each weight of a linear product by one in fp8 and the scales of its blocks."""
+    """Replace each linear weight by its fp8 numbers and block scales."""
     for entry in entries:
         if not PRODUCTS.search(entry.name):
             yield entry
@@ -215,7 +215,7 @@ def write_hf(
     token_ids: Mapping[str, Any] | None = None,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write weights and then config.json, which says so where weights are fp8; the files written."""
+    """Write weights, then config.json (with quantization_config for fp8); return the files."""
     planned = list(entries)
     plain = [entry.dtype for entry in planned if entry.dtype != FP8 and not entry.name.endswith(SCALE)]
     common = Counter(plain).most_common(1)[0][0]
@@ -230,18 +230,18 @@ def write_hf(
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shape of each weight of the model by our name, without allocating it. *Raises* ConfigError."""
+    """Shapes of the model's weights by our names. *Raises* ConfigError."""
     try:
         with torch.device("meta"):
             model = Transformer(config, MoEConfig())
-    except (RuntimeError, OverflowError, TypeError) as error:  # more elements than there are numbers
+    except (RuntimeError, OverflowError, TypeError) as error:  # the number of elements overflows
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.name={config.name}: no model has such sizes ({reason})") from error
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
 def folder_name(folder: Path) -> str:
-    """The folder's name, or the repository's for a snapshot in the hub's cache."""
+    """Folder's name, or the repository's for a snapshot in the hub's cache."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.split("--")[-1]

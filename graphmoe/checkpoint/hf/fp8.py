@@ -1,7 +1,6 @@
-"""Weights of linear products in fp8 with an fp32 scale for each 128 x 128 block, as DeepSeek-V3 is published.
+"""Linear weights in fp8 with an fp32 scale per 128 x 128 block, as in published DeepSeek-V3.
 
-Beside ``X.weight`` (e4m3, [out, in]) a folder has ``X.weight_scale_inv``, fp32 [ceil(out / 128), ceil(in /
-128)]; the value of an element is its fp8 number times the scale of its block.
+``X.weight`` is e4m3 [out, in]; ``X.weight_scale_inv``, its factor, is fp32 [ceil(out / 128), ceil(in / 128)].
 """
 
 import json
@@ -15,10 +14,11 @@ from graphmoe.checkpoint.hf.keys import Keys
 
 BLOCK = 128
 FP8, FP8_NAME = torch.float8_e4m3fn, "F8_E4M3"
+# Suffix of a weight's name for its scales
 SCALE = "_scale_inv"
-"""End of the name of a weight's scales, behind the weight's own name."""
+# Weights written in fp8; embedding, norms, router, head and eh_proj are published without
 PRODUCTS = re.compile(r"\.(?!eh_)(\w+_proj(_with_mqa)?|w[123])\.weight$")
-"""Weights that are written in fp8: embedding, norms, router, head and eh_proj are published without."""
+# quantization_config of config.json
 QUANTIZATION: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -28,7 +28,7 @@ QUANTIZATION: dict[str, Any] = {
 
 
 def check_quantization(keys: Keys) -> None:
-    """Refuse a quantization_config that is not read, key by key."""
+    """Record each unsupported key of quantization_config as a problem."""
     found = keys.raw.get("quantization_config")
     if found and not isinstance(found, dict):
         keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
@@ -42,13 +42,12 @@ def check_quantization(keys: Keys) -> None:
 
 
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Shape of the scales of a weight [out, in]."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def wrong_scale(scale: Tensor) -> str | None:
-    """The first scale that no weight can have, with its place; None if all are right."""
+    """First invalid scale with its index, or None."""
     wrong = ~(scale.isfinite() & (scale >= 0))
     if not wrong.any():
         return None
@@ -57,18 +56,18 @@ def wrong_scale(scale: Tensor) -> str | None:
 
 
 def scales_of(weight: Tensor) -> Tensor:
-    """Largest magnitude over 448 of each block of [out, in], fp32; 1 for zeros and what is below 5e-36.
+    """Scales of [out, in]: largest magnitude of a block / 448, fp32; 1 for zeros and below 5e-36.
 
-    Values in fp32 that come from fp8 numbers and such scales have the same scales and numbers again.
+    Dequantized values round-trip exactly.
     """
     by_column = torch.stack([rows.abs().amax(0).float() for rows in weight.split(BLOCK)])
     largest = torch.stack([columns.amax(1) for columns in by_column.split(BLOCK, dim=1)], dim=1)
     scale = largest / torch.finfo(FP8).max
-    return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)  # such scales would lose digits
+    return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)  # subnormal scales lose digits
 
 
 def quantised(weight: Tensor, scale: Tensor) -> Tensor:
-    """The fp8 numbers of a weight [out, in], one row of blocks after the other."""
+    """Fp8 numbers of a weight [out, in]."""
     found = torch.empty(weight.shape, dtype=FP8)
     by_column = scale.repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
     for into, rows, scales in zip(found.split(BLOCK), weight.split(BLOCK), by_column, strict=True):
@@ -77,7 +76,7 @@ def quantised(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantised(part: Tensor, scale: Tensor, rows: range, columns: range) -> Tensor:
-    """The fp32 values of ``part``, fp8 rows and columns of a weight, by the scales of all of the weight."""
+    """Fp32 values of ``part``, the given rows and columns of a weight with block scales ``scale``."""
     assert part.shape == (len(rows), len(columns))
     values = part.float()
     by_column = scale.repeat_interleave(BLOCK, dim=1)[:, columns.start : columns.stop]

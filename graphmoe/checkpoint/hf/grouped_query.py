@@ -1,4 +1,4 @@
-"""config.json of qwen3_moe and mixtral, to and from ModelConfig."""
+"""config.json of qwen3_moe and mixtral to and from ModelConfig."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ from graphmoe.config.schema import AuxLoss, ModelConfig, ScoreFunction
 
 
 def read_qwen3(keys: Keys) -> dict[str, Any]:
-    """ModelConfig fields of a Qwen3-MoE config.json."""
     keys.only("mlp_only_layers", [])
     keys.only("decoder_sparse_step", 1)
     fields = _read_common(keys, default_theta=10000.0, default_eps=1e-6)
@@ -23,7 +22,7 @@ def read_qwen3(keys: Keys) -> dict[str, Any]:
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that comes nearest to the configuration."""
+    """Nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "intermediate_size": config.dense_ffn_size,
         "moe_intermediate_size": config.expert_ffn_size,
@@ -36,7 +35,6 @@ def write_qwen3(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_mixtral(keys: Keys) -> dict[str, Any]:
-    """ModelConfig fields of a Mixtral config.json."""
     keys.only("router_jitter_noise", 0.0)
     fields = _read_common(keys, default_theta=1e6, default_eps=1e-5)
     _refuse_window(keys, fields["context_length"])
@@ -50,7 +48,7 @@ def read_mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    """The config.json that comes nearest to the configuration."""
+    """Nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "intermediate_size": config.expert_ffn_size,
         "num_local_experts": config.num_experts,
@@ -58,7 +56,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Our names of the attention's tensors by the published ones."""
+    """Published names of attention tensors -> ours."""
     norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
     return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
 

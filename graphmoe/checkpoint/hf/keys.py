@@ -1,7 +1,4 @@
-"""Keys of a config.json: read with a list of what is wrong, and those of the rotary embedding written.
-
-The latter are rope_theta with rope_scaling, or transformers 5's rope_parameters.
-"""
+"""Keys of a config.json, validated; keys of the rotary embedding."""
 
 import json
 from typing import Any
@@ -13,14 +10,14 @@ LARGEST = 1e300
 
 
 class Keys:
-    """The keys of a config.json; a read that fails adds a line to ``problems`` and goes on."""
+    """Keys of a config.json; invalid ones add a line to ``problems``."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.problems: list[str] = []
 
     def int(self, *names: str, default: int | None = None) -> int:
-        """Whole number under the first of these names that is there; without a default it is required."""
+        """Integer under the first name that is present and not null; required without a default."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
         if value is None and default is not None:
@@ -31,7 +28,7 @@ class Keys:
         return value
 
     def float(self, name: str, default: float) -> float:
-        """Number under this name, or the default where it is absent or null."""
+        """Number, or the default if absent or null."""
         value = self.raw.get(name, default)
         if value is None:
             return default
@@ -41,25 +38,25 @@ class Keys:
         return float(value)
 
     def bool(self, name: str, default: bool) -> bool:
-        """Truth value under this name, or the default where it is absent or null."""
+        """Boolean, or the default if absent or null."""
         value = self.raw.get(name)
         if not isinstance(value, bool | None):
             self._expected(name, value, "true or false")
         return value if isinstance(value, bool) else default
 
     def require(self, name: str, null: str) -> None:
-        """Refuse a whole number that is absent, for which transformers has a default; null means ``null``."""
+        """Reject an absent key, for which transformers has a default; null means ``null``."""
         if name not in self.raw:
             self.problems.append(f"{name} is missing; it must be a whole number, or null for {null}")
 
     def only(self, name: str, *supported: Any) -> None:
-        """Refuse a value other than these; an absent key or null is fine."""
+        """Reject other values; absent or null is allowed."""
         value = self.raw.get(name)
         if value is not None and value not in supported:
             self.refuse(name, value, " or ".join(json.dumps(choice) for choice in supported))
 
     def refuse(self, name: str, value: Any, supported: str) -> None:
-        """Note a value that graphmoe has no counterpart for, and what it has one for."""
+        """Record an unsupported value and what is supported."""
         self.problems.append(f"{name}={json.dumps(value)[:80]}; supported is {supported}")
 
     def _expected(self, name: str, value: Any, kind: str) -> None:
@@ -67,6 +64,7 @@ class Keys:
         self.problems.append(f"{there} must be {kind}")
 
 
+# Keys of yarn scaling and their ModelConfig fields
 _YARN = {
     "factor": "yarn_factor",
     "original_max_position_embeddings": "yarn_original_context",
@@ -76,7 +74,11 @@ _YARN = {
 
 
 def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: bool) -> dict[str, Any]:
-    """ModelConfig fields of the rotary embedding; ``scales_scores``: mscale_all_dim scales the softmax."""
+    """ModelConfig fields of the rotary embedding.
+
+    ``scales_scores``: the family scales its softmax by mscale_all_dim.
+    """
+    # rope_parameters in transformers 5
     rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         keys.refuse("rope_scaling", rope, "one dictionary for all layers")
@@ -94,7 +96,7 @@ def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: 
 
 
 def write_rope(config: ModelConfig, *, scales_scores: bool) -> dict[str, Any]:
-    """Keys of config.json for the rotary embedding, in the style of the published files."""
+    """Keys of the rotary embedding in the style of published files."""
     if config.rope_scaling is RopeScaling.none:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}
@@ -126,11 +128,9 @@ def _read_yarn(rope: Keys, context: int, scales_scores: bool) -> dict[str, Any]:
 
 
 def _read_magnitudes(rope: Keys, scales_scores: bool) -> tuple[float, float]:
-    """mscale and mscale_all_dim, where the published codes agree on what they mean.
-
-    transformers takes mscale as 1 unless both are given and not 0, DeepSeek's code takes each as it is.
-    """
+    """Return mscale and mscale_all_dim; reject values on which published codes disagree."""
     mscale, all_dim = rope.float("mscale", 1.0), rope.float("mscale_all_dim", 0.0)
+    # transformers uses mscale=1 unless both are given and not 0; DeepSeek's code uses each as given
     if scales_scores and rope.raw.get("mscale") and all_dim:
         return mscale, all_dim
     if mscale != 1.0 or all_dim:

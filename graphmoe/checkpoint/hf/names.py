@@ -1,4 +1,4 @@
-"""Names of published tensors, and the part of one of ours that each is."""
+"""Published tensor names, and the slice of our tensor that each is."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,23 +13,23 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """``theirs`` equals ``ours[index]``, bit for bit."""
+    """``theirs`` equals ``ours[index]`` bitwise."""
 
     theirs: str
     ours: str
     index: Index = WHOLE
+    # another published tensor that this one must equal; folders may omit the copy
     repeats: str | None = None
-    """Another published tensor that this one must equal; a folder may leave the repetition out."""
+    # False if our folders omit it
     written: bool = True
-    """False where a folder that we write has it not."""
 
 
+# Suffix in folders of transformers 5, which store a layer's experts as one tensor
 FUSED = ".mlp.experts.gate_up_proj"
-"""End of a name in folders that transformers 5 writes with all experts of a layer as one tensor."""
 
 
 def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
-    """Every tensor of a published folder; those without ``repeats`` cover each of ours once."""
+    """All tensors of a published folder; those without ``repeats`` cover each of ours once."""
     if fused:
         family = replace(family, moe="mlp", gate_up_down=None)
     found = [
@@ -51,6 +51,7 @@ def _head(config: ModelConfig) -> Piece:
 
 
 def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    """Pieces of a multi-token-prediction layer, which includes copies of the embedding and the head."""
     head = _head(config)
     yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
     yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")

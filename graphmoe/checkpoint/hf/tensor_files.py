@@ -1,4 +1,4 @@
-"""Safetensors files of a folder, one or sharded: read tensor by tensor, written one file at a time."""
+"""Safetensors files of a folder, single or sharded: read by tensor, written file by file."""
 
 import functools
 import json
@@ -33,16 +33,13 @@ class _Index(msgspec.Struct):
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Header of a tensor in a file."""
-
     shape: tuple[int, ...]
-    dtype: str
-    """safetensors' name of it."""
+    dtype: str  # in safetensors' names
     file: Path
 
 
 class TensorFiles:
-    """Memory-mapped tensors of ``<stem>.safetensors`` or shards. *Raises* ConfigError for damaged files."""
+    """Tensors in ``<stem>.safetensors`` or its indexed shards, memory-mapped. *Raises* ConfigError."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.folder = folder
@@ -63,7 +60,7 @@ class TensorFiles:
             raise ConfigError("\n  ".join([f"{folder} has unreadable weights:", *problems]))
 
     def read(self, name: str, index: Index = WHOLE) -> Tensor:
-        """The part ``[index]`` of a tensor, on the CPU; of an fp8 one, cut by slices, its values in fp32."""
+        """Return ``tensor[index]`` on the CPU; fp8 tensors, indexed by slices, in fp32."""
         header = self.headers[name]
         part = self._open[header.file].get_slice(name)[index]
         if header.dtype != FP8_NAME:
@@ -73,11 +70,12 @@ class TensorFiles:
         return dequantised(part, self.read(name + SCALE), rows, columns)
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The narrowest dtype that holds each of these tensors exactly; none of them is fp8."""
+        """Narrowest dtype that holds all these tensors exactly; none may be fp8."""
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
-        """Raise ConfigError if a model has more layers or keys than tensors: shapes would take for ever."""
+        """Raise ConfigError if the model has more layers, or more of ``keys``, than there are tensors."""
+        # building the shapes of such a model would take forever
         for key in ("num_layers", "mtp_depth", *keys):
             if (asked := getattr(config, key)) > len(self.headers):
                 raise ConfigError(
@@ -86,7 +84,7 @@ class TensorFiles:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether there are files of weights, of any format."""
+    """Return whether the folder has weights of any format."""
     patterns = ("*.safetensors*", "*model*.bin", "*.pt", "*.pth")
     return any(True for pattern in patterns for _ in folder.glob(pattern))
 
@@ -112,7 +110,7 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """A tensor to write; ``make`` gives it when its file's turn comes."""
+    """Tensor that ``make`` produces when its file is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,9 +129,10 @@ def write_shards(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Replace ``<stem>.safetensors``, or shards and their index, once all are whole; return the files.
+    """Write ``<stem>.safetensors``, or numbered shards and an index; return the files.
 
-    *Raises* ConfigError for a tensor that is not finite in its dtype, and for an error of the disk.
+    Existing files of the stem are replaced once all new ones are complete. *Raises* ConfigError for
+    non-finite tensors and for write errors.
     """
     by_name = {entry.name: entry for entry in entries}
     split = split_state_dict_into_shards_factory(
@@ -151,7 +150,7 @@ def write_shards(
             try:
                 packed = {name: _packed(by_name[name]) for name in names}
                 (draft / file).touch()
-                mode = (draft / file).stat().st_mode  # which safetensors replaces by one for the owner alone
+                mode = (draft / file).stat().st_mode  # safetensors would make it readable by the owner only
                 save_file(packed, draft / file, metadata={"format": "pt"})
                 (draft / file).chmod(mode)
             except SafetensorError as error:
@@ -170,6 +169,15 @@ def write_shards(
         shutil.rmtree(draft)
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as '5GB', '500MB' or '2GiB'. *Raises* ConfigError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
+    num_bytes = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
+    if num_bytes < 1:
+        raise ConfigError(f"max_shard_size={size} is no size; use e.g. 5GB, 500MB or 2GiB")
+    return num_bytes
 
 
 def _packed(entry: TensorToWrite) -> Tensor:

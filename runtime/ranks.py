@@ -59,7 +59,7 @@ class Ranks:
         return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on each node's first rank, for that node. Collective over all ranks."""
+        """Likewise on each node's first rank, for its node. Collective over all ranks."""
         if self.size == 1:
             return action()
         mine = _outcome(action) if self.local_index == 0 else (None, None)

@@ -36,7 +36,7 @@ _LONGEST_LOOK_S = 1.0
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
-# Files of torch whose functions wait for other ranks, or for a device that may
+# Files of torch whose functions wait for other ranks, or for the device, which may wait for them
 _WAITING = re.compile(r"torch/(distributed|cuda)/")
 _WAIT = wait_for.__code__.co_filename, wait_for.__name__
 

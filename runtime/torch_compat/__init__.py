@@ -271,7 +271,7 @@ def nvshmem_empty(
     """Allocate memory that a group's kernels can reach. Collective over the job."""
     from torch.distributed import _symmetric_memory
 
-    # fails if the process has used symmetric memory of another backend
+    # no symmetric memory of another backend may exist in this process
     _symmetric_memory.set_backend("NVSHMEM")
     tensor = _symmetric_memory.empty(*shape, dtype=dtype, device=device)
     _symmetric_memory.rendezvous(tensor, group)

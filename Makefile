@@ -6,9 +6,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test test-all test-gpu lint docs site clean
 
-# Passive waiting: threads that spin at barriers make a CPU run up to ten times slower beside another busy process.
 train: $(VENV)/installed
-	OMP_WAIT_POLICY=passive $(BIN)/python -m graphmoe.train
+	$(BIN)/python -m graphmoe.train
 
 # Bytecode is kept even where the shell says not to: or each process that starts compiles all sources.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30

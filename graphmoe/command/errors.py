@@ -124,6 +124,8 @@ USUAL_NAMES = {
     "gradient_accumulation_steps": "train.micro_batch_size",
     "iterations": "train.steps",
     "learning_rate": "optim.lr",
+    "output_dir": "run.name",
+    "resume": "checkpoint.resume",
     "max_steps": "train.steps",
     "max_tokens": "train.tokens",
     "num_epochs": "train.epochs",
@@ -162,6 +164,10 @@ ANSWERS = {
     "fp8|float8": "precision.fp8=rowwise quantizes products to 8 bits, beside precision.compute=bf16",
     r"(?:nv|mx)?fp4|\w*int[48]|\w*[48]_?bit|bitsandbytes|gptq|awq": "weights are not quantized for training; "
     "precision.fp8=rowwise quantizes products to 8 bits",
+    "bf16|bfloat16": "precision=bf16 is the default on a GPU, precision=fp32 on a CPU",
+    "num_gpus|gpus|n_gpus": "launch.nproc is the number of GPUs of a node, launch.nodes that of nodes",
+    "config_file|config_path|config": "--config-dir and --config-name read a file of your own; "
+    "experiment=NAME reads conf/experiment/NAME.yaml, whose first line is # @package _global_",
     "fp16|float16|half|amp": "there is no fp16; precision=bf16 is the default on a GPU",
     r"flash\w*|xformers|attn_implementation": "model.attention_backend=auto is the fastest kernel",
     "accelerate|ddp|lightning|horovod|ray": "launch.nproc=8 starts a process for each GPU, launch.nodes=2 on "

@@ -70,6 +70,9 @@ def hydra_app(
     before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
     """
     _read_words(prog, examples)
+    # Read when torch is imported: OpenMP threads that spin at barriers make a CPU run up to ten times slower
+    # beside another busy process.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise what goes wrong, so that it can be worded here
     ConfigStore.instance().store(name="schema", node=RunConfig)
     resolvers: dict[str, Callable[..., str]] = {

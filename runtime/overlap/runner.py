@@ -45,7 +45,7 @@ class Overlap:
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """Run a forward, with all of ``beside`` interleaved; turns follow ``like``, an earlier forward's units."""
+        """Run a forward with ``beside`` interleaved; turns follow ``like``, units of an earlier forward."""
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
         if beside is not None:

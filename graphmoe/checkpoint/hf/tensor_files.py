@@ -171,15 +171,6 @@ def write_shards(
             folder.rmdir()
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of a size such as '5GB', '500MB' or '2GiB'. *Raises* ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).strip(), flags=re.IGNORECASE)
-    num_bytes = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
-    if num_bytes < 1:
-        raise ConfigError(f"max_shard_size={size} is no size; use e.g. 5GB, 500MB or 2GiB")
-    return num_bytes
-
-
 def _packed(entry: TensorToWrite) -> Tensor:
     tensor = entry.make().detach().to(device="cpu", dtype=entry.dtype).contiguous()
     assert tuple(tensor.shape) == entry.shape, entry.name

@@ -1,1 +1,1 @@
-"""The models, in plain PyTorch. They know nothing of compilation or capture, and of ranks the layout."""
+"""Models in plain PyTorch, independent of compilation and capture. The layout is all they know of ranks."""

@@ -1,10 +1,9 @@
-"""The attn segment: norm, attention (MLA or GQA) and the residual add.
+"""The attn segment: norm, attention (MLA or GQA) and residual add.
 
-On several ranks of tp each has its own heads, and its own part of the sequence outside of them. On several
-of cp each has its own positions; for attention they either exchange them for heads (all-to-all,
-DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or pass keys and values round (``ops.ring_attention``).
-Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head part without and
-R with rotary embedding, Q = N + R, V value head, P = R / 2.
+tp splits heads; outside attention it splits the sequence. cp splits positions: attention either exchanges
+positions for heads (all-to-all, DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or circulates keys and values
+(``ops.ring_attention``). Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head
+part without and R with rotary embedding, Q = N + R, V value head, P = R / 2.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ LATENT_NORM_EPS = 1e-6  # norms of the compressed states: fixed in DeepSeek-V2/V
 
 
 def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
-    """Build the attention module that the configuration names."""
     return look_up(KINDS, config.attention, "model.attention")(config, layout)
 
 
 def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) -> None:
-    """Raise ConfigError where the attention backend cannot run the model's heads; warn where it is slow."""
+    """Raise ConfigError if the attention backend cannot run the model's head sizes; warn if it is slow."""
     facts = attention_facts(config)
     backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value)
     largest = max(facts.head, facts.value)
@@ -45,11 +43,9 @@ def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) 
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """Causal attention of a module's heads, however the ranks of cp share the sequence.
+    """Causal attention over the heads of a module, for any split of the sequence over cp."""
 
-    A dataclass of plain values: so layers that are alike share compiled code.
-    """
-
+    # Plain values only, so equal layers share compiled code.
     scale: float
     backend: AttentionBackend
     cp: int
@@ -57,16 +53,14 @@ class CoreAttention:
 
     @classmethod
     def from_config(cls, config: ModelConfig, layout: Layout, head_dim: int) -> CoreAttention:
-        """The attention of a model's layers, with query heads of ``head_dim``."""
         return cls(attention_scale(config, head_dim), config.attention_backend, layout.cp, layout.ring)
 
     @property
     def exchanging(self) -> int:
-        """Ranks that exchange positions for heads."""
         return 1 if self.ring else self.cp
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, S / cp, H, V] from positions of this rank, or after `whole_sequence` from whole sequences."""
+        """Attention output [B, S / cp, H, V]; inputs come from `whole_sequence`."""
         with part("core_attn"):
             if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
@@ -76,16 +70,16 @@ class CoreAttention:
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """[B, S / cp, H, E] of this rank's positions -> [B, S, H / cp, E] of its heads; a ring needs none."""
+        """[B, S / cp, H, E] of this rank's positions -> [B, S, H / cp, E] of its heads; the identity for a
+        ring."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
 
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    The latents are small, so on several ranks each makes those of its tokens, and they are gathered: along
-    tp, and for keys and values along cp too where heads are exchanged. Each rank of cp then makes keys and
-    values of the heads that it attends with, from its rows of a matrix that all of them hold.
+    Latents are small: each rank computes them for its own tokens, then they are gathered over tp, and keys'
+    and values' latents over cp too if heads are exchanged.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
@@ -125,10 +119,7 @@ class LatentAttention(nn.Module):
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
-        """Latents for q and for keys and values, of all positions that this rank needs them of.
-
-        Those are the same without an exchange of heads, and one collective gathers both.
-        """
+        # keys and values need the latents of all positions of cp, queries only those of tp
         if self.attend.exchanging > 1:
             ranks = self.attend.exchanging * self.tp
             whole = all_gather(torch.cat(of_keys, dim=-1), "cp_tp", ranks, dim=1)
@@ -137,12 +128,14 @@ class LatentAttention(nn.Module):
         latents = (q_latent, *of_keys)
         if self.tp == 1:
             return latents
+        # one collective for both: they need the same positions
         whole = all_gather(torch.cat(latents, dim=-1), "tp", self.tp, dim=1)
         return whole.split([latent.shape[-1] for latent in latents], dim=-1)
 
     def _up(self, kv_latent: Tensor) -> Tensor:
         if self.attend.exchanging == 1:
             return self.kv_up(kv_latent)
+        # each cp rank computes keys and values only for its own heads, from its rows of a replicated matrix
         rows = self.kv_up.weight.unflatten(0, (self.attend.exchanging, -1))
         return F.linear(kv_latent, rows.index_select(0, index_along("cp", rows).unsqueeze(0)).squeeze(0))
 
@@ -199,4 +192,4 @@ KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
     "mla": LatentAttention,
     "gqa": GroupedQueryAttention,
 }
-"""Modules of attention, with the facts of `graphmoe.plan.attention.FACTS`."""
+"""Attention modules; their facts are in `graphmoe.plan.attention.FACTS`."""

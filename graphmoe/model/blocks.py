@@ -1,10 +1,9 @@
-"""Blocks of every model: norm, cut matrices, embedding, cross-entropy, a tied head, a rank's positions.
+"""Blocks shared by all models: norm, sharded matrices, embedding, cross-entropy, tied head, own positions.
 
-Between two cut matrices each rank of tp has the whole sequence and a part of the heads or of the inner width
-(Megatron-LM, arXiv 1909.08053, section 3). Everywhere else it has its own part of the sequence, and all of
-the width (arXiv 2205.05198, section 4.2.2). Rank i has the i-th part of the rows of the vocabulary, and no
-rank ever has all logits of a token. Suffixes: B batch, S sequence, T = B * S tokens, V the rank's part of the
-vocabulary, D hidden.
+Between a column- and a row-parallel matrix each tp rank has the whole sequence and a part of the heads or
+inner width (Megatron-LM, arXiv 1909.08053, section 3). Elsewhere it has a part of the sequence and the whole
+width (arXiv 2205.05198, section 4.2.2). The vocabulary is split by rows. Suffixes: B batch, S sequence, T = B
+* S tokens, V this rank's part of the vocabulary, D hidden.
 """
 
 from typing import Any
@@ -19,11 +18,11 @@ from graphmoe.segments import part
 
 IGNORED = -100
 EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
-"""The two names of a tied weight. The state of the model has the first, as ``named_parameters`` does."""
+"""Both names of a tied weight; the state dict has only the first, as ``named_parameters`` does."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """Torch's (arXiv 1910.07467), marked as the part ``layernorm`` in a trace."""
+    """``nn.RMSNorm`` (arXiv 1910.07467), marked as part ``layernorm`` in traces."""
 
     def forward(self, x: Tensor) -> Tensor:
         with part("layernorm"):
@@ -31,7 +30,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
-    """This rank's outputs of a matrix; ``pieces`` as in ``Cut``: 2 for gate and up rows in one."""
+    """This rank's outputs of a matrix; ``pieces`` as in ``Cut``: 2 for stacked gate and up rows."""
     assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
     linear = nn.Linear(width, outputs // tp, bias=False)
     cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
@@ -39,7 +38,7 @@ def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Li
 
 
 def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
-    """A matrix over this rank's part of the inputs: the sum over the ranks of tp is the product."""
+    """A matrix over this rank's inputs; the sum over tp is the product."""
     assert inputs % tp == 0, (inputs, tp)
     linear = nn.Linear(inputs // tp, width, bias=False)
     cut_along_tp(linear.weight, tp, dim=1)
@@ -47,24 +46,22 @@ def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
 
 
 def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
-    """Mark a parameter as this rank's part, along ``dim``, of one that the ranks of tp share."""
+    """Mark a parameter as this rank's part, along ``dim``, of one that tp shards."""
     if tp > 1:
         weight.parallel = ParameterLayout((Cut(dim, "tp", pieces),), "dp_cp")  # type: ignore[attr-defined]
 
 
 def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
-    """This rank's positions of a tensor over whole sequences, ``dim`` being that of positions.
+    """This rank's positions along ``dim`` of a tensor over whole sequences. No device sync.
 
-    A rank of cp holds neighbouring positions, where attention exchanges heads; first and last of 2 * cp
-    chunks, and so on inwards ("zigzag"), where keys and values go round, so that causal attention is equal
-    work for all. The ranks of tp share what their rank of cp holds, in its order.
-
-    The same on all ranks of tp, and the tensor itself where cp is 1. No device sync.
+    Equal on all ranks of tp. With cp 1 it is the tensor itself. *Raises* ValueError.
     """
     if layout.cp == 1:
         return whole
     place = index_along("cp", whole)
     chunks = 2 * layout.cp if layout.ring else layout.cp
+    # a ring assigns chunk i and chunk 2 * cp - 1 - i ("zigzag"), so causal attention is equal work on all
+    # ranks
     if whole.shape[dim] % chunks:
         raise ValueError(f"{whole.shape[dim]} positions cannot be cut into {chunks} equal chunks")
     places = torch.stack([place, chunks - 1 - place]) if layout.ring else place.unsqueeze(0)
@@ -81,7 +78,7 @@ class Embedding(nn.Embedding):
         cut_along_tp(self.weight, tp, dim=0)
 
     def reset_parameters(self) -> None:
-        """Leave the weight to ``init_weights``: on the meta device torch's own would import its compiler."""
+        """No-op: ``init_weights`` fills the weight; torch's own on the meta device imports its compiler."""
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         if self.tp == 1:
@@ -92,14 +89,14 @@ class Embedding(nn.Embedding):
 
 
 def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tensor:
-    """Sum of the cross-entropies of the labels that are not ignored, from fp32 logits -> fp32 scalar.
+    """Sum of the cross-entropies of labels that are not ignored, fp32 logits -> fp32 scalar.
 
-    The same on all ranks of tp: they share each token's largest logit, then the sum of exponentials and the
-    label's logit, which one of them has.
+    Equal on all ranks of tp.
     """
     if tp == 1:
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
     own_T, row_T = _own_rows(labels_T, logits_TV.shape[1])
+    # ranks share each token's largest logit, then the sum of exponentials and the label's logit (on one rank)
     highest_T = all_reduce(logits_TV.detach().amax(dim=-1), "tp", tp, "max")
     shifted_TV = logits_TV - highest_T.unsqueeze(1)
     label_T = shifted_TV.gather(1, row_T.unsqueeze(1)).squeeze(1).masked_fill(~own_T, 0.0)
@@ -109,16 +106,14 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tenso
 
 
 def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Masks of the ids that this rank has, and rows: of other ids some row, not always the same.
-
-    Where all of them took one row, its gradient would be a sum of most tokens, one after the other.
-    """
     own = ids.div(num_rows, rounding_mode="floor") == index_along("tp", ids)
+    # the other ids keep distinct rows: if all had one row, its gradient would be one serial sum over most
+    # tokens
     return own, ids.remainder(num_rows)
 
 
 def tie_head(model: nn.Module) -> None:
-    """Make the head's weight the embedding's, and keep it so when the model loads a state."""
+    """Share the embedding's weight with the head, also after the model loads a state."""
     layouts = [layout_of(model.get_parameter(name)) for name in (EMBEDDING, HEAD)]
     assert layouts[0] == layouts[1], "ranks of tp hold other rows of the head than of the embedding"
     _share_weight(model)
@@ -128,8 +123,8 @@ def tie_head(model: nn.Module) -> None:
 
 
 def _share_weight(model: nn.Module, incompatible_keys: Any = None) -> None:
-    """Make both one parameter, of which ``load_state_dict(assign=True)`` makes two."""
     holder, _, key = HEAD.rpartition(".")
+    # load_state_dict(assign=True) makes two parameters of the tied one
     model.get_submodule(holder).register_parameter(key, model.get_parameter(EMBEDDING))
 
 
@@ -147,7 +142,7 @@ def _load_head_with_embedding(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load the embedding into both; a state with a weight of the head is of a head that is not tied."""
+    # a state with a head weight is from a model whose head is not tied
     if prefix + HEAD in state:
         unexpected.append(prefix + HEAD)
     if prefix + EMBEDDING in state:

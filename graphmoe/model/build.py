@@ -1,4 +1,4 @@
-"""The models, in plain PyTorch. They know nothing of compilation or capture, and of ranks the layout."""
+"""Build models and initialize their weights."""
 
 import hashlib
 from collections.abc import Collection, Sequence
@@ -27,13 +27,12 @@ def build_model(
     dispatcher: Dispatcher | None = None,
     stages: Sequence[StagePieces] = (),
 ) -> Transformer:
-    """Build a rank's part of the model on the meta device, and fill it on ``device``.
+    """Build a rank's part of the model on the meta device, then materialise it on ``device``.
 
-    Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves the weights
-    unset, for a caller that loads them. A rank that shares layers with others needs process groups to run
-    them: ``graphmoe.ops.collectives.use_groups``. Without a dispatcher tokens stay on their rank
-    (``local``): then it can run where it holds all experts. ``stages`` are those of this rank; without any it
-    has all layers.
+    Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves weights unset, for
+    a caller that loads them. Without a dispatcher tokens stay local, so the rank must hold all experts.
+    Without ``stages`` it has all layers. To run a sharded layer, call
+    ``graphmoe.ops.collectives.use_groups``.
     """
     with torch.device("meta"):
         model = Transformer(config, execution or MoEConfig(), layout, dispatcher, stages)
@@ -48,10 +47,7 @@ def build_model(
 
 @torch.no_grad()
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Give the parameters of a module on the meta device memory, unset, and its buffers zeros.
-
-    A parameter that several places share is one afterwards too.
-    """
+    """Allocate the parameters (unset) and buffers (zeros) of a module on the meta device; ties stay tied."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
@@ -72,13 +68,9 @@ def init_weights(
     rank: int = 0,
     only: Collection[Tensor] | None = None,
 ) -> None:
-    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` these parameters if it is given.
-
-    Each parameter has a generator of its own, and so has each routed expert, seeded by its name and
-    ``seed``: a weight does not depend on which other weights exist. Of one that is cut the whole is made,
-    and the rank's part kept, so that weights do not depend on the layout either. A tied head has the
-    weight of the embedding, which is N(0, std) whether they are tied or not.
-    """
+    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` restricts it to these parameters."""
+    # Each parameter and each routed expert has its own generator, seeded by name: a weight does not depend on
+    # the other weights. A sharded one is drawn whole and cut: it does not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
     experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
     for name, parameter in model.named_parameters():
@@ -93,7 +85,7 @@ def init_weights(
 
 
 def _init_experts(parameter: Tensor, name: str, std: float, seed: int, layout: Layout, rank: int) -> None:
-    """Fill one matrix of each expert of a rank [L, ...]; where ranks share an expert, all make the whole."""
+    # ranks that share an expert (etp) draw the whole matrix and keep their part
     _, *cuts = layout_of(parameter).cuts or (None,)
     of_one = ParameterLayout(tuple(replace(cut, dim=cut.dim - 1) for cut in cuts))
     first = layout.index("ep", rank) * len(parameter)

@@ -1,11 +1,10 @@
-"""The segments moe_dispatch and moe_combine, where tokens go to other ranks.
+"""The segments moe_dispatch and moe_combine, for experts on other ranks.
 
-`BoundedPath`, which takes their place and that of the experts, is the last resort of a run: its memory has a
-bound, whatever arrives. Of a layer's forward it keeps the inputs only. The backward sends the tokens once
-more, and both work through them in chunks.
+`BoundedPath` replaces both and the experts as the last resort of a run: its memory is bounded whatever
+arrives. It saves only the inputs of a layer; the backward dispatches the tokens again.
 
-Suffixes: B batch, S sequence, T = B * S tokens, K top-k slots, N received tokens, C those of a chunk,
-D hidden, L experts of this rank, F expert width, H = 2 * F.
+Suffixes: B batch, S sequence, T = B * S tokens, K top-k slots, N received tokens, C those of a chunk, D
+hidden, L experts of this rank, F expert width, H = 2 * F.
 """
 
 from __future__ import annotations
@@ -22,31 +21,29 @@ from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.plan.experts import Load
 
 ROUTED = ("routed", "load")
-"""Names of the tensors that a `BoundedPath` writes."""
 
 
 def has_load(dispatcher: Dispatcher | None) -> bool:
-    """Return True where dispatch measures what arrives: there is room for it, or it is taken in chunks."""
+    """Return whether dispatch measures the received load: it has a capacity or works in chunks."""
     return dispatcher is not None and (dispatcher.capacity or dispatcher.chunk) is not None
 
 
 class DispatchSegment(nn.Module):
-    """Send tokens to the ranks of their experts, and receive those of other ranks."""
-
     def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
-        """``num_experts`` are those of this rank; weights of ``along`` come to replicas with rows."""
+        """``num_experts`` of this rank; weights of ``along`` are sent to replicas with the rows."""
         super().__init__()
         self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Names of the tensors that experts read, and the load where the dispatcher has a capacity."""
+        """Tensors that experts read; also the load if the dispatcher has a capacity."""
         return RECEIVED if self.dispatcher.capacity is None else (*PLANNED, "load")
 
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of ``writes``, then the dispatcher's handle; experts of slots last, if ``along``."""
+        """The tensors of ``writes``, then the dispatcher's handle. ``plan`` ends with experts of slots if
+        ``along``."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -56,18 +53,17 @@ class DispatchSegment(nn.Module):
         if capacity is None:
             return received
         h_ND, weight_NK, number_NK, room, *handle = received
+        # capacity known: the experts' plan has static shapes
         return h_ND, weight_NK, *plan_received(number_NK, room, self.num_experts, capacity), *handle
 
 
 class CombineSegment(nn.Module):
-    """Bring the experts' sums back to their tokens, and add routed, shared and residual."""
-
     def __init__(self, dispatcher: Dispatcher, has_shared: bool, along: Experts | None = None) -> None:
         super().__init__()
         self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """-> [B, S, D] of plan and handle, experts of slots if ``along``, and the shared experts' sum."""
+        """-> [B, S, D]. ``tensors``: plan, handle, experts of slots if ``along``, the shared experts' sum."""
         rest, more = [*tensors], {}
         shared = [rest.pop()] if self.has_shared else []
         if self.along is not None:
@@ -76,11 +72,10 @@ class CombineSegment(nn.Module):
 
 
 class BoundedPath(nn.Module):
-    """Dispatch, experts and the way back, with chunks of the dispatcher's ``chunk`` at most.
+    """Dispatch, experts and combine in chunks of at most the dispatcher's ``chunk``.
 
-    Tokens and slot weights get the gradients that the path would give in one piece, bit by bit where a row of
-    a product does not depend on how many there are; so do weights where no expert alone has more rows than a
-    chunk. The sums of one that has are added in fp32, chunk by chunk.
+    Gradients equal those of the path in one piece bitwise if a GEMM's row does not depend on the number of
+    rows. Weights of an expert with more rows than a chunk are the exception: they are summed in fp32.
     """
 
     def __init__(self, dispatcher: Dispatcher, experts: Experts) -> None:
@@ -90,11 +85,12 @@ class BoundedPath(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The tensors of ``ROUTED``. Waits for the device."""
+        """The tensors of ``ROUTED``. Syncs the device."""
         return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward`` by one operation of a backend; weight gradients go to ``totals`` if there are any."""
+        """``forward`` by one operation of a backend; weight gradients are added to ``totals`` if there are
+        any."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,13 +100,10 @@ class BoundedPath(nn.Module):
 
 
 class _Steps:
-    """Experts in separate steps, as an eager run takes them.
-
-    A ``chunk`` is rows of what was received: h, slot weights, expert numbers.
-    """
+    """Experts in separate steps. A ``chunk`` is received h, slot weights, expert numbers."""
 
     totals: Sequence[Gradient] = ()
-    """Sums of the weight gradients; if there are none, autograd gets these."""
+    """Sums of the weight gradients; if empty, autograd gets the gradients."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
@@ -128,6 +121,7 @@ class _Steps:
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
         """Add the gradients of both weights to fp32 tensors."""
+        # recomputed: the path saves only its inputs
         found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
             total.add_(gradient)
@@ -173,7 +167,7 @@ class _Fused:
 
 
 class _Path(torch.autograd.Function):
-    """The path with its gradient: dispatch is the gradient of combine, and combine that of dispatch."""
+    """The path with its gradient: dispatch is the gradient of combine and vice versa."""
 
     @staticmethod
     def forward(
@@ -201,6 +195,7 @@ class _Path(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         h_TD, weight_TK, expert_TK, *plan = ctx.saved_tensors
         dispatcher, work = ctx.dispatcher, ctx.work
+        # both dispatches use the same plan, so their rows match
         dy_ND, *_ = dispatcher.dispatch(dy_TD.contiguous(), weight_TK, expert_TK, *plan)
         h_ND, weight_NK, number_NK, *handle = dispatcher.dispatch(h_TD, weight_TK, expert_TK, *plan)
         dweights = _weight_gradients(ctx, dy_ND, h_ND, weight_NK, number_NK)
@@ -217,6 +212,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
     *_, number_NK = received
     totals = ctx.work.totals
     if totals:
+        # nothing was added in this step yet
         if not have_begun(totals):
             for gradient in totals:
                 gradient.total.zero_()
@@ -232,7 +228,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
 
 
 def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
-    """Neighbouring received tokens, as many as there may be at a time. Waits for the device."""
+    """Consecutive received tokens that fit one chunk. Syncs the device."""
     room = dispatcher.chunk
     assert room is not None
     before_N = _slots_of(number_NK).cumsum(0).cpu()
@@ -245,14 +241,12 @@ def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
 
 
 def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and their expert numbers, where neighbouring experts have no more slots than may be at a time.
-
-    All rows, but one chunk after the other for an expert that has more alone. Waits for the device.
-    """
+    """Rows and expert numbers of consecutive experts that fit one chunk. Syncs the device."""
     room = dispatcher.chunk
     assert room is not None
     live_S = number_NK[number_NK >= 0]
     counts = torch.bincount(live_S, minlength=num_experts).tolist()
+    # wgrad goes expert by expert, so each weight gradient is one GEMM as in the unchunked path
     for first, end in _groups(counts, room):
         numbers_NK = number_NK.masked_fill((number_NK < first) | (number_NK >= end), -1)
         if sum(counts[first:end]) <= room.slots:

@@ -1,4 +1,4 @@
-"""A transformer layer: a short list of named segments over explicit tensors.
+"""A transformer layer: a list of named segments over explicit tensors.
 
 Suffixes: B batch, S sequence, D hidden, P rotation pairs, E experts.
 """
@@ -33,12 +33,11 @@ from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.segments import Executor, Segment, run_segments
 
 OUTPUTS = ("x", "loss", "stats", "counts", "counted", "load", "replicas")
-"""Names of the tensors of a `MoEOutput`, in its order."""
 PLAN = ("counts", "ends", "row", "slot")
 
 
 class MoEOutput(NamedTuple):
-    """The residual stream after a MoE layer, and the losses and counts of its router."""
+    """The residual stream after a MoE layer, and its router's losses and counts."""
 
     x_BSD: Tensor
     loss: Tensor
@@ -48,29 +47,25 @@ class MoEOutput(NamedTuple):
     counts_E: Tensor
     """Slots routed to each expert, int32."""
     counted_E: Tensor | None = None
-    """Slots that the balance loss counts, int32; None where these are ``counts_E``, or nobody reads them."""
+    """Slots that the balance loss counts, int32; None if equal to ``counts_E`` or unused."""
     received_load: Tensor | None = None
-    """A `graphmoe.plan.experts.Load` of what was sent to this rank, int32; None where none is planned."""
+    """A `graphmoe.plan.experts.Load` of what was sent to this rank, int32; None if not measured."""
     expert_RS: Tensor | None = None
-    """Experts in the slots of all ranks, int32, -1 for none; None where there are no replicas."""
+    """Experts in the replica slots of all ranks, int32, -1 for none; None without replicas."""
 
     @classmethod
     def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
-        """The results of a layer by the names that it writes."""
         named = dict(zip(writes, results, strict=True))
         return cls(*(named.get(name) for name in OUTPUTS))  # type: ignore[arg-type]
 
 
 class DenseLayer(nn.Module):
-    """attn, mlp."""
-
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
         self.attn = build_attention(config, layout)
         self.mlp = DenseMLP(config, layout)
 
     def segments(self, index: int | None = None) -> list[Segment]:
-        """The segments of the layer at a place of the model."""
         return [
             Segment("attn", self.attn, ("x", "cos", "sin"), ("x",), layer=index),
             Segment("mlp", self.mlp, ("x",), ("x",), layer=index),
@@ -91,13 +86,12 @@ class DenseLayer(nn.Module):
 class MoELayer(nn.Module):
     """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine.
 
-    A user's own layer derives from it (``model.layer``) and makes other `segments`, of the same names.
+    Base class of plug-in layers (``model.layer``), which override `segments` and keep the names.
     """
 
     dense: type[DenseLayer] = DenseLayer
-    """Class of a model's leading dense layers."""
     axes: tuple[str, ...] = ()
-    """Axes, of tp and cp, whose ranks can share a user's own layer."""
+    """Axes, of tp and cp, that a plug-in layer supports."""
 
     def __init__(
         self,
@@ -106,14 +100,14 @@ class MoELayer(nn.Module):
         layout: Layout = ALONE,
         dispatcher: Dispatcher | None = None,
     ) -> None:
-        """Without a dispatcher tokens stay on their rank, which must hold all experts when it runs."""
+        """Without a dispatcher tokens stay on their rank, which must hold all experts to run."""
         super().__init__()
         self.attn = build_attention(config, layout)
         self.moe_router = Router(config, execution, layout)
         self.moe_preprocess = SendPreprocess(config, layout) if dispatcher else Preprocess(config)
         slots = replica_slots(execution, config, layout.ep)
         self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
-        """Takes the place of ``moe_preprocess`` where tokens go to replicas too."""
+        """Used in place of ``moe_preprocess`` if tokens are sent to replicas too."""
         self.moe_experts = Experts(config, layout)
         self.shared_experts = (
             SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
@@ -123,7 +117,7 @@ class MoELayer(nn.Module):
         self.use(dispatcher)
 
     def use(self, dispatcher: Dispatcher | None) -> None:
-        """Send tokens by another dispatcher; one that was in use before finds its compiled code."""
+        """Switch to another dispatcher; one used before finds its compiled code again."""
         self.dispatcher = dispatcher
         if dispatcher is None or dispatcher in self._paths:
             return
@@ -131,6 +125,7 @@ class MoELayer(nn.Module):
             self._paths[dispatcher] = BoundedPath(dispatcher, self.moe_experts)
             return
         slots = self.moe_replicas.replica_slots if self.moe_replicas else 0
+        # some dispatchers send replica weights along with the rows
         along = self.moe_experts if self._brings_weights(dispatcher) else None
         dispatch = DispatchSegment(dispatcher, len(self.moe_experts.w_down) + slots, along)
         again = along if self._brings_weights(dispatcher, again=True) else None
@@ -139,7 +134,7 @@ class MoELayer(nn.Module):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The tensors of a `MoEOutput`."""
+        """Tensors of a `MoEOutput` that this layer produces."""
         replicates = self.moe_replicas and self.dispatcher and self.dispatcher.chunk is None
         there = {
             "counted": self.moe_router.counts_apart,
@@ -149,7 +144,6 @@ class MoELayer(nn.Module):
         return tuple(name for name in OUTPUTS if there.get(name, True))
 
     def segments(self, index: int | None = None) -> list[Segment]:
-        """The segments of the layer at a place of the model."""
         piece = functools.partial(Segment, layer=index)
         read = ("x", "earlier") if self.moe_router.reads_earlier else ("x",)
         apart = ["counted"] if self.moe_router.counts_apart else []
@@ -176,6 +170,7 @@ class MoELayer(nn.Module):
         if isinstance(path, BoundedPath):
             return self._bounded(path, piece)
         dispatch, combine_received = path
+        # without a capacity shapes depend on the routing, so the segment cannot be captured
         dynamic = dispatcher.capacity is None
         preprocess = self.moe_replicas or self.moe_preprocess
         along = REPLICAS[1:] if self._brings_weights(dispatcher) else ()
@@ -193,12 +188,11 @@ class MoELayer(nn.Module):
 
     @staticmethod
     def _brings_weights(dispatcher: Dispatcher, *, again: bool = False) -> bool:
-        """Return whether weights of replicas come along with rows; ``again`` in the backward too."""
+        """Return whether replica weights are sent with the rows; ``again``: in the backward too."""
         kept = again and getattr(dispatcher, "keeps_weights", False)
         return not kept and getattr(dispatcher, "brings_weights", False)
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
-        """The segments behind the router where memory must have a bound."""
         reads = ("h", "weight", "experts", *SEND_PLAN)
         # The path recomputes what its backward needs; the stream comm keeps others from doing so.
         experts = piece("moe_experts", path, reads, ROUTED, stream="comm", dynamic=True, fused=path.fused)
@@ -218,7 +212,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Tensors of the step's earlier micro-batches, by name, if the segments read any."""
+        """Inputs from earlier micro-batches of the step, by name, if the segments read any."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 
@@ -254,10 +248,8 @@ def layer_class(config: ModelConfig) -> type[MoELayer]:
 class MtpLayer(nn.Module):
     """One depth of multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
 
-    Two norms, a projection of both inputs, a MoE layer, a final norm. Depth k joins the hidden state of
-    position i with the embedding of token i + k and predicts token i + k + 1. Embedding and head are the main
-    model's. The state that enters depth 1 has passed the main model's final norm, as in the released
-    checkpoints' serving code.
+    Depth k joins the hidden state of position i with the embedding of token i + k and predicts token i + k +
+    1. Embedding and head are the main model's.
     """
 
     def __init__(
@@ -267,6 +259,8 @@ class MtpLayer(nn.Module):
         layout: Layout = ALONE,
         dispatcher: Dispatcher | None = None,
     ) -> None:
+        # depth 1 reads the state after the main model's final norm, as the serving code of the released
+        # checkpoints does
         super().__init__()
         width, eps = config.hidden_size, config.norm_eps
         self.embed_norm = RMSNorm(width, eps)
@@ -276,12 +270,12 @@ class MtpLayer(nn.Module):
         self.norm = RMSNorm(width, eps)
 
     def segments(self, index: int | None = None) -> list[Segment]:
-        """Both inputs joined, then the layer's segments, at a place of the model."""
+        """The join of both inputs, then the layer's segments."""
         join = Segment("embed", self.join, ("normed", "embedded"), ("x",), layer=index)
         return [join, *self.layer.segments(index)]
 
     def join(self, h_BSD: Tensor, embedded_BSD: Tensor) -> Tensor:
-        """One hidden state of the state so far and the embedding of a later token."""
+        # embedding first: the order of the released checkpoints' projection
         return self.proj(torch.cat([self.embed_norm(embedded_BSD), self.hidden_norm(h_BSD)], dim=-1))
 
     def forward(
@@ -293,7 +287,7 @@ class MtpLayer(nn.Module):
         execute: Executor = run_segments,
         index: int | None = None,
     ) -> MoEOutput:
-        """The layer's output, which ``norm`` prepares for the head and for the next depth."""
+        """The layer's output; ``norm`` prepares it for the head and the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
         tensors |= self.layer.earlier()
         writes = self.layer.writes

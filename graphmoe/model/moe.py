@@ -1,8 +1,8 @@
 """The MoE segments: moe_router, moe_preprocess, shared_experts, moe_experts and moe_combine.
 
-Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K top-k slots, R routed rows,
-F expert width, N received tokens, L experts of this rank. With one rank, dispatch hands the tokens on as
-they are (``moe_dispatch`` is the identity); rows are gathered in moe_experts.
+Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K top-k slots, R routed rows, F expert
+width, N received tokens, L experts of this rank. On one rank moe_dispatch is the identity; rows are gathered
+in moe_experts.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")
 
 
 class Router(nn.Module):
-    """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 from the norm on.
+    """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 after the norm.
 
-    On several ranks of cp and tp each routes its own tokens; losses and statistics are those of all.
+    Each rank of cp and tp routes its own tokens; losses and statistics cover the tokens of all.
     """
 
     selection_bias: Tensor
@@ -58,21 +58,21 @@ class Router(nn.Module):
 
     @property
     def reads_earlier(self) -> bool:
-        """True where the balance loss is over the global batch, and counts earlier micro-batches too."""
+        """True if the balance loss is over the global batch, so it counts earlier micro-batches too."""
         return self.config.aux_loss is AuxLoss.global_batch and self.has_balance
 
     @property
     def counts_apart(self) -> bool:
-        """True where the slots that later micro-batches read as ``earlier`` are others than those routed."""
+        """True if the balance loss counts other slots than those routed."""
         return self.reads_earlier and self.config.selection_bias
 
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
-        Where `counts_apart` also the slots of each expert that the balance loss counts, int32 [E].
-        ``earlier_E``, fp32, is given where `reads_earlier`: a copy of ``earlier_counts`` that belongs to this
-        micro-batch, since a backward may route it again when later ones have been counted.
+        If `counts_apart`, also the slots of each expert that the balance loss counts, int32 [E]. If
+        `reads_earlier`, ``earlier_E`` is this micro-batch's copy of ``earlier_counts``, fp32.
         """
+        # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
         assert self.reads_earlier == (earlier_E is not None)
         h_TD = self.norm(x_BSD).flatten(0, 1)
         # bf16 logits would flip the choice between near-equal experts.
@@ -101,11 +101,11 @@ class Router(nn.Module):
         return ops.select_experts(config, scores_TE)
 
     def _counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """Experts [T, K] that the balance loss counts: where a bias moves the choice the best scores alone.
+        """Experts [T, K] that the balance loss counts: the best scores alone if a bias changes the choice.
 
-        DeepSeek-V3, arXiv 2412.19437, equation 18; Megatron-Core too leaves bias and groups out. A bias that
-        balances the load would otherwise take the loss its gradient.
+        DeepSeek-V3, arXiv 2412.19437, equation 18; Megatron-Core too ignores bias and groups here.
         """
+        # a bias that balances the load would otherwise leave the balance loss no gradient
         is_forced = self.execution.force_balance or self.load_ends is not None
         if not self.config.selection_bias or is_forced:
             return expert_TK
@@ -114,7 +114,6 @@ class Router(nn.Module):
     def _losses(
         self, logits_TE: Tensor, relative_TE: Tensor, counts_BE: Tensor | None, earlier_E: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum and ``ROUTER_STATS``; without ``counts_BE`` there is no balance loss."""
         config = self.config
         balance = z = loss = logits_TE.new_zeros(())
         terms: Sequence[Tensor] = ()
@@ -132,11 +131,9 @@ class Router(nn.Module):
         return loss, torch.stack([balance, z, entropy]).detach()
 
     def _of_global_batch(self, counts_BE: Tensor, earlier_E: Tensor | None) -> Tensor:
-        """With ``global_batch`` [1, E], the slots of all micro-batches up to this one on any rank of dp.
-
-        The loader deals them out one by one, so those up to this one are the earlier ones of all ranks, and
-        the present ones of the ranks before this. Outside training, a rank's own.
-        """
+        """Slots [1, E] of all micro-batches up to this one over dp; outside training, this rank's own."""
+        # micro-batches are dealt to the ranks one by one: those up to this one are the earlier ones of all
+        # ranks and the current ones of lower ranks
         if earlier_E is None or self.dp == 1 or not torch.is_grad_enabled():
             return counts_BE
         both_12E = torch.stack([counts_BE, earlier_E[None]], dim=1)
@@ -146,15 +143,13 @@ class Router(nn.Module):
         return torch.where(has_begun_R1, both_R2E[:, 0], both_R2E[:, 1]).sum(dim=0, keepdim=True)
 
     def _of_all_tokens(self, *means: Tensor) -> tuple[Tensor, ...]:
-        """Means over the tokens of all ranks of cp and tp, from those over this rank's, which are as many."""
         if self.sharing == 1:
             return means
+        # every rank has the same number of tokens, so a mean of means is the mean
         return tuple(total / self.sharing for total in sums_over("cp_tp", self.sharing, *means))
 
 
 class Preprocess(nn.Module):
-    """Builds the routing plan on the device."""
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.num_experts = config.num_experts
@@ -164,22 +159,22 @@ class Preprocess(nn.Module):
 
 
 class SendPreprocess(nn.Module):
-    """Builds the plan by which tokens go to the ranks of their experts, on the device."""
+    """Build the send plan, by which tokens are dispatched to the ranks of their experts, on the device."""
 
     def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
-        """With ``replica_slots`` of each rank tokens go to replicas too: a collective of the ranks of ep."""
+        """With ``replica_slots`` per rank tokens are sent to replicas too, by a collective over ep."""
         super().__init__()
         self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Names of the results."""
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Slots of experts [E], a `SendPlan`, and with replicas places [T, K] and experts of slots [R, S].
+        """Slots of experts [E], a `SendPlan`; with replicas also positions [T, K] and experts of slots [R,
+        S].
 
-        Places are those of `graphmoe.ops.replicas`.
+        Positions are those of `graphmoe.ops.replicas`.
         """
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
@@ -197,13 +192,13 @@ class SendPreprocess(nn.Module):
 class Experts(nn.Module):
     """Routed experts: gather rows, grouped SwiGLU MLP, weighted sum back to tokens.
 
-    A rank holds E / ep neighbouring experts, and 1 / etp of the width of each.
+    A rank holds E / ep consecutive experts, and 1 / etp of the width of each.
     """
 
     GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
     DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
     assumed_rows: int | None = None
-    """Rows of ``received``, where no device could say how many there are: in a dry run."""
+    """Rows of ``received`` in a dry run, which has no device to read the count from."""
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -217,7 +212,7 @@ class Experts(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
-        """The weighted sum over each token's experts -> [T, D], where all of them are here."""
+        """The weighted sum over each token's experts -> [T, D], if all experts are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
@@ -225,10 +220,9 @@ class Experts(nn.Module):
         return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
 
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
-        """The weighted sum over those experts of each received token that are here -> [N, D].
+        """The weighted sum over each received token's local experts -> [N, D]. Syncs the device once.
 
-        ``number_NK`` counts this rank's experts from 0; other numbers are slots of experts elsewhere. Waits
-        for the device once, so that no row is dead.
+        ``number_NK`` counts this rank's experts from 0; other numbers are experts elsewhere.
         """
         return self.planned(h_ND, weight_NK, *self.plan(number_NK))
 
@@ -241,11 +235,12 @@ class Experts(nn.Module):
         slot_R: Tensor,
         expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """``received`` by a plan of the slots that are here -> [N, D]; rows from the last end on are dead.
+        """``received`` by a plan of the local slots -> [N, D]; rows from the last end on are padding.
 
-        With the experts of all ranks' slots of replicas, groups of rows are those of the own experts, then of
-        the slots of this rank: a collective of the ranks of ep, here and in the backward.
+        With ``expert_RS``, row groups are those of the own experts, then of this rank's replicas: a
+        collective over ep, in forward and backward.
         """
+        # with replicas, a collective over ep
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
         h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
         gate_RF, up_RF = grouped_mm(h_RD, w_gate_up, ends_L).chunk(2, dim=-1)
@@ -257,9 +252,9 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """``received`` by one operation, as the pass fuse_experts makes it where it can.
+        """``received`` by one operation, as the pass fuse_experts emits it.
 
-        Weight gradients go to ``totals``, those of this module's parameters; to autograd if there are none.
+        Weight gradients are added to ``totals``; without any, autograd gets them.
         """
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
@@ -270,8 +265,9 @@ class Experts(nn.Module):
         return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """End rows, row of each slot (-1 for experts elsewhere) and slot of each row. As ``received``."""
+        """End rows, row of each slot (-1 for experts elsewhere) and slot of each row."""
         _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, len(self.w_down))
+        # the device sync: slicing by the real count leaves no padding rows
         rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows
         return ends_L, row_NK, slot_R[:rows]
 
@@ -282,7 +278,7 @@ def _activation(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(h)) * up(h)); the shared experts, and the core of the dense MLP."""
+    """down(silu(gate(h)) * up(h)): shared experts, and the core of the dense MLP."""
 
     PART = "shared_experts"
 
@@ -300,8 +296,6 @@ class SwiGLU(nn.Module):
 
 
 class DenseMLP(SwiGLU):
-    """The mlp segment of a dense layer: x + swiglu(norm(x))."""
-
     PART = "mlp"
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
@@ -313,7 +307,7 @@ class DenseMLP(SwiGLU):
 
 
 def dispatch_local(h_TD: Tensor) -> Tensor:
-    """With one rank every expert is local: the tokens are received as they are."""
+    """Identity: with one rank every expert is local."""
     return h_TD
 
 
@@ -325,9 +319,10 @@ def combine(x_BSD: Tensor, routed_TD: Tensor, shared_TD: Tensor | None = None) -
 
 
 def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
-    """Move the bias of under-loaded experts up and of over-loaded ones down, in place.
+    """Raise the bias of under-loaded experts and lower that of over-loaded ones, in place.
 
-    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op where ``done`` is 0.0.
+    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op if ``done`` is 0.0.
     """
     load_E = counts_E.float()
+    # sign, not the difference: the update rate does not depend on the imbalance
     bias_E.add_((load_E.mean() - load_E).sign() * rate * done)

@@ -1,8 +1,8 @@
 """Rotary embedding, with YaRN as DeepSeek-V2 and V3 define it.
 
-Sources: RoFormer (arXiv 2104.09864, section 3.4); YaRN (arXiv 2309.00071, sections 3.2 and 3.4);
-DeepSeek-V2 (arXiv 2405.04434, section 3.1.4) for mscale. Suffixes: B batch, S sequence, H heads,
-R rotated head size, P = R / 2 rotation pairs.
+Sources: RoFormer (arXiv 2104.09864, section 3.4); YaRN (arXiv 2309.00071, sections 3.2 and 3.4); DeepSeek-V2
+(arXiv 2405.04434, section 3.1.4) for mscale. Suffixes: B batch, S sequence, H heads, R rotated head size, P =
+R / 2 rotation pairs.
 """
 
 import math
@@ -45,7 +45,7 @@ def yarn_magnitude(factor: float, coefficient: float) -> float:
 
 
 def attention_scale(config: ModelConfig, head_dim: int) -> float:
-    """Softmax scale of the attention: 1 / sqrt(head size), times YaRN's squared magnitude."""
+    """Softmax scale: 1 / sqrt(head size), times YaRN's squared magnitude."""
     scale = head_dim**-0.5
     if config.rope_scaling is RopeScaling.yarn:
         scale *= yarn_magnitude(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
@@ -53,7 +53,7 @@ def attention_scale(config: ModelConfig, head_dim: int) -> float:
 
 
 def rotate_pairs(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
-    """Rotate neighbouring elements (0, 1), (2, 3), ... as the DeepSeek checkpoints store them."""
+    """Rotate neighbouring elements (0, 1), (2, 3), ... as DeepSeek checkpoints store them."""
     a, b = x_BSHR.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack(_rotate(a, b, cos_SP, sin_SP), dim=-1).flatten(-2).to(x_BSHR.dtype)
 

@@ -1,12 +1,10 @@
-"""Sizes of parameters, and of the state that a rank keeps of them: sums over a model on the meta device.
+"""Parameter counts, state bytes and FLOPs: sums over a model on the meta device.
 
-A small model with one layer of each kind is built there; its parameters are those of all layers of that kind.
-Two totals of parameters are in use. ``full`` counts every one. ``body`` leaves out embedding, head, norms and
-multi-token prediction; docs/model.md states it for each preset.
+One layer of each kind is built; all layers of a kind share its parameters. ``full`` counts every parameter,
+``body`` all but embedding, head, norms and multi-token prediction (docs/model.md).
 
-FLOPs: two per multiply-add; the backward of a matrix product costs twice its forward, so a weight that a
-token meets costs 6 FLOPs in a training step; causal attention is counted by half, S/2 keys for each query;
-the embedding (a lookup), router and norms are not counted, nor is recomputation. Every multi-token-prediction
+FLOPs: two per multiply-add; a backward GEMM costs twice its forward, so a weight costs 6 FLOPs a token;
+causal attention counts S / 2 keys for each query; embedding, router, norms and recomputation count 0. An MTP
 layer adds its projection, its MoE layer and one more pass through the head.
 """
 
@@ -34,7 +32,7 @@ COMPONENTS = {
     "moe_experts.": "routed_experts",
     "shared_experts.": "shared_experts",
 }
-"""Component of a parameter, by the first of these parts that its name has; else it counts among the norms."""
+"""Component by the first of these parts in a parameter's name; others count as norms."""
 
 
 BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
@@ -43,10 +41,9 @@ BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
     """Count the parameters of ``model`` by component, and as ``full`` and ``body``, without allocating it.
 
-    ``total`` are those that exist, ``active`` those that one token uses: all but the experts that it is not
-    sent to. The embedding counts as active in full, as published figures do. A tied head has none of its
-    own: its weight counts as the embedding's. ``mtp`` is everything of the multi-token-prediction layers.
-    The selection bias is a buffer and not counted.
+    ``total`` counts all, ``active`` those that one token uses, with the whole embedding, as published figures
+    do. A tied head counts 0. ``mtp`` is all of the multi-token-prediction layers. The selection bias is a
+    buffer and not counted.
     """
     counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
@@ -69,15 +66,12 @@ def attention_weights(model: ModelConfig) -> int:
 
 
 def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
-    """Parameters of the rank that has these stages, in the order of the model's modules, on the meta device.
-
-    Layers of a kind share theirs.
-    """
+    """Meta parameters of the rank that has these stages, in module order; layers of a kind share theirs."""
     return [weight for _, weight in _named_weights(model, layout, stages)]
 
 
 def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
-    """Return a rank's parameters of one layer, those of multi-token prediction last, by name."""
+    """Return a rank's parameters of one layer by name; multi-token-prediction layers are last."""
     kind = "dense" if layer < model.num_dense_layers else "moe" if layer < model.num_layers else "mtp"
     return _parts(model, layout)[kind]
 
@@ -107,13 +101,11 @@ def state_bytes(
     dp_shard: DpShard = DpShard.zero1,
     num_moments: int = 2,
 ) -> dict[str, float]:
-    """Bytes on each rank that has these stages, by kind; without activations. Without stages it has all.
+    """Bytes of state, by kind, on each rank that has these stages; activations not counted.
 
-    Where layers are shared out the layout says which places hold the embedding. ``rounded``: weights are
-    bf16, beside fp32 main weights. With zero1 gradients and weights are held whole, as far as tp, ep and etp
-    leave them on a rank; the rest, and a sum of the gradients, is shared out to those that hold the same.
-    With fsdp2 all is shared out; what is gathered for a layer is not counted. ``num_moments`` are those of
-    the optimizer's rule, by default AdamW's.
+    ``rounded``: bf16 weights beside fp32 master weights. With zero1, gradients and weights are whole up to
+    tp, ep and etp; master weights, moments and a reduced gradient are sharded. With fsdp2 all is sharded; the
+    weights gathered for a layer are not counted. ``num_moments``: moments of the optimizer's rule.
     """
     assert stages or layout.pp == 1
     if dp_shard is DpShard.fsdp2:
@@ -136,7 +128,7 @@ def state_bytes(
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """Parameters by name of each kind of part that there is: embed, dense, moe, norm, head, mtp."""
+    """Parameters by name of each kind of part: embed, dense, moe, norm, head, mtp."""
     dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
     small = dataclasses.replace(
         model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
@@ -167,12 +159,11 @@ def _build(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """FLOPs of one token in training, forward and backward."""
     return 3 * sum(forward_flops(model, seq_len).values())
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of one token's forward by part of the model, averaged over the positions of a sequence."""
+    """FLOPs of one token's forward by part of the model, averaged over a sequence's positions."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)

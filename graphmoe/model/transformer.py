@@ -1,6 +1,6 @@
 """The model: embedding, layers, and the loss segment (final norm, head, cross-entropy).
 
-A rank of a pipeline has some of its stages; ``stage`` runs one, and ``loss`` is the stage that has all.
+A pipeline rank has some stages: ``stage`` runs one, ``loss`` the only one.
 
 Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, P rotation pairs.
 """
@@ -36,7 +36,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 
 class LossOutput(NamedTuple):
-    """Losses of a micro-batch, all fp32 scalars on the device, and router statistics; of a stage its own."""
+    """Losses of a micro-batch or stage, fp32 scalars on the device, and router statistics."""
 
     total: Tensor
     """The loss that is differentiated: cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
@@ -49,23 +49,21 @@ class LossOutput(NamedTuple):
     counts_LE: Tensor
     """Slots routed to each expert of each MoE layer, int32."""
     counted_LE: Tensor | None = None
-    """Slots that the balance loss counts, int32; None where these are ``counts_LE``, or nobody reads them."""
+    """Slots that the balance loss counts, int32; None if equal to ``counts_LE`` or unused."""
     received_L2: Tensor | None = None
-    """The load of each MoE layer, int32; None where nothing is measured."""
+    """The load of each MoE layer, int32; None if not measured."""
     replicas: Tensor | None = None
-    """Copies of experts on further ranks, of all ranks and MoE layers, int64; None where there are none."""
+    """Number of replicas, over all ranks and MoE layers, int64; None without replicas."""
     carried: tuple[Tensor, ...] = ()
-    """Tensors for the next stage, [B, S, D] each: the state after the last layer so far, or from the final
-    norm on the normed states from which each depth predicts."""
+    """Tensors for the next stage, [B, S, D] each: the last layer's state, or after the final norm the normed
+    states of all depths."""
 
 
 class Elsewhere(nn.Module):
-    """Stands where other ranks of the pipeline have a module; it has no parameters and cannot run."""
+    """Placeholder for a module of another pipeline rank; it has no parameters and cannot run."""
 
 
 class LossHead(nn.Module):
-    """Final norm, head and cross-entropy, or one of both."""
-
     def __init__(
         self, config: ModelConfig, layout: Layout = ALONE, *, has_norm: bool = True, has_head: bool = True
     ) -> None:
@@ -80,34 +78,30 @@ class LossHead(nn.Module):
         return self.cross_entropy(self.norm(x_BSD), labels_BS)
 
     def segments(self, norm: nn.Module | None, *, loss: bool = True) -> list[Segment]:
-        """The loss segment, as far as a stage has it; without a norm what it reads is normed.
-
-        ``normed`` is what the prediction of later tokens starts from.
-        """
+        """Segments of the loss that a stage has; without ``norm`` the input is normed already."""
         found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
         if loss:
             found.append(Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)))
         return found
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Mean cross-entropy of normed hidden states; 0 where every label is ignored.
-
-        The mean is over the positions of all ranks of cp, each with those labels that are its own.
-        """
+        """Mean cross-entropy of normed hidden states over all ranks of cp; 0 if every label is ignored."""
         logits_TV = self.head(all_gather(h_BSD, "tp", self.tp, dim=1)).flatten(0, 1).float()
+        # every tp rank has all positions and a part of the vocabulary
         labels_T = labels_BS.flatten()
         total, count = cross_entropy_sum(logits_TV, labels_T, self.tp), (labels_T != IGNORED).sum()
         if self.cp > 1:
+            # the label counts of cp ranks differ, so sums are reduced, not means
             total, count = sums_over("cp", self.cp, total, count.float())
         return total / count.clamp_min(1)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """fp32 logits [B, S, V], from an fp32 product whatever the weights' dtype."""
+        """fp32 logits [B, S, V], from an fp32 GEMM whatever the weights' dtype."""
         return F.linear(self.norm(x_BSD).float(), self.head.weight.float())  # type: ignore[arg-type]
 
 
 class Transformer(nn.Module):
-    """A decoder-only MoE language model in plain PyTorch, or what one rank of a layout has of it."""
+    """A decoder-only MoE language model, or one rank's part of it."""
 
     def __init__(
         self,
@@ -117,13 +111,13 @@ class Transformer(nn.Module):
         dispatcher: Dispatcher | None = None,
         stages: Sequence[StagePieces] = (),
     ) -> None:
-        """``stages`` are those of this rank; without any it has all of the model."""
+        """``stages`` are this rank's; by default the whole model."""
         super().__init__()
         self.config, self.layout = config, layout
         self.dispatchers = (dispatcher,) * self.num_moe_layers if dispatcher else ()
-        """By which tokens travel, in each MoE layer of the whole model; none if they stay on their rank."""
+        """A dispatcher for each MoE layer of the whole model; empty if tokens stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
-        """Stages that `stage` can run, in the order of the model."""
+        """Stages that `stage` can run, in model order."""
         embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
 
@@ -150,6 +144,7 @@ class Transformer(nn.Module):
         self.mtp = nn.ModuleList(map(mtp_layer, range(config.mtp_depth)))
         if config.tie_embeddings and any(stage.loss for stage in self.stages):
             tie_head(self)
+        # several stages use the embedding: its gradients are summed over all of them
         if embeds and len(layout.embed_on) > 1:
             parallel = replace(layout_of(self.embed.weight), summed_over="embed")
             self.embed.weight.parallel = parallel  # type: ignore[union-attr]
@@ -157,7 +152,7 @@ class Transformer(nn.Module):
         self._own_rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits of the next token, fp32 [B, S, V]. Raises ConfigError where several ranks share them."""
+        """Logits of the next token, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
         for name, ranks in (("tp", self.layout.tp), ("cp", self.layout.cp)):
             if ranks > 1:
                 raise ConfigError(
@@ -170,7 +165,7 @@ class Transformer(nn.Module):
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
         """Losses of a micro-batch; labels are the next tokens, -100 is ignored. No device sync.
 
-        All ranks of cp and tp get the same whole sequences, and return the same losses.
+        All ranks of cp and tp get the same whole sequences and return the same losses.
         """
         (whole,) = self.stages
         return self.stage(whole, (), tokens_BS, labels_BS, execute)
@@ -195,6 +190,7 @@ class Transformer(nn.Module):
         losses: list[Tensor] = []
         if pieces.loss or len(pieces.mtp):
             carried, losses = self._predict(pieces, carried, tokens_BS, labels_BS, execute, outputs)
+        # stages without a loss return zeros, so all stages return the same tensors
         none = torch.zeros((), device=tokens_BS.device)
         cross_entropy = losses[0] if losses else none
         mtp = sum((loss / len(self.mtp) for loss in losses[1:]), none)
@@ -221,14 +217,10 @@ class Transformer(nn.Module):
         execute: Executor,
         outputs: list[MoEOutput],
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """The normed states of all depths so far, and where the loss is here the loss of each depth.
-
-        The outputs of multi-token-prediction layers are added to ``outputs``.
-        """
+        """The normed states of all depths so far, and the loss of each depth if it is on this stage."""
         rope, losses = self.rope(tokens_BS.shape[1], tokens_BS.device), list[Tensor]()
 
         def finish(x_BSD: Tensor, norm: nn.Module | None, depth: int) -> list[Tensor]:
-            """Norm and loss of a depth, as far as they are here: the normed state if anybody reads it."""
             named = {"x" if norm else "normed": x_BSD}
             wanted = ["normed"] if norm and (depth < len(self.mtp) or not pieces.loss) else []
             if pieces.loss:
@@ -284,7 +276,6 @@ class Transformer(nn.Module):
         return x_BSD
 
     def segment_lists(self) -> list[list[Segment]]:
-        """The segments that are here, as they are given to an executor, a list for each call."""
         found = [[Segment("embed", self.embed, ("tokens",), ("x",))]]
         layers = enumerate((*self.layers, *self.mtp))
         found += [layer.segments(i) for i, layer in layers if not isinstance(layer, Elsewhere)]
@@ -297,15 +288,14 @@ class Transformer(nn.Module):
         return own_positions(whole_BS, self.layout, dim=1)
 
     def rope(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine tables [S, P] in fp32, kept for the longest sequence seen.
-
-        Of this rank's positions where keys and values go round: there no rank has others.
-        """
+        """Cosine and sine tables [S, P] in fp32, cached for the longest sequence so far."""
+        # tables grow only: a shorter sequence is a slice
         if self._rope is None or len(self._rope[0]) < seq_len or self._rope[0].device != device:
             with torch.inference_mode(False):  # a table made while generating serves a later backward too
                 self._rope = rope_tables(self.config, attention_facts(self.config).rotary, seq_len, device)
             self._own_rope = None
         cos_SP, sin_SP = (table_SP[:seq_len] for table_SP in self._rope)
+        # a ring never has other ranks' positions
         if not self.layout.ring:
             return cos_SP, sin_SP
         if self._own_rope is None or len(self._own_rope[0]) * self.layout.cp != seq_len:
@@ -315,11 +305,10 @@ class Transformer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """A dispatcher of the kind that all layers have now."""
         return self.dispatchers[0] if self.dispatchers else None
 
     def use(self, dispatchers: tuple[Dispatcher, ...]) -> None:
-        """From now on tokens travel by these dispatchers, one of each MoE layer of the whole model."""
+        """Switch the dispatchers, one for each MoE layer of the whole model."""
         self.dispatchers = dispatchers
         here = [place for stage in self.stages for place in self.moe_layers(stage)]
         layers = [module for module in self.modules() if isinstance(module, MoELayer)]
@@ -330,16 +319,15 @@ class Transformer(nn.Module):
         return torch.zeros(0, 2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
 
     def routers(self) -> list[Router]:
-        """The routers here, in the order of ``LossOutput.counts_LE``."""
+        """Routers of this rank, in the order of ``LossOutput.counts_LE``."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     @property
     def num_moe_layers(self) -> int:
-        """MoE layers of the whole model, those that predict later tokens included."""
         return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
 
     def moe_layers(self, pieces: StagePieces) -> range:
-        """Places of a stage's MoE layers among those of the whole model."""
+        """Indices of a stage's MoE layers among those of the whole model."""
         dense, layers = self.config.num_dense_layers, pieces.layers
         found = range(max(layers.start - dense, 0), max(layers.stop - dense, 0))
         if not len(pieces.mtp):
@@ -348,11 +336,12 @@ class Transformer(nn.Module):
         return range(found.start if len(found) else first, first + len(pieces.mtp))
 
     def blocks(self) -> list[tuple[nn.Module, ...]]:
-        """Modules that a forward needs at a time, in the order of the layers; each parameter is in one.
+        """Modules that a forward needs at a time, in layer order; each parameter is in one.
 
-        Of a model that has all its stages.
+        The model must have all its stages.
         """
         found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
+        # a tied weight is in one block only
         if self.config.tie_embeddings:
             found[0] = self.embed, self.loss_head
         else:
@@ -370,7 +359,8 @@ class Transformer(nn.Module):
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:
-    """values[:, i + by] at position i, ``fill`` behind the end."""
+    """values[:, i + by] at position i, ``fill`` past the end."""
+    # the wrapped-around values are masked below
     shifted_BS = values_BS.roll(-by, dims=1)
     position_S = torch.arange(values_BS.shape[1], device=values_BS.device)
     return shifted_BS.masked_fill(position_S >= values_BS.shape[1] - by, fill)

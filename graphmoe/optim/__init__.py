@@ -1,4 +1,4 @@
-"""Optimizers and the sums of gradients over ranks."""
+"""Optimizers and the reduction of gradients over ranks."""
 
 from graphmoe.config.choices import look_up
 from graphmoe.optim.adamw import ADAMW
@@ -8,5 +8,5 @@ RULES = {"adamw": ADAMW}
 
 
 def rule_of(name: str) -> UpdateRule:
-    """Return the rule of ``optim.name``, or of an import path. *Raises* ConfigError where there is none."""
+    """Return the rule of ``optim.name``, or of an import path. *Raises* ConfigError."""
     return look_up(RULES, name, "optim.name", UpdateRule)

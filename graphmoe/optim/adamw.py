@@ -1,4 +1,4 @@
-"""AdamW over flat tensors: in ATen operations, which compile to one kernel, and by torch's fused kernel.
+"""AdamW over flat tensors: as ATen operations, which compile to one kernel, and as torch's fused kernel.
 
 (Decoupled Weight Decay Regularization, arXiv 1711.05101, algorithm 2.)
 """

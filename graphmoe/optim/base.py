@@ -1,8 +1,7 @@
-"""Interface of optimizers, and their common part: counters, schedule, norm and clipping.
+"""Interface of optimizers, and what they share: counters, schedule, norm and clipping.
 
-Optimizers differ in where weights, gradients and moments lie: ``graphmoe.optim.zero1`` keeps them in flat
-buffers, ``graphmoe.optim.fsdp`` leaves them to torch's ``fully_shard``. What an update computes is its
-`UpdateRule`, the same for both.
+``graphmoe.optim.zero1`` keeps weights, gradients and moments in flat buffers, ``graphmoe.optim.fsdp`` in
+torch's ``fully_shard``. Both apply the same `UpdateRule`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,32 +26,29 @@ from graphmoe.segments import Executor
 
 Function = Callable[..., Sequence[Tensor]]
 COUNTERS = ("applied", "skipped", "skipped_in_row", "longest_skip")
-"""Numbers of steps, fp32 scalars."""
 
 
 class StepResult(NamedTuple):
-    """Results of one optimizer step; fp32 scalars on the device."""
-
     grad_norm: Tensor
     lr: Tensor
     finite: Tensor
-    """1.0 if the step was applied, 0.0 if it was skipped."""
+    """1.0 if the step was applied, 0.0 if skipped."""
 
 
 class StepOptimizer(ABC):
-    """Holder of main weights, gradients, moments and counters of a model, which applies steps.
+    """Owner of a model's master weights, gradients, moments and counters.
 
-    All ranks of the mesh call its methods alike.
+    All ranks of the mesh call the same methods in the same order.
     """
 
     weight_forms: WeightForms | None
-    """Weights in 8 bits, for compiled units; None where weights have no addresses of their own."""
+    """Quantized weight copies for compiled units; None if weights have no fixed addresses."""
     gradient_of: Callable[[Tensor], Gradient] | None
-    """Return the sum of a parameter's gradients, in its shape; None where autograd gets them."""
+    """Return a parameter's gradient sum, in its shape; None if autograd gets the gradients."""
     model_is_whole: bool
-    """True where each rank can read, after ``gather``, all that it has of the model."""
+    """True if each rank has, after ``gather``, its whole part of the model."""
     rounds: bool
-    """True where the model computes with weights that are rounded from the main ones."""
+    """True if the model's weights are rounded from the master weights."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.train, self.mesh, self.rule = optim, train, mesh, rule_of(optim.name)
@@ -60,52 +56,48 @@ class StepOptimizer(ABC):
             torch.zeros((), device=device) for _ in COUNTERS
         )
         self.void = torch.zeros((), device=device)
-        """0.0, or 1.0 while ``step`` must leave everything as it is; others set it, and take it back."""
+        """1.0 while ``step`` must be a no-op, else 0.0; set and reset by the caller."""
         of_lr, of_rule = LrNumbers.of(optim, train.steps), self.rule.numbers(optim)
         numbers = [*of_lr, *of_rule, optim.weight_decay, train.clip_grad_norm]
         self._numbers = torch.tensor(numbers, device=device)
-        """Settings that the update reads: other values need no other code."""
+        """Settings of the update as a tensor: other values need no recompilation."""
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
-        """Let ``compiler(function, arguments)`` compile the update, a function that changes its arguments.
-
-        An optimizer that does not override it stays uncompiled.
-        """
+        """Compile the update, an in-place function, by ``compiler(function, arguments)``; default: not
+        compiled."""
 
     @abstractmethod
     def executor(self, execute: Executor) -> Executor:
-        """Return an executor that runs segments by ``execute`` once their weights are there."""
+        """Return an executor that waits for the segments' weights before ``execute``."""
 
     @property
     def scales(self) -> DelayedScales | None:
-        """Delayed scales of what products read; None where there are none."""
         return self.weight_forms.scales if self.weight_forms else None
 
     def start_gather(self) -> None:  # noqa: B027
-        """Begin a step: start to gather weights of other ranks, where they are gathered ahead of use."""
+        """Begin a step: start to gather the weights of other ranks, if this optimizer prefetches them."""
 
     def gather(self) -> None:  # noqa: B027
         """Make the model's weights those of the last step. A collective."""
 
     def restore_weights(self) -> None:  # noqa: B027
-        """Give the model its weights back where a forward without an update has used their memory."""
+        """Restore weights whose memory a forward without update has overwritten."""
 
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
-        """Apply the gradients since the last step; where loss or norm is not finite, count a skip only.
+        """Apply the gradients since the last step, or count a skip if loss or norm is not finite.
 
-        A square of the clipped norm that is not finite in fp32 counts as not finite, too. A collective. The
-        loss must be that of all ranks. While ``void`` is 1.0 nothing is applied or counted.
+        A collective. ``loss`` must be that of all ranks. A no-op while ``void`` is 1.0.
         """
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """Return the model's state by name as a checkpoint keeps it. A collective."""
+        """Return the model's state by name for a checkpoint. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return main weights and moments by parameter name, the counters, and delayed scales by theirs.
+        """Return master weights and moments by parameter name, counters and delayed scales.
 
-        On several ranks, the parts that this rank owns. Tensors are not copied.
+        With several ranks, the parts that this rank owns. Tensors are not copied.
         """
         found = {moment: self._entries(moment) for moment in self.rule.moments}
         found["main"] = self._entries("main") if self.rounds else {}
@@ -113,24 +105,24 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def _entries(self, kind: str) -> dict[str, Any]:
-        """Return a moment, or the main weights, as a checkpoint keeps them by parameter name."""
+        """Return a moment, or the master weights, for a checkpoint, by parameter name."""
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Take over ``state_dict``, of which what was loaded lies in its tensors, and ``model_state``."""
+        """Adopt a loaded ``state_dict``, whose tensors were filled in place, and ``model_state``."""
         self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
         if self.scales:
             self.scales.load(state.get("scales", {}))
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
-        """Return by name all tensors that a captured step uses without being given them."""
+        """Return by name all tensors that a captured step uses besides its arguments."""
         raise AssertionError("a captured step needs fixed addresses")
 
     @abstractmethod
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        """Return the fp32 weights by parameter name, for new values from a folder; then call ``adopt``."""
+        """Return the fp32 weights by parameter name, to be filled; then call ``adopt``."""
 
     def adopt(self, weights: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take the values of what ``weights_to_fill`` gave for the main weights."""
+        """Copy the values of ``weights_to_fill`` to the master weights."""
 
     def _counters(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in COUNTERS}
@@ -149,14 +141,13 @@ class StepOptimizer(ABC):
         return StepScalars(lr, shrink, applied, ok, weight_decay, tuple(of_rule))
 
     def _over_ranks(self, own: Tensor) -> Tensor:
-        """Combine the norms of all ranks; each element of a gradient is counted by one rank."""
+        # each element of a gradient is counted by one rank
         norms = own.new_empty(self.mesh.layout.size("world"))
         all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
         return torch.linalg.vector_norm(norms).float()
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together; fp64 on a CPU."""
     # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
     exact = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]
@@ -166,7 +157,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
 def count_step(
     done: Tensor, void: Tensor, applied: Tensor, skipped: Tensor, skipped_in_row: Tensor, longest_skip: Tensor
 ) -> None:
-    """Count a step in place that was applied (``done`` 1.0) or skipped (0.0); a void one (1.0) is neither."""
+    """Count a step in place: applied (``done`` 1.0), skipped (0.0), or neither if ``void`` is 1.0."""
     counts = 1.0 - void
     applied += done
     skipped += counts - done

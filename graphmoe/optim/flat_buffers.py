@@ -1,8 +1,7 @@
-"""Flat buffers of parameters whose gradients are summed over the same ranks, and the part of each rank.
+"""Flat buffers of parameters whose gradients are reduced over the same ranks, and each rank's part.
 
-Parameters lie one behind the other in the model's order, those that decay and then the others, cut into
-buckets. Each of n ranks owns an n-th of every bucket, wherever that cuts a parameter; what it owns lies
-in its shards one behind the other. Of three ranks, the second owns what is marked::
+Parameters are in model order, decayed ones first, split into buckets. Each of n ranks owns 1/n of every
+bucket, regardless of parameter boundaries. Of three ranks, the second owns what is marked::
 
     whole    | bucket 0           | bucket 1     | bucket of norms |
                      ------             ----             -----
@@ -25,11 +24,9 @@ from graphmoe.runtime.ranks import Mesh
 
 
 class Region(NamedTuple):
-    """Part of a family's shards that is updated alike."""
-
     decays: bool
     tensors: list[Tensor]
-    """Main weights, gradient, moments, and the weights that the main ones are rounded into, if any."""
+    """Master weights, gradient, moments, and the rounded weights, if any."""
 
     @property
     def grad(self) -> Tensor:
@@ -37,9 +34,9 @@ class Region(NamedTuple):
 
 
 class Family:
-    """Parameters whose gradients are summed over one axis: whole buffers, and the shards of this rank.
+    """Parameters reduced over one axis: whole buffers, and this rank's shards.
 
-    The parameters become views of ``weight``. Nothing changes its address.
+    The parameters become views of ``weight``. Addresses are fixed.
     """
 
     def __init__(
@@ -51,35 +48,33 @@ class Family:
         bucket_elements: float,
         moments: Sequence[str],
     ) -> None:
-        """``order`` has the places of the weights in the model, ``moments`` names of what is kept of each."""
+        """``order``: indices of the weights in the model; ``moments``: names of moments."""
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)
-        """None where this rank owns all."""
+        """None if this rank owns all."""
         ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
         self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
         self.weight = torch.zeros(size, dtype=dtype, device=device)
-        """Whole weights that the model reads, with the parts of other ranks as last gathered."""
+        """Whole weights that the model reads; other ranks' parts as of the last gather."""
         with torch.no_grad():  # move the parameters into it
             for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
                 view.copy_(weight)
                 weight.data = view
         self.grad = torch.zeros(size, device=device)
-        """fp32, whole: what this rank has computed."""
+        """fp32, whole: this rank's gradients."""
         self.weight_shard = self._own(self.weight)
         self.main = self.weight_shard.float()
-        """fp32 weights; ``weight_shard`` itself where that is fp32, else that is rounded from them."""
+        """fp32 weights: ``weight_shard`` itself if that is fp32, else it is rounded from them."""
         self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
-        """The sum over the ranks."""
         self.moments = {name: torch.zeros_like(self.main) for name in moments}
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return a view of a whole buffer for each parameter, by name."""
         places = zip(self.names, self.layout.starts, self.weights, strict=True)
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """Return this rank's parts of parameters: the first element of each, and the part, [N]."""
+        """Return this rank's parts of parameters: first element and part, [N], of each."""
         found = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -92,7 +87,6 @@ class Family:
         return found
 
     def regions(self) -> list[Region]:
-        """Return the shards of what decays, and of what does not; none that is empty."""
         shards = [self.main, self.grad_shard, *self.moments.values()]
         if self.weight_shard is not self.main:
             shards.append(self.weight_shard)
@@ -101,19 +95,18 @@ class Family:
         return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
 
     def reduce(self, bucket: Bucket) -> dist.Work:
-        """Start to sum a bucket's gradients over the ranks, into the shards of their owners."""
+        """Start the reduce-scatter of a bucket's gradients to their owners."""
         shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
         return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
 
     def gather(self, bucket: Bucket) -> dist.Work:
-        """Start to gather a bucket's weights from their owners."""
         shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Gather whole tensors by parameter name from the shards of all ranks. A collective.
+        """Gather whole tensors by parameter name. A collective.
 
-        They are views of ``into``, a whole buffer; on one rank of ``shard``, which is whole.
+        They are views of ``into``, a whole buffer; on one rank, of ``shard``.
         """
         if self.group is None:
             return self.views(shard)
@@ -122,17 +115,16 @@ class Family:
         return self.views(into)
 
     def shard_weights(self) -> None:
-        """Take the own part of the model's weights for the shard's; the main weights stay."""
+        """Copy this rank's part of the model's weights to the shard; master weights are unchanged."""
         if self.group is not None:
             self.weight_shard.copy_(self._own(self.weight))
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a whole buffer; a copy on several ranks."""
         return whole if self.group is None else torch.cat([whole[b.own] for b in self.layout.buckets])
 
 
 def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: Sequence[str]) -> list[Family]:
-    """Group the model's parameters by the ranks that their gradients are summed over."""
+    """Group the model's parameters by the ranks that reduce their gradients."""
     members: dict[Any, dict[str, nn.Parameter]] = {}
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     for name, weight in model.named_parameters():
@@ -146,10 +138,8 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: S
 
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
-    """Sort all buckets that several ranks share by the place of their first parameter in the model.
-
-    It is the order in which a forward needs them, and the reverse of that in which a backward finishes
-    them. It is the same on all ranks, as communicators want it.
-    """
+    """Sort all shared buckets by the model index of their first parameter."""
+    # a forward needs them in this order, and a backward finishes them in reverse; communicators need one
+    # order on all ranks
     buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))

@@ -1,7 +1,7 @@
-"""Updates of what torch's ``fully_shard`` leaves on a rank: an n-th of weights, gradients and moments.
+"""Updates with torch's ``fully_shard``: each rank has 1/n of weights, gradients and moments.
 
-For models whose dense part does not fit beside its gradients. The rule of the update, its norm, clipping and
-skipping are those of ``graphmoe.optim.zero1``; only what lies where differs, and no address is fixed.
+For models whose dense part does not fit beside its gradients. The update is that of ``graphmoe.optim.zero1``;
+addresses are not fixed.
 """
 
 import functools
@@ -28,10 +28,9 @@ from graphmoe.segments import Executor, Segment
 
 
 class ShardedOptimizer(StepOptimizer):
-    """StepOptimizer over the local tensors of DTensors.
+    """StepOptimizer over the local tensors of fp32 DTensors, which are the master weights.
 
-    The model's parameters become DTensors of fp32, which are the main weights; ``model.loss`` gathers each
-    layer in the compute dtype while it runs, if the executor is this optimizer's.
+    With this optimizer's executor, ``model.loss`` gathers each layer in the compute dtype while it runs.
     """
 
     gradient_of = None
@@ -47,21 +46,17 @@ class ShardedOptimizer(StepOptimizer):
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``model`` is this rank's part of it, on the meta device.
-
-        ``fill`` gives a block of it memory on ``device`` and values; each is shared out before the next is
-        made, so that no rank ever has all of the model.
-        """
+        """``model`` is this rank's part, on the meta device; ``fill`` materialises one block."""
         super().__init__(optim, train, mesh, device)
         self.model, self._dtype = model, next(model.parameters()).dtype
         self.rounds = self._dtype != torch.float32
         blocks = model.blocks()
+        # each block is sharded before the next is filled, so no rank ever holds the whole model
         self._sharded = ShardedWeights(blocks, mesh, device, fill)
         needed_once = not model.mtp and not model.config.tie_embeddings  # embedding and head
         self._sharded.gather_ahead(range(len(blocks)) if needed_once else range(1, 1 + len(model.layers)))
         model.loss = self._sharded.around(model.loss)  # type: ignore[method-assign]
         self.weights = dict(model.named_parameters())
-        """DTensors by parameter name."""
         self.main = {name: _local(weight) for name, weight in self.weights.items()}
         """This rank's rows of each fp32 weight."""
         self.moments = {
@@ -90,7 +85,7 @@ class ShardedOptimizer(StepOptimizer):
         return StepResult(norm, scalars.lr, done)
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """Return copies of the model's state as a checkpoint keeps it: rounded to the compute dtype."""
+        """Return copies of the model's state for a checkpoint, rounded to the compute dtype."""
         rounded = {name: main.to(self._dtype) for name, main in self.main.items()}
         state, shards = self.model.state_dict(keep_vars=True), self._shards(rounded)
         return {name: shards.get(name, tensor.detach()) for name, tensor in state.items()}
@@ -99,16 +94,13 @@ class ShardedOptimizer(StepOptimizer):
         return self._shards(self.main if kind == "main" else self.moments[kind])
 
     def weights_to_fill(self) -> Mapping[str, FlatShard]:
-        """Return this rank's part of the main weights, to be filled in place."""
         return self._shards(self.main)
 
     def _gradient(self, name: str) -> Tensor:
-        """Return the sum over ranks and micro-batches; zeros where no micro-batch gave anything."""
         gradient = self.weights[name].grad
         return torch.zeros_like(self.main[name]) if gradient is None else _local(gradient)
 
     def _shards(self, tensors: Mapping[str, Tensor]) -> dict[str, FlatShard]:
-        """Return entries of a checkpoint; a rank's rows of a parameter are neighbours."""
         layout, rank = self.mesh.layout, self.mesh.rank
         found = {}
         for name, own in tensors.items():
@@ -127,11 +119,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 Holder = tuple[nn.Module, str]
-"""The module that holds a parameter, and its name there. The object changes, its place does not."""
+"""The module that holds a parameter, and its name there; stable when the parameter object is replaced."""
 
 
 class _Gathering(nn.Module):
-    """Module whose call runs a function with parameters gathered: ``fully_shard`` hooks it."""
+    """Module that runs a function with gathered parameters: ``fully_shard`` hooks its call."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -142,12 +134,11 @@ class _Gathering(nn.Module):
 
 
 class ShardedWeights:
-    """Parameters of a model, each cut by rows and shared out to the ranks that have the same.
+    """Parameters of a model, each sharded by rows over the ranks with the same part.
 
-    They become DTensors of fp32 over their axis. While a block runs they are plain tensors of the dtype that
-    they had, whole, and the same objects each time. Gradients are summed over the ranks in fp32, without
-    division, when the backward has left a block, and added to those of earlier micro-batches: no rank keeps
-    whole gradients.
+    They become fp32 DTensors. While a block runs they are whole plain tensors of their former dtype, always
+    the same objects. After a block's backward its gradients are reduce-scattered in fp32, without division,
+    and accumulated: no rank stores whole gradients.
     """
 
     def __init__(
@@ -157,28 +148,23 @@ class ShardedWeights:
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``blocks`` in the order in which a forward needs them; each parameter is in one. A collective.
-
-        ``fill`` makes the parameters of a block real, on ``device``.
-        """
+        """``blocks`` in forward order; each parameter is in one. A collective."""
         self._dtype = next(blocks[0][0].parameters()).dtype
         self._device, self._mesh, self._fill = device, mesh, fill
         self._meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
         self._places: dict[FSDPModule, frozenset[Holder]] = {}
-        """Parameters of each gathering."""
         self._blocks = [[*self._gatherings(block)] for block in blocks]
-        """The gatherings of each, the outermost first."""
+        """The gatherings of each block, outermost first."""
         self._root = _Gathering([gathering for block in self._blocks for gathering in block])  # type: ignore[misc]
         fully_shard(self._root, mesh=self._mesh_over("world"))
         self._needs: dict[nn.Module, tuple[FSDPModule, ...]] = {}
-        """The gatherings of what a module holds."""
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward that calls the executor, so that it begins with the weights of the last update."""
+        """Wrap a forward that calls the executor, so that it starts from the last update's weights."""
         return functools.partial(self._root, run)
 
     def gather_ahead(self, order: Sequence[int]) -> None:
-        """Gather each of these blocks while the one before it runs, in the backward the one after it."""
+        """Prefetch each block while the one before it runs, and in reverse in the backward."""
         for number, following in zip(order, order[1:], strict=False):
             self._blocks[number][-1].set_modules_to_forward_prefetch(self._blocks[following])
         for place, number in enumerate(order):
@@ -230,7 +216,7 @@ class ShardedWeights:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments once the weights that their modules hold are gathered, and no others."""
+        """Run segments with exactly their modules' weights gathered."""
         names = [*tensors]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:

@@ -16,25 +16,21 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "cosine": lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
     "wsd": lambda progress: 1 - progress.sqrt(),
 }
-"""Share of the way from floor to peak by the progress of the decay, a scalar tensor from 0 to 1."""
+"""Position between floor and peak by the progress of the decay, a scalar tensor from 0 to 1."""
 
 
 class LrNumbers(NamedTuple):
-    """Settings of a schedule as floats, or as fp32 scalars on the device: other values need no other code."""
+    """Settings of a schedule, as floats or as fp32 device scalars: other values need no recompilation."""
 
     peak: Any
     floor: Any
     """Final learning rate over the peak."""
     warmup: Any
-    """Steps of linear warm-up."""
     start: Any
-    """Steps before the decay."""
     span: Any
-    """Steps of the decay."""
 
     @classmethod
     def of(cls, config: OptimConfig, total_steps: int) -> LrNumbers:
-        """Return the numbers of a configuration, as floats."""
         decay = config.decay_steps(total_steps)
         return cls(
             config.lr, config.min_lr_ratio, float(config.warmup_steps), float(decay.start), float(len(decay))
@@ -44,9 +40,8 @@ class LrNumbers(NamedTuple):
 def learning_rate(schedule: str, numbers: LrNumbers, done: Tensor) -> Tensor:
     """Return the learning rate of the step after ``done`` applied ones; fp32 scalar, no device sync.
 
-    Linear warm-up from peak / warmup, then constant; or a cosine down to floor * peak at the last step
-    (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392,
-    section 4), or a user's decay. ``numbers`` are scalar tensors.
+    Linear warm-up, then constant; or cosine to floor * peak at the last step (arXiv 1608.03983); or wsd:
+    stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392, section 4); or a plug-in's decay.
     """
     step = done.float() + 1
     factor = torch.ones_like(step)

@@ -1,6 +1,6 @@
-"""Exchange of gradients while the backward still runs, and of weights while the forward does.
+"""Gradient reduction overlapped with the backward, and weight gather overlapped with the forward.
 
-Both go bucket by bucket, and every rank queues its collectives in the same order. No device sync anywhere.
+Both work by bucket; every rank queues its collectives in the same order. No device sync.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,29 +17,23 @@ from graphmoe.segments import Executor, Segment, profiler_range
 
 
 class GradientReduction:
-    """Sum of each step's gradients over the ranks, bucket by bucket, into the shards of their owners.
+    """Reduction of each step's gradients, bucket by bucket, to their owners.
 
-    The sum of a bucket starts once its gradients are complete: when as many were added as in the whole step
-    before. A parameter has several, of micro-batches and of places that share it. In the first
-    step nobody knows how many there will be, and all sums start at its end.
-
-    Should the number change, no sum is wrong. With fewer, the bucket and those behind it in the
-    queue are summed at the end of the step. One more than expected may come after the start: then the bucket
-    is summed again at the end. The ranks of a group must agree on that, as they do where they run the same
-    program.
+    A bucket is reduced as soon as its gradients are complete: as many as in the previous step. Ranks of a
+    group must run the same program, so that they agree on this.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
-        """Listen from now on to ``gradients``, by parameter name."""
         self._queue: list[_BucketSum] = []
         for family, bucket in reversed(in_forward_order(families)):
             members = [gradients[family.names[i]] for i in bucket.members]
             self._queue.append(_BucketSum(family, bucket, members, self._start_complete))
         self._num_started = 0
-        """Buckets of the queue that were started in this step."""
 
     def finish(self) -> None:
-        """Start what is left after the last backward, and let the current stream wait for all sums."""
+        """Start the remaining buckets after the last backward; the current stream waits for all."""
+        # a changed number of gradients is still summed correctly: buckets with fewer, and those behind them,
+        # start here; buckets with more are reduced again
         late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
         for bucket in [*self._queue[self._num_started :], *late]:
             bucket.start()
@@ -54,8 +48,6 @@ class GradientReduction:
 
 
 class _BucketSum:
-    """Sum of one bucket over the ranks of its family."""
-
     def __init__(
         self, family: Family, bucket: Bucket, gradients: Sequence[Gradient], on_complete: Callable[[], None]
     ) -> None:
@@ -63,9 +55,8 @@ class _BucketSum:
         self._gradients, self._on_complete = gradients, on_complete
         self._come = 0
         self._expected: int | None = None
-        """Gradients added to all parameters in a step; None before the first is over."""
+        """Gradients of a step, over all parameters and micro-batches; None in the first step."""
         self.incomplete = False
-        """True where something was added after the start."""
         self._work: dist.Work | None = None
         for gradient in gradients:
             gradient.on_added = self._count
@@ -75,7 +66,6 @@ class _BucketSum:
         return self._come == self._expected
 
     def start(self) -> None:
-        """Start the sum of what has come so far."""
         self._wait()
         with profiler_range("gradients", "sum"):
             for gradient in self._gradients:
@@ -83,7 +73,7 @@ class _BucketSum:
             self._work = self._family.reduce(self._bucket)
 
     def finish(self) -> None:
-        """Let the current stream wait for the sum, and be ready for the next step."""
+        """Wait on the current stream, and reset for the next step."""
         self._wait()
         self._expected, self._come, self.incomplete = self._come, 0, False
 
@@ -100,7 +90,7 @@ class _BucketSum:
 
 
 class WeightGather:
-    """Gathering of weights that other ranks have updated, bucket by bucket in the order of the forward."""
+    """Gather of weights that other ranks updated, by bucket in forward order."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._queue = in_forward_order(families)
@@ -110,18 +100,17 @@ class WeightGather:
             for i in bucket.members
         }
         self._underway: dict[int, dist.Work] = {}
-        """Collectives that the current stream has not waited for yet, by place in the queue."""
+        """Collectives that the current stream has not waited for, by queue index."""
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
-        """Parameters of a module."""
 
     def start(self) -> None:
-        """Queue all collectives. The update that made the weights comes before them on the current stream."""
+        """Queue all collectives, after the update on the current stream."""
         self.wait()
         with profiler_range("weights", "gather"):
             self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}
 
     def wait(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Let the current stream wait for these parameters of the model, or for all."""
+        """Make the current stream wait for these parameters, or for all."""
         if not self._underway:
             return
         numbers: Iterable[int | None] = [*self._underway]
@@ -138,15 +127,13 @@ class WeightGather:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments once the weights that their modules hold are there; others may still arrive.
-
-        The wait is of the current stream on the device: it stands outside compiled units and captured graphs
-        of units, and inside the graph of a captured step.
-        """
+        """Run segments once their modules' weights have arrived; others may still be in flight."""
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
                 if owner not in self._held:
                     self._held[owner] = tuple(owner.parameters())
+                # a wait of the stream: outside of compiled units and their graphs, and inside the graph of a
+                # captured step
                 self.wait(self._held[owner])
         return execute(segments, tensors, keep)

@@ -1,4 +1,4 @@
-"""Rule of an update: what it computes, apart from which rank has which weights, gradients and moments."""
+"""Rule of an update, independent of how weights, gradients and moments are sharded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,36 +11,33 @@ from graphmoe.config.schema import ConfigError, OptimConfig
 
 
 class StepScalars(NamedTuple):
-    """Scalars on the device that a step reads: other values need no other code."""
+    """Device scalars that a step reads: other values need no recompilation."""
 
     lr: Tensor
     shrink: Tensor
-    """Divides the gradient."""
     done: Tensor
-    """Steps before this one."""
     ok: Tensor
-    """bool: False leaves weights and moments as they are."""
+    """bool: False leaves weights and moments unchanged."""
     weight_decay: Tensor
     numbers: tuple[Tensor, ...]
-    """Numbers of the rule."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Line of `RULES`, or a user's own. Everything is fp32.
+    """A rule of `RULES`, or a plug-in. All tensors are fp32.
 
-    Shards of ranks are flat and begin and end anywhere in a parameter, so a rule treats each element alike.
+    Shards are flat and start and end anywhere in a parameter, so a rule is elementwise.
     """
 
     moments: tuple[str, ...]
-    """Names of the tensors that it keeps of each parameter, zeros at first; checkpoints have them by name."""
+    """Names of each parameter's moments, zero at first; checkpoints use them."""
     numbers: Callable[[OptimConfig], Sequence[float]]
-    """Settings that the update reads as scalars on the device."""
+    """Settings that the update reads as device scalars."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars], Sequence[Tensor]]
-    """Function of weights that have decayed, their clipped gradient, the moments and the scalars to the new
-    weights and moments. It changes nothing in place and waits for no number of the device."""
+    """Function of decayed weights, clipped gradient, moments and scalars to new weights and moments; pure, no
+    device sync."""
     fused: Callable[..., None] | None = None
-    """`apply` by one kernel, decay, scaling and skipping included; for steps that are not compiled."""
+    """`apply` as one kernel, with decay, scaling and skipping; for uncompiled steps."""
 
     def __post_init__(self) -> None:
         if len({*self.moments, "main", "counters"}) < len(self.moments) + 2:
@@ -48,10 +45,8 @@ class UpdateRule:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a compiled update moves for each parameter.
-
-        Main weights and moments are read and written, gradients read twice, bf16 weights written.
-        """
+        """Bytes that a compiled update moves for each parameter."""
+        # master weights and moments are read and written, gradients read twice, bf16 weights written
         return 4 * (2 * (1 + len(self.moments)) + 2) + 2
 
     def apply(
@@ -65,10 +60,7 @@ class UpdateRule:
         scalars: StepScalars,
         fused: bool = True,
     ) -> None:
-        """Apply one step in place to lists of tensors, with a list of each moment. No device sync.
-
-        Where a compiler reads it, ``fused`` is False.
-        """
+        """Apply one step in place. No device sync. ``fused`` is False in compiled code."""
         if fused and self.fused:
             self.fused(mains, grads, moments, config=config, decays=decays, scalars=scalars)
             return

@@ -1,13 +1,10 @@
-"""Updates of fp32 main weights, with clipping, skipping and the schedule on the device.
+"""Updates of fp32 master weights, with clipping, skipping and the schedule on the device.
 
-Weights, gradients and moments lie in flat buffers at fixed addresses. Of several ranks that would all make
-the same update, each owns an n-th of main weights and moments and updates that (ZeRO-1, arXiv 1910.02054):
-a step is the sum of the gradients, of which a rank gets its shard; the norm of all shards; the update of the
-shards; and, when the next step begins, the new weights from their owners.
+Weights, gradients and moments are in flat buffers at fixed addresses, sharded over ranks that would compute
+the same update (ZeRO-1, arXiv 1910.02054): a step is reduce-scatter of gradients, norm of all shards, update
+of the shards, and, at the start of the next step, all-gather of weights.
 
-Compiled, the update reads the gradients for their norm and then walks all shards once; otherwise the rule's
-fused kernel walks them. Nothing here waits for the device: a step that is not finite leaves what was there,
-and counters live on the device.
+No device sync: a step that is not finite leaves everything unchanged, and counters are on the device.
 """
 
 import functools
@@ -34,9 +31,8 @@ from graphmoe.segments import Executor
 class Optimizer(StepOptimizer):
     """StepOptimizer over flat buffers.
 
-    The model's parameters become views of flat buffers of their dtype: bf16, rounded from the fp32 main
-    weights, or on one rank those main weights themselves. On several ranks they are whole, and as the last
-    step has made them, after ``gather``; a step calls ``start_gather`` before its forward.
+    The model's parameters become views of buffers of their dtype: bf16, rounded from the fp32 master weights,
+    or on one rank in fp32 these themselves. After ``gather`` they are those of the last step.
     """
 
     model_is_whole = True
@@ -44,7 +40,7 @@ class Optimizer(StepOptimizer):
     def __init__(
         self, model: nn.Module, optim: OptimConfig, train: TrainConfig, mesh: Mesh | None = None
     ) -> None:
-        """``model`` is what this rank of the mesh has of it, in the default mesh of one rank all."""
+        """``model`` is this rank's part; by default the mesh has one rank."""
         super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
         self.model = model
         self.names = [name for name, _ in model.named_parameters()]
@@ -69,11 +65,8 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update.
-
-        On several ranks the norm is a function of its own, since they exchange it.
-        """
         arguments = self._arguments(self.applied)
+        # with several ranks the norm is its own function, since they combine it
         if not self._alone:
             self._norm = compiler(self._norm, self._gradient_shards())
             arguments.insert(0, self.applied)
@@ -134,25 +127,22 @@ class Optimizer(StepOptimizer):
         return found
 
     def gradient_of(self, weight: Tensor) -> Gradient:
-        """Return the sum of the gradients of a step's micro-batches, in the weight's shape."""
+        """Return a step's gradient sum, in the weight's shape."""
         return self._gradients[id(weight)]
 
     @property
     def main(self) -> list[Tensor]:
-        """Main weights in the order of ``weights``."""
         return list(self.weights_to_fill().values())
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather the whole fp32 weights by parameter name; after a change of values call ``adopt``.
-
-        A collective. On several ranks they lie where the next backward puts its gradients.
-        """
+        """Gather the whole fp32 weights by parameter name; call ``adopt`` after changes. A collective."""
+        # into the gradient buffer, which the next backward overwrites: no extra memory
         found = [family.gathered(family.main, into=family.grad) for family in self.families]
         return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Take whole fp32 weights by parameter name, the same on all ranks, for the main weights."""
+        """Copy whole fp32 weights by parameter name, equal on all ranks, to the master weights."""
         for family in self.families:
             for name, (start, own) in family.owned(family.main).items():
                 own.copy_(weights[name].reshape(-1)[start : start + own.numel()])
@@ -161,7 +151,6 @@ class Optimizer(StepOptimizer):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the main weights into the weights that the model has, or gathers."""
         for family in self.families:
             if self.rounds:
                 family.weight_shard.copy_(family.main)

@@ -1,7 +1,7 @@
-"""Commands and their arguments: words in each form that people type, output and errors.
+"""Command-line arguments in each usual form, output and errors.
 
-A key is given as ``key=value``, ``--key=value`` or ``--key value``. The tools that read a run's whole
-configuration are Hydra applications (``graphmoe.command.hydra``), which take their words through here too.
+A key is given as ``key=value``, ``--key=value`` or ``--key value``, also for Hydra applications
+(``graphmoe.command.hydra``).
 """
 
 import ast
@@ -38,7 +38,6 @@ from graphmoe.config.ranges import ConfigError, spelled
 Args = TypeVar("Args")
 
 LONGEST_LINE = 1600
-"""Characters of a line of an error."""
 NUMBERS = {int: "whole number", float: "number"}
 COMMANDS = {
     "train": "train a model; with -m a sweep of runs",
@@ -59,19 +58,16 @@ COMMANDS = {
 WIDTH, LONG_KEY = 100, 44
 """Columns of a help; a longer key has a line of its own."""
 MOST_NAMED = 50
-"""Keys that an error lists at most."""
+"""Most keys that an error lists."""
 MOST_COMPARED = 10_000
-"""Names of a folder that are compared with one that is not there."""
+"""Most names of a folder that are compared with a missing one."""
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
-    """Run ``main`` on the command line.
-
-    A known error is one line on stderr and exit status 2, and one of a disk status 1.
-    """
+    """Run ``main``; a known error is one line on stderr and exit status 2, of a disk 1."""
     try:
         main(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -83,7 +79,7 @@ def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = Non
 
 
 def print_error(error: object) -> None:
-    """Print ``error: ...`` on stderr, control characters as escapes and long lines without their middle."""
+    """Print ``error: ...`` on stderr with control characters escaped and long lines shortened."""
     half = LONGEST_LINE // 2
     lines = [
         "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in str(error).split("\n")
@@ -98,9 +94,9 @@ def print_error(error: object) -> None:
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str, places: Sequence[str] = ()) -> Args:
     """Fill the dataclass from arguments; values are taken verbatim.
 
-    Lists are split at commas, ``none`` clears an optional value; a field that is a dataclass itself has keys
-    with a dot. Words without a key belong to the keys ``places``, in turn. ``--help`` and ``--version`` are
-    answered, and end the process. *Raises* ConfigError naming each unknown, malformed or missing key.
+    Lists are split at commas, ``none`` clears an optional value, fields of nested dataclasses have dotted
+    keys. Words without a key are assigned to the keys ``places``, in order. ``--help`` and ``--version``
+    exit. *Raises* ConfigError naming each unknown, malformed or missing key.
     """
     if wants_help(argv):
         emit({}, usage(cls, prog, places), OutputFormat.text)
@@ -132,10 +128,10 @@ def key_value_words(
     as_they_are: re.Pattern[str] = _KEY,
     listed: Callable[[list[str]], str] = ",".join,
 ) -> tuple[list[str], list[str]]:
-    """Return the words as ``key=value`` each, and what is wrong with others.
+    """Return the words as ``key=value`` each, and the problems of others.
 
-    ``hints`` are the types of the keys: a list takes several words, and true may be left out. Words
-    without a key belong to those in ``places``, in turn.
+    ``hints``: types of the keys; a list takes several words, and true may be omitted. Words without a key are
+    assigned to ``places``, in order.
     """
     words, problems, rest, free = list[str](), list[str](), deque(argv), deque(places)
 
@@ -173,17 +169,14 @@ def key_value_words(
 
 
 def is_list(hint: Any) -> bool:
-    """Tell whether a type is a list, or a list or none."""
     return any(typing.get_origin(kind) is list for kind in (hint, *typing.get_args(hint)))
 
 
 def wants_help(argv: Sequence[str]) -> bool:
-    """Tell whether the words ask for help, in any usual form."""
     return bool({"-h", "--help"} & {*argv}) or list(argv[:1]) == ["help"]
 
 
 def answer_version(argv: Sequence[str]) -> None:
-    """Print the versions and end the process where ``--version`` is among the words."""
     if "--version" in argv:
         torch, python = version_of("torch") or "missing", platform.python_version()
         print(f"graphmoe {sys.modules['graphmoe'].__version__} (torch {torch}, Python {python})")
@@ -191,13 +184,12 @@ def answer_version(argv: Sequence[str]) -> None:
 
 
 def typed_as(prog: str) -> str:
-    """Return the start of a command line of ``graphmoe.<name>``, in the form that was typed here."""
+    """Return ``graphmoe.<name>`` as it was typed: as the console script or with ``python -m``."""
     is_console = Path(sys.argv[0]).name == "graphmoe" or sys.argv[0].endswith("graphmoe/__main__.py")
     return prog.replace(".", " ", 1) if is_console else f"python -m {prog}"
 
 
 def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
-    """Return a line for each key of the tool, with its default."""
     hints = {key.word: key.hint for key in _keys(cls)}
     shown = "".join(f" [{name}{' ...' if is_list(hints[name]) else ''}]" for name in places)
     lines = [f"usage: {typed_as(prog)}{shown} key=value ..."]
@@ -225,7 +217,7 @@ def key_lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """'; did you mean ...?', or the list of choices where none is near."""
+    """'; did you mean ...?', or the list of choices if none is similar."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f"; did you mean '{close[0]}'?"
@@ -233,7 +225,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def near_path(path: str | Path) -> str:
-    """'; did you mean ...?' for a path that is not there, if one with a name like it is; else nothing."""
+    """'; did you mean ...?' for a missing path, if a similar name exists; else nothing."""
     parts = Path(os.path.expanduser(path)).parts
     if not parts or os.path.exists(Path(*parts)) or glob.glob(str(Path(*parts)), recursive=True):
         return ""
@@ -265,7 +257,7 @@ def parse_size(key: str, text: str, *, least: int = 0) -> int:
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
-    """Yield the reasons why ``key=path`` is no file to write whose name ends as the ``example`` does."""
+    """Yield why ``key=path`` is not a writable file name with the suffix of ``example``."""
     if path is None:
         return
     suffix = Path(example).suffix
@@ -278,10 +270,7 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
 
 
 def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "\n") -> None:
-    """Print one JSON document, or the text form, on stdout; a string is printed as it is, then ``end``.
-
-    A reader that closes the pipe, as ``head`` does, gets no more.
-    """
+    """Print a JSON document or the text form on stdout; a string verbatim, then ``end``."""
     output_begins()
     try:
         if output is OutputFormat.json:
@@ -293,6 +282,7 @@ def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "
             with console.capture() as captured:  # rich itself would end the process at a closed pipe
                 console.print(text, crop=False)  # a command to copy is a line, however long
             print(captured.get(), end="", flush=True)
+    # as for head: a reader may close the pipe early
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
@@ -305,9 +295,9 @@ def text_table(
     styles: Sequence[str | None] = (),
     **options: Any,
 ) -> Table:
-    """A table for a terminal: columns of names, by their places, which may break over lines; else of numbers.
+    """A table for a terminal; columns ``names``, by index, may wrap, the others are numbers.
 
-    Cells are shown as they are. ``styles`` belong to the first rows, ``options`` to rich's Table.
+    ``styles``: of the first rows; ``options``: of rich's Table.
     """
     table = Table(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
     for place, column in enumerate(columns):
@@ -321,13 +311,12 @@ def text_table(
 @dataclass(frozen=True)
 class _Key:
     word: str
-    """Spelling on the command line."""
     path: tuple[str, ...]
     """Names of fields, from the tool's dataclass inwards."""
     hint: Any
     doc: str
     default: Any
-    """``MISSING`` where it has to be given."""
+    """``MISSING`` if required."""
 
 
 def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
@@ -344,7 +333,7 @@ def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Documentation of each field of a dataclass, by field name, on one line."""
+    """Documentation of each field of a dataclass, by name, on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Choices of the keys of the schema; each member is spelled as on the command line."""
+"""Choices of the schema's keys; each member is spelled as on the command line."""
 
 import enum
 import importlib
@@ -14,21 +14,20 @@ Row = TypeVar("Row")
 
 
 class SourceFacts(NamedTuple):
-    """Needs of a source of tokens; the defaults are those of a user's own."""
+    """Needs of a source of tokens; the defaults are those of a plug-in."""
 
     needs: tuple[str, ...] = ()
-    """Keys of ``data`` without which it cannot be opened."""
+    """Required keys of ``data``."""
     reads: tuple[str, ...] | None = None
-    """Further keys of ``data`` that it reads beside `EVERY_SOURCE`; None where it may read any."""
+    """Other keys of ``data`` that it reads, besides `EVERY_SOURCE`; None: possibly any."""
     endless: bool = True
 
     def ignores(self, key: str) -> bool:
-        """Return True where a key of ``data`` has no effect."""
         return self.reads is not None and key not in (*EVERY_SOURCE, *self.needs, *self.reads)
 
 
 EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")
-"""Keys of ``data`` that have an effect, or do no harm, with every source."""
+"""Keys of ``data`` that are valid with every source."""
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
@@ -50,23 +49,22 @@ LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
 CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"
-"""Variable of this process and those that it starts: folders of --config-dir, whose modules can be named."""
+"""Environment variable with the folders of --config-dir, whose modules can be named."""
 
 
 def compute_words(compute: str, fp8: str, share: str = "products") -> str:
-    """Name the formats of a run's products, by the values of ``precision``."""
+    """Name the formats of a run's GEMMs, by the values of ``precision``."""
     return compute if fp8 == "none" else f"{compute}, {share} in 8 bits ({fp8})"
 
 
 def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
-    """Return the row of a table, or the object that ``choice`` names as ``package.module:NAME``.
+    """Return the row of a table, or the object (or its ``attribute``) named as ``package.module:NAME``.
 
-    Of the object, ``attribute`` stands for the row where it is given.
-    Imports it, so `graphmoe.command.hydra.load_config` refuses a file that names code that its reader does
-    not. *Raises* ConfigError where there is no such row, or nothing of this kind to import.
+    *Raises* ConfigError if there is no such row, or nothing of this ``kind`` to import.
     """
     if choice in table:
         return table[choice]
+    # imports code, so graphmoe.command.hydra.load_config rejects files that name code unless its reader does
     found = import_code(choice, key, attribute, table)
     if not isinstance(found, kind):
         wanted = "function" if kind is Callable else f"{kind.__module__}.{kind.__name__}"
@@ -77,8 +75,7 @@ def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object,
 def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str] = ()) -> Any:
     """Return what ``package.module:NAME`` names, or an ``attribute`` of it. *Raises* ConfigError.
 
-    Modules are looked for where Python does, then in the working folder and in those of --config-dir.
-    ``choices`` are the names that the key has besides.
+    Modules are searched on Python's path, then in the working folder and the folders of --config-dir.
     """
     if not OWN_CODE.fullmatch(path):
         raise ConfigError(no_such_choice(key, path, choices))
@@ -131,4 +128,4 @@ SEGMENT_NAMES = (
     "loss",
     "optimizer",
 )
-"""Names of segments, in their order in the model."""
+"""Names of segments, in model order."""

@@ -1,7 +1,7 @@
-"""Values that stay in the process: values of host.env, and what ${oc.env:NAME} reads from the environment.
+"""Values that are never written: those of host.env, and of ${oc.env:NAME}.
 
-Run folders, reports and logs are made to be shared. There host.env keeps its names, and an interpolation
-stands as it was written, to be resolved again where the file is read.
+Run folders, reports and logs are shared. They have the names of host.env, and interpolations as written, to
+be resolved by the reader.
 """
 
 import dataclasses
@@ -17,21 +17,18 @@ from omegaconf.resolvers import oc
 from graphmoe.config.schema import RunConfig
 
 MASK = "***"
-"""Stands for a value of host.env that is not written."""
+"""Replaces a value of host.env."""
 _WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
 _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
 _GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="
-"""A word that gives values of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
+"""An override of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
 
 _written: dict[str, tuple[Any, Any]] = {}
 
 
 def note_interpolations(cfg: DictConfig) -> None:
-    """Note how values of a configuration from the environment are written, for `to_plain`.
-
-    *Raises* OmegaConfBaseException where one does not resolve.
-    """
+    """Record the source text of interpolated values, for `to_plain`. *Raises* OmegaConfBaseException."""
     _written.clear()
     if "oc.env" not in str(OmegaConf.to_container(cfg)):
         return
@@ -49,7 +46,7 @@ def note_interpolations(cfg: DictConfig) -> None:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain values that files may have, enums by name: ``resolved.yaml``."""
+    """Return the configuration as plain values for files, enums by name: ``resolved.yaml``."""
     found = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(found, dict)
     plain = {str(key): value for key, value in found.items()}
@@ -64,16 +61,16 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def prints() -> dict[str, str]:
-    """Return a salted hash of each value from the environment, by key: which tells runs apart without it."""
+    """Return a salted hash of each interpolated value, by key: it tells runs apart without the value."""
     salt = os.urandom(8).hex()
     values = {key: value for key, (_, value) in _written.items() if not key.startswith("host.env.")}
     return {key: f"{salt}:{_hash(salt, value)}" for key, value in values.items()}
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Return another run's configuration as `to_plain` writes ours, where values are the same.
+    """Return another run's configuration, in place, as `to_plain` writes ours if values are equal.
 
-    ``prints`` are theirs. Changes and returns ``theirs``.
+    ``prints`` are theirs.
     """
     for key in {**_written, **prints}:
         their_place, our_place = _place(theirs, key), _place(ours, key)
@@ -94,7 +91,7 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
 
 
 def masked_overrides(words: Sequence[str]) -> list[str]:
-    """Return overrides without values of host.env, in whatever form they are given."""
+    """Return overrides without values of host.env, in any form."""
     masked = [re.sub(rf"^(--)?{_GIVEN}.*", rf"\1\2={MASK}", word, flags=re.DOTALL) for word in words]
     for place, word in enumerate(words[:-1]):
         if re.fullmatch(r"--host\.env[^=]*", word):  # the value is the next word
@@ -103,7 +100,7 @@ def masked_overrides(words: Sequence[str]) -> list[str]:
 
 
 def masked_line(text: str) -> str:
-    """Return a line of log that lists overrides, without values of host.env."""
+    """Return a log line of overrides without values of host.env."""
     sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
     end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"

@@ -1,4 +1,4 @@
-"""The section ``model`` of a run's configuration: shape, router and losses."""
+"""Section ``model`` of a run's configuration: shape, router and losses."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -26,9 +26,9 @@ class ModelConfig:
     hidden_size: Size = 256
     """Width of the residual stream, > 0."""
     tie_embeddings: bool = False
-    """Use the embedding's weight in the head: one parameter, whose gradient is the sum of both uses."""
+    """Share the embedding's weight with the head; its gradient is the sum of both."""
     num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
-    """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
+    """Transformer layers, without multi-token-prediction layers, > 0."""
     num_dense_layers: CountOrZero = 1
     """Leading layers whose MLP is dense, 0 to num_layers."""
     dense_ffn_size: Size = 704
@@ -56,7 +56,7 @@ class ModelConfig:
     v_head_dim: Size = 32
     """Size of an mla value head, > 0."""
     attention_backend: AttentionBackend = AttentionBackend.auto
-    """Kernel behind the attention: auto, sdpa, padded_flash, turbo (Primus-Turbo), te."""
+    """Attention kernel: auto, sdpa, padded_flash, turbo (Primus-Turbo), te."""
     rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
     """Base of the rotary embedding, > 0."""
     rope_scaling: RopeScaling = RopeScaling.none
@@ -74,7 +74,7 @@ class ModelConfig:
     yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """YaRN: coefficient of the magnitude correction of the softmax scale, >= 0."""
     context_length: Size = 4096
-    """Longest sequence in tokens that the model is meant for, > 0."""
+    """Longest supported sequence in tokens, > 0."""
     norm_eps: Annotated[float, POSITIVE, FP32] = 1e-6
     """Epsilon of every RMSNorm, > 0."""
     init_std: Annotated[float, POSITIVE, FP32] = 0.02
@@ -86,26 +86,26 @@ class ModelConfig:
     expert_ffn_size: Size = 176
     """Intermediate width of a routed expert, > 0."""
     shared_ffn_size: Annotated[int, NOT_NEGATIVE, INT32] = 176
-    """Intermediate width of the shared experts together; 0 has none."""
+    """Total intermediate width of the shared experts; 0: none."""
     score_function: ScoreFunction = ScoreFunction.softmax
     """Router scores: softmax or sigmoid of the logits, in fp32."""
     softmax_after_topk: bool = False
-    """Take the softmax over the selected experts only (Mixtral); score_function must be softmax."""
+    """Softmax over the selected experts only (Mixtral); needs score_function=softmax."""
     renormalise: bool = False
     """Divide the selected scores by their sum."""
     routed_scale: Annotated[float, POSITIVE, FP32] = 1.0
     """Factor on the selected scores, > 0."""
     num_groups: Size = 1
-    """Expert groups for group-limited selection, a divisor of num_experts; 1 is no limit."""
+    """Expert groups for group-limited selection, a divisor of num_experts; 1: no limit."""
     topk_groups: Size = 1
     """Groups that a token may choose experts from, 1 to num_groups."""
     group_score: GroupScore = GroupScore.max
-    """Score of a group: its max (DeepSeek-V2), topk_sum, its best top_k / topk_groups (V3's report), or
-    top2_sum, its best two whatever top_k is (V3's code)."""
+    """Score of a group: max (DeepSeek-V2), topk_sum (sum of its best top_k / topk_groups, V3's report), or
+    top2_sum (sum of its best two, V3's code)."""
     selection_bias: bool = False
     """Add a per-expert bias to the scores for selection only (aux-loss-free balancing)."""
     bias_update_rate: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
-    """Step of the selection bias towards balance after each optimizer step, >= 0."""
+    """Step of the selection bias towards balance in each optimizer step, >= 0."""
     aux_loss: AuxLoss = AuxLoss.sequence
     """Balance loss over: none, sequence, micro_batch, or global_batch."""
     aux_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
@@ -113,7 +113,7 @@ class ModelConfig:
     z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
     """Weight of the router's z-loss (mean squared logsumexp of the logits), >= 0."""
     peak_lr: Annotated[float, POSITIVE] = 3e-4
-    """Peak learning rate that suits this model; optim=adamw takes it, > 0."""
+    """Recommended peak learning rate of this model, used by optim=adamw, > 0."""
     mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3

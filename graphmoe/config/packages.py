@@ -1,4 +1,4 @@
-"""Optional packages: import names, uses and installation; the doctor, env.json and errors read the table."""
+"""Optional packages: import names, uses and installation; read by the doctor, env.json and errors."""
 
 import importlib.metadata
 import importlib.util
@@ -10,19 +10,15 @@ from graphmoe.config.ranges import ConfigError, spelled
 
 
 class Package(NamedTuple):
-    """An optional package."""
-
     module: str
-    """Name that is imported."""
     distribution: str
     enables: str
     """Values of keys that need it."""
     install: str
-    """Command that installs it."""
     is_native: bool = False
-    """Built against torch or a driver, so that it may be installed and still not load."""
+    """Built against torch or a driver, so it may be installed but fail to load."""
     plugin: str | None = None
-    """Distribution that offers the package to Hydra, and brings it along."""
+    """Distribution that offers the package to Hydra and depends on it."""
 
 
 _BUILT = "pip install --no-build-isolation"
@@ -36,7 +32,7 @@ VENDORS = {
     "turbo": Package("primus_turbo", "primus-turbo", _TURBO_KEYS, f"{_BUILT} {_TURBO}", True),
     "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
-"""Packages behind backends and dispatchers, by the word that asks for them."""
+"""Packages of backends and dispatchers, by name."""
 TRITON = Package(
     "triton", "triton", "compile.enabled=true on a GPU, moe.experts=triton", "pip install triton", True
 )
@@ -53,7 +49,7 @@ PLUGINS = {
     "launcher/submitit_slurm": _SUBMITIT,
     "launcher/submitit_local": _SUBMITIT,
 }
-"""Packages that bring an option of Hydra's groups."""
+"""Packages of Hydra's options."""
 _EXTRAS = {
     "datasets": ("data=hf", "hf"),
     "pyarrow": ("data=files with .parquet files", "hf"),
@@ -63,23 +59,19 @@ _EXTRAS = {
     "matplotlib": ("plots in the documentation", "dev"),
 }
 FOR_PLOTS = _OWN.format("dev")
-"""Command that installs matplotlib."""
 PACKAGES = (
     TRITON,
     *VENDORS.values(),
     *(Package(name, name, enables, _OWN.format(extra)) for name, (enables, extra) in _EXTRAS.items()),
     *dict.fromkeys(PLUGINS.values()),
 )
-"""All optional packages."""
 
 
 def is_installed(package: str) -> bool:
-    """Return True where a top-level package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None for one that is not there."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -87,14 +79,14 @@ def version_of(distribution: str) -> str | None:
 
 
 def require_package(key: str, value: str, instead: str | None = None) -> None:
-    """Raise ConfigError where ``key`` asks for a backend or dispatcher whose package is missing."""
+    """Raise ConfigError if ``key`` names a backend or dispatcher whose package is missing."""
     package = VENDORS.get(value)
     if package is not None and not is_installed(package.module):
         raise ConfigError(_missing(package, f"{key}={value}", instead or f"{key}=auto"))
 
 
 def missing_packages(config: Any) -> Iterator[str]:
-    """Yield a line for each package that a configuration names, by `Package.enables`, and that is missing."""
+    """Yield a line for each missing package that a configuration needs."""
     for package in PACKAGES:
         for word in package.enables.split(", "):
             key, _, value = word.partition("=")

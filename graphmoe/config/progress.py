@@ -21,30 +21,27 @@ EVERY_S = 5.0
 """Seconds to the first line, and between changes of a bar; each further line takes twice as long."""
 _bars: list[Callable[[str], None]] = []
 _blocks: list[str] = []
-"""Words of each `working` block that runs."""
+"""Text of each active `working` block."""
 _has_output = threading.Event()
 
 
 @functools.cache
 def console() -> Console:
-    """The one console of this process, which the log shares with bars and lines that are rewritten."""
+    """The console of this process, shared by the log, bars and rewritten lines."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def output_begins() -> None:
-    """End the lines that say that the command is at work, which would be amid its output."""
+    """Stop progress lines before the command's output."""
     _has_output.set()
 
 
 @functools.cache
 def starting(prog: str) -> None:
-    """Print once that a command starts, before it imports torch; nothing if torch is imported.
-
-    Then print that it is at work, until there is a log or output. Other progress silences that.
-    Of the ranks that torchrun and others start on a node only the first prints.
-    """
+    """Print once that a command starts and then that it is at work, until there is a log or output."""
+    # without torch imported a start is slow; only the first rank of a node prints
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     _print(f"{prog}: starting")
@@ -62,7 +59,7 @@ def starting(prog: str) -> None:
 
 @contextmanager
 def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block words of progress go to a live bar, an empty text where there are none."""
+    """Send progress text to a live bar inside the block; an empty text clears it."""
     _bars.append(bar)
     try:
         yield
@@ -72,7 +69,7 @@ def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Say again and again what is being done while the block runs; its result changes the words."""
+    """Report repeatedly what is being done while the block runs; the result changes the text."""
     words, began, ended = what, time.monotonic(), threading.Event()
     depth = len(_blocks)
     _blocks.append(what)
@@ -106,7 +103,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """As `working`; its result takes bytes that are done, and their share is said."""
+    """As `working`; the result takes finished bytes and reports their share."""
     done = 0
     with working(what) as say:
 
@@ -146,6 +143,6 @@ def _rewritten_line() -> Iterator[None]:
 
 
 def _print(text: str) -> None:
-    """Print on stderr, not by its stream: the main thread may be in the middle of a write, or of its end."""
+    # not through sys.stderr: the main thread may be inside a write, or at exit
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""Ranges of values, beside the fields (``steps: Annotated[int, POSITIVE] = 1000``): rules, and spelling."""
+"""Ranges of values, annotated at fields (``steps: Annotated[int, POSITIVE] = 1000``): rules, and spelling."""
 
 import ctypes
 import dataclasses
@@ -17,7 +17,7 @@ class ConfigError(ValueError):
 
 
 class Range(NamedTuple):
-    """Numbers that a field may have; infinity and NaN are in no range."""
+    """Allowed numbers of a field; never infinity or NaN."""
 
     wanted: str
     """Completes "must be ..." in an error."""
@@ -25,25 +25,24 @@ class Range(NamedTuple):
 
 
 class AtMost(NamedTuple):
-    """Largest value: above any run's, below those that take hours or all memory before a run begins."""
+    """Largest value: above any real run, below what would take hours or all memory at start."""
 
     limit: int
 
 
 class OneOf(NamedTuple):
-    """Names of the rows of a table; ``package.module:NAME`` names a row that a user wrote."""
+    """Names of the rows of a table; ``package.module:NAME`` names a plug-in."""
 
     names: tuple[str, ...] = ()
-    """None where a rule asks the table itself."""
+    """None if a rule asks the table itself."""
 
 
 class Mark(enum.Enum):
-    """Further facts about the values of a field."""
+    """Other facts about a field's values."""
 
     fp32 = enum.auto()
-    """The device holds the number in fp32."""
+    """The device stores the number in fp32."""
     path = enum.auto()
-    """A path, or a list of paths."""
 
 
 POSITIVE = Range("greater than 0", lambda value: value > 0)
@@ -57,7 +56,7 @@ FP32, PATH = Mark.fp32, Mark.path
 LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BELOW_ONE = 1 - 2**-24
 OWN_CODE = re.compile(r"[\w.]+:\w+")
-"""An object in a module of the user's."""
+"""A plug-in: an object in a user's module."""
 
 Count = Annotated[int, POSITIVE]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -66,15 +65,12 @@ RankCount = Annotated[int, POSITIVE, MANY_RANKS]
 
 
 class SchemaField(NamedTuple):
-    """A field of a section of the configuration, with its value."""
-
     key: str
     """``section.name``, as on the command line."""
     hint: Any
-    """Its type, without ranges."""
     value: Any
     marks: tuple[Any, ...]
-    """Range, AtMost and Mark that stand beside it."""
+    """Its Range, AtMost and Mark."""
 
     @property
     def items(self) -> Sequence[Any]:
@@ -83,7 +79,6 @@ class SchemaField(NamedTuple):
 
 
 def fields_of(config: Any) -> Iterator[SchemaField]:
-    """List the fields of all sections of a configuration."""
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)
         if dataclasses.is_dataclass(values):
@@ -92,13 +87,11 @@ def fields_of(config: Any) -> Iterator[SchemaField]:
 
 
 def field_of(section: type, name: str, key: str, value: Any) -> SchemaField:
-    """Return one field of a section, with a value."""
     hint, marks = _marks(section)[name]
     return SchemaField(key, hint, value, marks)
 
 
 def own_code(config: Any) -> Iterator[tuple[str, str]]:
-    """List the keys that name code of the user's, each with the code's import path."""
     for field in fields_of(config):
         if any(isinstance(mark, OneOf) for mark in field.marks) and OWN_CODE.fullmatch(field.value):
             yield field.key, field.value
@@ -106,7 +99,7 @@ def own_code(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as it is typed on a command line."""
+    """Return a value as typed on a command line."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool):
@@ -123,27 +116,24 @@ def shown_size(num_bytes: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Return a count with its noun, which is plural unless the count is 1."""
+    """Return a count with its noun, in the plural unless it is 1."""
     plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
 
 @functools.cache
 def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Type and marks of each field; those of ``RankCount | None`` stand inside the union."""
     hints, marked = typing.get_type_hints(section), typing.get_type_hints(section, include_extras=True)
     kinds = {name: [hint, *typing.get_args(hint)] for name, hint in marked.items()}
+    # those of RankCount | None are inside the union
     found = {name: [m for kind in kinds[name] for m in getattr(kind, "__metadata__", ())] for name in hints}
     return {name: (hint, tuple(found[name])) for name, hint in hints.items()}
 
 
 def type_rules(field: SchemaField) -> Iterator[str]:
-    """Name values with which other rules cannot compute.
-
-    They are items of another type than their list's and texts that are not UTF-8, which OmegaConf takes,
-    names that no table has, integers of more than 64 bits, and those above the limit beside the field.
-    """
+    """Yield values that other rules cannot compute with."""
     key, values = field.key, field.value
+    # OmegaConf accepts items of another type than the list's, and texts that are not UTF-8
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
         wanted = {int: "whole numbers", str: "texts", float: "numbers"}[field.hint.__args__[0]]
         yield f"{key}={values} must be a list of {wanted}"
@@ -165,7 +155,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Refuse numbers out of their range, as infinity and NaN always are."""
+    """Yield numbers out of their range; infinity and NaN always are."""
     for mark in field.marks:
         if not isinstance(mark, Range) or field.value is None:
             continue
@@ -176,7 +166,6 @@ def range_rules(field: SchemaField) -> Iterator[str]:
 
 
 def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
-    """Return the refusal of a name that no row of a table has."""
     module, dot, name = value.rpartition(".")
     own = f"{module}:{name}" if dot else "package.module:NAME"
     ours = f"one of {', '.join(names)}, or " if names else ""
@@ -184,11 +173,11 @@ def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:
-    """Name paths that no file can have, and numbers that become 0, infinite or 1 in fp32."""
+    """Yield impossible paths, and numbers that become 0, infinite or 1 in fp32."""
     key, value = field.key, field.value
     for path in field.items if PATH in field.marks else ():
         if path and not is_path(path):
-            yield f"{key}={ascii(path)[1:-1]} can name no file; use at most 255 bytes between slashes"
+            yield f"{key}={ascii(path)[1:-1]} cannot be a file name; use at most 255 bytes between slashes"
     if FP32 not in field.marks or not math.isfinite(value) or value == 0:
         return  # other rules refuse those out of range
     held = ctypes.c_float(value).value
@@ -200,7 +189,7 @@ def form_rules(field: SchemaField) -> Iterator[str]:
 
 
 def is_path(text: str) -> bool:
-    """Return True where a file system can have a file of this name."""
+    """Return whether a file system can have a file of this name."""
     try:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:

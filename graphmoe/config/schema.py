@@ -1,9 +1,8 @@
-"""The typed schema of a run: every key that a YAML file or an override can set.
+"""Typed schema of a run: every key that a YAML file or an override can set.
 
-One dataclass per section: the model's in ``model.py``, those of the execution in ``parallel.py``, the others
-here, from where all can be imported. Defaults and ranges stand beside the fields, and YAML states deltas. The
-string under a field is its documentation: ``docs/configuration.md`` and error messages are made from it.
-``graphmoe.plan.rules.check`` holds the rules that join several fields.
+One dataclass per section: the model's in ``model.py``, those of execution in ``parallel.py``, the others
+here. Defaults and ranges are at the fields; YAML has deltas. Field docstrings become
+``docs/configuration.md`` and help texts. Rules across fields are in ``graphmoe.plan.rules.check``.
 """
 
 import os
@@ -67,7 +66,8 @@ class DataConfig:
     """Source of tokens, and their packing."""
 
     source: Annotated[str, DATA_SOURCES] = "stdlib"
-    """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic, or your own."""
+    """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic, or
+    package.module:NAME."""
     seq_len: Size | None = None
     """Tokens per training sequence; default: model.context_length, at most 4096."""
     seed: int = 0
@@ -75,21 +75,21 @@ class DataConfig:
     paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Training files, globs or folders (files), or path prefixes of .bin/.idx pairs (memmap)."""
     weights: list[float] = field(default_factory=list)
-    """Shares of data.paths in the tokens, one for each, such as [0.7,0.3]; []: as long as each is."""
+    """Share of tokens of each of data.paths, such as [0.7,0.3]; []: proportional to length."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
-    """Share of documents (stdlib: of files) kept for validation, 0 <= share < 1."""
+    """Share of documents (stdlib: of files) held out for validation, 0 <= share < 1."""
     text_field: str = "text"
     """Field of a .jsonl or .parquet record that holds the text."""
     tokenizer: Annotated[str, PATH] | None = None
-    """Path of a Hugging Face tokenizer.json, its folder, or a name on the hub; default: that of the run or
-    weights to start from, and stdlib trains its own."""
+    """Path of a tokenizer.json, its folder, or a name on the Hugging Face hub; default: that of the run or
+    weights to start from; stdlib trains its own."""
     eod_token: str | None = None
     """Token put after each document; default: the end token that the tokenizer's files name."""
     bpe_vocab_size: int = 4096
-    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size, which takes the place of the
-    default if it is less."""
+    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size; the default shrinks to the
+    latter."""
     cache_dir: str | None = None
     """Folder of trained tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
@@ -109,21 +109,20 @@ class DataConfig:
 
     @property
     def source_facts(self) -> SourceFacts:
-        """Return the facts of the source."""
         return SOURCES.get(self.source, SourceFacts())
 
     def trained_size(self, vocab_size: int) -> int:
-        """Return the size of the tokenizer that data=stdlib trains for a model of ``vocab_size`` ids."""
+        """Return the size of the tokenizer that data=stdlib trains."""
         is_default = self.bpe_vocab_size == DataConfig.bpe_vocab_size
         return min(self.bpe_vocab_size, vocab_size) if is_default else self.bpe_vocab_size
 
 
 @dataclass
 class OptimConfig:
-    """Rule of the update, and the learning-rate schedule."""
+    """Update rule, and learning-rate schedule."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
-    """Rule that changes the weights: adamw, or package.module:NAME."""
+    """Update rule: adamw, or package.module:NAME."""
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
@@ -131,7 +130,7 @@ class OptimConfig:
     schedule: Annotated[str, LR_SCHEDULES] = "cosine"
     """After warm-up: cosine, wsd (stable, then a decay at the end), constant, or package.module:NAME."""
     warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up from lr / warmup_steps, >= 0; a run that is shorter ends during it."""
+    """Steps of linear warm-up from lr / warmup_steps, >= 0."""
     wsd_decay_fraction: Annotated[float, SHARE] = 0.2
     """wsd: share of train.steps that decays (1 - sqrt form), 0 < share <= 1."""
     beta1: Annotated[float, BELOW_ONE, FP32] = 0.9
@@ -141,12 +140,12 @@ class OptimConfig:
     eps: Annotated[float, POSITIVE, FP32] = 1e-8
     """AdamW's epsilon, > 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
-    """Decoupled weight decay of matrices, whatever the rule; norms and biases have none, >= 0."""
+    """Decoupled weight decay of matrices, with any rule; norms and biases have none, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
-    """Size in MB of the pieces in which ranks sum fp32 gradients, while the backward makes the next, > 0."""
+    """Bucket size in MB of the fp32 gradient reduction, which overlaps with the backward, > 0."""
 
     def decay_steps(self, total_steps: int) -> range:
-        """Return the steps of a run in which its schedule decays, counted from 0."""
+        """Return the steps in which the schedule decays, counted from 0."""
         start = self.warmup_steps
         if self.schedule == "wsd":
             start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
@@ -158,47 +157,47 @@ class TrainConfig:
     """Length, batch and safety of the training loop."""
 
     steps: Count = 1000
-    """Optimizer steps, > 0; train.tokens or train.epochs take its place."""
+    """Optimizer steps, > 0; replaced by train.tokens or train.epochs."""
     tokens: Any = None
-    """Tokens to train on, such as 1e9 or 300M (K, M, B or T), from which the steps follow, rounded up."""
+    """Tokens to train on, such as 1e9 or 300M (K, M, B or T); sets the steps, rounded up."""
     epochs: Annotated[float, POSITIVE] | None = None
-    """Passes over the training data, from which the steps follow, rounded up; > 0."""
+    """Passes over the training data; sets the steps, rounded up; > 0."""
     global_batch_size: Size = 16
     """Sequences per optimizer step, a multiple of micro_batch_size."""
     micro_batch_size: Size = 4
     """Sequences per forward and backward, > 0."""
     seed: int = 0
-    """Seed of the initial weights and of every random number of the run."""
+    """Seed of the initial weights and of all random numbers."""
     clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
-    """Largest global L2 norm of the gradient; 0 does not clip, >= 0."""
+    """Largest global L2 norm of the gradient; 0: no clipping, >= 0."""
     val_interval: CountOrZero = 100
     """Steps between validations; 0 validates only after the first step and at the end, >= 0."""
     val_batches: CountOrZero = 20
     """Micro-batches per validation; 0 switches validation off, >= 0."""
     max_nonfinite: Count = 5
-    """Skipped non-finite steps in a row that end the run, with a checkpoint if weights are finite, > 0."""
+    """Consecutive skipped non-finite steps that end the run, with a checkpoint if weights are finite, > 0."""
     log_interval: Count = 10
-    """Steps between reads of the metrics by the host: a line of the log for all of them, > 0."""
+    """Steps between log lines, for which the host reads the metrics, > 0."""
 
 
 @dataclass
 class PrecisionConfig:
-    """Number formats; main weights, gradients, moments, router and loss are always fp32."""
+    """Number formats; master weights, gradients, moments, router and loss are always fp32."""
 
     compute: ComputeDtype = ComputeDtype.auto
     """Weights and activations: bf16, fp32, or auto (bf16 on a GPU, fp32 on a CPU)."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """Products in 8 bits, docs/precision.md: scales of rows, tensors, blocks of 128, or of 32 (OCP MX)."""
+    """fp8 GEMMs, docs/precision.md: scales of rows, tensors, blocks of 128, or of 32 (OCP MX)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
-    """Products of fp8: experts, attn, mlp, shared_experts."""
+    """GEMMs in fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
-    """Weight gradients of attn, mlp and shared_experts: in fp8, or bf16, from the stored rows."""
+    """wgrad of attn, mlp and shared_experts: fp8, or bf16 from the quantized rows."""
     fp8_skip_layers: list[int] = field(default_factory=list)
     """Layers without fp8, counted as in recompute.layer_ids, or from the end, such as [0,-1]."""
     fp8_measure: Fp8Measure = Fp8Measure.auto
-    """auto times each product on a GPU and keeps bf16 where fp8 is not 2% faster; none takes fp8 for all."""
+    """auto measures each GEMM on a GPU and keeps bf16 unless fp8 is 2% faster; none uses fp8 for all."""
     deterministic: bool = False
-    """Use deterministic kernels only, so that two runs on a GPU are bitwise equal; slower."""
+    """Use only deterministic kernels, so that two runs on a GPU are bitwise equal; slower."""
 
 
 @dataclass
@@ -206,13 +205,13 @@ class CompileConfig:
     """Compilation of the model's segments."""
 
     enabled: bool = True
-    """Compile; without it the same model runs eagerly and no pass changes it."""
+    """Compile; otherwise the model runs eagerly, without passes."""
     cache: bool = True
-    """Take compiled code from compile.cache_dir and keep it there for later runs."""
+    """Read and write compiled code in compile.cache_dir."""
     cache_dir: str | None = None
     """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     cache_shared: bool = False
-    """Let compile.cache_dir belong to others and be written by their groups, whose code is then run."""
+    """Accept a compile.cache_dir that others own or can write; their code is executed."""
 
 
 @dataclass
@@ -220,37 +219,37 @@ class PassesConfig:
     """Rewrites of the compiled graphs, docs/compile.md."""
 
     enabled: list[str] | None = None
-    """Names of the passes that run; null runs all."""
+    """Passes to run; null: all."""
     disabled: list[str] = field(default_factory=list)
-    """Names of passes that do not run."""
+    """Passes not to run."""
     extra: list[str] = field(default_factory=list)
-    """Passes of your own, package.module:function each; they run last."""
+    """Plug-in passes, package.module:function each; they run last."""
     dump: bool = False
-    """Write each graph before and after each pass that changed it to the run's folder, graphs/."""
+    """Write each graph before and after each pass that changed it to graphs/ in the run's folder."""
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving, keeping and resuming of state."""
+    """Saving, retention and resuming of state."""
 
     enabled: bool = True
-    """Save checkpoints; without them a run that ends early starts again from the beginning."""
+    """Save checkpoints; without them an interrupted run restarts from the beginning."""
     interval: CountOrZero = 100
     """Steps between checkpoints; 0 saves only at the end, >= 0."""
     keep_last: Count = 2
-    """Newest whole checkpoints that are kept, > 0."""
+    """Number of newest complete checkpoints to keep, > 0."""
     keep_every: CountOrZero = 0
-    """Keep each checkpoint whose step is a multiple of this for ever; 0 keeps none so, >= 0."""
+    """Keep all checkpoints whose step is a multiple of this; 0: none, >= 0."""
     async_save: bool = True
-    """Write in a background thread while training goes on."""
+    """Write in a background thread while training continues."""
     resume: bool = True
-    """Continue an unfinished run of the same configuration that lies in the run's folder."""
+    """Continue an unfinished run of the same configuration in the run's folder."""
     resume_from: Annotated[str, PATH] | None = None
-    """Run folder or checkpoint folder of another run to take the whole state from."""
+    """Run folder or checkpoint folder of another run whose whole state to load."""
     init_from: Annotated[str, PATH] | None = None
-    """Folder to take weights from: Hugging Face, graphmoe.convert, a run; without model= its model too."""
+    """Folder of weights to load: Hugging Face, graphmoe.convert, a run; without model= its model too."""
     other_tokenizer: bool = False
-    """Start from weights of another tokenizer than the data's, though its ids then stand for other text."""
+    """Accept weights trained with another tokenizer, whose ids stand for other text."""
 
 
 @dataclass
@@ -258,47 +257,47 @@ class HostConfig:
     """Settings of the host."""
 
     manual_gc: bool = True
-    """Collect garbage at fixed steps instead of whenever Python pleases."""
+    """Collect garbage at fixed steps instead of automatically."""
     gc_interval: Count = 100
     """Steps between collections with manual_gc, > 0."""
     numa: NumaBinding = NumaBinding.auto
-    """CPUs of a worker's threads: auto (the NUMA node of its GPU) or none (anywhere)."""
+    """CPUs of a worker's threads: auto (the NUMA node of its GPU) or none."""
     threads: Count | None = None
-    """Threads of operations on the CPU, > 0; default: torch's own, or on several workers a share of cores."""
+    """Threads of CPU operations, > 0; default: torch's, or with several workers a share of the cores."""
     kernarg_pool_mb: Count | None = 12
-    """ROCm: MiB for arguments of launched kernels (HSA_KERNARG_POOL_SIZE), > 0; null leaves ROCm's own."""
+    """ROCm: MiB for kernel arguments (HSA_KERNARG_POOL_SIZE), > 0; null: ROCm's default."""
     max_hw_queues: Count | None = None
-    """ROCm: hardware queues of a process (GPU_MAX_HW_QUEUES), > 0; null leaves ROCm's own."""
+    """ROCm: hardware queues of a process (GPU_MAX_HW_QUEUES), > 0; null: ROCm's default."""
     nvlink_multicast: bool = False
     """Let NCCL, NVSHMEM and torch's symmetric memory use NVLink multicast."""
     env: dict[str, str] = field(default_factory=dict)
-    """Further environment variables, such as NCCL's; one that is set already is left as it is."""
+    """More environment variables, such as NCCL's; those already set are unchanged."""
 
 
 @dataclass
 class LogConfig:
-    """Output beside metrics.jsonl."""
+    """Output besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     report: bool = True
-    """Write report.html into the run's folder when it ends."""
+    """Write report.html into the run's folder at the end."""
     wandb: bool = False
-    """Send metrics to Weights & Biases (extra: wandb); a resume that takes steps back begins a run there."""
+    """Send metrics to Weights & Biases (extra: wandb); a resume at an earlier step starts a new run there."""
     wandb_project: str = "graphmoe"
-    """Project that log.wandb writes to."""
+    """Project of log.wandb."""
     mlflow: bool = False
     """Send metrics to MLflow at MLFLOW_TRACKING_URI (extra: mlflow); resumes as log.wandb."""
     mlflow_experiment: str = "graphmoe"
-    """Experiment that log.mlflow writes to."""
+    """Experiment of log.mlflow."""
     progress: bool = True
     """Show a progress bar with the time left when stderr is a terminal."""
     peak_tflops: Annotated[float, POSITIVE] | None = None
     """Dense peak of the device in TFLOP/s for MFU; default: a table of known devices."""
     sample_tokens: CountOrZero = 120
-    """Tokens of text generated at the end of a run on text; 0 generates none, >= 0."""
+    """Tokens of text generated at the end of a run on text; 0: none, >= 0."""
     sample_prompt: str | None = None
-    """Text that they go on with; default: the beginning of the validation text."""
+    """Prompt of that text; default: the beginning of the validation text."""
 
 
 @dataclass
@@ -316,28 +315,28 @@ class LaunchConfig:
     """The processes of a run, docs/launch.md."""
 
     nproc: Annotated[Any, MANY_RANKS] = 1
-    """Workers on each node, one for each device: a number, or auto (gpus_per_job, else the visible GPUs; on a
-    CPU 1)."""
+    """Workers on each node, one per device: a number, or auto (gpus_per_job, else the visible GPUs; on a CPU
+    1)."""
     nodes: Annotated[Any, MANY_RANKS] = "auto"
-    """Nodes, all started by the same command: a number, or auto (those of the Slurm step or PyTorchJob)."""
+    """Nodes, each started with the same command: a number, or auto (from the Slurm step or PyTorchJob)."""
     endpoint: str | None = None
-    """host:port of the rendezvous of the nodes; default: the Slurm step's first host, or MASTER_ADDR."""
+    """host:port of the rendezvous; default: the Slurm step's first host, or MASTER_ADDR."""
     max_restarts: CountOrZero = 0
-    """Times that all workers are started again, from the last checkpoint, after one failed, >= 0."""
+    """Restarts of all workers from the last checkpoint after a failure, >= 0."""
     hang_timeout_s: Count | None = 45
-    """Seconds without progress of a worker after which the job ends; three times the longest step so far if
-    that is more, > 0; null waits for ever."""
+    """Seconds without a worker's progress after which the job ends, at least three times the longest step, >
+    0; null: never."""
     gpus_per_job: Count | None = None
-    """GPUs of each job of a sweep whose jobs run side by side, > 0."""
+    """GPUs of each job of a sweep with parallel jobs, > 0."""
     write_only: bool = False
-    """Write resolved.yaml into the run's folder, print the command for a torchrun of your own, and stop."""
+    """Write resolved.yaml into the run's folder, print the torchrun command, and stop."""
     fake_world: RankCount | None = None
-    """Dry run of one rank of so many, alone and without data: reports collectives and memory of a step,
+    """Dry run of one rank of so many, without data: reports a step's collectives and memory,
     docs/projection.md, > 0."""
     fake_rank: int | None = None
-    """The rank that a dry run runs, from 0; null takes one of those that are projected to hold most."""
+    """Rank of the dry run, from 0; null: one with the largest projected memory."""
     fake_memory_gb: Annotated[float, POSITIVE] = 192.0
-    """Memory of the device that a dry run plans for, as its vendor states it, in units of 2^30 bytes, > 0."""
+    """Device memory of a dry run, vendor's figure in units of 2^30 bytes, > 0."""
 
 
 @dataclass
@@ -345,7 +344,7 @@ class SweepConfig:
     """Jobs of a sweep, docs/launch.md."""
 
     resume: Annotated[str, PATH] | None = None
-    """Folder of an interrupted sweep to go on with; all other overrides as in the command that began it."""
+    """Folder of an interrupted sweep to continue; other overrides as in its first command."""
 
 
 @dataclass
@@ -372,11 +371,11 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text
-    """Form of a tool's output on stdout: text, or one JSON document and nothing else."""
+    """Output of a tool on stdout: text, or one JSON document."""
 
 
 def cache_root(configured: str | None = None) -> Path:
-    """``configured``, else $GRAPHMOE_CACHE or ~/.cache/graphmoe. *Raises* ConfigError without a home."""
+    """Return ``configured``, else $GRAPHMOE_CACHE or ~/.cache/graphmoe. *Raises* ConfigError."""
     named = configured or os.environ.get("GRAPHMOE_CACHE") or "~/.cache/graphmoe"
     path = os.path.expanduser(named)
     if path.startswith("~"):
@@ -386,7 +385,7 @@ def cache_root(configured: str | None = None) -> Path:
     folder = Path(path).absolute()
     if not is_path(path):
         raise ConfigError(
-            f"{ascii(named)[1:-1]} can be no folder of a cache; use at most 255 bytes between slashes for "
+            f"{ascii(named)[1:-1]} cannot be a cache folder; use at most 255 bytes between slashes for "
             f"compile.cache_dir, data.cache_dir or GRAPHMOE_CACHE"
         )
     return folder

@@ -1,8 +1,7 @@
-"""Small files that anybody may have written: nothing in them runs, and a wrong one is one line.
+"""Small untrusted files: their content is never executed, and a bad one gives a one-line error.
 
-``read_json`` and ``read_yaml`` take the type that a file must have: a class of annotated fields (a
-dataclass, a ``TypedDict``, a ``msgspec.Struct``) or ``dict[str, int]`` and the like. Fields that the type
-does not name are let by.
+``read_json`` and ``read_yaml`` take the required type: a class of annotated fields (a dataclass, a
+``TypedDict``, a ``msgspec.Struct``) or ``dict[str, int]`` and the like. Other fields are ignored.
 """
 
 import json
@@ -21,12 +20,12 @@ T = TypeVar("T")
 
 LARGEST_BYTES = 1 << 30
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""C takes a seventh of the time."""
+"""The C loader takes a seventh of the time."""
 _DEEPEST = 100
 
 
 class FileError(ConfigError):
-    """A file that is not what it should be; names the path, the field, what is there and what is valid."""
+    """A file with bad content; names path, field, what was found and what is valid."""
 
 
 def open_at_once(path: str, flags: int) -> int:
@@ -35,15 +34,12 @@ def open_at_once(path: str, flags: int) -> int:
 
 
 def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
-    """Return the content of a regular file; a FIFO or a device is refused without waiting for it.
-
-    *Raises* FileError.
-    """
+    """Return the content of a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise FileError(f"{path} is no regular file; give a file")
+                raise FileError(f"{path} is not a regular file; give a file")
             if found.st_size > largest_bytes:
                 raise FileError(f"{path} has {found.st_size:,} bytes; at most {largest_bytes:,} are read")
             return file.read()
@@ -55,21 +51,19 @@ def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raise FileError for a path that is no regular file, such as a FIFO, which a reader waits for."""
+    """Raise FileError unless the path is a regular file; reading a FIFO would block."""
     if not path.is_file():
-        raise FileError(f"{path} is no regular file that can be read; give a file")
+        raise FileError(f"{path} is not a readable regular file; give a file")
 
 
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
-    """Return the content of a regular file of UTF-8. *Raises* FileError."""
     try:
         return read_bytes(path, largest_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FileError(f"{path} is no UTF-8 text (byte {error.start})") from error
+        raise FileError(f"{path} is not UTF-8 text (byte {error.start})") from error
 
 
 def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
-    """Return a JSON file as a ``kind``. *Raises* FileError."""
     return from_json(read_text(path, largest_bytes), kind, str(path))
 
 
@@ -79,29 +73,27 @@ def read_yaml(path: Path, kind: type[T]) -> T:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True for the name of a file in its folder, which leads to no other place."""
+    """Return whether this is a plain file name, without a path."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def from_json(text: str, kind: type[T], source: str) -> T:
-    """Return JSON text as a ``kind``; ``source`` is what errors call it. *Raises* FileError."""
+    """Return JSON text as a ``kind``; ``source`` names it in errors. *Raises* FileError."""
     return _typed(text, json.loads, "JSON", kind, source)
 
 
 def load_yaml(text: str) -> Any:
-    """Return YAML of plain values.
-
-    Aliases are refused, since aliases of aliases grow without end; tags, whose constructors raise anything;
-    and depths at which the C loader ends the process. *Raises* YAMLError or ValueError.
-    """
+    """Return YAML of plain values. *Raises* YAMLError or ValueError."""
     depth = 0
     for event in yaml.parse(text, _LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         is_tagged = getattr(event, "tag", None) is not None
+        # nested aliases grow exponentially, constructors of tags raise anything, and the C loader crashes at
+        # great depth
         if depth > _DEEPEST or is_tagged or isinstance(event, yaml.AliasEvent):
             what = "tags" if is_tagged else "aliases" if depth <= _DEEPEST else f"more than {_DEEPEST} levels"
             line = event.start_mark.line + 1 if event.start_mark else 0
-            raise yaml.YAMLError(f"{what} are not taken (line {line})")
+            raise yaml.YAMLError(f"{what} are not supported (line {line})")
     return yaml.load(text, _LOADER)  # a SafeLoader
 
 
@@ -110,12 +102,12 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
         found = load(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise FileError(f"{source} is no {name}: {why}") from error
+        raise FileError(f"{source} is not {name}: {why}") from error
     return typed(found, kind, source)
 
 
 def typed(found: Any, kind: type[T], source: str) -> T:
-    """Return plain values as a ``kind``; ``source`` is what errors call them. *Raises* FileError."""
+    """Return plain values as a ``kind``; ``source`` names them in errors. *Raises* FileError."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -123,7 +115,7 @@ def typed(found: Any, kind: type[T], source: str) -> T:
 
 
 def _worded(message: str) -> str:
-    """Turn 'Expected `str`, got `int` - at `$.a.b`' into 'a.b: expected str, found int'."""
+    """Convert 'Expected `str`, got `int` - at `$.a.b`' to 'a.b: expected str, found int'."""
     what, _, place = message.partition(" - at `")
     place = place.rstrip("`").removeprefix("$").removeprefix(".")
     what = what.replace("`", "").replace(", got ", ", found ")

@@ -245,7 +245,7 @@ REFUSED = {
         "no file matches 'oth*' (looked from T)\n",
         "checkpoint.init_from=weigths: weigths is not a folder",
     ),
-    f"train checkpoint.init_from={'y' * 300}": ("can name no file; use at most 255 bytes",),
+    f"train checkpoint.init_from={'y' * 300}": ("cannot be a file name; use at most 255 bytes",),
     "generate run=weigths": ("has no resolved.yaml; did you mean weights?",),
     "convert from=weigths to=there": ("weigths is not a folder", "did you mean weights?"),
     "prepare input=corpus.txt tokenizer=no.json output=out": ("tokenizer=no.json does not exist",),

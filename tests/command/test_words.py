@@ -160,8 +160,8 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
         ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
         ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),
         ("model=" + 300 * "a/", "there is no folder 'a/a/"),
-        ("model=damaged", "model=damaged: damaged/config.json is no JSON"),
-        ("-m model=tiny,damaged", "model=damaged: damaged/config.json is no JSON"),
+        ("model=damaged", "model=damaged: damaged/config.json is not JSON"),
+        ("-m model=tiny,damaged", "model=damaged: damaged/config.json is not JSON"),
     ],
 )
 def test_a_folder_that_gives_no_model_is_one_line(typed, said, tmp_path, monkeypatch):

@@ -220,7 +220,7 @@ def test_a_folder_without_weights_says_what_it_needs(folder):
             load_hf(folder)
         assert has_weights(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         load_hf(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ConfigError, match="config.json cannot be read"):

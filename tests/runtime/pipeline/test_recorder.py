@@ -109,7 +109,7 @@ OTHER = " is no recording of a pipeline: "
 @pytest.mark.parametrize(
     "document, problem",
     [
-        ("{", " is no JSON: Expecting property name"),
+        ("{", " is not JSON: Expecting property name"),
         ([], ": expected object, found array"),
         ({}, ": object missing required field schedule"),
         ({**GOOD, "rank_of": []}, f"{OTHER}a span of rank 0 of a pipeline of 0 ranks"),

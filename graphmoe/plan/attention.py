@@ -1,7 +1,6 @@
-"""Facts of the kinds of attention, a table: rules, costs, projections and formats ask it.
+"""Facts of each kind of attention, read by rules, costs, projections and formats.
 
-The modules stand in the table `graphmoe.model.attention.KINDS`. The defaults of the facts are those of a
-user's own attention, which says only what it has and can.
+The modules are in `graphmoe.model.attention.KINDS`. Defaults are those of plug-in attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,22 +13,22 @@ from graphmoe.plan.layout import divisors
 
 
 class Weight(NamedTuple):
-    """A matrix of attention: a product of each token."""
+    """A weight matrix of attention, as a GEMM of each token."""
 
     name: str
     rows: int
-    """Elements that it reads of a token; in the last product those of all value heads."""
+    """Input elements of a token; in the last GEMM those of all value heads."""
     columns: int
-    """Elements that it makes of a token; but for the last product ranks of tp share them."""
+    """Output elements of a token; tp splits them, except in the last GEMM."""
 
 
 class Latents(NamedTuple):
-    """Compressed states, which ranks gather in place of the normed input, or of keys and values along cp."""
+    """Compressed states, gathered in place of the normed input, or of keys and values over cp."""
 
     queries: int
-    """Elements that queries are made of; 0 where they are made of the normed input."""
+    """Elements that queries are computed from; 0 if that is the normed input."""
     keys: int
-    """Elements that keys and values are made of. The rotated part of a key, which heads share, is beside."""
+    """Elements that keys and values are computed from, without the shared rotated part of a key."""
 
 
 @dataclass(frozen=True)
@@ -37,38 +36,34 @@ class AttentionFacts:
     """Sizes and abilities of a model's attention."""
 
     head: int
-    """Elements of a query or key head."""
     value: int
-    """Elements of a value head."""
     rotary: int
-    """Elements of a head that the rotary embedding turns."""
+    """Elements of a head that get the rotary embedding."""
     weights: tuple[Weight, ...]
-    """The last makes the result of the values of all heads, the others queries, keys and values."""
+    """The last projects all value heads to the output; the others make queries, keys and values."""
     kv_heads: int | None = None
-    """``model.num_kv_heads``; None where there are as many heads of keys and values as of queries."""
+    """``model.num_kv_heads``; None if equal to the number of query heads."""
     normed_heads: int = 0
-    """Heads of queries and keys with norms of their own, whose inputs are kept for the backward too."""
+    """Query and key heads with their own norm, whose inputs are saved activations too."""
     latents: Latents | None = None
     up: tuple[str, ...] = ()
-    """Weights that make heads of latents: ``recompute.ops=[mla_up_proj]`` computes these heads again."""
+    """Weights that compute heads from latents; ``recompute.ops=[mla_up_proj]`` recomputes these heads."""
     axes: tuple[str, ...] = ()
-    """Axes, of tp and cp, whose ranks can share it."""
+    """Axes, of tp and cp, that it supports."""
     kept: int | None = None
-    """Elements of a token, shared along tp, that its backward reads beside queries, keys, values, result and
-    those of `normed_heads`; None where it is not known, and no memory is projected."""
+    """Saved elements of a token, split over tp, besides queries, keys, values, result and inputs of
+    `normed_heads`; None if unknown, and then memory is not projected."""
     keys: tuple[str, ...] = ()
-    """Keys of ``model`` that not all kinds read, and this one does."""
+    """Keys of ``model`` that this kind reads and some other kind does not."""
     problems: tuple[str, ...] = ()
-    """Violated rules of the model."""
 
 
 def attention_facts(model: ModelConfig) -> AttentionFacts:
-    """Return the facts of a model's attention."""
     return look_up(FACTS, model.attention, "model.attention", attribute="facts")(model)
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:
-    """Return the keys that only other kinds of attention read; of a user's own all may be its."""
+    """Keys that only other kinds of attention read; none for plug-in attention, which may read any."""
     if model.attention not in FACTS:
         return set()
     every = {key for facts in FACTS.values() for key in facts(model).keys}

@@ -1,6 +1,6 @@
-"""Buckets of flat buffers: places of parameters in them, and the part that each rank owns.
+"""Buckets of flat buffers: offsets of parameters, and the part that each rank owns.
 
-`graphmoe.optim.flat_buffers` shows a picture and holds the tensors.
+`graphmoe.optim.flat_buffers` draws a picture and holds the tensors.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT = 64
-"""Elements, 128 bytes in bf16; every parameter and every shard of a bucket starts at a multiple of them, and
-zeros fill the gaps."""
+"""Elements, 128 bytes in bf16: alignment of every parameter and shard; gaps are filled with zeros."""
 
 
 def decays(weight: Tensor) -> bool:
-    """Tell whether weight decay applies: to matrices and experts, and not to norms and biases."""
+    """Return whether weight decay applies: to matrices and experts, not to norms and biases."""
     return weight.dim() > 1
 
 
 class Bucket(NamedTuple):
-    """Neighbouring parameters whose gradients are reduced, and whose weights are gathered, at once."""
+    """Consecutive parameters whose gradients are reduced, and weights gathered, at once."""
 
     members: tuple[int, ...]
-    """Places of the parameters in their family."""
+    """Indices of the parameters in their family."""
     whole: slice
-    """Range of the bucket in whole buffers."""
     own: slice
     """Range that this rank owns, in whole buffers."""
     shard: slice
@@ -37,21 +35,19 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Places of parameters in the buffers of one of ``num_ranks`` ranks, in elements."""
+    """Offsets of parameters in the buffers of one of ``num_ranks`` ranks, in elements."""
 
     starts: tuple[int, ...]
-    """Start of each parameter in whole buffers."""
     buckets: tuple[Bucket, ...]
     size: int
-    """Length of whole buffers."""
     decayed: int
-    """Length of the front part of the shards, whose parameters decay; the others do not."""
+    """Length of the front part of the shards, which weight decay applies to."""
 
     @classmethod
     def of(
         cls, weights: Sequence[Tensor], num_ranks: int, index: int, bucket_elements: float
     ) -> BufferLayout:
-        """Lay whole parameters into buckets of at most ``bucket_elements``, or of one parameter."""
+        """Lay out whole parameters in buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decayed_ones in (True, False):
             members = [i for i, weight in enumerate(weights) if decays(weight) is decayed_ones]
@@ -71,9 +67,9 @@ class BufferLayout:
 
 
 def _neighbours(members: Sequence[int], weights: Sequence[Tensor], limit: float) -> list[list[int]]:
-    """Cut into groups from the end, so that the first one is small: every step waits for that group."""
     groups: list[list[int]] = []
     room = 0.0
+    # from the end, so that the first group, which every step waits for, is the small one
     for i in reversed(members):
         length = _aligned(weights[i].numel(), ALIGNMENT)
         if not groups or length > room:

@@ -1,7 +1,7 @@
-"""Loads of experts that a benchmark forces on routers, in plain numbers: for runs and for simulations.
+"""Expert loads that a benchmark forces on routers, for runs and simulations.
 
-A load is the share of tokens that choose each expert of a MoE layer: ``top_k`` in all, at most 1 each.
-``moe.expert_load`` names it. Suffixes: S steps, L MoE layers, E experts.
+A load is the share of tokens that choose each expert of a MoE layer: ``top_k`` in total, at most 1 each.
+``moe.expert_load`` selects it. Suffixes: S steps, L MoE layers, E experts.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from graphmoe.config.untrusted import FileError, read_json
 NO_LOAD = "none"
 LOADS = ("balanced", "hot_experts", "hot_rank", "one_expert", "rotating", "burst", "idle_rank")
 HOT_EXPERTS, HOT_SHARE = 4, 0.4
-"""Neighbouring experts of hot_experts and rotating, or an eighth of all if that is less, and their share."""
+"""Consecutive hot experts, or an eighth of all if that is less, and their share of tokens."""
 BURST_STEPS = 10
 UNIT = 1 << 24
-"""The share 1 in whole numbers, in which a router draws; kernels of 32 bits hold up to 127 of them."""
+"""The share 1 as an integer, in which a router draws; 32-bit kernels hold up to 127 of them."""
 LARGEST_BYTES = 1 << 28
 
 Counts = list[list[list[float]]]
@@ -25,11 +25,9 @@ Counts = list[list[list[float]]]
 
 
 def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: int) -> list[float]:
-    """Return one of `LOADS` in a step, counted from 1, for experts that ``ranks`` share.
-
-    The hot experts of a layer are others than those of the layer before; the hot or idle rank is the first.
-    """
+    """Return one of `LOADS` in a step, counted from 1, for experts split over ``ranks``."""
     few = max(min(HOT_EXPERTS, num_experts // 8), 1)
+    # each layer has its own hot experts; the hot or idle rank is the first
     first, of_rank = layer * few, num_experts // ranks
     share = top_k / num_experts
     if name == "one_expert":
@@ -47,16 +45,13 @@ def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: 
 
 
 def recorded(counts_SLE: Counts, step: int, layer: int, top_k: int) -> list[float]:
-    """Return the load of recorded counts; steps and layers beyond those recorded take them in turns."""
+    """Return the load of recorded counts, which repeat beyond the recorded steps and layers."""
     layers = counts_SLE[(step - 1) % len(counts_SLE)]
     return fitted(layers[layer % len(layers)], top_k)
 
 
 def fitted(weights: Sequence[float], top_k: int) -> list[float]:
-    """Scale weights to a load: what would be above 1 is 1, and the others take the rest by their weights.
-
-    Weights of 0 stay 0, unless fewer than ``top_k`` are more than that.
-    """
+    """Scale weights to a load; shares are clipped at 1, and the rest is split by weight."""
     share, rest = [0.0] * len(weights), float(top_k)
     open_to = [expert for expert, weight in enumerate(weights) if weight > 0]
     while open_to and rest > 0:
@@ -66,6 +61,7 @@ def fitted(weights: Sequence[float], top_k: int) -> list[float]:
             share[expert] = 1.0 if full else weights[expert] * rest / total
         rest -= len(full) if full else rest
         open_to = [expert for expert in open_to if expert not in full]
+    # fewer than top_k positive weights: the idle experts share the rest
     if rest > 0:
         idle = share.count(0.0)
         return [each or rest / idle for each in share]
@@ -73,7 +69,7 @@ def fitted(weights: Sequence[float], top_k: int) -> list[float]:
 
 
 def ends(share: Sequence[float]) -> list[int]:
-    """Return the sums of a load up to each expert in `UNIT`, none more than one unit after the one before."""
+    """Return the cumulative load in `UNIT`, each step at most one unit."""
     top_k = round(math.fsum(share))
     found = [min(round(total * UNIT), top_k * UNIT) for total in itertools.accumulate(share)]
     found[-1] = top_k * UNIT

@@ -1,8 +1,7 @@
-"""Layout of the ranks of a job along the parallel dimensions.
+"""Layout of a job's ranks along the parallel dimensions.
 
-The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): for attention and all that
-is dense as PP x DP x CP x TP, for routed experts as PP x EDP x EP x ETP. Neighbours along the last dimension
-are neighbouring ranks. This module is arithmetic; ``graphmoe.runtime.ranks`` makes process groups of it.
+The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): PP x DP x CP x TP for dense
+weights, PP x EDP x EP x ETP for routed experts. Ranks along the last dimension are consecutive.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ if TYPE_CHECKING:
 Axis = Literal[
     "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
 ]  # fmt: skip
-"""Dimensions, and those that several span: ``dp_cp`` holds ranks with the same shards of dense weights,
-``dp_pp`` those with other tokens or other layers, ``cp_tp`` those with parts of the same sequences,
-``ep_etp`` one copy of all experts, ``stage`` all ranks with the same layers, ``embed`` those with the same
-rows of the embedding, on whichever places along pp it is."""
+"""Dimensions, and combinations: ``dp_cp`` ranks with the same dense shards, ``dp_pp`` with other tokens or
+layers, ``cp_tp`` with parts of the same sequences, ``ep_etp`` one copy of all experts, ``stage`` all ranks
+with the same layers, ``embed`` those with the same rows of the embedding."""
 DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 EXPERT: tuple[Axis, ...] = ("pp", "edp", "ep", "etp")
 _SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
@@ -39,12 +37,12 @@ _SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
 }
 AXES: tuple[Axis, ...] = (*_SPANS, "embed")
 SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "dp_pp", "edp", "stage", "embed", "world")
-"""Axes along which gradients, new weights and the scalars of a step travel."""
+"""Axes over which gradients, new weights and a step's scalars are communicated."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; the default is one rank alone."""
+    """Sizes of the parallel dimensions; the default is one rank."""
 
     dp: int = 1
     tp: int = 1
@@ -53,16 +51,13 @@ class Layout:
     ep: int = 1
     etp: int = 1
     ring: bool = False
-    """Ranks of cp pass keys and values round instead of exchanging heads, and hold chunks in zigzag order."""
+    """cp ranks circulate keys and values instead of exchanging heads, and hold chunks in zigzag order."""
     embed_on: tuple[int, ...] = (0,)
-    """Places along pp of the ranks that hold the embedding: its stage, and others that use it again."""
+    """pp indices of the ranks that hold the embedding."""
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """Return the layout of so many ranks; what is left over is data parallel.
-
-        *Raises* ConfigError, with the arithmetic, where the dimensions do not multiply out.
-        """
+        """Return the layout of ``world_size`` ranks; the remaining factor is dp. *Raises* ConfigError."""
         given = {name: getattr(config, name) for name in ("tp", "cp", "pp")}
         rest = math.prod(given.values())
         words = " * ".join(f"parallel.{name}={value}" for name, value in given.items())
@@ -96,21 +91,19 @@ class Layout:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size(self, axis: Axis) -> int:
-        """Ranks in a group of the axis; of ``embed``, in the one that holds the embedding."""
+        """Ranks in a group of the axis; for ``embed``, in the group that holds it."""
         if axis == "embed":
             return self.size("dp_cp") * len(self.embed_on)
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])
 
     def index(self, axis: Axis, rank: int) -> int:
-        """Return the place of a rank in its group of the axis."""
+        """Return a rank's index in its group of the axis."""
         return self.group(axis, rank).index(rank)
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the ranks of a rank's group of the axis, in order."""
         return next(group for group in self.groups(axis) if rank in group)
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """Return all groups of the axis; each rank is in one."""
         if axis == "embed":
             of_place = np.array(self.groups("dp_cp")).reshape(self.pp, self.tp, -1)
             holders = np.concatenate([of_place[place] for place in self.embed_on], axis=1)
@@ -124,29 +117,28 @@ class Layout:
 
 
 ALONE = Layout()
-"""One rank."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of a parameter, shared out to the ranks of an axis."""
+    """One dimension of a parameter, sharded over an axis."""
 
     dim: int
     axis: Axis
     pieces: int = 1
-    """Equal pieces along the dimension, each cut for itself: 2 for gate and up rows in one matrix."""
+    """Equal pieces along the dimension, each sharded by itself: 2 for stacked gate and up rows."""
 
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Part of a parameter that a rank holds, and the ranks with the same part."""
+    """A rank's part of a parameter, and the ranks with the same part."""
 
     cuts: tuple[Cut, ...] = ()
+    # tp ranks see other tokens, so a replicated parameter's gradients are reduced over tp too
     summed_over: Axis = "stage"
-    """Axis whose ranks hold the same part: they sum its gradients and share out its optimizer state.
+    """Axis whose ranks hold the same part: they reduce its gradients and shard its optimizer state.
 
-    ``stage`` for a parameter that is not cut (ranks of tp see other tokens, so each has a part of the
-    gradient), ``dp_cp`` for one that is cut along tp, ``edp`` for experts.
+    ``stage`` for a replicated parameter, ``dp_cp`` if tp shards it, ``edp`` for experts.
     """
 
 
@@ -154,14 +146,14 @@ REPLICATED = ParameterLayout()
 
 
 def layout_of(parameter: object) -> ParameterLayout:
-    """Return the layout that the model's constructor gave a parameter, else replicated."""
+    """Return the layout that the model's constructor set on a parameter, else replicated."""
     found = getattr(parameter, "parallel", REPLICATED)
     assert isinstance(found, ParameterLayout)
     return found
 
 
 def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> Tensor:
-    """Return the part of a whole parameter that a rank holds; a copy where anything is cut."""
+    """Return a rank's part of a whole parameter; a copy if it is sharded."""
     import torch
 
     for cut in parallel.cuts:

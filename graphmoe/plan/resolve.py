@@ -1,4 +1,4 @@
-"""Values behind ``auto`` and ``null``."""
+"""Resolution of ``auto`` and ``null``."""
 
 import copy
 import dataclasses
@@ -12,7 +12,7 @@ from graphmoe.segments import lowest_stage
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return a copy with values for ``auto`` and ``null``; backends of kernels are chosen later."""
+    """Return a copy with ``auto`` and ``null`` resolved; kernel backends are chosen later."""
     config = run.with_steps(run.with_dry_batch(config))
     sections = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
     config = RunConfig(**sections)

@@ -79,7 +79,7 @@ def test_recorded_counts_are_taken_in_turns(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[[[1,2]", "is no JSON"), ('[[["1",2,3]]]', "expected float, found str"), ("[]", "or no step"),
+        ("[[[1,2]", "is not JSON"), ('[[["1",2,3]]]', "expected float, found str"), ("[]", "or no step"),
         ("[[]]", "a step without layers"), ("[[[1,2]]]", "counts 2 experts, and model.num_experts=3"),
         ("[[[1,-2,3]]]", "are negative"), ("[[[0,0,0]]]", "or all 0"), ("[[[NaN,1,1]]]", "infinite"),
         ("[[[1e308,1e308,1e308]]]", "infinite"), ("{}", "expected array, found object"),

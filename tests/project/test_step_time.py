@@ -170,13 +170,13 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
     assert "(precision.fp8=rowwise)" in text_of(plain) and "may leave some" in shown
     assert "may leave some" not in " ".join(text_of(plain).split())
     assert "MFU" in shown and "of the peak in bf16" in shown
-    assert found["rates_from"].endswith("those of products in 8 bits are of one H200")
+    assert found["rates_from"].endswith("those of fp8 GEMMs are of one H200")
     assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))
     assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("8 bits are assumed")
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"fp8_dense": 0.4}))
     some = document(ProjectArgs("h200", rates=path), *words)
-    assert "those that it lacks of products in 8 bits" in some["rates_from"]
+    assert "those of fp8 GEMMs that it lacks" in some["rates_from"]
     path.write_text(json.dumps({name: getattr(NVIDIA, name) for name in FP8_RATES}))
     assert document(ProjectArgs("h200", rates=path), *words)["rates_from"] == f"the rates of {path}"
     for args in (ProjectArgs("h200"), ProjectArgs("h200", rates=path)):
@@ -197,9 +197,9 @@ def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_o
     assert rates_of(H200, path) == replace(NVIDIA, dense=0.4, segment_us=0)
     assert document(ProjectArgs("h200", rates=path))["rates"]["dense"] == 0.4
     for text, message in {
-        "{": "is no JSON",
+        "{": "is not JSON",
         "[]": "must hold an object",
-        '{"dens": 1}': "'dens' is no rate; did you mean 'dense'",
+        '{"dens": 1}': "'dens' is not a rate; did you mean 'dense'",
         '{"dense": 2}': "dense: expected float <= 1.0",
         '{"hbm": 0}': "hbm: expected float > 0.0",
         '{"host_us": NaN}': "host_us: expected float >= 0.0",

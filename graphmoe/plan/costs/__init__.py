@@ -1,1 +1,1 @@
-"""Seconds and bytes that parts of a step take on a card."""
+"""Seconds and bytes of parts of a step on a card."""

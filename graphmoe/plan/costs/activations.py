@@ -1,8 +1,7 @@
-"""Bytes that the parts of a model keep of one micro-batch for its backward, by segment.
+"""Bytes of activations that the parts of a model save of one micro-batch, by segment.
 
-The tensors are those that compiled units keep with all passes, in the terms of docs/tuning.md. A segment's
-tensor is kept unless it is made again: with its part, or in a run of neighbouring segments that are all made
-again and that contain all readers of the tensor.
+The tensors are those that compiled units save with all passes (docs/tuning.md). A tensor is saved unless it
+is recomputed: with its part, or in a run of recomputed segments that contains all its readers.
 """
 
 import functools
@@ -20,30 +19,25 @@ from graphmoe.plan.recompute import Recompute
 
 DENSE_SEGMENTS = ("attn", "mlp")
 MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
-"""The segments of layers in their order, as `graphmoe.model.layer` has them."""
+"""Segments of layers in order, as in `graphmoe.model.layer`."""
 Bytes = Counter[str]
-"""Bytes by segment."""
 FP8_BLOCK = 128
-"""Columns of gate and up of experts in 8 bits that share a scale."""
+"""Columns of gate and up of fp8 experts that share a scale."""
 RECEIVED = "received"
-"""Name of the input that another stage has sent, beside the names of segments."""
+"""Key, beside segment names, of the input received from another stage."""
 
 
 class Kept(NamedTuple):
-    """A tensor that a backward reads."""
-
     segment: str
-    """Segment that makes the tensor."""
     size: float
-    """Size in bytes."""
     readers: tuple[str, ...] = ()
-    """Other segments of the layer that read the tensor, forward or backward."""
+    """Other segments of the layer that read it, in forward or backward."""
     part: str = ""
-    """Part, of `graphmoe.segments.PARTS`, with which the tensor is made again."""
+    """Part, of `graphmoe.segments.PARTS`, that recomputes it."""
 
 
 def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
-    """Count what a stage keeps of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
+    """Bytes that a stage saves of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     dense = model.num_dense_layers
     if pieces.embed:
@@ -69,7 +63,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
-    """Count what a layer keeps beside its input, its result included; MTP layers have the last indices."""
+    """Bytes that a layer saves besides its input, with its result; MTP layers have the last indices."""
     is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
@@ -77,7 +71,7 @@ def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
 
 
 def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
-    """Bytes that the backward of a layer makes a second time."""
+    """Bytes that the backward of a layer recomputes."""
     whole = layer_activations(sizes, Recompute(), index)
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
@@ -120,10 +114,8 @@ def _read(
     part: str = "",
     fp8_part: str = "",
 ) -> Iterator[Kept]:
-    """Yield what products of a segment read of each row, to make so many elements each.
-
-    Products in 8 bits keep it so, with a scale of the row; it is kept as it is too where some are not.
-    """
+    """Inputs of a segment's GEMMs, which produce ``made`` elements of a row each."""
+    # fp8 GEMMs save the quantized values and a scale per row; a bf16 GEMM needs the unquantized input as well
     in_fp8 = [name in sizes.fp8 and not (width % ALIGNED or columns % ALIGNED) for columns in made]
     if any(in_fp8):
         yield Kept(name, rows * (width + FP8_SCALE), part=fp8_part)
@@ -212,8 +204,8 @@ def _mlp(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _swiglu(sizes: Sizes, name: str, inner: int) -> Iterator[Kept]:
-    """Yield gate, up and the activation; ranks of tp also keep the tokens that they gathered."""
     own, d, rows = inner // sizes.layout.tp, sizes.model.hidden_size, sizes.gathered
+    # tp ranks also save the gathered tokens
     if sizes.layout.tp > 1:
         yield from _read(sizes, name, rows, d, [2 * own], name, name)
     yield Kept(name, sizes.element_bytes * rows * 2 * own, part=name)
@@ -259,23 +251,19 @@ def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
 
 
 def _experts(sizes: Sizes) -> Iterator[Kept]:
-    """Yield gate and up of every slot; the activation is always made again."""
     slots = sizes.tokens * sizes.model.top_k
+    # gate and up only: the activation is always recomputed
     yield Kept("moe_experts", slots * _gate_up_bytes(sizes, sizes.model.expert_ffn_size))
 
 
 def _gate_up_bytes(sizes: Sizes, inner: int) -> int:
-    """Bytes of gate and up of a slot; in 8 bits each block of columns has a scale."""
     if "experts" in sizes.fp8:
+        # each block of columns has a scale
         return 2 * (inner + FP8_SCALE * -(-inner // FP8_BLOCK))
     return 2 * inner * sizes.element_bytes
 
 
 def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
-    """Yield the rows that arrived, their plan, and gate and up of their slots.
-
-    Where the host counts rows, the experts make the plan from the expert numbers of the rows.
-    """
     model, (rows, slots) = sizes.model, sizes.room
     e, k, inner = sizes.element_bytes, model.top_k, model.expert_ffn_size // sizes.layout.etp
     in_fp8 = "experts" in sizes.fp8
@@ -286,6 +274,7 @@ def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
     if sizes.is_planned:
         yield Kept("moe_dispatch", 8 * rows * k)
     else:
+        # if the host counts rows, the experts build the plan from the rows' expert numbers
         yield Kept("moe_dispatch" if again else "moe_experts", 4 * rows * k)
     yield Kept("moe_experts", slots * _gate_up_bytes(sizes, inner))
     if sizes.keeps_replicas:
@@ -304,10 +293,10 @@ def _join(sizes: Sizes) -> Iterator[Kept]:
 
 
 def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
-    """Count what final norms and losses of a stage keep; a stage with the head has those of every depth."""
     model, e, tp = sizes.model, sizes.element_bytes, sizes.layout.tp
     depths = model.mtp_depth
     found: Bytes = Counter()
+    # a stage with the head has the losses of every depth
     norms = len(pieces.mtp) + normalises(pieces, depths)
     found["loss"] += 4 * sizes.tokens * norms
     # the next depth reads each of them, but for the last, which is sent on or goes into its loss

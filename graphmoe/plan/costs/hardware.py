@@ -1,6 +1,6 @@
-"""Cards that a run is projected for, and peaks of all known cards, by the figures of their vendors.
+"""Cards that a run is projected for, and peaks of all known cards, from vendor data sheets.
 
-NVIDIA's data sheets state sparse figures for Hopper and newer; peaks here are dense, half of them.
+NVIDIA states sparse figures for Hopper and newer; peaks here are dense, half of them.
 """
 
 import re
@@ -14,27 +14,21 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU of a node, and its links to the others."""
-
     name: str
     tflops: float
-    """Dense bf16 peak."""
     memory_gb: float
-    """Size that the vendor states, read as decimal GB; drivers leave a little more or less."""
+    """Vendor's figure in decimal GB; drivers leave a little more or less."""
     hbm_tb_per_s: float
-    """Peak bandwidth of its own memory."""
     node_gb_per_s: float
-    """Peak to the GPUs of its node, one direction, all links together."""
+    """Peak to the GPUs of its node, one direction, all links."""
     peer_gb_per_s: float
     """Peak to one other GPU: all links through NVSwitch, one of seven between AMD's."""
     network_gb_per_s: float
-    """Peak to other nodes, one direction."""
     per_node: int = GPUS_PER_NODE
-    """GPUs of a node."""
 
     @property
     def fp8_tflops(self) -> float:
-        """Dense peak of products in 8 bits: twice that of bf16 in the data sheets of all cards here."""
+        """Dense fp8 peak: twice bf16 in the data sheets of all cards here."""
         return 2 * self.tflops
 
     @property
@@ -43,22 +37,22 @@ class Card:
 
 
 _NIC_GB_PER_S = 50.0
-"""One network card of 400 Gb/s for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or
-Thor 2 of Instinct platforms. A cluster with others differs."""
+"""One 400 Gb/s NIC for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or Thor 2 of
+Instinct platforms."""
 
 MI300X = Card("MI300X", 1307.4, 192, 5.3, 448, 64, _NIC_GB_PER_S)
-"""AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven links to peers of 128 GB/s both ways."""
+"""AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven peer links of 128 GB/s both ways."""
 MI325X = Card("MI325X", 1307.4, 256, 6.0, 448, 64, _NIC_GB_PER_S)
-"""AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven links to peers of 128 GB/s both ways."""
+"""AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven peer links of 128 GB/s both ways."""
 MI355X = Card("MI355X", 2516.6, 288, 8.0, 537.6, 76.8, _NIC_GB_PER_S)
-"""AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven links to peers of 153.6 GB/s both ways."""
+"""AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven peer links of 153.6 GB/s both ways."""
 H100 = Card("H100", 989.4, 80, 3.35, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
 H200 = Card("H200", 989.4, 141, 4.8, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
 B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
-"""NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight; the module has 192), 8 TB/s;
-NVLink of 1.8 TB/s both ways."""
+"""NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both
+ways."""
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
 
@@ -95,7 +89,7 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def card_of(name: str) -> Card:
-    """Return the card of a name as on the command line. *Raises* ConfigError."""
+    """Return a card by its command-line name. *Raises* ConfigError."""
     if name.lower() not in CARDS:
         raise ConfigError(
             f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"
@@ -104,10 +98,8 @@ def card_of(name: str) -> Card:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s of a device; None where it is not known.
-
-    ``device_name`` is what ``torch.cuda.get_device_name`` says. A MIG slice has no entry.
-    """
+    """Return the dense bf16 peak in TFLOP/s by ``torch.cuda.get_device_name``; None if unknown or a MIG
+    slice."""
     words = device_words(device_name)
     if "MIG" in words:
         return None
@@ -117,5 +109,5 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def device_words(device_name: str) -> set[str]:
-    """Split a device's name into capitals: H100 is a word of "NVIDIA H100 PCIe", H200 none of "GH200"."""
+    """Split a device name into capitals: H100 is a word of "NVIDIA H100 PCIe", H200 is not one of "GH200"."""
     return set(re.split(r"[^A-Z0-9]+", device_name.upper()))

@@ -1,4 +1,4 @@
-"""Seconds of the products, scores and exchange in a layer's segments, for one micro-batch."""
+"""Seconds of GEMMs, scores and communication in a layer's segments, for one micro-batch."""
 
 import functools
 import math
@@ -15,31 +15,25 @@ from graphmoe.plan.layout import Axis
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Seconds of the parts of attn.
-
-    Exchange counts as far as ranks wait for it; one number stands for the forward and for the backward.
-    """
+    """Seconds of the parts of attn. Communication counts exposed time, the same for forward and backward."""
 
     before: Product
-    """Products that make queries, keys and values."""
+    """GEMMs that compute queries, keys and values."""
     up: Product
-    """Products among those of ``before`` that are ``mla_up_proj``."""
+    """GEMMs of ``before`` that belong to ``mla_up_proj``."""
     scores: Product
-    """Attention's own products."""
     after: Product
-    """The last product."""
     gather: float
-    """Exchange before the products: along tp, and of latents along cp where heads are exchanged."""
+    """Gather before the GEMMs: over tp, and of latents over cp if heads are exchanged."""
     scatter: float
-    """Exchange after the last product, along tp."""
+    """Reduce-scatter after the last GEMM, over tp."""
     heads: float
-    """Exchange of positions for heads along cp, and back."""
+    """All-to-all of positions for heads over cp, and back."""
     ring: tuple[float, float]
-    """Exchange round the ring, forward and backward, that the products of blocks do not cover."""
+    """Ring communication, forward and backward, that the GEMMs of blocks do not hide."""
 
     @property
     def exchange(self) -> tuple[float, float]:
-        """Seconds of all exchange, forward and backward."""
         both = self.gather + self.scatter + self.heads
         return both + self.ring[0], both + self.ring[1]
 
@@ -79,13 +73,13 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
 
 
 def along_tp(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds to gather the residual stream along tp, or to sum and scatter it."""
+    """Seconds to gather the residual stream over tp, or to reduce-scatter it."""
     return speeds.gather(sizes.state * sizes.layout.tp, sizes.layout.tp)
 
 
 @functools.lru_cache(maxsize=1024)
 def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
-    """Time gate and up, and down, of the segment ``mlp`` or ``shared_experts``."""
+    """Time gate and up, and down, of ``mlp`` or ``shared_experts``."""
     inner, fp8 = dense_ffn_size(sizes.model, name), fp8_dense(sizes, name)
     width, own = sizes.model.hidden_size, inner / sizes.layout.tp
     gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
@@ -94,7 +88,6 @@ def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
 
 @functools.lru_cache(maxsize=1024)
 def gate(sizes: Sizes, speeds: Speeds) -> Product:
-    """Time the router's product, in fp32."""
     model = sizes.model
     flops = 2 * sizes.tokens * model.hidden_size * model.num_experts
     seconds = speeds.seconds(flops, "router", model.num_experts, sizes.tokens)
@@ -103,16 +96,14 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
 
 @functools.lru_cache(maxsize=1024)
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
-    """Time the products of a rank's experts under balanced routing; gate and up take two thirds.
-
-    In 8 bits the rows are rounded as they arrive, and so are the gradients of what goes back.
-    """
+    """Time the GEMMs of a rank's experts under balanced routing; gate and up take two thirds."""
     model, eight = sizes.model, FP8 if "experts" in sizes.fp8 else ""
     flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     inner = model.expert_ffn_size / sizes.layout.etp
     of_expert = sizes.tokens * model.top_k * sizes.layout.size("ep_etp") / model.num_experts
     forward = speeds.seconds(flops, f"{eight}grouped", inner, of_expert)
     weights = speeds.weights_seconds(flops, f"{eight}grouped_weights", inner, of_expert)
+    # rows are quantized when they arrive, and so are the gradients of what is sent back
     if eight:
         rows = balanced_load(model, sizes.layout, sizes.tokens).rows
         forward += speeds.quantised(rows * model.hidden_size, sizes.element_bytes)
@@ -121,19 +112,18 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
 
 @functools.lru_cache(maxsize=1024)
 def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
-    """Seconds of a micro-batch in which a segment's weights get their 8 bits."""
+    """Seconds to quantize a segment's weights, for one micro-batch."""
     elements = sum(math.prod(matrices) for _, *matrices in fp8_weights(sizes, name))
     return speeds.weight_forms(elements, sizes.element_bytes)
 
 
 def travelling_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
-    """Bytes of the tokens that arrive at a rank under balanced routing, its own among them.
-
-    The sums that go back are as large; in 8 bits a token has a scale. Blocks of copy engines travel whole.
-    """
+    """Bytes that a rank receives under balanced routing, including its own tokens."""
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
+    # combine sends as many rows; an fp8 row adds a scale
     row = sizes.model.hidden_size + FP8_SCALE if fp8 else sizes.element_bytes * sizes.model.hidden_size
+    # copy-engine blocks are sent whole
     return row * (ranks * sizes.block if sizes.block else rows)
 
 
@@ -149,32 +139,29 @@ def _latents_gathered(sizes: Sizes, speeds: Speeds) -> float:
 
 
 def _heads_exchanged(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds to send queries and get results back; keys and values go too where no latents were gathered."""
     facts, tp = sizes.attention, sizes.layout.tp
+    # latents, if any, were gathered; otherwise keys and values are exchanged too
     heads = sizes.model.num_heads + (0 if facts.latents else sizes.kv_heads)
     here = sizes.element_bytes * sizes.gathered / tp
     return speeds.exchange(here * (heads * (facts.head + facts.value)), sizes.exchanging, tp)
 
 
 def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
-    """Seconds of a ring, forward and backward, that its products do not cover.
-
-    Each block goes on to the next rank while the products with it run; backward, its fp32 gradients go too.
-    The last gradients go home when all products are done (`graphmoe.ops.ring_attention`).
-    """
     facts, layout, e = sizes.attention, sizes.layout, sizes.element_bytes
     if not layout.ring:
         return 0.0, 0.0
     block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
+    # a block is passed on while the GEMMs on it run; its fp32 gradients too in the backward
     passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.per_node)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
+    # the last gradients return to their owner after all GEMMs (`graphmoe.ops.ring_attention`)
     backward = steps * max(passing + gradients - scores.inputs / layout.cp, 0.0) + gradients
     return forward, backward
 
 
 def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]:
-    """Yield, of a segment's matrices in 8 bits, the axis of ranks that share them, number, rows, columns."""
+    """Yield, of a segment's fp8 weights, the axis that shards them, number, rows and columns."""
     model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
     found: list[tuple[Axis, int, float, float]] = []
     if name == "moe_experts" and "experts" in sizes.fp8:
@@ -194,16 +181,16 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
 
 
 def attention_sides(sizes: Sizes) -> dict[str, Sides]:
-    """Return the sides of attention's weights on a rank, but for those that it has none of its own of.
+    """Return the sides of attention's weights on a rank.
 
-    Ranks of tp share what their heads need; those of latents each has whole. Ranks of cp that exchange
-    positions for heads make keys and values of latents by a part of the weight, which is in no 8 bits.
+    tp splits the weights of heads; each rank has the weights of latents whole.
     """
     facts, tp = sizes.attention, sizes.layout.tp
     *before, last = facts.weights
     found = {last.name: (last.rows / tp, float(last.columns))}
     for name, rows, columns in before:
         whole = facts.latents is not None and name not in facts.up
+        # exchanging cp ranks use a slice of this weight, which stays in bf16
         is_cut = facts.latents is not None and sizes.exchanging > 1 and rows == facts.latents.keys
         if not is_cut:
             found[name] = rows, columns if whole else columns / tp
@@ -211,12 +198,10 @@ def attention_sides(sizes: Sizes) -> dict[str, Sides]:
 
 
 def fp8_dense(sizes: Sizes, name: str) -> Fp8Dense | None:
-    """Return how the dense products of a segment are in 8 bits; None where they are not."""
     return Fp8Dense(sizes.element_bytes, sizes.bf16_weight_grads) if name in sizes.fp8 else None
 
 
 def dense_ffn_size(model: ModelConfig, name: str) -> int:
-    """Return the width of the segment ``mlp`` or ``shared_experts``."""
     return model.dense_ffn_size if name == "mlp" else model.shared_ffn_size
 
 

@@ -1,4 +1,4 @@
-"""Rates that a card reaches of its peaks (measured, assumed, or given by a file), and speeds by them."""
+"""Rates as shares of a card's peaks (measured, assumed, or from a file), and the speeds they give."""
 
 import dataclasses
 import functools
@@ -18,70 +18,67 @@ from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import H200, Card
 
 FP8 = "fp8_"
-"""Beginning of the names of rates of products in 8 bits, as shares of that peak."""
+"""Prefix of the rates of fp8 GEMMs, as shares of the fp8 peak."""
 ALIGNED = 16
-"""Elements of which both sides of a weight are multiples where its products are in 8 bits."""
+"""Both sides of a weight must be multiples of this for fp8."""
 FP8_SCALE = 4
-"""Bytes of the scale of numbers of 8 bits."""
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 Time = Annotated[float, Meta(ge=0, lt=LARGEST)]
 Point = tuple[Size, Size, Part]
-"""Two sizes of a product, which `CLASSES` names, and the share of the peak that the product reached."""
+"""Two sizes of a GEMM, named by `CLASSES`, and the share of the peak that it reached."""
 Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
-"""Share of a peak, 0 to 1: one number for products of every size, or measured points."""
+"""Share of a peak, 0 to 1: one number for all sizes, or measured points."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of a card's peaks, 0 to 1, and times that are lost whatever is computed."""
+    """Shares of a card's peaks, 0 to 1, and fixed overheads."""
 
     dense: Share
-    """Products with dense weights: forward, and gradients of what they read."""
+    """GEMMs with dense weights: forward and dgrad."""
     dense_weights: Share
-    """Gradients of dense weights, stored in fp32."""
+    """wgrad of dense weights, stored in fp32."""
     dense_weights_added: Share
-    """Gradients of dense weights, added to a sum in fp32, as from a step's second micro-batch on."""
+    """wgrad of dense weights, added to an fp32 sum: a step's second and later micro-batches."""
     grouped: Share
-    """Products of experts, with gathers, activations and sums of rows: forward, and gradients of rows."""
+    """Expert GEMMs with gathers, activations and row sums: forward and dgrad."""
     grouped_weights: Share
-    """Gradients of experts' weights, stored in fp32."""
+    """wgrad of experts, stored in fp32."""
     grouped_weights_added: Share
-    """Gradients of experts' weights, added to a sum in fp32."""
+    """wgrad of experts, added to an fp32 sum."""
     router: Share
-    """The router's products, in fp32 but as a share of the peak of bf16."""
+    """The router's GEMM: fp32, as a share of the bf16 peak."""
     head: Share
-    """The three products of the head with its loss, where a rank has the whole vocabulary."""
+    """The three GEMMs of the head with its loss, without tp."""
     attention_forward: Share
-    """Attention's own products, causal ones counted by half."""
+    """Attention's GEMMs; causal ones count half."""
     attention_backward: Share
-    """Four products are counted, though kernels compute five."""
+    """Four GEMMs are counted, though kernels compute five."""
     fp8_dense: Share
-    """As `dense`, in 8 bits: the product alone, as a share of the card's peak in 8 bits."""
+    """As `dense`, in fp8, without quantization; a share of the fp8 peak."""
     fp8_dense_weights: Share
     fp8_dense_weights_added: Share
     fp8_grouped: Share
-    """As `grouped`, in 8 bits, with what is rounded between its products; its input is rounded already."""
+    """As `grouped`, in fp8, with quantization between the GEMMs but not of the input."""
     fp8_grouped_weights: Share
-    """As `grouped_weights`, with the transposed copies of what it reads."""
+    """As `grouped_weights`, with the transposed copies of its inputs."""
     fp8_grouped_weights_added: Share
     fp8_quantise: Part
-    """Rounding to 8 bits: bytes that are read and written, of the bandwidth of the card's memory."""
+    """Quantization to fp8: bytes read and written, as a share of memory bandwidth."""
     hbm: Part
-    """Work that moves data in the card's memory: norms, activations, routing, the optimizer."""
+    """Memory-bound work: norms, activations, routing, the optimizer."""
     node: Part
-    """Exchange between GPUs of a node."""
     network: Part
-    """Exchange between nodes."""
     hidden_exchange: Annotated[float, Meta(ge=0, le=1)]
-    """Share of the experts' exchange that pipeline.ep_overlap=true hides."""
+    """Share of dispatch and combine that pipeline.ep_overlap=true hides."""
     hidden_gradients: Annotated[float, Meta(ge=0, le=1)]
-    """Share of the exchange of gradients and weights that computation covers."""
+    """Share of gradient and weight communication that computation hides."""
     segment_us: Time
-    """Launches and tails of a segment on the device, forward; as much again backward."""
+    """Launch and tail overhead of a segment on the device, forward; the same backward."""
     host_us: Time
-    """Time of the host to start a segment, or a graph of segments, forward; as much again backward."""
+    """Host time to launch a segment or graph, forward; the same backward."""
 
 
 _DENSE, _GROUPED, _SCORES = (
@@ -100,17 +97,14 @@ CLASSES = {
     "head": ("hidden size", "tokens"),
     **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
 }
-"""Rates that may be points, and their two sizes: the first picks a class, the second is interpolated."""
+"""Rates that may be points, and their two sizes: the first selects a class, the second is interpolated."""
 
 
 FP8_RATES = tuple(field.name for field in dataclasses.fields(Rates) if field.name.startswith(FP8))
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
-    """Return the share of a product: interpolated between the points of its class, or that of the end point.
-
-    The class is the one whose first size has the ratio to ``kind`` that is nearest to 1.
-    """
+    """Return the share of a GEMM, interpolated within the class nearest to ``kind`` by ratio."""
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
@@ -120,24 +114,21 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 @functools.cache
 def default_rates(*, is_nvidia: bool) -> Rates:
-    """Return the rates of a vendor's cards where no others are given.
+    """Return the default rates of a vendor's cards.
 
-    NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate``; hbm and segment_us are means of two
-    cards, node is of two GPUs of a host (docs/benchmarks/projection_h200). The network and the shares that
-    other work hides are assumed, and so is that other cards reach the same shares. Those of products in 8
-    bits are of one H200, with scales of rows (docs/benchmarks/fp8_h200). All of AMD's are assumed, lower than
-    NVIDIA's.
+    NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate`` (docs/benchmarks/projection_h200,
+    docs/benchmarks/fp8_h200). Assumed are the network, hidden shares, other NVIDIA cards and all of AMD's.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
-    """Name the source of the rates that `rates_of` returns, and of those that ``recipe`` needs."""
+    """Name the source of the rates of `rates_of`, and of those that ``recipe`` needs."""
     if path is None:
-        known, which = _source_of_defaults(card), "those of products in 8 bits"
+        known, which = _source_of_defaults(card), "those of fp8 GEMMs"
     else:
-        known, which = f"the rates of {path}", "those that it lacks of products in 8 bits"
+        known, which = f"the rates of {path}", "those of fp8 GEMMs that it lacks"
     if recipe is Fp8Recipe.none:
         return known
     if path is None or not {*FP8_RATES} <= _given(path).keys():
@@ -155,10 +146,9 @@ def _source_of_defaults(card: Card) -> str:
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
-    """Return the rates of a card; a JSON file may give some or all of them. *Raises* ConfigError.
+    """Return the rates of a card; a JSON file may override some or all. *Raises* ConfigError.
 
-    The file holds an object of rates, or a document of ``graphmoe.bench suite=calibrate``, whose ``rates``
-    are one.
+    The file has an object of rates, or one as ``rates``, as ``graphmoe.bench suite=calibrate`` writes.
     """
     rates = default_rates(is_nvidia=card.is_nvidia)
     if path is None:
@@ -167,7 +157,6 @@ def rates_of(card: Card, path: Path | None = None) -> Rates:
 
 
 def _given(path: Path) -> dict[str, Any]:
-    """Return the rates of a file, by names that there are. *Raises* ConfigError."""
     names = [field.name for field in dataclasses.fields(Rates)]
     try:
         given = read_json(path, dict[str, Any])
@@ -175,19 +164,17 @@ def _given(path: Path) -> dict[str, Any]:
         raise ConfigError(f"rates={error}; it must hold an object with some of {', '.join(names)}") from error
     if isinstance(given.get("rates"), dict):
         given = given["rates"]
-    if unknown := [f"'{name}' is no rate{nearest(name, names)}" for name in given if name not in names]:
+    if unknown := [f"'{name}' is not a rate{nearest(name, names)}" for name in given if name not in names]:
         raise ConfigError(f"rates={path}: {'; '.join(unknown)}")
     return given
 
 
 Sides = tuple[float, float]
-"""Rows and columns of a weight, as far as a rank has it."""
 FP32 = 4
-"""Bytes of an element."""
 
 
 class Product(NamedTuple):
-    """Seconds of products: forward, and gradients of what they read and of weights."""
+    """Seconds of GEMMs: forward, dgrad and wgrad."""
 
     forward: float = 0.0
     inputs: float = 0.0
@@ -195,44 +182,38 @@ class Product(NamedTuple):
 
 
 class Fp8Dense(NamedTuple):
-    """Dense products in 8 bits."""
-
     element_bytes: int
-    """Bytes of an element before it is rounded."""
+    """Bytes of an element before quantization."""
     bf16_weights: bool = False
-    """True where their weight gradients are in bf16."""
+    """True if wgrad is in bf16."""
 
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Speeds that a card reaches, in FLOP/s and bytes/s. An object equals only itself, as a key of caches."""
+    """Speeds that a card reaches, in FLOP/s and bytes/s; compared by identity, as a cache key."""
 
     card: Card
     rates: Rates
     adding: float = 0.0
-    """Share of a step's micro-batches that add their weight gradients to those of others, 0 to 1."""
+    """Share of a step's micro-batches that add to existing weight gradients, 0 to 1."""
 
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
-        """Seconds of a product that makes weight gradients, by the rate ``name``, on average of a step."""
+        """Seconds of a wgrad by the rate ``name``, averaged over a step."""
         first, later = (self.seconds(flops, rate, kind, size) for rate in (name, f"{name}_added"))
         return (1 - self.adding) * first + self.adding * later
 
     def stored(self, elements: float) -> float:
-        """Seconds to read and write a weight's gradient in fp32, and to read the sum that it is added to."""
+        """Seconds to write a weight's fp32 gradient and read it once, and to read the sum it is added to."""
         return (2 + self.adding) * FP32 * elements / self.hbm
 
     def seconds(self, flops: float, rate: str, kind: float, size: float) -> float:
-        """Seconds of a product by a rate, with the two sizes that `CLASSES` names for it."""
         peak = self.card.fp8_tflops if rate.startswith(FP8) else self.card.tflops
         return flops / (peak * 1e12 * share_at(getattr(self.rates, rate), kind, size))
 
     def dense(self, rows: float, products: Iterable[Sides], fp8: Fp8Dense | None = None) -> Product:
-        """Time products of so many rows with weights of these sides.
-
-        With ``fp8`` they are in 8 bits where their sides allow it, with the rounding of what they read.
-        Products that read as many elements are taken to read the same, which is rounded once.
-        """
+        """Time GEMMs of ``rows`` rows with weights of these sides; ``fp8`` includes quantization."""
         forward = inputs = weights = 0.0
+        # GEMMs with the same input width are assumed to share their input, which is quantized once
         rounded = set[float]()
         for first, second in products:
             flops, width = 2 * rows * first * second, (first * second) ** 0.5
@@ -252,11 +233,10 @@ class Speeds:
         return Product(forward, inputs, weights)
 
     def quantised(self, elements: float, element_bytes: int) -> float:
-        """Seconds to read so many elements and to write them in 8 bits, or back."""
         return elements * (element_bytes + 1) / (self.card.hbm_tb_per_s * 1e12 * self.rates.fp8_quantise)
 
     def weight_forms(self, elements: float, element_bytes: int) -> float:
-        """Seconds of a micro-batch for both forms of weights in 8 bits, which are made once a step."""
+        """Seconds of a micro-batch for both quantized weight copies, made once a step."""
         return (1 - self.adding) * 2 * self.quantised(elements, element_bytes)
 
     @property
@@ -264,33 +244,28 @@ class Speeds:
         return self.card.hbm_tb_per_s * 1e12 * self.rates.hbm
 
     def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-to-all: so many bytes to ``ranks`` ranks alike, this one among them.
-
-        The ranks are ``stride`` apart. Bytes for other nodes take the rank's own network card.
-        """
+        """Seconds of an all-to-all of ``num_bytes`` over ``ranks`` ranks, ``stride`` apart."""
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)
         return max(
             num_bytes * (in_node - 1) / ranks / self._node,
+            # bytes for other nodes use the rank's own NIC
             num_bytes * (ranks - in_node) / ranks / self._network,
         )
 
     def gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather that makes so many bytes on every rank, or of the reduce-scatter back.
-
-        Bytes of other nodes come to each node once, over the network cards of all its ranks.
-        """
+        """Seconds of an all-gather to ``num_bytes`` on every rank, or of the reduce-scatter."""
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)
         return max(
             num_bytes * (ranks - 1) / ranks / self._node,
+            # bytes of other nodes enter each node once, over the NICs of all its ranks
             num_bytes * (ranks - in_node) / ranks / in_node / self._network,
         )
 
     def pass_on(self, num_bytes: float, *, in_node: bool) -> float:
-        """Seconds to send so many bytes to one other rank."""
         return num_bytes / (self.card.peer_gb_per_s * 1e9 * self.rates.node if in_node else self._network)
 
     @property

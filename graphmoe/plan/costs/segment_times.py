@@ -1,4 +1,4 @@
-"""Times of segments on a rank, for one micro-batch, and of parts of a model, which balance pipelines."""
+"""Times of segments on a rank for one micro-batch, and of model parts, which balance pipelines."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.recompute import Recompute
 
 MOVED = 1.5
-"""Number of times that each byte which the forward keeps crosses the card's memory in the forward."""
+"""Times that each saved byte crosses the card's memory in the forward."""
 
 
 REPLICA_PLAN = 50e-6
-"""Seconds of the plan of replicas: measured on an H200 for 8 ranks and 256 experts, but for their counts."""
+"""Seconds to plan replicas: measured on an H200 for 8 ranks and 256 experts, without gathering counts."""
 REPLICAS = 1
-"""Replicas that a rank computes in a layer: what a router that is nearly balanced asks for."""
+"""Replicas that a rank computes in a layer if routing is nearly balanced."""
 
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """Seconds of a segment, of a part of the model or of a stage for one micro-batch."""
+    """Seconds of a segment, model part or stage for one micro-batch."""
 
     name: str
-    """Name of the segment; for others their letters in layout strings."""
+    """Name of the segment; of others their letters in layout strings."""
     forward: float = 0.0
     inputs: float = 0.0
-    """Gradients of the segment's inputs, with their exchange and with what is made again."""
+    """dgrad, with its communication and recomputation."""
     weights: float = 0.0
-    """Gradients of the segment's weights."""
     exchange: float = 0.0
-    """Part of ``forward`` and ``inputs`` in which the rank waits for others."""
+    """Part of ``forward`` and ``inputs`` spent in exposed communication."""
 
     @property
     def total(self) -> float:
@@ -59,7 +58,6 @@ class SegmentTime:
 
 
 def sum_of(name: str, times: Iterable[SegmentTime]) -> SegmentTime:
-    """Add times up under another name."""
     values = [(time.forward, time.inputs, time.weights, time.exchange) for time in times]
     return SegmentTime(name, *map(sum, zip(*values, strict=True)))
 
@@ -73,11 +71,10 @@ def times_of_layers(
     host_counts: bool,
     hidden: float,
 ) -> list[list[SegmentTime]]:
-    """Return the times of the segments of several layers; layers that are alike share one list.
+    """Return the times of the segments of several layers; equal layers share one list.
 
-    ``hidden`` is the share of the experts' exchange that other work covers. With ``host_counts`` the host
-    waits for the counts of rows before it starts dispatch and experts, and the experts' weight gradients are
-    made together with the gradients of their inputs.
+    ``hidden``: share of dispatch and combine hidden by other work. ``host_counts``: the host waits for row
+    counts before dispatch, and the experts' wgrad counts with their dgrad.
     """
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
     kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
@@ -110,18 +107,16 @@ def _times_of_layer(
 
 @functools.lru_cache(maxsize=1024)
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
-    """Time the final norm, head and loss, once for each depth.
-
-    Where a rank has the whole vocabulary the forward makes both gradients, and the backward scales them.
-    Where ranks of tp share it, logits are written and read a few times.
-    """
+    """Time the final norm, head and loss, once for each depth."""
     model, tp = sizes.model, sizes.layout.tp
     d, vocabulary = model.hidden_size, model.vocab_size
+    # the forward computes both gradients, the backward scales them
     if tp == 1:
         flops = 3 * 2 * sizes.tokens * d * vocabulary
         forward = speeds.seconds(flops, "head", d, sizes.tokens) + 2 * sizes.state / speeds.hbm
         scaled = speeds.stored(d * vocabulary) + 3 * sizes.state / speeds.hbm
         return SegmentTime("loss", forward, scaled).scaled(depths)
+    # with tp, logits are written and read several times
     product = speeds.dense(sizes.gathered, [(d, vocabulary / tp)])
     moved = 4 * sizes.element_bytes * sizes.gathered * vocabulary / tp / speeds.hbm
     gather = along_tp(sizes, speeds)
@@ -133,7 +128,6 @@ def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
 
 @functools.lru_cache(maxsize=1024)
 def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
-    """Time the product that joins a state and the embedding of a later token."""
     d = sizes.model.hidden_size
     product = speeds.dense(sizes.tokens, [(2 * d, d)])
     return SegmentTime(
@@ -143,10 +137,10 @@ def join_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
 
 @functools.lru_cache(maxsize=1024)
 def embed_time(sizes: Sizes, speeds: Speeds) -> SegmentTime:
-    """Time the lookup and the weight's gradient, all of which is written in fp32 and read once."""
     model, tp = sizes.model, sizes.layout.tp
     moved = 2 * sizes.state / speeds.hbm
     gather = along_tp(sizes, speeds)
+    # the whole gradient is written in fp32 and read once
     gradient = speeds.stored(model.vocab_size * model.hidden_size / tp)
     return SegmentTime("embed", moved + gather, gather, 2 * moved + gradient, 2 * gather)
 
@@ -195,10 +189,7 @@ def _moe(
 def _segment(
     name: str, products: Iterable[Product], kept: float, exchange: tuple[float, float], speeds: Speeds
 ) -> SegmentTime:
-    """Time a segment by its products, the bytes that it keeps, and its exchange forward and backward.
-
-    Kept bytes are written once and read twice over forward and backward, and so are their gradients.
-    """
+    # saved bytes are written once and read twice over forward and backward, and so are their gradients
     moved, launch = kept / speeds.hbm, speeds.rates.segment_us * 1e-6
     forward, inputs, weights = (sum(seconds) for seconds in zip(Product(), *products, strict=True))
     there, back = exchange
@@ -212,14 +203,12 @@ def _segment(
 
 
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
-    """Return the seconds of what is made again for one micro-batch, by segment.
-
-    The last product of a piece that runs again is skipped, as nothing reads it; dispatch and combine are too.
-    """
+    """Return the seconds of recomputation for one micro-batch, by segment."""
     model, is_dense = sizes.model, index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     whole = {name for name in segments if recompute.covers(name, index)}
     parts = recompute.parts_of(index)
+    # a recomputed segment skips its last GEMM, which nothing reads, and dispatch and combine
     kept, kept_now = (layer_activations(sizes.plain, way, index) for way in (Recompute(), recompute))
     sizes = sizes.of_layer(index)
     found = {
@@ -265,12 +254,10 @@ def modelled_parts(
     expert_ranks: int = 1,
     joint_experts: bool = False,
 ) -> list[SegmentTime]:
-    """Return the seconds of one sequence in each part, in the order of the model: E, layers, MTP layers, L.
+    """Return the seconds of one sequence in each part, in model order: E, layers, MTP layers, L.
 
-    Whatever card runs, they are the times of an H200, from a step's second micro-batch on. It has each part
-    whole, except for the experts, which ``expert_ranks`` ranks share. Head and loss of all depths are in L,
-    where a pipeline has them. With ``joint_experts`` the experts' weight gradients count with the gradients
-    of their inputs.
+    Times are always those of an H200, from a step's second micro-batch on. The parts are whole, except that
+    ``expert_ranks`` share the experts. ``joint_experts``: experts' wgrad counts with dgrad.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
     depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)
@@ -284,7 +271,7 @@ def modelled_parts(
 
 
 def modelled_message(model: ModelConfig, seq_len: int) -> float:
-    """Seconds to send the state of one sequence from an H200 to one of another node."""
+    """Seconds to send the state of one sequence from an H200 to another node."""
     sizes, speeds = _on_a_card(model, seq_len)
     return speeds.pass_on(sizes.state, in_node=False)
 
@@ -298,7 +285,6 @@ def _on_a_card(model: ModelConfig, seq_len: int, expert_ranks: int = 1) -> tuple
 
 
 def stage_costs(pieces: Sequence[str], parts: Sequence[SegmentTime]) -> list[SegmentTime]:
-    """Sum the parts of each stage; the name of a sum is the stage's piece."""
     assert "".join(pieces) == "".join(part.name for part in parts)
     rest = iter(parts)
     return [sum_of(piece, itertools.islice(rest, len(piece))) for piece in pieces]

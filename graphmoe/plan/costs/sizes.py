@@ -1,4 +1,4 @@
-"""Tokens, rows and heads of one micro-batch on one rank, from which the sizes of its tensors follow."""
+"""Tokens, rows and heads of one micro-batch on one rank, which determine tensor sizes."""
 
 from __future__ import annotations
 
@@ -35,47 +35,36 @@ from graphmoe.plan.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Sizes on a rank, which are the same on all ranks of a layout.
-
-    An object equals only itself, so that it can be a key of caches.
-    """
+    """Sizes on any rank of a layout; compared by identity, as a cache key."""
 
     model: ModelConfig
     layout: Layout
     element_bytes: int
-    """Bytes of an element of weights and activations."""
     sequences: int
     seq_len: int
     room: Load
-    """Rows and slots that arrive at the experts of a rank, or the room that is made for them."""
+    """Received rows and slots of a rank's experts, or the capacity for them."""
     is_planned: bool
-    """True where room for rows is made without a count of the host."""
+    """True if the receive capacity is set without a host count."""
     pads_values: bool
-    """True where attention pads value heads to the size of query heads."""
+    """True if attention pads value heads to the size of query heads."""
     block: int = 0
-    """Rows that copy engines move for each pair of ranks."""
+    """Rows that copy engines send for each pair of ranks."""
     fp8: frozenset[str] = frozenset()
-    """Products in 8 bits, of `graphmoe.config.choices.FP8_PRODUCTS`."""
+    """fp8 GEMMs, of `graphmoe.config.choices.FP8_PRODUCTS`."""
     fp8_skips: frozenset[int] = frozenset()
-    """Layers that have none."""
     bf16_weight_grads: bool = False
-    """True where weight gradients of dense products in 8 bits are not in 8 bits."""
+    """True if the wgrad of dense fp8 GEMMs is in bf16."""
     fp8_rows: bool = False
-    """True where rows travel to their experts in 8 bits."""
     replica_slots: int = 0
-    """Experts of others that a rank can compute."""
     keeps_replicas: bool = False
-    """True where their weights are kept from forward to backward."""
+    """True if replica weights are saved from forward to backward."""
     brings_weights: bool = False
-    """True where their weights come along with rows."""
+    """True if replica weights are sent with the rows."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
-        """Return the sizes of a resolved configuration.
-
-        ``on_nvidia`` is True on a card of NVIDIA, whose attention takes heads of two sizes, and whose copies
-        take no multiprocessor from kernels beside them.
-        """
+        """Return the sizes of a resolved configuration; ``on_nvidia`` selects padding and transport."""
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
         travels = choice not in ("local", "alltoall")
@@ -115,52 +104,45 @@ class Sizes:
 
     @functools.cached_property
     def plain(self) -> Sizes:
-        """The same without products in 8 bits."""
         none: frozenset[Any] = frozenset()
         return replace(self, fp8=none, fp8_skips=none, fp8_rows=False) if self.fp8 else self
 
     @property
     def expert_elements(self) -> int:
-        """Numbers of an expert's weights."""
         return 3 * self.model.hidden_size * self.model.expert_ffn_size // self.layout.etp
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes of an expert's weights as a rank with a replica gets them."""
+        """Bytes of an expert's weights as sent to a replica."""
         return self.expert_elements * (1 if "experts" in self.fp8 else self.element_bytes)
 
     def of_layer(self, index: int) -> Sizes:
-        """Return the sizes of a layer, which may have no products in 8 bits."""
         return self.plain if index in self.fp8_skips else self
 
     @functools.cached_property
     def attention(self) -> AttentionFacts:
-        """Facts of the model's attention."""
         return attention_facts(self.model)
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
         return self.attention.kv_heads or self.model.num_heads
 
     @property
     def value_head(self) -> int:
-        """Elements of a value head as attention takes it."""
+        """Elements of a value head after padding."""
         return self.attention.head if self.pads_values else self.attention.value
 
     @property
     def tokens(self) -> int:
-        """Tokens of which a rank has the residual stream."""
+        """Tokens of the residual stream on a rank."""
         return self.sequences * self.seq_len // (self.layout.tp * self.layout.cp)
 
     @property
     def gathered(self) -> int:
-        """Tokens of all ranks of tp together."""
         return self.tokens * self.layout.tp
 
     @property
     def exchanging(self) -> int:
-        """Ranks of cp that exchange positions for heads."""
         return 1 if self.layout.ring else self.layout.cp
 
     @property
@@ -174,5 +156,4 @@ class Sizes:
         return self.tokens * self.model.hidden_size * self.element_bytes
 
     def heads(self, count: int) -> int:
-        """Return the number of heads, of ``count``, that a rank attends with."""
         return count // (self.layout.tp * self.exchanging)

@@ -1,7 +1,7 @@
-"""Actions of a pipeline's ranks and their order: the words that schedules are made of.
+"""Actions of pipeline ranks and their order: the vocabulary of schedules.
 
-The model is cut into stages, numbered from the embedding to the loss. A rank has one stage or several
-(virtual stages); `Placement` says which. Tables name work by stage and micro-batch, and know no tensors.
+Stages are numbered from the embedding to the loss. A rank has one or several (virtual stages), by
+`Placement`.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; gradients of the stage's inputs; gradients of its weights. B is I, then W."""
+"""Forward; whole backward; dgrad; wgrad. B is I, then W."""
 
 
 class Action(NamedTuple):
-    """One piece of work of one stage for one micro-batch."""
+    """Work of one stage for one micro-batch."""
 
     kind: Kind
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        """Return words such as ``3F0``: stage 3, forward, micro-batch 0."""
+        """Return such as ``3F0``: stage 3, forward, micro-batch 0."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
 class Together(NamedTuple):
-    """A forward and the backward of another micro-batch, whose segments take turns."""
+    """A forward and another micro-batch's backward, whose segments alternate."""
 
     forward: Action
     backward: Action
@@ -40,26 +40,22 @@ Step = Action | Together
 
 
 def parts(step: Step) -> tuple[Action, ...]:
-    """Return the one action of a step, or the two of a `Together`."""
     return step if isinstance(step, Together) else (step,)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of the stages on ranks."""
-
     rank_of: tuple[int, ...]
-    """Rank of each stage."""
     num_ranks: int
 
     @classmethod
     def loop(cls, num_ranks: int, virtual_stages: int = 1) -> Placement:
-        """Place stages in rounds: stage s is on rank s % num_ranks."""
+        """Place stages round-robin: stage s on rank s % num_ranks."""
         return cls(tuple(s % num_ranks for s in range(num_ranks * virtual_stages)), num_ranks)
 
     @classmethod
     def folded(cls, num_ranks: int) -> Placement:
-        """Place stages on a V, to the last rank and back: rank 0 has the first and the last stage."""
+        """Place stages in a V: rank 0 has the first and the last."""
         ranks = range(num_ranks)
         return cls((*ranks, *reversed(ranks)), num_ranks)
 
@@ -68,7 +64,6 @@ class Placement:
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, in the order of the model."""
         return tuple(stage for stage, on in enumerate(self.rank_of) if on == rank)
 
 

@@ -1,4 +1,4 @@
-"""Layouts that balance a pipeline, by modelled times of the model's parts or by measured ones."""
+"""Layouts that balance a pipeline, by modelled or measured times of the model's parts."""
 
 import functools
 import itertools
@@ -11,27 +11,25 @@ from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.layouts import short_layout
 
 Borders = list[int]
-"""Places among the parts of a model where stages begin and end: from 0 to the number of parts."""
+"""Boundaries of stages among the parts of a model: from 0 to the number of parts."""
 Key = tuple[float, ...]
-"""Rounded costs, so that sums of the same parts in another order are equal."""
+"""Rounded costs, so that sums in another order are equal."""
 MOST_TRIED = 20_000
-"""Layouts that are tried one by one, in some 0.3 s; where there are more, only neighbours of a good one."""
+"""Layouts enumerated exhaustively, in some 0.3 s; beyond that only neighbours of a good one."""
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -> str:
-    """Return the layout whose busiest rank takes least, by `modelled_parts`, as `balanced_layout` does."""
+    """Return the `balanced_layout` by `modelled_parts`."""
     return balanced_layout(tuple((part.name, part.total) for part in modelled_parts(model, seq_len)), rank_of)
 
 
 @functools.lru_cache(maxsize=1024)  # schedules may place stages alike; the largest layout takes a second
 def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
-    """Return the layout of contiguous stages, none empty, whose busiest rank has least to do.
+    """Return the layout of contiguous, non-empty stages whose busiest rank has least to do. *Raises*
+    ConfigError.
 
-    ``costs`` has letter and cost of each part, in the order of the model; ``rank_of`` the rank of each stage.
-    Among several such layouts, those are taken whose largest stage is smallest, then the most even one (least
-    sum of squares), with the lighter stages first, as their ranks keep the most activations. Where ranks have
-    several stages and there are more than `MOST_TRIED` layouts, borders are moved as long as that helps.
-    *Raises* ConfigError where there are more stages than parts.
+    ``costs``: letter and cost of each part; ``rank_of``: rank of each stage. Ties: least largest stage, then
+    least sum of squares, then lighter stages first, as their ranks save the most activations.
     """
     num_stages = len(rank_of)
     if not 1 <= num_stages <= len(costs):
@@ -43,6 +41,7 @@ def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ..
     total = sum(cost for _, cost in costs) or 1.0
     sums = [0.0, *itertools.accumulate(cost / total for _, cost in costs)]
     borders = _even_stages(sums, num_stages)
+    # with several stages a rank and more than MOST_TRIED layouts, a local search moves borders
     if len(set(rank_of)) < num_stages:
         borders = _even_ranks(sums, rank_of, borders)
     letters = "".join(letter for letter, _ in costs)
@@ -61,10 +60,7 @@ def _even_stages(sums: Sequence[float], num_stages: int) -> Borders:
 def _cheapest(
     sums: Sequence[float], num_stages: int, join: Callable[[float, float], float]
 ) -> tuple[float, Borders]:
-    """Return the least joint cost of contiguous stages, and their borders.
-
-    ``sums[i]`` is the cost of the first i parts; ``join`` adds a stage to the joint cost of those before it.
-    """
+    # sums[i] is the cost of the first i parts; join adds a stage to the joint cost of those before it
     num_parts = len(sums) - 1
     table: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     starts: list[dict[int, int]] = []
@@ -116,7 +112,7 @@ def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
 
 
 def _neighbours(borders: Borders) -> Iterator[Borders]:
-    """Yield borders that give a stage one part more and another one less; stages between them move."""
+    """Yield borders that move one part from one stage to another; stages between them shift."""
     inner = range(1, len(borders) - 1)
     for first, last in itertools.combinations_with_replacement(inner, 2):
         for step in (-1, 1):
@@ -140,20 +136,20 @@ KINDS = {
     "mtp": ("mtp",),
     "loss": ("loss",),
 }
-"""Parts of a model whose times may be given as a whole, and the pieces of which each is the sum."""
+"""Parts whose times may be given as a whole, and the segments that each sums."""
 
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return letter and milliseconds of each part, forward and backward together, from measured times.
+    """Return letter and milliseconds of each part, forward plus backward. *Raises* ConfigError.
 
-    Names are kinds of parts (`KINDS`), segments (``attn``) or units of neighbouring segments
-    (``attn..moe_combine``). A layer without a time of its own costs what its segments do, an MTP layer as
-    much as a MoE layer, the embedding nothing; the loss is that of all depths. *Raises* ConfigError.
+    Names are kinds of parts (`KINDS`), segments (``attn``) or units of consecutive segments
+    (``attn..moe_combine``). An untimed layer costs the sum of its segments, an MTP layer as much as a MoE
+    layer, the embedding 0; the loss covers all depths.
     """
     for name, ms in measured_ms.items():
         if not any(_pieces_in(name, kind) for kind in KINDS):
             raise ConfigError(
-                f"'{name}' is no part whose time balances a pipeline; use {', '.join(KINDS)}, a segment of a "
+                f"'{name}' is not a part with a time; use {', '.join(KINDS)}, a segment of a "
                 f"layer such as attn, or a unit of neighbouring segments such as attn..moe_combine"
             )
         if not 0 <= ms < math.inf:
@@ -178,7 +174,6 @@ def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list
 
 
 def _pieces_in(name: str, kind: str) -> Sequence[str]:
-    """Return the pieces of a kind of part of which a name has the time; none where it names others."""
     pieces = KINDS[kind]
     first, _, last = name.partition("..")
     if name == kind:
@@ -189,10 +184,6 @@ def _pieces_in(name: str, kind: str) -> Sequence[str]:
 
 
 def _kind_ms(kind: str, model: ModelConfig, measured_ms: Mapping[str, float], read: set[str]) -> float:
-    """Return the milliseconds of a part: its own entry, or the sum over its segments and units.
-
-    The names of used entries are added to ``read``.
-    """
     wanted = [piece for piece in KINDS[kind] if piece != "shared_experts" or model.shared_ffn_size]
     found: dict[str, str] = {}
     for name in [kind] if kind in measured_ms else measured_ms:

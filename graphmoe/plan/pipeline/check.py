@@ -1,4 +1,4 @@
-"""Dependencies of a table's actions, the check that it can run, and the activations that it keeps."""
+"""Dependencies of a table's actions, the check that it can run, and its activation counts."""
 
 import functools
 import operator
@@ -8,24 +8,19 @@ from collections.abc import Iterable, Iterator
 from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, Together, parts
 
 FORWARD_ONLY = "forward_only"
-"""Name of the schedule of tables that evaluate."""
+"""Schedule name of tables that evaluate."""
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class TableError(ValueError):
-    """A table that no ranks could run; the message names the ranks and actions."""
+    """A table that cannot run; the message names ranks and actions."""
 
 
 def check(table: Table) -> None:
-    """Check that each rank does all of its work once, in an order that all ranks can keep.
-
-    A border of two stages delivers messages in the order in which they were sent. So all stages go through
-    micro-batches in one order, the increasing one, forward as well as backward.
-
-    Raises `TableError`, which names the action that is missing, twice, misplaced, out of order or never
-    gets its turn.
-    """
+    """Check that each rank does all its work once, in a feasible order. *Raises* `TableError`."""
     _check_shape(table)
+    # messages between two stages arrive in the order sent, so all stages process micro-batches in increasing
+    # order
     for rank in range(len(table.ranks)):
         _check_work(table, rank)
         _check_order(table, rank)
@@ -34,19 +29,15 @@ def check(table: Table) -> None:
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """Return the most activations that each rank keeps at once, in those of its whole stage.
-
-    The unit is one micro-batch on all stages of a rank, so a stage counts 1/n where its rank has n. An
-    activation is kept from the start of F to the end of B or W, as weight gradients read it. In a table
-    without backward it goes when F ends.
-    """
+    """Return each rank's peak number of saved activations, in micro-batches of all its stages."""
     sizes = [1] * table.placement.num_stages
     shares = [len(table.placement.stages_of(rank)) for rank in range(table.placement.num_ranks)]
+    # a stage counts 1/n on a rank with n stages
     return tuple(peak / share for peak, share in zip(peaks(table, sizes), shares, strict=True))
 
 
 def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
-    """Return the most that each rank keeps at once; ``sizes`` has the size of an activation of each stage."""
+    """Return each rank's peak; ``sizes``: activation size of each stage."""
     size_of, found = list(sizes), []
     for rank, moments in enumerate(in_flight(table)):
         own = [size_of[stage] for stage in table.placement.stages_of(rank)]
@@ -56,10 +47,8 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return for each rank the moments in which it keeps most, as numbers of micro-batches by stage.
-
-    A moment is left out where another one has as many or more of every stage.
-    """
+    """Return for each rank the peak moments, as numbers of micro-batches by stage; dominated ones are
+    dropped."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -70,6 +59,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
             if action.kind == "F":
                 counts[action.stage] += 1
                 moments.add(tuple(counts.values()))
+            # wgrad reads the activations, so they are freed after B or W; without a backward, after F
             if action.kind in "BW" or action[1:] not in trained:
                 counts[action.stage] -= 1
         found.append(largest(moments))
@@ -77,7 +67,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Leave out each moment for which another one has as many or more of every stage."""
+    """Drop each moment that another one dominates in every stage."""
     kept: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, other)) for other in kept):
@@ -101,7 +91,6 @@ def _check_shape(table: Table) -> None:
 
 
 def _check_work(table: Table, rank: int) -> None:
-    """Check that a rank has F, and B or I and W, of its stages and of each micro-batch, and nothing else."""
     wanted = ("F",) if table.schedule == FORWARD_ONLY else ("FB", "FIW")
     stages, numbers = table.placement.stages_of(rank), range(table.num_micro_batches)
     found = {(stage, number): "" for stage in stages for number in numbers}
@@ -116,7 +105,7 @@ def _check_work(table: Table, rank: int) -> None:
         if kinds not in wanted:
             raise TableError(
                 f"{table.schedule}: rank {rank} does {' and '.join(kinds) or 'nothing'} of stage {stage} for "
-                f"micro-batch {number}; {' or '.join(map(' and '.join, wanted))} is wanted, each once"
+                f"micro-batch {number}; {' or '.join(map(' and '.join, wanted))} must each be there once"
             )
 
 
@@ -136,12 +125,11 @@ def _check_order(table: Table, rank: int) -> None:
 
 
 def result(action: Action) -> Action:
-    """Return the result that others wait for: B and I both give gradients of inputs, called I."""
     return action._replace(kind="I") if action.kind == "B" else action
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
-    """Return the results that have to be there before an action starts."""
+    """Return the results that an action needs before it starts."""
     kind, stage, micro_batch = action
     if kind == "F":
         return [Action("F", stage - 1, micro_batch)] if stage else []
@@ -152,11 +140,8 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Step]]:
-    """Yield the steps of all ranks in an order in which each step comes after all that it needs.
-
-    Steps of one rank keep their order. Raises `TableError` where ranks wait for each other, or for an action
-    that no rank does.
-    """
+    """Yield the steps of all ranks in dependency order. *Raises* `TableError` on a deadlock or a missing
+    action."""
     ranks, num_stages = table.ranks, table.placement.num_stages
     position = [0] * len(ranks)
     done: set[Action] = set()
@@ -196,8 +181,8 @@ def _who_waits(table: Table, position: list[int], waiting: dict[Action, list[int
     words = []
     for rank in chain:
         need = waits_for[rank]
-        what = f"{need}, which no rank does"
+        what = f"{need}, which no rank computes"
         if need in owner:
-            what = f"{owner[need][1]}, which comes later on rank {owner[need][0]}"
+            what = f"{owner[need][1]}, which is later on rank {owner[need][0]}"
         words.append(f"rank {rank} at {table.ranks[rank][position[rank]]} waits for {what}")
     return "; ".join(words)

@@ -1,8 +1,8 @@
-"""Share of a model that a stage of a pipeline has, and layout strings, which list the layers of each.
+"""Model pieces of a pipeline stage, and layout strings, which list the layers of each stage.
 
 ``Et|(tt|)*6L`` is eight pieces: ``E`` the embedding, ``t`` a transformer layer, ``m`` a
-multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` the border of two stages.
-``x*n`` and ``(x)*n`` repeat; commas and spaces are ignored. The n-th piece is stage n.
+multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` a stage boundary. ``x*n`` and
+``(x)*n`` repeat; commas and spaces are ignored. The n-th piece is stage n.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from graphmoe.config.schema import ConfigError
 
 @dataclass(frozen=True)
 class StagePieces:
-    """Pieces of the model that one stage has; layers are numbered over the whole model."""
+    """Model pieces of one stage; layers are numbered over the whole model."""
 
     embed: bool
     layers: range
@@ -25,43 +25,35 @@ class StagePieces:
 
 
 def all_pieces(num_layers: int, mtp_depth: int) -> StagePieces:
-    """Return the pieces of the one stage of a model that is not cut."""
     return StagePieces(True, range(num_layers), range(mtp_depth), True)
 
 
 def needs_embedding(stage: StagePieces, *, tied: bool) -> bool:
-    """Return True where a stage reads the embedding's weight, which is also the weight of a tied head."""
+    """Return whether a stage reads the embedding's weight, which may be a tied head's too."""
     return stage.embed or len(stage.mtp) > 0 or (tied and stage.loss)
 
 
 def normalises(stage: StagePieces, mtp_depth: int) -> bool:
-    """Return True for the stage that applies the final norm.
-
-    It is the first stage that predicts later tokens; in a model without such layers, the stage of the loss.
-    """
+    """Return whether a stage applies the final norm: the first MTP stage, or else the stage of the loss."""
     return stage.mtp.start == 0 and len(stage.mtp) > 0 if mtp_depth else stage.loss
 
 
 KEY = "pipeline.layout"
 MAX_SIGNS = 10_000
-"""Letters and borders that a layout may have once it is written out."""
+"""Most letters and borders of an expanded layout."""
 _VALID = "E (embedding), t (layer), m (multi-token-prediction layer), L (loss), |, x*n and (x)*n"
 _REPEAT = "such as t*3 or (tt|)*3"
 
 
 def parse_layout(text: str, *, key: str = KEY) -> list[str]:
-    """Return the pieces of a layout, written out: ``Et``, ``tt``, ..., ``L``.
-
-    *Raises* ConfigError, which points at the character, for a string that is no layout of any model. The
-    error names the string by ``key``.
-    """
+    """Return the expanded pieces of a layout: ``Et``, ``tt``, ..., ``L``. *Raises* ConfigError."""
     return "".join(sign.char for sign in _checked(_Source(text, key))).split("|")
 
 
 def pieces_of(
     text: str, num_layers: int, mtp_depth: int, num_stages: int, *, key: str = KEY
 ) -> tuple[StagePieces, ...]:
-    """Return the pieces of each stage. *Raises* ConfigError where the layout does not fit model or stages."""
+    """Return the pieces of each stage. *Raises* ConfigError if the layout does not fit."""
     source = _Source(text, key)
     signs = _checked(source)
     for char, of_model, wanted in (
@@ -73,7 +65,7 @@ def pieces_of(
         if more:
             at = (found[wanted:] or found[-1:] or signs[-1:])[0].at
             change = f"add {more}" if more > 0 else f"take {-more} away"
-            source.fail(at, f"{char} is there {len(found)} times, and {of_model}={wanted}; {change}")
+            source.fail(at, f"{char} occurs {len(found)} times, but {of_model}={wanted}; {change}")
     pieces = "".join(sign.char for sign in signs).split("|")
     if len(pieces) != num_stages:
         borders = [sign for sign in signs if sign.char == "|"]
@@ -93,7 +85,7 @@ def pieces_of(
 
 
 def short_layout(pieces: Sequence[str]) -> str:
-    """Write the pieces as a layout with repetitions, from which `parse_layout` makes the same pieces."""
+    """Return the pieces as a layout with repetitions, the inverse of `parse_layout`."""
     shown = ""
     for each, same in itertools.groupby(pieces):
         count = len([*same])
@@ -103,8 +95,6 @@ def short_layout(pieces: Sequence[str]) -> str:
 
 
 class _Sign(NamedTuple):
-    """A letter or border of the layout written out, and its place in the string."""
-
     char: str
     at: int
 
@@ -114,13 +104,11 @@ class _Source(NamedTuple):
     key: str
 
     def fail(self, at: int, problem: str) -> NoReturn:
-        """Raise ConfigError with the string and a caret below the character at ``at``."""
         shown = self.text.replace("\n", " ").replace("\t", " ")
         raise ConfigError(f"{self.key}: {problem}\n  {shown}\n  {' ' * at}^")
 
 
 def _checked(source: _Source) -> list[_Sign]:
-    """Return every letter and border. *Raises* ConfigError unless they are E, every t, every m, L."""
     signs = _written_out(source)
     if not signs:
         source.fail(0, "it is empty; write such as 'Ett|ttL'")
@@ -133,14 +121,11 @@ def _checked(source: _Source) -> list[_Sign]:
         fitting = re.match("(Et*m*L?)?", kinds)
         assert fitting
         at = letters[min(fitting.end(), len(letters) - 1)].at
-        source.fail(
-            at, "the letters are E once, then every t, then every m, then L once; mend the order here"
-        )
+        source.fail(at, "the letters are E once, then every t, then every m, then L once; fix the order here")
     return signs
 
 
 def _written_out(source: _Source) -> list[_Sign]:
-    """Return letters and borders with all repetitions, from left to right; commas and spaces are skipped."""
     groups: list[list[_Sign]] = [[]]  # those that are open, the outermost first
     opened: list[int] = []
     last: list[_Sign] = []  # a star repeats it
@@ -161,7 +146,7 @@ def _written_out(source: _Source) -> list[_Sign]:
                 source.fail(start, "nothing is in these parentheses; write such as (tt|)*3")
             groups[-1] += last
         elif char != "*":
-            source.fail(at, f"'{char}' is no letter of a layout; use {_VALID}")
+            source.fail(at, f"'{char}' is not a letter of a layout; use {_VALID}")
         elif not last:
             source.fail(at, f"there is nothing here to repeat; write {_REPEAT}, and (t*2)*3 for twice")
         elif not match[1].strip("0"):

@@ -1,4 +1,4 @@
-"""Pipeline of a run by its configuration: stages, their ranks, and the schedule's table."""
+"""The pipeline of a run: stages, their ranks, and the schedule's table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +18,14 @@ from graphmoe.plan.recompute import Recompute
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The pipeline of a run whose layers are shared out along pp."""
+    """The pipeline of a run with pp > 1."""
 
     layout: str
-    """Pieces of all stages, as `graphmoe.plan.pipeline.layouts` writes them."""
     stages: tuple[StagePieces, ...]
     table: Table
     costs: Costs
-    """Modelled or given times of the stages, which the tables of some schedules follow."""
+    """Modelled or given times of the stages; the tables of some schedules depend on them."""
     embed_on: tuple[int, ...]
-    """Places along pp that hold the embedding."""
 
     @property
     def placement(self) -> Placement:
@@ -35,17 +33,15 @@ class PipelinePlan:
 
     @property
     def stages_of_places(self) -> list[list[StagePieces]]:
-        """Stages of each place along pp, in the order of the model."""
         numbers = map(self.placement.stages_of, range(self.placement.num_ranks))
         return [[self.stages[number] for number in of_place] for of_place in numbers]
 
     def pieces_of_place(self, place: int) -> list[str]:
-        """Return the pieces of a place's stages as layout strings: ``['Et', 'L']``."""
+        """Return the pieces of one rank's stages as layout strings: ``['Et', 'L']``."""
         pieces = parse_layout(self.layout)
         return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
 
     def describe(self) -> str:
-        """Return a line for the log."""
         return (
             f"pipeline.schedule={self.table.schedule}: {len(self.stages)} stages on "
             f"{self.placement.num_ranks} ranks, {self.table.num_micro_batches} micro-batches a step, "
@@ -54,10 +50,7 @@ class PipelinePlan:
 
 
 def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None) -> PipelinePlan | None:
-    """Return the pipeline of a run; None where each rank has all layers. *Raises* ConfigError.
-
-    ``stands_for`` are the micro-batches of a longer run, as in `make_table`.
-    """
+    """Return the pipeline of a run; None without pp. *Raises* ConfigError."""
     if layout.pp == 1:
         return None
     if problems := [*_schedule_problems(config, layout)]:
@@ -85,7 +78,6 @@ def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None
 
 
 def with_one_micro_batch(config: RunConfig, layout: Layout) -> RunConfig:
-    """Return a copy with one micro-batch on each rank, whose ranks have the same stages as before."""
     train = replace(config.train, global_batch_size=config.train.micro_batch_size * layout.dp)
     return replace(config, train=train, pipeline=replace(config.pipeline, microbatches=None))
 
@@ -100,23 +92,21 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
 
 
 def expert_ranks(model: ModelConfig, layout: Layout) -> int:
-    """Return the ranks that share the experts in modelled times: one, those of a node, or of two nodes."""
+    """Return the expert ranks of modelled times: 1, one node, or two nodes."""
     ranks = layout.size("ep_etp")
     alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
     return min(alike, model.num_experts) or 1
 
 
 def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
-    """Return the times of a layout's stages. All ranks get the same, as they follow from the configuration.
-
-    With pipeline.costs a part takes its measured time, of which F, I and W take their modelled shares.
-    """
+    # all ranks compute the same, from the configuration alone
     model, seq_len, again = config.model, config.data.seq_len or 1, Recompute.of(config.recompute)
     is_joint = dispatcher_of(config.moe, config.parallel) == "alltoall"
     ranks = expert_ranks(model, layout)
     parts = modelled_parts(model, seq_len, again, expert_ranks=ranks, joint_experts=is_joint)
     message = modelled_message(model, seq_len)
     if config.pipeline.costs:
+        # pipeline.costs gives a part's measured time; F, I and W get their modelled shares of it
         before = sum(part.total for part in parts)
         given = zip(parts, _given_parts(config), strict=True)
         parts = [part.scaled(ms / part.total if part.total else 0.0) for part, (_, ms) in given]
@@ -127,7 +117,6 @@ def _costs(config: RunConfig, layout: Layout, text: str) -> Costs:
 
 
 def costs_of(stages: Sequence[SegmentTime], message: float) -> Costs:
-    """Return what the steps of stages cost that take these times."""
     forward, inputs, weights = (
         tuple(getattr(stage, kind) for stage in stages) for kind in ("forward", "inputs", "weights")
     )
@@ -150,7 +139,6 @@ def _cost(entry: str) -> tuple[str, float]:
 
 
 def num_micro_batches(config: RunConfig, layout: Layout) -> int:
-    """Micro-batches of a step on each rank."""
     return config.train.global_batch_size // (config.train.micro_batch_size * layout.dp)
 
 
@@ -178,11 +166,11 @@ def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 PLAIN = "1f1b"
 SIMULATED = 16
-"""Most micro-batches, for each rank of a pipeline, that are simulated: tables of thousands take seconds."""
+"""Most simulated micro-batches for each pipeline rank: tables of thousands take seconds."""
 
 
 def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
-    """Return `slower_than_1f1b` of a run's own schedule, by modelled or given times. *Raises* ConfigError."""
+    """Return `slower_than_1f1b` of a run's own schedule. *Raises* ConfigError."""
     if layout.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp
@@ -205,9 +193,9 @@ def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
-    """Return words that name a schedule to use instead; None where ``schedule`` is no slower than 1f1b.
+    """Return a message with a faster schedule; None if ``schedule`` is no slower than 1f1b.
 
-    ``timeline_of`` simulates a schedule with the same ranks and micro-batches; None where it can't run.
+    ``timeline_of`` simulates a schedule; None if it cannot run.
     """
     if schedule == PLAIN:
         return None
@@ -220,9 +208,9 @@ def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None
     fitting = {name: t for name, t in others.items() if max(t.peak_activations) <= kept}
     best = min(fitting, key=lambda name: fitting[name].makespan, default=None)
     if best is None or fitting[best].makespan >= own.makespan:
-        instead = "no schedule that keeps so few is faster"
+        instead = "no schedule with so few activations is faster"
     else:
-        instead = f"use {best}, the fastest that keeps no more: {_shown(fitting[best])}"
+        instead = f"use {best}, the fastest with no more activations: {_shown(fitting[best])}"
     return (
         f"{schedule} is slower than {PLAIN} by simulation: {_shown(own)}, {PLAIN} {_shown(plain)}; {instead}"
     )

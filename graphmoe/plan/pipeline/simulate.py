@@ -1,4 +1,4 @@
-"""Timelines of a pipeline: of a recorded run, or simulated from the time that each step is said to take."""
+"""Timelines of a pipeline, recorded or simulated."""
 
 from __future__ import annotations
 
@@ -18,48 +18,40 @@ Track = Literal["compute", "comm"]
 
 @dataclass(frozen=True)
 class Span:
-    """One step or transfer of one rank; times have the unit of the costs, for a run microseconds."""
+    """A step or transfer of one rank; in the unit of the costs, microseconds for a recorded run."""
 
     rank: int
     track: Track
     step: Step
-    """Step of the rank; on the track ``comm`` the action that waits for its input to arrive."""
+    """On the track ``comm``, the action that waits for its input."""
     start: float
     end: float
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans of one step of training, and the numbers that follow from them."""
-
     table: Table
-    """Steps that each rank computed."""
     spans: tuple[Span, ...]
-    """Spans in the order of ranks, then of time."""
+    """Sorted by rank, then time."""
     makespan: float
-    """Time from the first start to the last end of any rank."""
     busy: float
-    """Time that all ranks compute, in sum."""
     peak_bytes: tuple[float, ...] | None = None
-    """Most bytes that each rank kept at once, where measured or where the size of an activation is known."""
+    """Peak bytes of each rank, if measured or if activation sizes are known."""
 
     @property
     def bubble(self) -> float:
-        """The share of makespan * ranks in which a rank computes nothing, 0 to 1."""
+        """Idle share of makespan * ranks, 0 to 1."""
         offered = self.makespan * self.table.placement.num_ranks
         return (offered - self.busy) / offered if offered else 0.0
 
     @functools.cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Most that each rank kept at once, in activations of its whole stage for one micro-batch."""
+        """Peak of each rank, in activations of its whole stage for one micro-batch."""
         return peak_activations(self.table)
 
 
 def timeline_of(like: Table, spans: Iterable[Span], peak_bytes: Iterable[float] | None = None) -> Timeline:
-    """Make a timeline of measured spans, of the schedule of a table; times are counted from the first start.
-
-    The spans of one rank and track must not overlap. They may come in any order.
-    """
+    """Return the timeline of measured spans, in any order; those of one rank and track must not overlap."""
     measured = sorted(spans, key=lambda span: (span.rank, span.start, span.end))
     if not measured:
         raise ValueError("a step has no spans")
@@ -78,17 +70,16 @@ def timeline_of(like: Table, spans: Iterable[Span], peak_bytes: Iterable[float] 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of steps by stage, all in one unit. B takes as long as I and W together."""
+    """Times of steps by stage, in one unit. B takes I plus W."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     comm: float = 0.0
-    """Time from an action's end to the arrival of its result on another rank; no rank is busy with it."""
+    """Transfer time to another rank; no rank is busy with it."""
     hidden: float = 0.0
-    """Time that a forward and a backward save when they run together; at most the shorter of both."""
+    """Time that a forward and a backward save when overlapped; at most the shorter of both."""
     activation_bytes: tuple[float, ...] | None = None
-    """Bytes that are kept of each stage for one micro-batch."""
 
     @classmethod
     def of_rank(
@@ -102,9 +93,9 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Make equal stages from the costs of a rank's whole stage, which its virtual stages share.
+        """Return equal stages from the costs of a rank's whole stage.
 
-        The saving of a pair is of whole stages too; a message has the same size however stages are cut.
+        ``hidden`` is of whole stages too; ``comm`` does not depend on the number of stages.
         """
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
@@ -120,7 +111,6 @@ class Costs:
         )
 
     def of(self, step: Step) -> float:
-        """Return the time that a rank computes for a step."""
         if isinstance(step, Together):
             forward, backward = self.of(step.forward), self.of(step.backward)
             return forward + backward - min(self.hidden, forward, backward)
@@ -133,10 +123,9 @@ class Costs:
 
 
 def simulate(table: Table, costs: Costs) -> Timeline:
-    """Simulate a table in which each step starts as early as its rank and its inputs allow.
+    """Simulate a table in which each step starts as early as its rank and inputs allow.
 
-    Transfers cost no rank its time and do not wait for each other. Both halves of a `Together` start and end
-    with it. Raises `TableError` on a deadlock.
+    Transfers use no compute time and do not contend. *Raises* `TableError` on a deadlock.
     """
     placement = table.placement
     spans: list[Span] = []
@@ -157,12 +146,11 @@ def simulate(table: Table, costs: Costs) -> Timeline:
 
 
 def makespan_of(table: Table, costs: Costs) -> float:
-    """Return the makespan that `simulate` finds, without its spans, which take most of its time."""
+    """Return the makespan of `simulate`, without its costly spans."""
     return max(map(operator.itemgetter(3), _timed(table, costs)), default=0.0)
 
 
 def _timed(table: Table, costs: Costs) -> Iterator[tuple[int, Step, float, float]]:
-    """Yield the rank, start and end of each step, in the order of `in_order`. Raises `TableError`."""
     ranks, numbers = table.ranks, _numbers(table.placement, costs.comm)
     ends, waiting = dict[int, float](), dict[int, list[int]]()
     free, position = [0.0] * len(ranks), [0] * len(ranks)
@@ -194,11 +182,8 @@ def _timed(table: Table, costs: Costs) -> Iterator[tuple[int, Step, float, float
 
 
 def _numbers(placement: Placement, comm: float) -> dict[Kind, list[tuple[int, list[tuple[int, float]]]]]:
-    """Number the results of micro-batch 0, by stage: each action's own, and its needs with their transfers.
-
-    Those of other micro-batches are as many later.
-    """
     stages, rank_of = range(placement.num_stages), placement.rank_of
+    # results of micro-batch 0; those of micro-batch n have n more, and no pipeline has 2**32
     own = {(kind, stage): (3 * stage + i) * 2**32 for i, kind in enumerate("FIW") for stage in stages}
 
     def numbered(action: Action) -> tuple[int, list[tuple[int, float]]]:

@@ -1,9 +1,8 @@
-"""Messages that a rank of a table sends and receives, and their times; nothing here knows tensors.
+"""Messages that a rank of a table sends and receives, and when, without tensors.
 
-A channel is an ordered pair of ranks. Messages arrive in the order in which its source sends them, so its
-destination posts receives in that order too: each just before the step that reads the message, or earlier
-where a later message is read first. It posts none earlier: a receive that waits on an AMD GPU holds up other
-collectives.
+A channel is an ordered pair of ranks. Messages arrive in send order, so receives are posted in that order:
+just before the step that reads the message, or earlier if a later message is read first. No earlier, because
+a waiting receive stalls other collectives on AMD GPUs.
 """
 
 import itertools
@@ -16,14 +15,11 @@ from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, parts
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
 HELD = 2
-"""Messages of a channel that a rank holds while it evaluates, where no answers come back."""
+"""Messages of a channel that a rank holds in evaluation, which has no answers."""
 Channel = tuple[int, int]
-"""Source and destination, ranks of the pipeline."""
 
 
 class Message(NamedTuple):
-    """A result on its way to the rank with the next stage, or with the one before."""
-
     content: Action
     """F: activations for the next stage. I: gradients for the stage before."""
     source: int
@@ -36,25 +32,22 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfers:
-    """The messages of one rank."""
-
     posts: Mapping[Step, tuple[Message, ...]]
     """Messages whose receives are posted just before a step, in order."""
     sends: Mapping[Action, Message]
-    """Messages by their content; each is sent as soon as its action is over."""
+    """Messages by content; each is sent when its action ends."""
     over: Mapping[Step, tuple[Message, ...]]
-    """Sent messages whose memory is free once a step has its inputs: the rank that got the message made one
-    of these inputs later. So waiting for the message takes no time."""
+    """Sent messages whose memory is free once a step has its inputs, since the receiver computed one of these
+    later; waiting for them takes no time."""
 
 
 def channels_of(table: Table) -> list[Channel]:
-    """Return a table's channels, sorted. A table that evaluates uses some of those of its schedule."""
+    """Return a table's channels, sorted. Evaluation uses a subset of its schedule's."""
     ranks = range(table.placement.num_ranks)
     return sorted({message.channel for rank in ranks for message in _sent(table, rank)})
 
 
 def transfers_of(table: Table, rank: int) -> Transfers:
-    """Return the transfers of a rank with which all of its steps get their inputs from other ranks."""
     steps, (read, made), all_sent = table.ranks[rank], _times(table, rank), _sent(table, rank)
     posts: dict[Step, tuple[Message, ...]] = {}
     over: dict[Step, tuple[Message, ...]] = {}
@@ -85,10 +78,9 @@ def transfers_of(table: Table, rank: int) -> Transfers:
 
 
 def moments_of(table: Table, rank: int) -> set[Hashable]:
-    """Return all that a rank does, did just before and holds at its steps, without numbers of micro-batches.
+    """Return what a rank does, just did and holds at each step, without micro-batch numbers.
 
-    It holds activations of its stages, inputs that are there or on their way, and messages that it has sent.
-    Ranks of two tables with the same moments need the same memory.
+    Ranks with equal moments need the same memory.
     """
     transfers, num_stages = transfers_of(table, rank), table.placement.num_stages
     own, found = table.placement.stages_of(rank), set[Hashable]()

@@ -1,1 +1,1 @@
-"""Rules that a configuration must keep, by their subject."""
+"""Rules of a configuration, by subject."""

@@ -1,4 +1,4 @@
-"""The check of a configuration: ranges of values, and rules that join keys."""
+"""The check of a configuration: ranges of values, and rules across keys."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules import experts, model, parallel, run
 
 FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.pipeline_rules)
-"""Rules without which no pipeline can be planned."""
+"""Rules that must hold before a pipeline can be planned."""
 RULES = (
     run.name_rules,
     run.length_rules,
@@ -38,14 +38,14 @@ RULES = (
     parallel.shard_rules,
     parallel.context_parallel_rules,
 )
-"""Functions of a configuration that yield the rules which it violates."""
+"""Functions that yield the rules that a configuration violates."""
 
 FUNCTIONS = ("optim.schedule", "data.source")
-"""Keys whose code of a user's own is a function."""
+"""Keys whose plug-in is a function."""
 
 
 def check(config: RunConfig) -> None:
-    """Raise one ConfigError that lists every violated rule, if there is any. Imports code of the user's."""
+    """Raise one ConfigError that lists every violated rule. Imports plug-ins."""
     problems = violations(config)
     if problems:
         raise ConfigError("\n  ".join(["the configuration cannot run:", *problems]))
@@ -54,7 +54,7 @@ def check(config: RunConfig) -> None:
 
 
 def violations(config: RunConfig) -> list[str]:
-    """Return every violated rule of a configuration, each with valid values. Pure."""
+    """Return every violated rule, each with valid values. Pure."""
     fields = [*fields_of(config)]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # other rules cannot compute with such values
@@ -70,10 +70,6 @@ def violations(config: RunConfig) -> list[str]:
 
 
 def _layout_rules(config: RunConfig, *, can_plan: bool) -> Iterator[str]:
-    """Yield violated rules of the number of ranks, as far as it is known.
-
-    ``can_plan`` is True where the model, the batch and the schedule violate no rules of their own.
-    """
     launch, sizes = config.launch, config.parallel
     counts = [value for value in (launch.nproc, launch.nodes) if type(value) is int]
     if launch.fake_world is not None:

@@ -1,4 +1,4 @@
-"""Rules of the spread of routed experts over ranks, and of waits of their layers for the host."""
+"""Rules of experts over ranks, and of host syncs in their layers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,6 @@ from graphmoe.segments import (
 
 
 def dispatch_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``moe.dispatcher``, ``parallel.ep`` and ``parallel.etp``."""
     moe, parallel, model = config.moe, config.parallel, config.model
     for key, ranks, whole, size in (
         ("ep", parallel.ep, "num_experts", model.num_experts),
@@ -48,7 +47,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
         if ranks < 1 or size < 1:
             continue  # other rules refuse these
         if ranks > 1 and not has_experts(model):
-            yield f"parallel.{key}={ranks} shares out experts, and the model has none; use parallel.{key}=1"
+            yield f"parallel.{key}={ranks} splits experts, but the model has none; use parallel.{key}=1"
         elif size % ranks:
             yield (
                 f"model.{whole}={size} cannot be split over parallel.{key}={ranks}; use a divisor of {size}: "
@@ -56,7 +55,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
             )
     if moe.dispatcher == "local" and parallel.ep * parallel.etp > 1:
         yield (
-            f"moe.dispatcher=local leaves tokens on their rank, which holds 1 / {parallel.ep} of the experts "
+            f"moe.dispatcher=local keeps tokens on their rank, which holds 1 / {parallel.ep} of the experts "
             f"and 1 / {parallel.etp} of each (parallel.ep, parallel.etp); use moe.dispatcher=auto or alltoall"
         )
     if moe.dispatcher == "symm" and parallel.ep * parallel.etp == 1:
@@ -66,14 +65,14 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
         )
     if moe.experts == "te" and experts_in_fp8(config) and has_experts(model):
         yield (
-            f"moe.experts=te multiplies in bf16 only, not by precision.fp8={config.precision.fp8.value}: "
-            f"Transformer Engine has no scales of rows, and by blocks takes multiples of 128 rows of each "
+            f"moe.experts=te computes in bf16 only, not by precision.fp8={config.precision.fp8.value}: "
+            f"Transformer Engine has no row scales, and blockwise needs multiples of 128 rows of each "
             f"expert, made from counts on the host; use moe.experts=auto, or precision.fp8_products without "
             f"experts"
         )
     if moe.dispatch_dtype is DispatchDtype.fp8 and (why := why_no_fp8_rows(config)):
         yield (
-            f"moe.dispatch_dtype=fp8 sends rows in 8 bits to experts that compute in 8 bits, and {why}; use "
+            f"moe.dispatch_dtype=fp8 sends fp8 rows to fp8 experts, but {why}; use "
             f"moe.dispatch_dtype=auto or bf16"
         )
     yield from _replica_rules(config)
@@ -84,7 +83,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
 
 
 def load_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``moe.expert_load``, whose file is read."""
+    """Yield violated rules of ``moe.expert_load``; reads its file."""
     moe, name, top_k, most = config.moe, config.moe.expert_load, config.model.top_k, 2**31 // UNIT - 1
     if name == NO_LOAD:
         return
@@ -123,29 +122,26 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
 
 
 def one_node_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of dispatchers that reach only the GPUs of one node, where ranks are counted.
-
-    Ranks that share the experts are neighbours, so they are on one node if a node has whole groups of them.
-    """
+    """Yield violated rules of dispatchers within one node, if the number of ranks is known."""
     nproc, nodes = config.launch.nproc, config.launch.nodes
     sharing = config.parallel.ep * config.parallel.etp
     if config.moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:
         return  # dispatchers with a buffer have 2, 4 or 8 ranks, and are refused once hosts are known
+    # ranks that share experts are consecutive: they are on one node if it has whole groups of them
     if nodes > 1 and sharing > 0 and nproc % sharing:
         yield (
-            f"moe.dispatcher=symm reads the memory of other GPUs of one node, and a node's {nproc} ranks are "
-            f"no multiple of parallel.ep * parallel.etp = {sharing}; share the experts out to a divisor of "
+            f"moe.dispatcher=symm reads the memory of other GPUs of one node, but a node's {nproc} ranks are "
+            f"not a multiple of parallel.ep * parallel.etp = {sharing}; use a product that divides "
             f"{nproc}, or use moe.dispatcher=alltoall"
         )
 
 
 def vendor_dispatch_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the dispatchers ``deepep``, ``turbo`` and ``nvshmem``."""
     moe, parallel, model = config.moe, config.parallel, config.model
     key, ranks = f"moe.dispatcher={moe.dispatcher}", parallel.ep * parallel.etp
     if moe.dispatcher == "nvshmem" and (ranks < 2 or ranks & (ranks - 1)):
         yield (
-            f"{key} shares out an exchange evenly to 2, 4, 8, 16, ... ranks, and parallel.ep={parallel.ep} * "
+            f"{key} splits an exchange evenly over 2, 4, 8, 16, ... ranks, but parallel.ep={parallel.ep} * "
             f"parallel.etp={parallel.etp} = {ranks}; use such a product, or {_instead(ranks)}"
         )
     limits = dispatcher_facts(dispatcher_of(moe, parallel)).buffer
@@ -153,8 +149,8 @@ def vendor_dispatch_rules(config: RunConfig) -> Iterator[str]:
         return
     if parallel.etp > 1:
         yield (
-            f"{key} sends a token to one rank for each expert, and parallel.etp={parallel.etp} shares each "
-            f"out to several; use parallel.etp=1, or {INSTEAD}"
+            f"{key} sends a token to one rank for each expert, and parallel.etp={parallel.etp} splits each "
+            f"over several; use parallel.etp=1, or {INSTEAD}"
         )
     if parallel.ep not in limits.ranks:
         yield (
@@ -192,12 +188,10 @@ def _instead(ranks: int) -> str:
 
 
 def splits_backward(passes: PassesConfig) -> bool:
-    """Return True where the pass runs that computes weight gradients apart from those of inputs."""
     return runs_pass(passes, "split_backward")
 
 
 def overlap_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``pipeline.ep_overlap``."""
     if not config.pipeline.ep_overlap:
         return
     choice, scope = dispatcher_of(config.moe, config.parallel), config.graph.scope
@@ -229,7 +223,6 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
 
 
 def stage_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``moe.sync_free_stage`` and of the segments that ``graph.scope`` captures."""
     moe, parallel, scope, compiles = config.moe, config.parallel, config.graph.scope, config.compile.enabled
     stage = moe.sync_free_stage
     if stage != "auto" and (type(stage) is not int or stage not in SYNC_FREE_STAGES):

@@ -10,7 +10,7 @@ from graphmoe.plan.layout import divisors
 
 
 def model_problems(model: ModelConfig) -> list[str]:
-    """Return the violated rules of a model that no run is known for."""
+    """Return the violated rules of a model alone."""
     fields = [field for field in fields_of(RunConfig(model=model)) if field.key.startswith("model.")]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable
@@ -20,7 +20,6 @@ def model_problems(model: ModelConfig) -> list[str]:
 
 
 def model_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of layers, heads and rotary embedding."""
     model = config.model
     if model.num_dense_layers > model.num_layers:
         yield (
@@ -39,7 +38,6 @@ def model_rules(config: RunConfig) -> Iterator[str]:
 
 
 def router_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the selection of experts."""
     model = config.model
     experts, groups = model.num_experts, model.num_groups
     if experts < 1:
@@ -65,7 +63,7 @@ def router_rules(config: RunConfig) -> Iterator[str]:
     elif model.group_score is GroupScore.topk_sum and groups > 1 and model.top_k % model.topk_groups:
         yield (
             f"model.group_score=topk_sum adds top_k / topk_groups scores, but model.top_k={model.top_k} is "
-            f"no multiple of model.topk_groups={model.topk_groups}; use one of {divisors(model.top_k)}"
+            f"not a multiple of model.topk_groups={model.topk_groups}; use one of {divisors(model.top_k)}"
         )
     elif model.topk_groups * (experts // groups) < min(model.top_k, experts):
         needed = math.ceil(model.top_k / (experts // groups))

@@ -1,4 +1,4 @@
-"""Rules that the parallel dimensions make for sizes of the model and of its sequences."""
+"""Rules of the parallel dimensions for model and sequence sizes."""
 
 import math
 from collections.abc import Iterator
@@ -22,19 +22,18 @@ from graphmoe.segments import FULL_ITERATION
 
 MOST_MICRO_BATCHES = 2**16
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
-"""Backends that leave the kernel to us: a ring joins blocks by their log-sum-exp, which others keep back."""
+"""Backends that leave the kernel to us: a ring merges blocks by log-sum-exp, which others do not return."""
 
 
 DEFAULT_SEQ_LEN = 4096
 
 
 def seq_len_of(config: RunConfig) -> int:
-    """Return the tokens of a sequence, where ``data.seq_len`` may be null."""
+    """Return the tokens of a sequence; ``data.seq_len`` may be null."""
     return config.data.seq_len or min(config.model.context_length, DEFAULT_SEQ_LEN)
 
 
 def batch_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of a global batch of no whole micro-batches."""
     global_batch, micro_batch = config.train.global_batch_size, config.train.micro_batch_size
     if micro_batch < 1 or global_batch < 1:
         return
@@ -48,7 +47,6 @@ def batch_rules(config: RunConfig) -> Iterator[str]:
 
 
 def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator[str]:
-    """Yield the refusal of a global batch that data-parallel ranks of ``ranks`` cannot share equally."""
     dp, together = layout.dp, train.micro_batch_size * layout.dp
     if together > 0 and train.global_batch_size > MOST_MICRO_BATCHES * together:
         yield (
@@ -65,7 +63,7 @@ def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator
 
 
 def pipeline_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of unknown schedules, and of keys that do not go together with ``parallel.pp``."""
+    """Yield unknown schedules, and keys that conflict with ``parallel.pp``."""
     parallel, schedule = config.parallel, config.pipeline.schedule
     try:
         splits = schedule_of(schedule).splits_backward
@@ -92,7 +90,6 @@ def pipeline_rules(config: RunConfig) -> Iterator[str]:
 
 
 def attention_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the axes whose ranks cannot share the model's attention."""
     parallel, kind, axes = config.parallel, config.model.attention, attention_facts(config.model).axes
     for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
         if size > 1 and axis not in axes:
@@ -104,7 +101,6 @@ def attention_rules(config: RunConfig) -> Iterator[str]:
 
 
 def layer_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the axes whose ranks cannot share a user's own layer."""
     parallel, name = config.parallel, config.model.layer
     for axis, size in {"tp": parallel.tp, "cp": parallel.cp}.items():
         if name in LAYERS.names or size < 2:
@@ -117,7 +113,6 @@ def layer_rules(config: RunConfig) -> Iterator[str]:
 
 
 def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the sizes that the ranks of tp should share equally and cannot."""
     parallel = config.parallel
     if parallel.tp < 2:
         return
@@ -133,7 +128,6 @@ def tensor_parallel_rules(config: RunConfig) -> Iterator[str]:
 
 
 def shard_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of a ``graph.scope`` that does not go together with ``parallel.dp_shard``."""
     scope = config.graph.scope
     if config.parallel.dp_shard is DpShard.fsdp2 and scope != "none":
         yield (
@@ -144,14 +138,13 @@ def shard_rules(config: RunConfig) -> Iterator[str]:
 
 
 def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMethod:
-    """Return the method of attention over the ranks of cp; never auto."""
     if parallel.cp_method is not ContextMethod.auto:
         return parallel.cp_method
     return ContextMethod.ring if _undivided_heads(parallel, model) else ContextMethod.alltoall
 
 
 def context_parallel_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the sizes that the ranks of cp should share equally and cannot, and attention without a ring."""
+    """Yield sizes that cp does not divide, and attention without a ring."""
     parallel, model, seq_len = config.parallel, config.model, seq_len_of(config)
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:
@@ -164,7 +157,7 @@ def context_parallel_rules(config: RunConfig) -> Iterator[str]:
         chunks = f"chunks of 2 * cp={2 * cp}, in shares of" if ring else "shares of"
         yield (
             f"data.seq_len={seq_len} cannot be cut into {chunks} parallel.cp={cp} * parallel.tp={tp} ranks: "
-            f"it is no multiple of {parts}; use data.seq_len={wanted}"
+            f"it is not a multiple of {parts}; use data.seq_len={wanted}"
         )
     undivided = _undivided_heads(parallel, model)
     if not ring and undivided and undivided[1] % tp == 0:

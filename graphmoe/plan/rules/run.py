@@ -1,4 +1,4 @@
-"""Rules of a run: its data, schedule, checkpoints, compilation, capture, recompute, profile and dry run."""
+"""Rules of a run: data, schedule, checkpoints, compilation, capture, recompute, profile and dry run."""
 
 import dataclasses
 import math
@@ -28,21 +28,19 @@ from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS,
 
 MOST_TOKENS = 10**18
 LONGEST_NAME = 200
-"""Bytes of a run's name: file systems take 255, and numbers and endings are added."""
+"""Bytes: file systems allow 255, and numbers and endings are added."""
 
 
 def name_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of a name that can be no folder's."""
     name = config.run.name
     if name in ("", ".", "..") or set("/\\\0") & set(name):
-        yield f"run.name='{name}' can name no folder; use one without slashes, as run.name=my-run"
+        yield f"run.name='{name}' cannot be a folder name; use one without slashes, as run.name=my-run"
     elif not name.isprintable() or len(name.encode()) > LONGEST_NAME:
         shown = ascii(name[:40])
         yield f"run.name={shown} names a folder: use at most {LONGEST_NAME} bytes, all of them printable"
 
 
 def data_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the source of tokens."""
     data, model = config.data, config.model
     trains_tokenizer = data.source == "stdlib" and data.tokenizer is None
     if trains_tokenizer and not 300 <= data.trained_size(model.vocab_size) <= model.vocab_size:
@@ -75,7 +73,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
 
 
 def unread_data_rules(config: RunConfig) -> Iterator[str]:
-    """Refuse keys of ``data`` that its source does not read: the run would be on other tokens than meant."""
+    """Yield keys of ``data`` that its source ignores: the run would train on unintended tokens."""
     data, default = config.data, DataConfig()
     for field in dataclasses.fields(data):
         key, value = field.name, getattr(data, field.name)
@@ -93,7 +91,7 @@ _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def num_tokens(value: Any) -> int | None:
-    """Return the number that a value of ``train.tokens`` stands for; None where it is no number of tokens."""
+    """Return the number that ``train.tokens`` gives; None if it is not a number of tokens."""
     match = _TOKENS.fullmatch(str(value).replace("+", ""))
     if match is None or isinstance(value, bool):
         return None
@@ -102,7 +100,7 @@ def num_tokens(value: Any) -> int | None:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration with the steps that ``train.tokens`` takes, where it is given and can be."""
+    """Return the configuration with the steps that a valid ``train.tokens`` needs."""
     train = config.train
     of_step = train.global_batch_size * seq_len_of(config)
     if train.tokens is None or (tokens := num_tokens(train.tokens)) is None or of_step < 1:
@@ -111,7 +109,6 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def length_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the keys that say how long a run is."""
     train = config.train
     if train.tokens is not None and num_tokens(train.tokens) is None:
         yield (
@@ -126,7 +123,7 @@ def length_rules(config: RunConfig) -> Iterator[str]:
 
 
 def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of a wsd schedule that never decays, or whose decay begins inside the warm-up."""
+    """Yield a wsd schedule that never decays, or decays during warm-up."""
     optim, total_steps = config.optim, config.train.steps
     fraction, warmup = optim.wsd_decay_fraction, optim.warmup_steps
     if config.train.epochs is not None:
@@ -146,7 +143,6 @@ def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
 
 
 def checkpoint_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the state that a run starts from."""
     if config.checkpoint.init_from and config.checkpoint.resume_from:
         yield (
             "checkpoint.init_from takes weights only and checkpoint.resume_from the whole state; "
@@ -155,7 +151,6 @@ def checkpoint_rules(config: RunConfig) -> Iterator[str]:
 
 
 def compile_rules(config: RunConfig) -> Iterator[str]:
-    """Yield the refusal of an attention whose backward cannot be compiled."""
     backend = config.model.attention_backend
     if config.compile.enabled and backend in (AttentionBackend.turbo, AttentionBackend.te):
         yield (
@@ -165,11 +160,9 @@ def compile_rules(config: RunConfig) -> Iterator[str]:
 
 
 NO_EXPERTS = {Fp8Recipe.blockwise: "has no kernels of experts that are faster than bf16"}
-"""Reasons why a recipe has no routed experts."""
 
 
 def precision_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of products in 8 bits."""
     precision = config.precision
     key = f"precision.fp8={precision.fp8.value}"
     unknown = [name for name in precision.fp8_products if name not in FP8_PRODUCTS]
@@ -194,7 +187,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
     if precision.fp8 is Fp8Recipe.tensorwise and config.parallel.dp_shard is DpShard.fsdp2:
         yield (
-            f"{key} has scales beside weights that a rank has whole, and parallel.dp_shard=fsdp2 cuts them; "
+            f"{key} has scales beside whole weights, but parallel.dp_shard=fsdp2 shards them; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
     vendor = fp8_vendor(config)
@@ -225,7 +218,6 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
 
 
 def graph_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``graph.scope``."""
     scope = config.graph.scope
     words = ", ".join([*SCOPES, FULL_ITERATION])
     if isinstance(scope, str):
@@ -253,7 +245,6 @@ def graph_rules(config: RunConfig) -> Iterator[str]:
 
 
 def recompute_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``recompute``."""
     wanted, model = config.recompute, config.model
     last = model.num_layers + model.mtp_depth - 1
     known: dict[str, tuple[list[Any], Sequence[Any]]] = {
@@ -265,7 +256,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
         return  # other rules refuse such a model
     if wanted.all and any(given for given, _ in known.values()):
         named = " and ".join(f"recompute.{key}={given}" for key, (given, _) in known.items() if given)
-        yield f"recompute.all=true computes every layer again; leave out {named}, or use recompute.all=false"
+        yield f"recompute.all=true recomputes every layer; leave out {named}, or use recompute.all=false"
     for key, (given, valid) in known.items():
         bad = [str(each) for each in given if each not in valid]
         twice = sorted({str(each) for each in given if given.count(each) > 1})
@@ -283,7 +274,7 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
     for key, name in [*(("segments", n) for n in wanted.segments), *(("ops", n) for n in wanted.ops)]:
         having = _layers_with(name, model)
         if name in known[key][1] and not having:
-            yield f"recompute.{key} names {name}, which the model has not; leave it out"
+            yield f"recompute.{key} names {name}, which this model does not have; leave it out"
         elif name in known[key][1] and not set(layers) & set(having):
             yield (
                 f"recompute.{key} names {name}, which no layer of recompute.layer_ids={wanted.layer_ids} "
@@ -292,7 +283,6 @@ def recompute_rules(config: RunConfig) -> Iterator[str]:
 
 
 def profile_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``profile.steps`` and ``profile.ranks``."""
     steps, ranks, total = config.profile.steps, config.profile.ranks, config.train.steps
     if not steps:
         return
@@ -317,7 +307,6 @@ def profile_rules(config: RunConfig) -> Iterator[str]:
 
 
 def launch_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of the number of processes, and of the endpoint where they meet."""
     launch = config.launch
     for key, value in (("nproc", launch.nproc), ("nodes", launch.nodes)):
         if value != "auto" and (type(value) is not int or value < 1):
@@ -333,7 +322,6 @@ def launch_rules(config: RunConfig) -> Iterator[str]:
 
 
 def dry_run_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``launch.fake_*``, beside those of the layout."""
     launch = config.launch
     world = launch.fake_world
     if world is None or world < 1:
@@ -362,11 +350,9 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
 
 
 def with_dry_batch(config: RunConfig) -> RunConfig:
-    """Return the configuration with the global batch of a dry run, where none is given.
+    """Return the configuration with the default global batch of a dry run.
 
-    The batch has one micro-batch for each data-parallel rank; with a pipeline it has
-    ``pipeline.microbatches`` for each, or four for each rank of the pipeline. A given batch that does not
-    divide is refused, as in a run.
+    One micro-batch for each dp rank; with pp ``pipeline.microbatches``, or four for each pipeline rank.
     """
     launch, train, parallel = config.launch, config.train, config.parallel
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:
@@ -376,6 +362,7 @@ def with_dry_batch(config: RunConfig) -> RunConfig:
     except (ConfigError, ZeroDivisionError):  # other rules refuse these
         return config
     count = config.pipeline.microbatches or 4 * parallel.pp if parallel.pp > 1 else 1
+    # a given batch that does not divide is refused, as in a run
     if min(together, count) < 1 or (parallel.pp == 1 and train.global_batch_size % together == 0):
         return config
     train = dataclasses.replace(train, global_batch_size=together * count)

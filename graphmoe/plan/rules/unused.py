@@ -1,4 +1,4 @@
-"""Keys of which a run warns: those that were set and have no effect, and values that are rarely meant."""
+"""Keys that a run warns of: set but without effect, or with unlikely values."""
 
 import dataclasses
 import math
@@ -14,11 +14,11 @@ from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 
 LARGE_LR = 10
-"""Times ``model.peak_lr`` above which a learning rate is taken for a mistake."""
+"""Factor of ``model.peak_lr`` above which a learning rate is suspected to be a mistake."""
 
 
 def doubtful(config: RunConfig) -> Iterator[str]:
-    """Yield a warning for each value that is rarely meant, and how to say that it is."""
+    """Yield a warning for each unlikely value, and how to confirm it."""
     model, lr, seq_len = config.model, config.optim.lr, seq_len_of(config)
     if config.optim.name in OPTIMIZERS.names and lr > LARGE_LR * model.peak_lr:
         yield (
@@ -41,18 +41,14 @@ def doubtful(config: RunConfig) -> Iterator[str]:
 
 
 class _Unused(NamedTuple):
-    """Keys of a section without effect."""
-
     section: str
     keys: Sequence[str]
     because: str
 
 
 def without_effect(plan: Plan, num_ranks: int) -> Iterator[str]:
-    """Yield a warning for each key that is not its default and that this run does not read.
-
-    A sweep may set such a key for some of its jobs, so none is refused.
-    """
+    """Yield a warning for each key that differs from its default but has no effect."""
+    # not an error: a sweep may set such a key for some of its jobs
     for section, keys, because in _unused(plan, num_ranks):
         given = getattr(plan.config, section)
         default = type(given)()
@@ -79,11 +75,13 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
         yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
     if config.moe.balance is Balance.replicas and experts_in_fp8(config):
         recipe = config.precision.fp8.value
-        yield _Unused("moe", ("replica_keep",), f"with precision.fp8={recipe}: a backward reads other forms")
+        yield _Unused(
+            "moe", ("replica_keep",), f"with precision.fp8={recipe}: the backward reads other weight copies"
+        )
     elif config.moe.balance is Balance.replicas and recomputes_experts(config):
-        yield _Unused("moe", ("replica_keep",), "where recompute covers moe_experts, which reads them again")
+        yield _Unused("moe", ("replica_keep",), "if recompute covers moe_experts, which fetches them again")
     elif config.moe.balance is Balance.replicas and not fuses_experts(config):
-        yield _Unused("moe", ("replica_keep",), "without the pass fuse_experts: separate steps keep them")
+        yield _Unused("moe", ("replica_keep",), "without the pass fuse_experts: separate steps save them")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")
     elif num_ranks == 1:

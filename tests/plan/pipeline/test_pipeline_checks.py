@@ -46,7 +46,7 @@ def edited(table, rank, old, new):
         (1, "1F1", "1F3", r"1f1b: rank 1 does 1F3, and has the stages 1 and 3 micro-batches"),
         (0, "0F0 0F1", "0F1 0F0", r"rank 0 does 0F0 after 0F1; .* stage go forward in increasing order"),
         (1, "1B1 1F2 1B2", "1F2 1B2 1B1", r"rank 1 does 1B1 after 1B2; .* go backward in increasing order"),
-        (1, "1F0 1B0", "1B0 1F0", r"rank 1 at 1B0 waits for 1F0, which comes later on rank 1$"),
+        (1, "1F0 1B0", "1B0 1F0", r"rank 1 at 1B0 waits for 1F0, which is later on rank 1$"),
         (0, "0F1 0B0", "0F1+0B1", r"0F1\+0B1 of rank 0 is one micro-batch, not two"),
         (0, "0F1 0B0", "0B0+0F1", r"0B0\+0F1 of rank 0 is not a forward and a backward"),
     ],
@@ -60,8 +60,8 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_actions():
     placement = Placement.loop(3)  # rank 0 waits too, for rank 1, but nothing waits for it
     stuck = written("1f1b", placement, 2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F0 2F1 2B0 2B1")
     message = (
-        "1f1b: rank 1 at 1B0 waits for 2B0, which comes later on rank 2; "
-        "rank 2 at 2F1 waits for 1F1, which comes later on rank 1"
+        "1f1b: rank 1 at 1B0 waits for 2B0, which is later on rank 2; "
+        "rank 2 at 2F1 waits for 1F1, which is later on rank 1"
     )
     for walk in (check, lambda table: simulate(table, Costs.of_rank(placement, 1, 1, 1))):
         with pytest.raises(TableError) as caught:
@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_each_other_are_named_with_their_actions():
 
 def test_a_wait_for_what_no_rank_does_ends_in_an_error():
     table = edited(make_table("1f1b", 2, 2), 1, "1B0 ", "")
-    with pytest.raises(TableError, match="rank 0 at 0B0 waits for 1I0, which no rank does"):
+    with pytest.raises(TableError, match="rank 0 at 0B0 waits for 1I0, which no rank computes"):
         simulate(table, Costs.of_rank(table.placement, 1, 1, 1))
 
 
@@ -86,13 +86,13 @@ def test_pairs_that_need_each_other_are_a_deadlock():
 
 def test_weight_gradients_come_after_those_of_inputs():
     table = edited(make_table("zb1p", 2, 2), 0, "0I0 0W0", "0W0 0I0")
-    with pytest.raises(TableError, match="rank 0 at 0W0 waits for 0I0, which comes later on rank 0"):
+    with pytest.raises(TableError, match="rank 0 at 0W0 waits for 0I0, which is later on rank 0"):
         check(table)
 
 
 def test_evaluation_has_forwards_only():
     table = forward_only(Placement.loop(2), 2)
-    with pytest.raises(TableError, match="rank 1 does F and B of stage 1 for micro-batch 0; F is wanted"):
+    with pytest.raises(TableError, match="rank 1 does F and B of stage 1 for micro-batch 0; F must"):
         check(edited(table, 1, "1F0", "1F0 1B0"))
     with pytest.raises(TableError, match="rank 0 does F of stage 0 for micro-batch 0; F and B or"):
         check(replace(table, schedule="1f1b"))

@@ -101,7 +101,7 @@ def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
     timeline_of = simulated((1, 1, 0.5), unaware=("zbv",))
     assert slower_than_1f1b("zbv", timeline_of) == (
         "zbv is slower than 1f1b by simulation: bubble 17.4% with 8 activations, 1f1b bubble 9.9% with 8 "
-        "activations; use zb1p, the fastest that keeps no more: bubble 6.2% with 8 activations"
+        "activations; use zb1p, the fastest with no more activations: bubble 6.2% with 8 activations"
     )
 
 

@@ -155,7 +155,7 @@ def test_evaluation_runs_all_forwards_and_keeps_nothing(placement, number):
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ((0, 8), "parallel.pp=0 is no number of ranks; use 1 or more"),
+        ((0, 8), "parallel.pp=0 is not a number of ranks; use 1 or more"),
         ((4, 0), "pipeline.microbatches=0 leaves nothing to do; use 1 or more"),
         ((4, 8, 0), "pipeline.virtual_stages=0 .* which has 1 on each rank; use 1$"),
     ],

@@ -21,7 +21,7 @@ SHORT = {
 TABLE = """
 moe.dispatcher=symm | parallel.etp is 1; use moe.dispatcher=auto or local
 parallel.ep=2 parallel.etp=2 moe.dispatcher=symm launch.nproc=2 launch.nodes=2
-    | ranks are no multiple of parallel.ep * parallel.etp = 4; share the experts out to a divisor of 2, or
+    | ranks are not a multiple of parallel.ep * parallel.etp = 4; use a product that divides 2, or
 parallel.pp=2 pipeline.schedule=zb1p passes.disabled=[split_backward] | let the pass split_backward run
 parallel.pp=2 pipeline.schedule=zbv passes.enabled=[fuse_experts] | inputs; let the pass split_backward run
 parallel.ep=2 moe.dispatcher=symm moe.receive_budget=0 | must be a number greater than 0, or worst_case
@@ -31,7 +31,7 @@ parallel.ep=2 moe.balance=replicas
 moe.balance=replicas
     | parallel.ep=1 has all experts on every rank; use parallel.ep=2 or more, or moe.balance=none
 parallel.ep=2 parallel.etp=2 moe.dispatcher=symm moe.balance=replicas
-    | parallel.etp=2 shares each expert out to several ranks; use moe.balance=none
+    | parallel.etp=2 splits each expert over several ranks; use moe.balance=none
 REPLICAS model.layer=graphmoe.model.layer:MoELayer | MoELayer may have other experts; use moe.balance=none
 REPLICAS moe.replica_slots=0 | moe.replica_slots=0 must be auto, or 1 to 4, the experts that a rank owns
 REPLICAS moe.replica_slots=5 | moe.replica_slots=5 must be auto, or 1 to 4, the experts that a rank owns
@@ -100,20 +100,20 @@ precision.fp8=mxfp8 model.hidden_size=128 model.expert_ffn_size=48
     | precision.fp8=mxfp8 of experts needs multiples of 32, and model.expert_ffn_size of a rank is 48; use 64
 precision.fp8=blockwise model.hidden_size=128 moe.experts=turbo
     | needs multiples of 128, and model.expert_ffn_size of a rank is 176; use 256
-moe.experts=te precision.fp8=rowwise | moe.experts=te multiplies in bf16 only, not by precision.fp8=rowwise
+moe.experts=te precision.fp8=rowwise | moe.experts=te computes in bf16 only, not by precision.fp8=rowwise
 FP8_ROWS moe.dispatch_dtype=bf16 moe.experts=turbo moe.balance=replicas
-    | and moe.experts=turbo in 8 bits takes scales over weights of free slots too; use moe.balance=none
-FP8_ROWS moe.experts=turbo | and moe.experts=turbo stores them in a form of its own; use moe.dispatch_dtype=
+    | and moe.experts=turbo in fp8 computes scales over weights of unused slots too; use moe.balance=none
+FP8_ROWS moe.experts=turbo | but moe.experts=turbo has its own quantized layout; use moe.dispatch_dtype=
 precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
     | use precision.fp8=rowwise, or parallel.dp_shard=zero1
-FP8_ROWS precision.fp8=tensorwise | and precision.fp8=tensorwise stores them with other scales than those of
-moe.dispatch_dtype=fp8 | and precision.fp8=none computes with more; use moe.dispatch_dtype=auto or bf16
-FP8_ROWS precision.fp8_products=[attn] | and the experts of precision.fp8_products=[attn] compute with more
+FP8_ROWS precision.fp8=tensorwise | and precision.fp8=tensorwise does not scale by row
+moe.dispatch_dtype=fp8 | but precision.fp8=none does not use fp8; use moe.dispatch_dtype=auto or bf16
+FP8_ROWS precision.fp8_products=[attn] | but the experts of precision.fp8_products=[attn] do not use fp8
 FP8_ROWS precision.fp8=mxfp8 model.expert_ffn_size=64
-    | and precision.fp8=mxfp8 stores them with other scales than those of rows; use moe.dispatch_dtype=auto or
-FP8_ROWS moe.dispatcher=nvshmem | in 8 bits, and moe.dispatcher=nvshmem moves no such rows; use
+    | but precision.fp8=mxfp8 does not scale by row; use moe.dispatch_dtype=auto or
+FP8_ROWS moe.dispatcher=nvshmem | fp8 experts, but moe.dispatcher=nvshmem cannot send fp8 rows; use
 FP8_ROWS passes.disabled=[fp8_experts] | or passes.disabled leaves out fp8_experts; let them run, or use
-FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may compute with more; use
+FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may not use fp8; use
 train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
 train.tokens=-5 | train.tokens=-5 must be
 train.tokens=0 | train.tokens=0 must be
@@ -135,7 +135,7 @@ parallel.cp=4 parallel.cp_method=alltoall model.num_heads=6
     | of parallel.tp=1 has 6, cannot be shared so; use parallel.cp_method=ring, or parallel.cp=1 or 2 or 3
 parallel.cp=2 parallel.tp=2 parallel.cp_method=alltoall model.attention=gqa model.num_kv_heads=2
     | of which a rank of parallel.tp=2 has 1, cannot be shared so; use parallel.cp_method=ring
-parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is no multiple of 2; use data.seq_len=64 or 66
+parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is not a multiple of 2; use data.seq_len=64 or 66
 parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use data.seq_len=56 or 64
 parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
     | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
@@ -149,10 +149,10 @@ PIPELINE pipeline.microbatches=3 | ranks is 4; use pipeline.microbatches=4, or t
 PIPELINE train.global_batch_size=1 train.micro_batch_size=2 | e.g. micro_batch_size=1 or global_batch_size=2
 PIPELINE pipeline.layout=EttttL | use 1 border |
 PIPELINE pipeline.costs=[moo:1] | pipeline.costs=['moo:1']: 'moo'
-PIPELINE pipeline.costs=[attn..mpl:1] | 'attn..mpl' is no part
+PIPELINE pipeline.costs=[attn..mpl:1] | 'attn..mpl' is not a part
 PIPELINE pipeline.costs=[moe..loss:1] | , or a unit of neighbouring segments such as attn..moe_combine
-PIPELINE pipeline.costs=[moe_combine..attn:1] | 'moe_combine..attn' is no part
-PIPELINE pipeline.costs=[attn..moe_router..moe_combine:1] | 'attn..moe_router..moe_combine' is no part
+PIPELINE pipeline.costs=[moe_combine..attn:1] | 'moe_combine..attn' is not a part
+PIPELINE pipeline.costs=[attn..moe_router..moe_combine:1] | 'attn..moe_router..moe_combine' is not a part
 PIPELINE pipeline.costs=[dense:1,moe:1] | no time for loss
 PIPELINE pipeline.costs=[dense:1,attn:1,loss:1] | no time for moe_router, moe_preprocess,
 PIPELINE pipeline.costs=[attn..mlp:1,mlp:1,moe:1] | 'attn..mlp' and 'mlp' both have the time of mlp; leave
@@ -191,8 +191,8 @@ recompute.segments=[moe_router] recompute.layer_ids=[9] | has 9; use 0 to 3
 recompute.segments=[attn,moe_experts] recompute.layer_ids=[0] | it out, or name some of the layers 1 to 3
 recompute.segments=[shared_experts] model.shared_ffn_size=0 | shared_experts, which the model has
 recompute.ops=[mla_up_proj] model.attention=gqa | recompute.ops names mla_up_proj, which the model
-recompute.ops=[mlp] model.num_dense_layers=0 | names mlp, which the model has not; leave it out
-recompute.segments=[moe_router] model.num_dense_layers=4 | names moe_router, which the model has not
+recompute.ops=[mlp] model.num_dense_layers=0 | names mlp, which this model does not have; leave it out
+recompute.segments=[moe_router] model.num_dense_layers=4 | names moe_router, which this model does not have
 graph.scope=attn | graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'
 graph.scope=[attn,attn] | names a segment twice; name each once
 graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false
@@ -216,7 +216,7 @@ moe.dispatcher=alltoall moe.sync_free_stage=2 | use moe.sync_free_stage=1 or aut
 parallel.ep=2 moe.sync_free_stage=0 graph.scope=partial | moe.sync_free_stage=1 or auto, or graph.
 parallel.ep=3 model.num_experts=8 | cannot be split over parallel.ep=3; use a divisor of 8: 1, 2, 4, 8
 parallel.etp=6 model.expert_ffn_size=16 | be split over parallel.etp=6; use a divisor of 16: 1, 2, 4, 8, 16
-parallel.ep=2 model.num_dense_layers=4 | parallel.ep=2 shares out experts, and the model has none
+parallel.ep=2 model.num_dense_layers=4 | parallel.ep=2 splits experts, but the model has none
 parallel.ep=2 moe.dispatcher=local | use moe.dispatcher=auto or alltoall
 parallel.ep=0 | parallel.ep=0 must be greater than 0
 profile.steps=[[]] | profile.steps=[[]] must be a list of whole numbers
@@ -249,8 +249,8 @@ graph.scope=[] | names no segment; use graph.scope=none
 graph.scope=partial compile.enabled=false
     | compile.enabled=true, graph.scope=full_iteration or graph.scope=none
 train.global_batch_size=65537 train.micro_batch_size=1 | of a rank in each step; use at most 65536
-VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1
-VENDOR moe.dispatcher=turbo parallel.ep=2 parallel.etp=2 | shares each out to several; use parallel.etp=1
+VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | splits each over several; use parallel.etp=1
+VENDOR moe.dispatcher=turbo parallel.ep=2 parallel.etp=2 | splits each over several; use parallel.etp=1
 VENDOR moe.dispatcher=deepep | parallel.ep=1; use parallel.ep of these, or moe.dispatcher=auto
 VENDOR moe.dispatcher=deepep parallel.ep=16 launch.nproc=16 | moe.dispatcher=alltoall, or symm within a node
 VENDOR moe.dispatcher=deepep parallel.ep=2 model.num_experts=512 | parallel.ep=2 are 256; use more ranks
@@ -270,11 +270,11 @@ RULES = [tuple(rule.split(" | ")) for rule in re.sub(r"\n    \|", " |", TABLE).s
 RULES += [
     (f"run.name={'a' * 201}", "use at most 200 bytes, all of them printable"),
     ("run.name=a\u200bb", "use at most 200 bytes, all of them printable"),
-    ("run.name=a/b", "run.name='a/b' can name no folder; use one without slashes"),
-    ("run.name=..", "run.name='..' can name no folder"),
-    ("run.name=''", "run.name='' can name no folder"),
+    ("run.name=a/b", "run.name='a/b' cannot be a folder name; use one without slashes"),
+    ("run.name=..", "run.name='..' cannot be a folder name"),
+    ("run.name=''", "run.name='' cannot be a folder name"),
     (f"recompute.layer_ids=[{10**400}]", "needs more than 64 bits"),
-    (f"checkpoint.resume_from={'y' * 300}", "can name no file; use at most 255 bytes between slashes"),
+    (f"checkpoint.resume_from={'y' * 300}", "cannot be a file name; use at most 255 bytes between slashes"),
     (f"launch.endpoint=node0:{'1' * 5000}", "must be host:port with a port from"),
 ]
 ENDPOINTS = ("node0", ":29500", "node0:0", "node0:65536", "node0:\u00b2", "a/b:29500", "node0:+1")

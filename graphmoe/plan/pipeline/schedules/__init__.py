@@ -1,6 +1,6 @@
-"""Table of schedules by name: facts of each, and the function that makes its table.
+"""Schedules by name: facts of each, and the function that builds its table.
 
-A new schedule is a file here and a line of `SCHEDULES`; one of a user's own is named by its import path.
+A new schedule is a file here and a line of `SCHEDULES`; a plug-in is named by its import path.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,25 +16,25 @@ from graphmoe.plan.pipeline.schedules.v_shaped import folded
 from graphmoe.plan.pipeline.simulate import Costs
 
 Build = Callable[..., Table]
-"""Function of the numbers of ranks, micro-batches and virtual stages of a rank; on a V of ``costs`` too."""
+"""Function of the numbers of ranks, micro-batches and virtual stages; on a V also of ``costs``."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A line of `SCHEDULES`."""
+    """Facts of a schedule."""
 
     build: Build
     description: str
     virtual_stages: tuple[int, int | None] = (1, 1)
-    """The fewest and the most on each rank; None: any number."""
+    """Least and most on each rank; None: any number."""
     splits_backward: bool = False
-    """True where tables have I and W in the place of B."""
+    """True if tables have I and W instead of B."""
     is_folded: bool = False
-    """True where stages lie on a V, on which tables follow the costs of stages; others go round the ranks."""
+    """True if stages are placed on a V and tables follow their costs; otherwise round-robin."""
     build_overlapped: Build | None = None
-    """Maker of the table whose forwards and backwards run together, where there is one."""
+    """Builder of the table with overlapped forwards and backwards, if any."""
     keeps_all: bool = False
-    """True where ranks keep the activations of all micro-batches; a search tries no such schedule."""
+    """True if ranks save all micro-batches' activations; a search skips such schedules."""
 
 
 def _in_turns(name: str, description: str, virtual_stages: tuple[int, int | None]) -> Schedule:
@@ -83,7 +83,6 @@ SCHEDULES = {
 
 
 def schedule_of(name: str) -> Schedule:
-    """Return the schedule of a name or import path. *Raises* ConfigError where there is none."""
     return look_up(SCHEDULES, name, "pipeline.schedule", Schedule)
 
 
@@ -97,19 +96,18 @@ def make_table(
     costs: Costs | None = None,
     stands_for: int | None = None,
 ) -> Table:
-    """Return the table of a schedule; None stands for the fewest virtual stages that it takes.
+    """Return the table of a schedule; ``virtual_stages`` defaults to its least.
 
-    On a V it follows ``costs``, by default F, I and W that take equally long; other tables do not. A short
-    one is made as that of a run with ``stands_for`` micro-batches.
-    With ``overlap`` a forward and a backward that a rank has to do in steady state become one `Together`, of
-    two micro-batches: longer warm-ups make all pairs independent.
+    On a V it follows ``costs``, by default equal F, I and W. A short table with ``stands_for`` has the order
+    of a run of so many micro-batches. ``overlap`` pairs steady-state forwards and backwards as `Together`.
 
-    Raises ConfigError with all that `schedule_rules` finds, and for a user's table that no ranks could run.
+    *Raises* ConfigError with all that `schedule_rules` finds, or if a plug-in's table cannot run.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:
         raise ConfigError("\n  ".join(problems))
     schedule = schedule_of(name)
+    # longer warm-ups make the two micro-batches of every pair independent
     build = schedule.build_overlapped if overlap else schedule.build
     assert build
     sizes = num_ranks, num_micro_batches, virtual_stages or schedule.virtual_stages[0]
@@ -125,7 +123,6 @@ def make_table(
 
 
 def placement_of(name: str, num_ranks: int, virtual_stages: int | None = None) -> Placement:
-    """Return the ranks of a schedule's stages."""
     schedule = schedule_of(name)
     if schedule.is_folded:
         return Placement.folded(num_ranks)
@@ -140,9 +137,9 @@ def schedule_rules(
     *,
     overlap: bool = False,
 ) -> Iterator[str]:
-    """Yield the rules that these numbers violate, and numbers that would work. *Raises* `schedule_of`'s."""
+    """Yield violated rules, with numbers that would work. *Raises* ConfigError as `schedule_of`."""
     if num_ranks < 1:
-        yield f"parallel.pp={num_ranks} is no number of ranks; use 1 or more"
+        yield f"parallel.pp={num_ranks} is not a number of ranks; use 1 or more"
     if num_micro_batches < 1:
         yield f"pipeline.microbatches={num_micro_batches} leaves nothing to do; use 1 or more"
     schedule = schedule_of(name)

@@ -1,9 +1,8 @@
-"""Building blocks of tables on a V: times of one micro-batch on each rank; the next one is a period later.
+"""Building blocks of tables on a V: times of one micro-batch on each rank; the next is a period later.
 
-Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is at least as
-long as the busiest rank works on a micro-batch. A rank does the same in each period, so its actions for one
-micro-batch, moved by whole periods into the same one, must not overlap. The orders of all ranks are chosen
-here from the costs of the stages.
+Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is at least
+the busiest rank's work on a micro-batch. A rank repeats each period, so its actions for one micro-batch,
+shifted by whole periods into the same one, must not overlap.
 """
 
 import functools
@@ -18,26 +17,25 @@ import numpy.typing as npt
 from graphmoe.plan.pipeline.simulate import Costs
 
 Work = tuple[Literal["F", "I"], int]
-"""F or I, and the stage."""
 Array = npt.NDArray[np.float64]
 
 ORDERS = np.array([(0, *order) for order in itertools.permutations(range(1, 6))])
-"""All orders of a rank's work in a period: F there, F back, I there, I back, and W of both stages."""
+"""All orders of a rank's work in a period: F there, F back, I there, I back, W of both stages."""
 ORDERS_ALIKE = ORDERS[ORDERS.argsort(axis=1)[:, 4] < ORDERS.argsort(axis=1)[:, 5]]
-"""Orders of which no two have the same starts where W of both stages takes equally long."""
+"""Orders with distinct starts if W of both stages is equally long."""
 NOTHING = 1e-9
-"""Share of a period that counts as an error of rounding."""
+"""Rounding tolerance, as a share of a period."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """The times of micro-batch 0 on each rank; others are later by the period."""
+    """Times of micro-batch 0 on each rank; later ones are shifted by the period."""
 
     times: tuple[dict[Work, float], ...]
     period: float
 
     def kept(self, costs: Costs) -> int:
-        """Return the most activations of virtual stages that any rank keeps if W follows I at once."""
+        """Return the peak number of virtual stages' activations on any rank if W directly follows I."""
         num_stages, most = 2 * len(self.times), 0
         for rank, times in enumerate(self.times):
             lives = [
@@ -55,7 +53,6 @@ class Block:
 
 
 def busy(costs: Costs, num_ranks: int) -> float:
-    """Return the time that the busiest rank works on a micro-batch."""
     return max(sum(_durations(costs, rank, num_ranks)) for rank in range(num_ranks))
 
 
@@ -63,15 +60,15 @@ def busy(costs: Costs, num_ranks: int) -> float:
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
-    """Return the block in which the way of a micro-batch is shortest.
+    """Return the block with the shortest path of a micro-batch: F there and back, I there and back.
 
-    The way has four legs: F there and back, I there and back. ``slower`` has, by leg, the time that a
-    micro-batch takes from rank to rank beyond the least. On a short way ranks keep less; where there is room
-    for more, a longer way leaves weight gradients for the end. A rank's spare time lies beside W.
+    ``slower``: extra time from rank to rank for each of the four legs.
     """
     works = []
     for rank in range(num_ranks):
         *inner, first, second = _durations(costs, rank, num_ranks)
+        # spare time is next to W: a short path saves fewer activations, and a longer one leaves wgrad for the
+        # end
         rest = (period - sum(inner) - first - second) / 2
         works.append((*inner, first + rest, second + rest))
     between = [costs.comm + more for more in slower]
@@ -96,13 +93,10 @@ def _durations(costs: Costs, rank: int, num_ranks: int) -> tuple[float, ...]:
 
 
 def _phases(works: list[Array], between: list[float], period: float) -> list[list[float]]:
-    """Return the starts of F and I on each rank, up to whole periods, with which the way is shortest.
-
-    The search goes from the last rank to the first, and finds for each order of a rank the best order of the
-    rank after it. A micro-batch turns on the last rank, twice, and on the first.
-    """
+    # dynamic program from the last rank to the first: for each order of a rank the best order of the next one
     starts = [_starts(work) for work in works]
     last, work = starts[-1], works[-1]
+    # a micro-batch turns on the last rank, twice, and on the first
     waits = _later(last[:, 1] - last[:, 0] - work[0], period) + _later(
         last[:, 3] - last[:, 2] - work[2], period
     )
@@ -140,10 +134,8 @@ def _starts(work: Array) -> Array:
 def _hop(
     here: Array, after: Array, work: Array, work_after: Array, between: list[float], period: float
 ) -> tuple[Array, Array]:
-    """Return waits of all legs, and the delay of the next rank, by order of a rank and of the next.
-
-    The delay is such that one of the legs does not wait: the leg for which all legs together wait least.
-    """
+    # waits of all legs, and the next rank's delay, for each pair of orders; one leg does not wait, that with
+    # the least total wait
     x, y = here.T[:, :, None], after.T[:, None, :]
     legs = (
         x[0] - y[0] + work[0] + between[0],

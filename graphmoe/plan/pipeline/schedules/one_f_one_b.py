@@ -1,4 +1,4 @@
-"""1F1B, interleaved 1F1B, and their plain relatives: GPipe, and tables that have forwards only.
+"""1F1B, interleaved 1F1B, GPipe, and forward-only tables.
 
 Source: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473),
 sections 2.2.1 and 2.2.2.
@@ -17,16 +17,15 @@ def one_forward_one_backward(
     overlap: bool = False,
     forwards_first: bool = False,
 ) -> Table:
-    """1F1B: a rank keeps as many activations as stages follow, its own included.
+    """1F1B: a rank saves one activation for each stage from its own on.
 
-    With several stages of a rank it is interleaved: a rank takes micro-batches in rounds of ``num_ranks``,
-    each round through all of its stages. Where the last round is not full, the table is that of full rounds
-    without the missing micro-batches. All other actions keep their order, so the table can run, and it ends
-    no later than full rounds do. With overlap it keeps twice as many: see `_num_warm_up`.
-    ``forwards_first``: GPipe, which keeps all micro-batches (arXiv 1811.06965, section 2.3).
+    With virtual stages it is interleaved: rounds of ``num_ranks`` micro-batches go through all of a rank's
+    stages. ``forwards_first``: GPipe, which saves all micro-batches (arXiv 1811.06965, section 2.3).
     """
     ranks = []
     for rank in range(num_ranks):
+        # an incomplete last round is a full one without the missing micro-batches: the order stays feasible,
+        # and no longer than full rounds
         forwards, backwards = _turns(rank, num_ranks, num_micro_batches, virtual_stages)
         # In a single round the first ranks have fewer forwards than a whole warm-up: then all come first.
         warm_up = min(_num_warm_up(rank, num_ranks, virtual_stages, overlap), len(forwards))
@@ -42,12 +41,10 @@ def one_forward_one_backward(
 
 
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
-    """Forwards of a rank before its first backward: two more than the next rank has, as with interleaving.
-
-    A `Together` ends as a whole: with one more, as in 1F1B, neighbours would wait for each other in turns.
-    One more on all ranks gives the pairs of the last stage two different micro-batches.
-    """
+    """Forwards of a rank before its first backward: two more than the next rank's, if interleaved."""
     after = num_ranks - 1 - rank
+    # a Together ends as a whole: with one more, as in 1F1B, neighbours would wait for each other; one more on
+    # all ranks gives the last stage's pairs two different micro-batches
     if overlap:
         return 2 * after + (virtual_stages - 1) * num_ranks + 1
     return after if virtual_stages == 1 else 2 * after + (virtual_stages - 1) * num_ranks
@@ -67,7 +64,6 @@ def _turns(
 
 
 def _without(step: Step, num_micro_batches: int) -> Step | None:
-    """Return a step without actions of micro-batches beyond the last one; None where none is left."""
     if isinstance(step, Action):
         return step if step.micro_batch < num_micro_batches else None
     left = [action for action in step if action.micro_batch < num_micro_batches]
@@ -75,10 +71,7 @@ def _without(step: Step, num_micro_batches: int) -> Step | None:
 
 
 def forward_only(placement: Placement, num_micro_batches: int) -> Table:
-    """Return the table that evaluates a model whose stages are placed so.
-
-    Each rank runs the ready forward of its latest stage, so that micro-batches near the loss leave first.
-    """
+    """Return the table that evaluates a model with this placement."""
     assert num_micro_batches > 0
     ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     latest_first = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]
@@ -87,6 +80,7 @@ def forward_only(placement: Placement, num_micro_batches: int) -> Table:
     while len(done) < placement.num_stages * num_micro_batches:
         ticked: set[Action] = set()
         for rank, steps in enumerate(ranks):
+            # latest stage first, so that micro-batches near the loss finish first
             heads = [Action("F", stage, following[stage]) for stage in latest_first[rank]]
             ready = (
                 head
@@ -102,11 +96,7 @@ def forward_only(placement: Placement, num_micro_batches: int) -> Table:
 
 
 def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
-    """ZB-H1: a third of the bubble of 1F1B; all ranks keep as many activations as its first rank.
-
-    Rank r is r micro-batches late with its weight gradients. The stages before it get their gradients the
-    earlier, and it keeps r activations more than the num_ranks - r of 1F1B.
-    """
+    """ZB-H1: a third of the bubble of 1F1B; all ranks save as many activations as its first rank."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):
@@ -117,6 +107,8 @@ def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
                 steps.append(Action("F", rank, number + warm_up))
             if number < num_micro_batches:
                 steps.append(Action("I", rank, number))
+            # rank r delays wgrad by r micro-batches: earlier stages get their gradients sooner, for r more
+            # saved activations
             if number >= rank:
                 steps.append(Action("W", rank, number - rank))
         ranks.append(tuple(steps))

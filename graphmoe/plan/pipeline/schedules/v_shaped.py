@@ -1,10 +1,9 @@
-"""Tables on a V: each rank has one stage of the way to the last rank and one of the way back.
+"""Tables on a V: each rank has one stage on the way to the last rank and one on the way back.
 
 Sources: "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 6, for ZB-V; "Pipeline Parallelism
-with Controllable Memory" (arXiv 2405.15362), sections 2 and 3, for V-half, V-min and the way in which all
-three are made: a block has the times of one micro-batch on each rank (`blocks`), and each rank takes the next
-action in the blocks of all micro-batches as soon as it can. Blocks follow the costs of the stages, and so do
-the actions that fill the time between.
+with Controllable Memory" (arXiv 2405.15362), sections 2 and 3, for V-half and V-min. A block has the times of
+one micro-batch on each rank (`blocks`); each rank runs the next action of all blocks as soon as it can.
+Blocks and the actions that fill gaps follow the costs of the stages.
 """
 
 import bisect
@@ -20,19 +19,19 @@ from graphmoe.plan.pipeline.schedules.blocks import Block, block_of, busy
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 
 FILLING = 2
-"""Micro-batches for each rank with which blocks are compared; tables with more take the same block."""
+"""Micro-batches for each rank with which blocks are compared; longer tables use the same block."""
 COMPARED = 4
-"""Most micro-batches for each rank with which tables by costs and by equal costs are compared."""
+"""Most micro-batches for each rank with which tables by given and equal costs are compared."""
 CLEAR = 0.02
-"""Relative difference of two short tables above which more micro-batches keep their order."""
+"""Relative difference of short tables beyond which longer ones have the same ranking."""
 PATIENCE = (0.25, 0.75)
-"""Shares of the time of a rank's other work within which it waits for arrivals; both are compared."""
+"""Shares of the other work's time that a rank waits for arrivals; both are tried."""
 LONGER = 1.03
-"""Factor by which periods grow until a block keeps no more than it may."""
+"""Growth factor of periods until a block fits its limit."""
 SLOWER_LEGS = ((0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))
-"""Legs of a block that may take longer than they must, where memory allows."""
+"""Legs of a block that may be slower than necessary if memory allows."""
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
-"""Shares of the longest time that such a leg could take from rank to rank."""
+"""Shares of the longest delay that such a leg can have."""
 
 
 def folded(
@@ -45,9 +44,9 @@ def folded(
     costs: Costs | None = None,
     stands_for: int | None = None,
 ) -> Table:
-    """Return a table whose ranks keep at most ``limit_of(num_ranks)`` activations of virtual stages.
+    """Return a table with at most ``limit_of(num_ranks)`` saved activations of virtual stages.
 
-    ``stands_for``: micro-batches of the run that a shorter table represents, by default its own.
+    ``stands_for``: micro-batches of the run that a shorter table represents.
     """
     assert virtual_stages == 2
     limit = limit_of(num_ranks)
@@ -65,10 +64,7 @@ def folded(
 
 @functools.lru_cache(maxsize=1024)
 def _followed(costs: Costs, num_ranks: int, compared: int, limit: int) -> Costs:
-    """Return the costs whose table is faster when simulated with ``costs``: these or equal ones.
-
-    A block of unequal costs keeps activations for longer, so its ranks may wait for memory more often.
-    """
+    # a block of unequal costs saves activations for longer, so its ranks may wait for memory more often
     placement = Placement.folded(num_ranks)
     equal, ratio = Costs.of_rank(placement, 1, 1, 1), 1.0
     for count in sorted({min(compared, FILLING * num_ranks), compared}):
@@ -101,10 +97,7 @@ def _best_block(costs: Costs, num_ranks: int, num_micro_batches: int, limit: int
 
 
 def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
-    """Yield the fastest block of the shortest period that keeps to ``limit``, and slower ones of that period.
-
-    A rank keeps less as periods grow, down to both activations of one micro-batch.
-    """
+    # longer periods save fewer activations, down to both of one micro-batch
     period = busy(costs, num_ranks) or 1.0
     while (fastest := block_of(costs, num_ranks, period)).kept(costs) > limit:
         period *= LONGER
@@ -119,29 +112,23 @@ def _blocks(costs: Costs, num_ranks: int, limit: int) -> Iterator[Block]:
 
 
 Turn = tuple[float, int, int]
-"""Time of an F or I by the block, that work, and its micro-batch."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose their work.
-
-    Work is numbered by stage: F of all stages, then I, then W. Lists are indexed by that number.
-    """
+    """Rules by which ranks choose work, numbered by stage: F of all stages, then I, then W."""
 
     num_stages: int
     period: float
     seconds: tuple[float, ...]
     waits: list[float]
-    """Seconds within which a rank waits for an arrival rather than do this work."""
+    """Seconds that a rank waits for an arrival rather than do this work."""
     limit: int
     arrivals: list[list[float]]
-    """Times from which the micro-batches of each F and I can begin, as far as they are known."""
+    """Known earliest starts of the micro-batches of each F and I."""
 
 
 class _Rank:
-    """One rank while its steps are chosen."""
-
     def __init__(self, rules: _Rules, turns: list[Turn]) -> None:
         self.rules = rules
         self.turns = turns  # next of each F and I, in the order of time; work without another is left out
@@ -150,7 +137,6 @@ class _Rank:
         self.kept, self.free_from = 0, 0.0
 
     def do_next(self, now: float, num_micro_batches: int) -> int | None:
-        """Add the free rank's next step and return its work; None where it has to wait for an arrival."""
         rules, turns = self.rules, self.turns
         place = self._choose(now)
         if place is None:
@@ -172,12 +158,9 @@ class _Rank:
         return work
 
     def _choose(self, now: float) -> int | None:
-        """Return the place of the next work among the turns, -1 for W, or None.
-
-        It is the next of the block, else a weight gradient, else a later one of the block.
-        """
         rules, soon, owed = self.rules, math.inf, self.owed
         arrivals, waits = rules.arrivals, rules.waits
+        # in this order: the block's next, wgrad, a later one of the block
         for place, (_, work, number) in enumerate(self.turns):
             times = arrivals[work]
             arrival = times[number] if number < len(times) else math.inf
@@ -192,11 +175,8 @@ class _Rank:
         return -1 if owed and soon - now >= waits[owed[0][0]] else None
 
     def _fits(self, place: int) -> bool:
-        """Return True where a forward may be kept now.
-
-        A forward that is not next must leave room for all forwards before it. So the block's own order stays
-        possible, and no rank runs out of room for a forward that others wait for.
-        """
+        # a later forward must leave memory for all forwards before it, so the block's own order stays
+        # feasible
         rules, before = self.rules, 0
         if place:
             time = self.turns[place][0]
@@ -209,7 +189,6 @@ class _Rank:
 def _run(
     block: Block, costs: Costs, num_micro_batches: int, limit: int, patience: float
 ) -> tuple[list[list[tuple[int, int]]], float]:
-    """Let each free rank act by the rules; return work and micro-batches of all ranks, and the makespan."""
     num_stages = 2 * len(block.times)
     seconds = costs.forward + costs.backward_input + costs.backward_weight
     waits, arrivals = [patience * each for each in seconds], [list[float]() for _ in seconds]

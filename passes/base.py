@@ -1,4 +1,4 @@
-"""A pass: a plain function over a graph, described by one record in the table of passes; and their runner."""
+"""A pass: a plain function over a graph, with one record in the table of passes; and the runner of passes."""
 
 from __future__ import annotations
 
@@ -19,45 +19,39 @@ from graphmoe.passes.split_backward import SplitBackward
 
 log = logging.getLogger(__name__)
 Stage = Literal["forward", "joint", "backward"]
-"""The graph that a pass sees: a unit's forward before it is differentiated, forward and backward in one
-graph (the forward where there is no backward), or the backward alone."""
+"""Graph that a pass gets: a unit's forward before differentiation, the joint graph (the forward if there is
+no backward), or the backward."""
 
 
 class MadeBy(NamedTuple):
-    """The operation that made an input of a unit, in the unit that hands it on; a placeholder's
-    ``meta["made_by"]``."""
+    """The operation, in another unit, that produced an input; ``meta["made_by"]``."""
 
     target: str
-    """The operation, such as graphmoe::routing_plan."""
     call: str
-    """Tells the calls of one operation apart."""
+    """Distinguishes calls of one operation."""
     part: int
-    """Position among the results."""
 
     def at(self, position: int) -> MadeBy:
-        """The same of a unit at a place of its own: units alike share their graphs, not their calls."""
+        # equal units share their graphs, but not their calls
         return self._replace(call=f"{position}:{self.call}")
 
 
 class Rewrites(NamedTuple):
-    """Changes that one pass made to one graph."""
-
     matches: int
-    """Places that were rewritten."""
     left: tuple[str, ...] = ()
-    """Why each candidate that looks alike was left as it is, one line each."""
+    """Why each similar candidate was left unchanged, one line each."""
     absent: str = ""
-    """The reason where there is no candidate: what is in the graph instead."""
+    """Description of the graph, if it has no candidate."""
     expected: bool = True
-    """False where the graph is known to compute the same in a form that the pass is not for."""
+    """False if the graph is known to compute the same in a form that the pass does not handle."""
 
 
 def rewrite(
     replace: Callable[..., str | None], candidates: Iterable[tuple[Any, ...]], absent: str = ""
 ) -> Rewrites:
-    """Call ``replace`` with each candidate: a node and whatever belongs to it.
+    """Call ``replace`` with each candidate, a node and its data.
 
-    It returns None where it has replaced the node, why it has not, or "" for what only begins alike.
+    It returns None if it replaced the node, else the reason, or "" for an unrelated node.
     """
     reasons = [(node, replace(node, *rest)) for node, *rest in candidates]
     left = [f"{name_of(node)}: {reason}" for node, reason in reasons if reason]
@@ -66,41 +60,37 @@ def rewrite(
 
 @dataclass(frozen=True)
 class PassSpec:
-    """One pass: what it runs, where, and what it promises about numbers."""
+    """One pass: its function, stage and numerics."""
 
     name: str
     run: Callable[..., Any]
     """``run(graph, **knobs)`` rewrites the graph in place and returns Rewrites, or their number.
 
-    split_backward, the one pass of the stage "backward", makes two graphs of one instead.
+    split_backward, the only pass of the stage "backward", returns two graphs instead.
     """
     stage: Stage
     numerics: Literal["bitwise", "allclose"]
-    """Promise that results keep their bits, or that sums are taken in another order or rounded at another
-    place."""
+    """bitwise: results are unchanged; allclose: another order of sums or another rounding."""
     segments: tuple[str, ...] = ()
     """Segments that have the pattern: a unit with all of them is expected to match."""
     knobs: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Passes whose operations it joins."""
+    """Passes whose operations it fuses."""
     optional: bool = False
-    """True where it runs only if parameters, or none, are given for it."""
+    """True if it only runs if knobs, or none, are given for it."""
     skips: frozenset[int] = frozenset()
     """Layers in which it does not run."""
 
     def expects(self, segments: tuple[str, ...]) -> bool:
-        """Return whether a graph of these segments should match."""
         return bool(self.segments) and set(self.segments) <= set(segments)
 
     def fingerprint(self) -> bytes:
-        """Name, stage, parameters and source: what a hash of passes follows.
-
-        Raises TypeError for what is no plain function in a source file, or parameters of no plain value.
-        """
+        """Name, stage, knobs and source, for a hash. Raises TypeError for other than a plain function and
+        plain values."""
         plain = inspect.isfunction(self.run)
         source = Path(plain and inspect.getsourcefile(inspect.unwrap(self.run)) or "")
         if not source.is_file():
-            raise TypeError(f"{self.run!r} is no plain function in a source file")
+            raise TypeError(f"{self.run!r} is not a plain function in a source file")
         try:
             knobs = json.dumps(self.knobs, sort_keys=True)
         except TypeError as error:
@@ -110,7 +100,7 @@ class PassSpec:
 
 @dataclass(frozen=True)
 class PassReport:
-    """Changes that one pass made to the graph of one unit."""
+    """Changes that a pass made to the graph of a unit."""
 
     name: str
     unit: str
@@ -118,16 +108,15 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     saved_bytes_before: int | None
-    """Bytes kept for the backward without this pass; None where they are not measured."""
+    """Saved activations without this pass; None if not measured."""
     saved_bytes_after: int | None
     ms: float
     left: tuple[str, ...]
-    """Why each candidate was left as it is; why there is none where the unit should have one."""
+    """Why each candidate was left unchanged, or why there is none in a unit that should match."""
     warning: str = ""
-    """A line for the log, where a pass that should have matched did not."""
+    """Log line if a pass did not match but should have."""
 
     def warn(self) -> None:
-        """Log the warning, if there is one."""
         if self.warning:
             log.warning("%s", self.warning)
 
@@ -140,18 +129,17 @@ class PassRunner:
         self._dump_folder = dump_folder
 
     def of_layer(self, layer: int | None) -> PassRunner:
-        """Return the runner of the passes that run in a layer; None stands for what is in none."""
+        """Return the runner of a layer's passes; None: outside of layers."""
         if not any(layer in spec.skips for spec in self.specs):
             return self
         return PassRunner([spec for spec in self.specs if layer not in spec.skips], self._dump_folder)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the passes, in order."""
         return tuple(spec.name for spec in self.specs)
 
     def uuid(self) -> str:
-        """Hash of this folder's sources, those of passes from elsewhere, parameters and order."""
+        """Hash of this folder's sources, those of plug-in passes, knobs and order."""
         digest = hashlib.sha256()
         for source in sorted(Path(__file__).parent.glob("*.py")):  # passes share their vocabulary
             digest.update(source.read_bytes())
@@ -169,7 +157,7 @@ class PassRunner:
     ) -> list[PassReport]:
         """Run every pass of the stage over ``module`` in place.
 
-        ``saved_bytes`` measures what a graph keeps for its backward; it is called where a pass matched.
+        ``saved_bytes`` measures the saved activations of a graph, before the passes and after each match.
         """
         reports = []
         kept_bytes: int | None = None  # of the graph as it is now
@@ -202,7 +190,7 @@ class PassRunner:
         return any(spec.stage == "backward" for spec in self.specs)
 
     def split_report(self, backward: fx.GraphModule, split: SplitBackward, unit: str) -> list[PassReport]:
-        """The report of split_backward, which the caller ran: how many operations went to W."""
+        """The report of split_backward, which the caller ran: number of operations moved to wgrad."""
         if not self.splits_backward:
             return []
         before = _num_operations(backward.graph)

@@ -1,9 +1,8 @@
-"""fp8_linear, fp8_experts and fp8_quantise: products in 8 bits, and what stores the operands as such.
+"""fp8_linear, fp8_experts and fp8_quantise: fp8 GEMMs, and the quantization of their operands.
 
-The first two put operations that have gradients of their own, `fp8_linear` and `fp8_mlp`, in place of
-products with a weight and of the experts. The last spells out what forward and backward of these consist of,
-so that Inductor joins each rounding to 8 bits with whatever makes the operand (a norm, an activation, its
-gradient) but a cat, and two products of one operand store it once.
+The first two replace GEMMs by the differentiable `fp8_linear` and `fp8_mlp`. The last decomposes these, so
+that Inductor fuses each quantization with the operand's producer (a norm, an activation, its gradient),
+except a cat, and an operand of two GEMMs is quantized once.
 
 Suffixes: R rows, N outputs, K inputs of the weight.
 """
@@ -51,11 +50,11 @@ SENT: dict[Any, Any] = {
     ops.symm_dispatch: dispatch_stored,
     ops.symm_combine_grad: combine_grad_stored,
 }
-"""Ways of tokens, and of their gradients, to the experts; those that end in sums are not among them."""
+"""Dispatches of tokens and of their gradients; those that end in sums are not included."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
-"""Operations, beside elementwise ones, through which an operand is made of a cat."""
+"""Operations, besides elementwise ones, between a cat and an operand."""
 X_AT = {mlp: 0, mlp_gradients: 3}
-"""Place of x among the tensors of each; the others of the layer follow, row_TK as the fifth."""
+"""Position of x among each one's tensors; the layer's others follow, row_TK as the fifth."""
 DENSE = ("attn", "mlp", "shared_experts")
 
 
@@ -67,9 +66,9 @@ def fp8_linear(
     wgrad: str = "fp8",
     plain: Sequence[Sequence[int]] = (),
 ) -> Rewrites:
-    """Put `fp8_linear` in place of the products of some segments or parts, but for ``plain`` weights."""
+    """Replace the GEMMs of some segments or parts by `fp8_linear`, except for ``plain`` weights."""
     found = [(call, products, recipe, wgrad, plain) for call in calls(graph, aten.mm)]
-    return rewrite(_replace, found, f"{len(found)} products of two matrices, none in {', '.join(products)}")
+    return rewrite(_replace, found, f"{len(found)} matrix products, none in {', '.join(products)}")
 
 
 def _replace(
@@ -80,29 +79,29 @@ def _replace(
         return ""
     x, turned = operands(call)
     if not is_op(turned, aten.t) or operand(turned).op != "placeholder":
-        return "its second factor is no weight"
+        return "its second factor is not a weight"
     weight = operand(turned)
     aligned = RECIPES[recipe].aligned
     uneven = [size for size in shape(weight) if size % aligned]
     if uneven:
-        return f"{uneven[0]} of its weight {list(shape(weight))} is no multiple of {aligned}"
+        return f"{uneven[0]} of its weight {list(shape(weight))} is not a multiple of {aligned}"
     if [*shape(weight)] in [[*each] for each in plain]:
-        return f"its weight {list(shape(weight))} is no faster in 8 bits (precision.fp8_measure)"
+        return f"its weight {list(shape(weight))} is no faster in fp8 (precision.fp8_measure)"
     call.replace_all_uses_with(put(call, ops.fp8_linear.default, x, weight, wgrad, recipe))
     return None
 
 
 def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None = None) -> Rewrites:
-    """Put `fp8_mlp` in place of `grouped_mlp`, or let that run on products in 8 bits of a ``vendor``."""
+    """Replace `grouped_mlp` by `fp8_mlp`, or let it run fp8 GEMMs of a ``vendor``."""
     found = [(call, recipe, vendor) for call in calls(graph, ops.grouped_mlp)]
-    return rewrite(_replace_experts, found, "no experts that fuse_experts has joined")
+    return rewrite(_replace_experts, found, "no experts that fuse_experts has fused")
 
 
 def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
     (*layer, _), replicas, aligned = operands(call)[:8], operands(call)[8:], RECIPES[recipe].aligned
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
-        return f"{uneven[0]} of its weights {list(shape(layer[1]))} is no multiple of {aligned}"
+        return f"{uneven[0]} of its weights {list(shape(layer[1]))} is not a multiple of {aligned}"
     if vendor is not None:
         call.args = (*layer, f"{vendor}.{recipe}", *replicas)
         return None
@@ -114,13 +113,13 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
 
 
 def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = False) -> Rewrites:
-    """Spell out each `fp8_linear` and `fp8_mlp`, and their gradients.
+    """Decompose each `fp8_linear` and `fp8_mlp`, and their gradients.
 
-    What several of them store is there as often, until the joint graph is cut: that joins equal operations.
-    (torch/_functorch/partitioners.py: config.cse.) With ``travels`` dispatch and the gradient of combine
-    store rows before they are sent, in place of experts, which are in other units. With ``has_room`` experts
-    get more rows than tokens, and whatever memory has in the others.
+    ``travels``: dispatch and the gradient of combine quantize rows before sending, instead of the experts, in
+    other units. ``has_room``: experts get more rows than tokens; the rest is uninitialized.
     """
+    # duplicate quantizations stay until the joint graph is partitioned, which merges equal operations
+    # (torch/_functorch/partitioners.py: config.cse)
     found, stored = (
         calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad),
         dict[tuple[Node, ...], tuple[Node, ...]](),
@@ -150,16 +149,13 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = Fal
         if x.op != "placeholder" and not _is_over_cat(x):
             _put_results(call, put_graph(call, quantise_mx if is_op(call, ops.mx_rows) else by_rows, x))
     _share_scales(graph)
-    return Rewrites(len(found) + len(sent), absent="no product in 8 bits")
+    return Rewrites(len(found) + len(sent), absent="no fp8 GEMM")
 
 
 def _experts(
     run: Callable[..., tuple[Tensor, ...]], zeros: bool, words: Mapping[str, Any], *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run `mlp` or `mlp_gradients`, with ``zeros`` in rows of x and dy where no token lies.
-
-    What is there counts for no product, but would count as the largest number of a tensor.
-    """
+    # padding rows contribute to no GEMM, but would to the largest number of a tensor
     if zeros:
         is_token = (tensors[X_AT[run] + 5] >= 0).any(1, keepdim=True)
         tensors = tuple(x.where(is_token, 0) if i in (0, X_AT[run]) else x for i, x in enumerate(tensors))
@@ -167,11 +163,9 @@ def _experts(
 
 
 def _is_over_cat(x: Node) -> bool:
-    """Return whether views, permutations and elementwise operations alone are between a cat and ``x``.
-
-    Inductor computes such an operand in the loop of the row's maximum, every part under a mask at each
-    element: 435 us for 16,384 rows of 3072 on an H200, far more than to write and to read them.
-    """
+    """Return whether ``x`` is a cat behind views, permutations and elementwise operations."""
+    # Inductor computes such an operand inside the row-maximum loop, all parts masked at each element: 435 us
+    # for 16,384 rows of 3072 on an H200, far more than to write and read them.
     todo, seen, size = [x], {x}, math.prod(shape(x))
     while todo:
         node = todo.pop()
@@ -184,7 +178,7 @@ def _is_over_cat(x: Node) -> bool:
 
 
 def _share_scales(graph: fx.Graph) -> None:
-    """Let what several products read have one delayed scale, so that it is stored once."""
+    # GEMMs of one input share one delayed scale, so that it is quantized once
     first = dict[Node, Node]()
     for call in calls(graph, ops.fp8_given):
         x, scale, *_ = operands(call)
@@ -220,7 +214,7 @@ def _check_readers(graph: fx.Graph, found: Sequence[Node]) -> None:
     has_experts = any(n.meta.get("custom", {}).get("segment") == "moe_experts" for n in graph.nodes)
     if has_experts and not experts:
         raise ConfigError(
-            "moe.dispatch_dtype=fp8 sends rows in 8 bits, and the pass fp8_experts left the experts as they "
+            "moe.dispatch_dtype=fp8 sends fp8 rows, but the pass fp8_experts left the experts as they "
             "are; use moe.dispatch_dtype=bf16"
         )
     for call in experts:

@@ -1,9 +1,9 @@
-"""fuse_activation: silu(gate) * up, times the routing weight of the row, as one operation.
+"""fuse_activation: silu(gate) * up, times the row's routing weight, as one operation.
 
 Suffixes: R rows, F expert width, H = 2 * F (gate, then up).
 
-Only between two grouped products, from whose offsets the operation learns which rows are live: the dense
-MLP and the shared experts are left to Inductor. The product is taken in fp32 and rounded once.
+Only between two grouped GEMMs, whose offsets tell which rows are valid; Inductor fuses the dense MLP and the
+shared experts. The product is computed in fp32 and rounded once.
 """
 
 import torch
@@ -37,7 +37,7 @@ ops = torch.ops.graphmoe
 
 
 def fuse_activation(graph: fx.Graph) -> Rewrites:
-    """Put `swiglu` in place of silu(gate) * up [* weight] between grouped products."""
+    """Replace silu(gate) * up [* weight] between grouped GEMMs by `swiglu`."""
     silus = calls(graph, aten.silu)
     return rewrite(_replace, ((s,) for s in silus), f"{len(silus)} silu, none of a half of a grouped product")
 

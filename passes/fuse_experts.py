@@ -1,9 +1,9 @@
-"""fuse_experts: gather, grouped product, SwiGLU, grouped product and weighted sum as one operation.
+"""fuse_experts: gather, grouped GEMM, SwiGLU, grouped GEMM and weighted sum as one operation.
 
 Suffixes: T tokens, K slots of a token, R rows (T * K), D hidden.
 
-Reads what fuse_permutation and fuse_activation wrote. The weights may be in the activation or in the sum:
-the product between them is linear. Weights of replicas (`ops.replicas`) may stand behind those of experts.
+Reads the output of fuse_permutation and fuse_activation. Routing weights may be in the activation or in the
+sum, as the GEMM between is linear. Replica weights (`ops.replicas`) may follow those of experts.
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,9 @@ ops = torch.ops.graphmoe
 
 
 def fuse_experts(graph: fx.Graph, *, backend: str = "torch", keep: bool = False) -> Rewrites:
-    """Put `grouped_mlp`, run by a backend, in place of the chain from `permute` to `unpermute`.
+    """Replace the chain from `permute` to `unpermute` by `grouped_mlp`.
 
-    With ``keep`` weights of replicas are kept for the backward, which else gets them once more.
+    ``keep``: replica weights are saved for the backward, which otherwise fetches them again.
     """
     absent = f"{len(calls(graph, ops.grouped_mm))} grouped products, and no unpermute behind one"
     return rewrite(_replace, ((call, backend, keep) for call in calls(graph, ops.unpermute)), absent)
@@ -53,7 +53,7 @@ def _replace(unpermute: Node, backend: str, keep: bool) -> str | None:
     weight = viewed(unpermute, weight, *shape(plan[1]))
     weight = cast(unpermute, weight, torch.promote_types(value(x).dtype, torch.float32))
     (w_gate_up, w_down), replicas = _own_and_replicas(_straight(w_gate_up), _straight(w_down))
-    # Their gradients go home by the operation.
+    # The operation reduces their gradients to the owner.
     more = [put(unpermute, aten.detach.default, each) for each in replicas[1:]] if keep else []
     replicas = [*replicas[:1], *more]
     weights, call = (w_gate_up, w_down, weight), ops.grouped_mlp.default
@@ -63,10 +63,8 @@ def _replace(unpermute: Node, backend: str, keep: bool) -> str | None:
 
 
 def hidden_only(graph: fx.Graph) -> None:
-    """Put `grouped_mlp_hidden` in place of each `grouped_mlp` whose sum nobody reads, in 8 bits likewise.
-
-    For a backward that computes the forward again, where the first product is all that it needs.
-    """
+    """Replace each `grouped_mlp` without readers of its sum by `grouped_mlp_hidden`; fp8 likewise."""
+    # a recomputing backward needs the first GEMM only
     for call in calls(graph, ops.grouped_mlp, ops.fp8_mlp_forward):
         if any(piece.args[1] == 0 and piece.users for piece in call.users):
             continue
@@ -87,7 +85,7 @@ def _experts(unpermute: Node) -> tuple[Node, ...] | str:
     chain = []
     for target in (ops.grouped_mm, ops.swiglu, ops.grouped_mm, ops.permute):
         if not is_op(y, target):
-            return f"{name_of(y)} stands where {target} should"
+            return f"{name_of(y)} is in place of {target}"
         if only_user(y) is None:
             return f"{name_of(y)} has {len(y.users)} users"
         chain.append(y)
@@ -104,7 +102,7 @@ def _experts(unpermute: Node) -> tuple[Node, ...] | str:
         gather = origin(of_rows)
         found = is_op(gather, ops.permute) and shape(operand(gather, 2))[1] == 1
         if not found or [origin(each) for each in operands(gather)[1:]] != [slot, row, ends]:
-            return f"{name_of(of_rows)} is no gather of the weights by the plan"
+            return f"{name_of(of_rows)} is not a gather of the weights by the plan"
         weight = operand(gather)
     return operand(permute), operand(up, 1), operand(down, 1), weight, slot, row, ends
 
@@ -117,7 +115,6 @@ def _straight(weight: Node) -> Node:
 
 
 def _own_and_replicas(*weights: Node) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Weights without those of replicas; the experts in the slots of all ranks, and weights of replicas."""
     own, slots, more = list[Node](), list[Node](), list[Node]()
     for weight in weights:
         parts: Sequence[Node] = ()
@@ -127,6 +124,7 @@ def _own_and_replicas(*weights: Node) -> tuple[Sequence[Node], Sequence[Node]]:
             own.append(parts[0])
             slots.append(operand(parts[1], 1))
             more.append(parts[1])
+    # own weights, the experts in the slots of all ranks, and replica weights
     alike = len(own) == len(weights) and all(each is slots[0] for each in slots)
     return (own, [*slots[:1], *more]) if alike else (weights, ())
 

@@ -1,9 +1,8 @@
-"""fuse_loss: linear head and cross-entropy as one operation, which never holds all logits.
+"""fuse_loss: linear head and cross-entropy as one operation, which never stores all logits.
 
 Suffixes: T tokens, V vocabulary, D hidden.
 
-The gradients of hidden states and head are made in the forward. Labels come as they are: shifting them is
-left to whoever does it in the graph.
+The forward computes the gradients of hidden states and head. Labels are not shifted here.
 """
 
 import torch
@@ -38,7 +37,7 @@ MEAN, SUM = 1, 2
 
 
 def fuse_loss(graph: fx.Graph) -> Rewrites:
-    """Put `linear_cross_entropy` in place of head, log-softmax and nll_loss."""
+    """Replace head, log-softmax and nll_loss by `linear_cross_entropy`."""
     absent = f"{len(calls(graph, aten._log_softmax))} log_softmax, and no nll_loss behind one"
     losses = [(nll,) for nll in calls(graph, aten.nll_loss_forward)]
     if not losses and calls(graph, ops.all_reduce):
@@ -53,14 +52,14 @@ def _loss(nll: Node) -> tuple[Node, Node, Node] | str:
         return "classes are weighted" if weight is not None else "losses are not reduced"
     log_softmax = origin(log_probs)
     if not is_op(log_softmax, aten._log_softmax) or not over_last(log_softmax):
-        return f"{name_of(log_softmax)} is no log_softmax over the vocabulary"
+        return f"{name_of(log_softmax)} is not a log_softmax over the vocabulary"
     if dtype(log_softmax) != torch.float32:
-        return f"the loss is taken in {dtype(log_softmax)}, not torch.float32"
+        return f"the loss is computed in {dtype(log_softmax)}, not torch.float32"
     logits = origin(operand(log_softmax))
     if is_op(logits, aten.addmm):
         return f"the head has a bias ({name_of(logits)})"
     if not is_op(logits, aten.mm):
-        return f"logits come from {name_of(logits)}, not straight from a head"
+        return f"logits are computed by {name_of(logits)}, not by a head"
     reader = escape(logits, [nll])
     if reader is not None:
         return f"the logits are also read by {name_of(reader)}"

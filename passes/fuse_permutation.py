@@ -1,15 +1,14 @@
-"""fuse_permutation: routing plan, gather of rows and weighted return as three operations.
+"""fuse_permutation: routing plan, row gather and weighted return as three operations.
 
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K), D hidden.
 
-What is found, by meaning and not by spelling:
-- the plan: ids of experts that are sorted and counted, the running sum of the counts, the inverse of
-  the order (a scatter, or a second argsort) -> `routing_plan`;
-- the gather: rows x[slot // K], of tokens or of their routing weights (then K is 1) -> `permute`;
-- the return: rows by the inverse order and a sum over k, or an index_add by token, with weights before
-  or after the move or none -> `unpermute`.
-The plan may be another unit's. Where the model calls the operations itself, as for rows of peers, nothing
-is expected. An unstable sort becomes a stable one. Sums are made in fp32 and rounded once.
+Matched by meaning:
+- the plan: sorted and counted expert ids, cumulative counts, inverse order (a scatter, or a second
+  argsort) -> `routing_plan`;
+- the gather: rows x[slot // K], of tokens or of routing weights (K is 1) -> `permute`;
+- the return: rows by the inverse order and a sum over k, or an index_add by token, with weights or
+  without -> `unpermute`.
+The plan may be another unit's. An unstable sort becomes a stable one. Sums are fp32, rounded once.
 """
 
 from collections.abc import Callable
@@ -67,7 +66,7 @@ ADDITIONS = (aten.index_add, aten.scatter_add)
 
 
 def fuse_permutation(graph: fx.Graph) -> Rewrites:
-    """Put `routing_plan`, `permute` and `unpermute` in place of what they do."""
+    """Replace the patterns by `routing_plan`, `permute` and `unpermute`."""
     sorts, given = calls(graph, aten.sort), calls(graph, ops.permute, ops.unpermute)
     planned = rewrite(_plan, ((sort,) for sort in sorts))
     plans = [plan_of(call) for call in calls(graph, ops.routing_plan)] + plans_from_outside(graph)
@@ -82,6 +81,7 @@ def fuse_permutation(graph: fx.Graph) -> Rewrites:
         if reader is not None and matches and part(reader, aten.sort) == 0 and not is_float(operand(sort)):
             left.append(f"{name_of(sort)}: stays beside the plan, its sorted ids are read")
     absent = f"{len(sorts)} sorts, none of a flat list of expert ids"
+    # a model that calls the operations itself, as for dispatched rows, is not expected to match
     if given:
         absent = f"the model calls permute or unpermute itself, {len(given)} times"
     return Rewrites(matches, tuple(left), absent, expected=not given)
@@ -125,7 +125,7 @@ def _gather(node: Node, plan: Plan) -> str | None:
 
 
 Returned = tuple[Node, Node, int, Node | None]
-"""A node, and the rows, k and weights of the `unpermute` that stands for it."""
+"""A node, and the rows, k and weights of its `unpermute`."""
 
 
 def _return(node: Node, plan: Plan) -> str | None:
@@ -144,7 +144,6 @@ def _return(node: Node, plan: Plan) -> str | None:
 
 
 def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:
-    """y[row] and, behind views, casts and a product with weights, the sum over k."""
     by = rows_by(gather)
     if by is None or origin(by[1]) is not plan.row or not is_float(gather):
         return None
@@ -154,7 +153,7 @@ def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:
             pairs = [other for one, other in operand_pairs(user) if one is node]
             weight = narrow(pairs[0]) if pairs else None
             if weight is None or shape(weight) != (*shape(node)[:-1], 1):
-                return f"{name_of(user)} is no product with one weight for each row"
+                return f"{name_of(user)} is not a product with one weight for each row"
         elif not is_op(user, *SAME_ELEMENTS) and not is_cast(user):
             return f"the rows are not summed over k but read by {name_of(user)}"
         node = user
@@ -162,7 +161,7 @@ def _summed_over_k(gather: Node, plan: Plan) -> Returned | str | None:
         return f"{name_of(node)} has {len(node.users)} users"
     sizes, size = shape(node), plan.rows
     if len(sizes) != 3 or sizes[0] * sizes[1] != size or axes(user) != (1,):
-        return f"{name_of(user)} is no sum over the second axis of [R / k, k, D], R = {size}"
+        return f"{name_of(user)} is not a sum over the second axis of [R / k, k, D], R = {size}"
     return _weighted(user, by[0], sizes[1], weight, plan)
 
 

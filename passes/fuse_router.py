@@ -1,9 +1,9 @@
-"""fuse_router: scores, choice of experts, weights, counts and the sums behind the losses as one operation.
+"""fuse_router: scores, expert choice, weights, counts and the sums of the losses as one operation.
 
 Suffixes: B sequences, T tokens, E experts, K slots of a token.
 
-The arithmetic on [B, E] and scalars that makes losses of the sums stays in the graph. Experts with equal
-scores may be chosen in another order than before: the operation takes the lower id.
+The loss arithmetic on [B, E] and scalars stays in the graph. Of experts with equal scores the operation
+chooses the lower id.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ from graphmoe.passes.routing import adds_ones
 
 ops = torch.ops.graphmoe
 LARGEST_FLOOR = 1e-8
-"""A share below this adds nothing to an fp32 entropy, whatever its logarithm is taken to be."""
+"""A share below this adds nothing to an fp32 entropy."""
 
 
 def fuse_router(graph: fx.Graph) -> Rewrites:
-    """Put `router` in place of what it does."""
     matches, left = 0, []
     found = list(choices(graph))
     choosing = [each for each in found if isinstance(each, Choice)]
@@ -75,10 +74,10 @@ def _counted_by(routers: Sequence[Choice], choosing: Sequence[Choice]) -> list[C
 
 
 def _replace(graph: fx.Graph, choice: Choice, choosing: Sequence[Choice]) -> str | None:
-    """Replace one router; "" where it is none after all, a reason where it cannot be replaced."""
     weights, scores = weights_of(graph, choice), choice.scores
     if weights is None:
         weighed = any(choice.is_expert(operand(node, 2)) for node in calls(graph, aten.gather))
+        # "" for other scores: this is not a router
         if choice.score is None:
             return (
                 f"{name_of(scores)}: experts are chosen by what is neither softmax nor sigmoid"
@@ -160,17 +159,17 @@ def _is_floor(node: Node) -> bool:
 
 
 class Sum(NamedTuple):
-    """One sum in the graph: ``node`` is ``factor`` times the router operation's result, in its shape."""
+    """A sum in the graph: ``node`` is ``factor`` times the operation's result, in its shape."""
 
     node: Node
     result: Literal["counts", "share", "z", "entropy"]
     factor: float
     sequences: int | None
-    """B where the sum is one for each sequence."""
+    """B if the sum is per sequence."""
 
 
 def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
-    """The sums over this router's tokens; slots are those of the experts that are ``counted``."""
+    """The sums over this router's tokens; ``counted``: whose slots are counted."""
     yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)
@@ -200,8 +199,8 @@ def _counted_sequences(node: Node, choice: Choice) -> int | None:
 
 
 def _is_share(node: Any, choice: Choice) -> bool:
-    """Return whether a node holds the scores of each token divided by their sum; softmax scores are that."""
     node = origin(node)
+    # scores divided by their sum over experts, which softmax scores are already
     if choice.score == "softmax" and node is choice.scores:
         return True
     if not is_op(node, aten.div) or shape(node)[-1] != choice.num_experts:

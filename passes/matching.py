@@ -1,6 +1,6 @@
-"""Words for what nodes of a functional ATen graph compute, and for new nodes in their place.
+"""Vocabulary for the nodes of a functional ATen graph, and for new nodes.
 
-A graph holds static shapes: sizes are read from ``meta["val"]``, the fake value of each node.
+Shapes are static: sizes are read from ``meta["val"]``, each node's fake value.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ SAME_ELEMENTS = (
     *(aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten),
     *(aten.clone, aten.alias),
 )
-"""Operations whose result has the elements of the operand in the same (row-major) order."""
+"""Operations whose result has the operand's elements in the same (row-major) order."""
 FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
-"""Constants that take nothing but the shape from their operand, and their value."""
+"""Constants that depend only on their operand's shape, and their value."""
 SIDE_META = ("custom", "stack_trace", "nn_module_stack")
-"""Metadata that a new node takes over from the node it stands for: the segment above all."""
+"""Metadata that a new node copies from the node it replaces, such as the segment."""
 CONSTANT_LIMIT = 1 << 26
-"""Elements of the largest constant that is worth evaluating."""
+"""Elements of the largest constant that is evaluated."""
 
 
 def is_op(node: Any, *packets: Any) -> bool:
@@ -40,61 +40,55 @@ def is_op(node: Any, *packets: Any) -> bool:
 
 
 def calls(graph: fx.Graph, *packets: Any) -> list[Node]:
-    """The calls of some operations, in order."""
     return [node for node in graph.nodes if is_op(node, *packets)]
 
 
 def operand(node: Any, position: int = 0) -> Any:
-    """A positional argument of a call."""
     return node.args[position]
 
 
 def operands(node: Any) -> tuple[Any, ...]:
-    """The positional arguments of a call."""
     return node.args
 
 
 def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, wherever it was written."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
 def value(node: Any) -> Tensor:
-    """The fake value of a node."""
     return node.meta["val"]
 
 
 def shape(node: Any) -> tuple[int, ...]:
-    """Sizes of a node; () for what is no single tensor."""
+    """Sizes of a node; () unless it is a single tensor."""
     val = node.meta.get("val")
     return tuple(val.shape) if isinstance(val, Tensor) else ()
 
 
 def dtype(node: Any) -> torch.dtype | None:
-    """Type of a node's elements; None for what is no single tensor."""
+    """Dtype of a node; None unless it is a single tensor."""
     val = node.meta.get("val")
     return val.dtype if isinstance(val, Tensor) else None
 
 
 def is_float(node: Any) -> bool:
-    """Return whether the elements are floating point numbers."""
     kind = dtype(node)
     return kind is not None and kind.is_floating_point
 
 
 def name_of(node: Node) -> str:
-    """Name a node as reasons do."""
+    """Name a node in a reason."""
     return f"{node.name} ({node.target})" if node.op == "call_function" else node.name
 
 
 def part(node: Any, of: Any) -> int | None:
-    """Return the position among the results of a call of ``of``; None for anything else."""
+    """Return the position among the results of a call of ``of``; None for other nodes."""
     if is_op(node, operator.getitem) and is_op(node.args[0], *(of if isinstance(of, tuple) else (of,))):
         return int(node.args[1])
     return None
 
 
-# Looking through what changes no value.
+# Looking through operations that do not change values.
 
 
 def is_cast(node: Any, *, lossless: bool = False) -> bool:
@@ -107,9 +101,9 @@ def is_cast(node: Any, *, lossless: bool = False) -> bool:
 
 
 def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
-    """The node whose values, in the same order, this one has: through views, copies and lossless casts.
+    """The node with these values in the same order, behind views, copies and lossless casts.
 
-    ``detached`` looks through detach too (where no gradient flows anyway), ``casts`` through any cast.
+    ``detached`` also skips detach, ``casts`` any cast.
     """
     while (
         is_op(node, *SAME_ELEMENTS)
@@ -121,12 +115,11 @@ def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
 
 
 def only_user(node: Node) -> Node | None:
-    """The one user of a node, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def escape(node: Node, roots: Iterable[Node]) -> Node | None:
-    """The user that still needs a node when all ``roots`` have been replaced, or None."""
+    """The user that needs a node after all ``roots`` are replaced, or None."""
     replaced, alive = set(roots), set[Node]()
     todo = [each for each in node.graph.nodes if each.op == "output"]
     while todo:
@@ -138,7 +131,7 @@ def escape(node: Node, roots: Iterable[Node]) -> Node | None:
 
 
 def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
-    """Return whether a value is computed from another one; ``integers``: and not by way of floating point."""
+    """Return whether a value is computed from another; ``integers``: not through floats."""
     seen, todo = set[Node](), [node]
     while todo:
         current = todo.pop()
@@ -153,7 +146,7 @@ def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
 
 
 def axes(node: Node) -> tuple[int, ...]:
-    """The axes that a sum, mean or softmax goes over, counted from the front; all where none is named."""
+    """The axes of a sum, mean or softmax, counted from the front; all if none is given."""
     rank = len(shape(operand(node)))
     given = argument(node, 1, "dim")
     if given is None or given == []:
@@ -162,17 +155,16 @@ def axes(node: Node) -> tuple[int, ...]:
 
 
 def over_last(node: Node) -> bool:
-    """Return whether a sum, mean or softmax goes over the last axis alone."""
+    """Return whether a sum, mean or softmax is over the last axis alone."""
     return axes(node) == (len(shape(operand(node))) - 1,)
 
 
 def is_descending(sort: Node) -> bool:
-    """Return whether a sort goes from the largest to the smallest."""
     return bool(argument(sort, 2, "descending", False))
 
 
 def half(node: Any) -> tuple[Node, int] | None:
-    """The tensor of which a node is the first (0) or second (1) half along the last axis."""
+    """The tensor that a node is the first (0) or second (1) half of, along the last axis."""
     if (index := part(node, (aten.split, aten.split_with_sizes))) is not None:
         call = operand(node)
         whole, sizes, axis = operand(call), operand(call, 1), argument(call, 2, "dim", 0)
@@ -189,7 +181,7 @@ def half(node: Any) -> tuple[Node, int] | None:
 
 
 def constant(node: Any) -> Tensor | None:
-    """The value on the CPU of what depends on no input: an arange, ones, and what is made of them."""
+    """The value, on the CPU, of a node without inputs: an arange, ones, and what depends on them."""
     known: dict[Node, Tensor | None] = {}
 
     def evaluate(node: Node) -> Tensor | None:
@@ -218,7 +210,7 @@ def _evaluate(node: Node, value_of: Callable[[Node], Tensor | None]) -> Tensor |
 
 
 def operand_pairs(node: Node) -> list[tuple[Node, Node]]:
-    """(one operand, the other), both ways round, of a product or plain sum of two nodes; else []."""
+    """Both operands of a product or plain sum of two nodes, in both orders; else []."""
     if node.kwargs or len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
         return []
     return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]  # type: ignore[list-item]
@@ -228,7 +220,7 @@ def operand_pairs(node: Node) -> list[tuple[Node, Node]]:
 
 
 def put(before: Node, target: Any, *arguments: Any, like: Node | None = None, **named: Any) -> Node:
-    """A new call in front of a node, with its fake value and the metadata of ``like``, or of that node."""
+    """Insert a call before a node, with its fake value and the metadata of ``like``, or of that node."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, arguments, named)
     meta = (like or before).meta
@@ -243,13 +235,13 @@ def put(before: Node, target: Any, *arguments: Any, like: Node | None = None, **
 
 
 def put_parts(before: Node, target: Any, *arguments: Any, like: Node | None = None) -> tuple[Node, ...]:
-    """The results, each a node, of a new call that has several."""
+    """Insert a call with several results, and return a node for each."""
     call = put(before, target, *arguments, like=like)
     return tuple(put(before, operator.getitem, call, i, like=like) for i in range(len(call.meta["val"])))
 
 
 def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Node) -> tuple[Node, ...]:
-    """The results of a function of tensors, as the operations that it consists of, in front of a node."""
+    """Insert the operations of a function of tensors, and return its results."""
     fakes = [value(node) for node in inputs]
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
         traced = make_fx(run, decomposition_table={})(*fakes)  # keeps detach, as `torch_compat.make_fx`
@@ -264,7 +256,7 @@ def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Nod
 
 
 def viewed(before: Node, node: Node, *sizes: int) -> Node:
-    """The node in another shape: itself, or what it is a view of, where that has the shape."""
+    """The node in another shape: itself, or the node that it is a view of, if that has the shape."""
     known: Any = node
     while shape(known) != sizes and is_op(known, *SAME_ELEMENTS):
         known = operand(known)
@@ -275,17 +267,15 @@ def viewed(before: Node, node: Node, *sizes: int) -> Node:
 
 
 def cast(before: Node, node: Node, kind: torch.dtype | None) -> Node:
-    """The node in another dtype; itself where it has that dtype."""
     return node if dtype(node) == kind else put(before, aten._to_copy.default, node, dtype=kind)
 
 
 def first_of(nodes: Collection[Node]) -> Node:
-    """The node that stands first in the graph."""
     return next(node for node in next(iter(nodes)).graph.nodes if node in nodes)
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move each node that stands behind one of its users in front of it; the others stay."""
+    """Move each node that follows one of its users in front of it."""
     placed = set[Node]()
 
     def place(node: Node) -> None:

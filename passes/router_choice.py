@@ -1,4 +1,4 @@
-"""The choice and the weights of a router's experts, read from the graph.
+"""Expert choice and routing weights, read from the graph.
 
 Suffixes: T tokens, E experts, K slots of a token, G expert groups.
 """
@@ -38,22 +38,21 @@ from graphmoe.passes.routing import counts_of
 
 SCORES = {aten._softmax: "softmax", aten.sigmoid: "sigmoid"}
 LARGEST_EPS = 1e-12
-"""A term this small in a denominator is lost in the rounding of fp32 weights."""
+"""A term below this in a denominator is lost in fp32 rounding."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The source of a router's experts."""
+    """A choice of experts by a router."""
 
     expert: Node
     """Ids [T, K] of any integer type."""
     scores: Node
-    """Scores that the choice is by, before bias and groups: softmax or sigmoid of the logits, or the
-    logits."""
+    """Softmax or sigmoid scores, before bias and groups, or the logits."""
     ranking: Node | None = None
-    """The sort or topk; None where the ids do not depend on the logits."""
+    """The sort or topk; None if the ids do not depend on the logits."""
     values: Node | None = None
-    """The chosen scores [T, K], where the topk gives them and a gradient flows into them."""
+    """The chosen scores [T, K], if the topk returns them and gradients flow into them."""
     bias: Node | None = None
     groups: tuple[int, int, int] = (1, 1, 1)
     """num_groups, topk_groups, group_top."""
@@ -75,7 +74,7 @@ class Choice:
         return self.scores if self.score is None else operand(self.scores)
 
     def is_best_of(self, other: Choice) -> bool:
-        """Return whether these are as many experts as another choice has, by its scores alone."""
+        """Return whether this is a choice of as many experts by the same scores alone."""
         plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
         return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
 
@@ -85,7 +84,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Weights:
-    """The way from chosen scores to weights."""
+    """From chosen scores to weights."""
 
     node: Node
     renormalise: bool = False
@@ -94,7 +93,7 @@ class Weights:
 
 
 def choices(graph: fx.Graph) -> Iterator[Choice | str]:
-    """Every choice of experts by a ranking of [T, E], or of scores by given ids; or why it is another one."""
+    """Every choice of experts by a ranking of [T, E], or of scores by given ids; or why it is unsupported."""
     for node in graph.nodes:
         top = top_of(node)
         choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None
@@ -130,7 +129,7 @@ def _scores(graph: fx.Graph) -> list[Node]:
 
 
 def top_of(node: Any) -> tuple[Node, int] | None:
-    """The ranking whose indices of the k largest along the last axis a node holds, and k."""
+    """The ranking whose top-k indices along the last axis a node holds, and k."""
     if part(node, aten.topk) == 1:
         call = operand(node)
         largest, axis = argument(call, 3, "largest", True), argument(call, 2, "dim", -1)
@@ -152,7 +151,7 @@ def _is_last(call: Node, axis: int) -> bool:
 
 
 def _as_given(index: Node) -> Node:
-    """Ids before they were cast for a gather, if those are [T, K] too."""
+    # before the cast for a gather
     node = index
     while is_op(node, aten._to_copy) and not dtype(operand(node)).is_floating_point:  # type: ignore[union-attr]
         node = operand(node)
@@ -160,7 +159,6 @@ def _as_given(index: Node) -> Node:
 
 
 def _choice_by(expert: Node, ranking: Node) -> Choice | str | None:
-    """Walk from what is ranked to the scores; None where those are no scores of experts."""
     node, direct = operand(ranking), origin(operand(ranking))
     bias, groups = None, (1, 1, 1)
     filled = origin(node, detached=True)
@@ -169,7 +167,7 @@ def _choice_by(expert: Node, ranking: Node) -> Choice | str | None:
         node, direct = operand(filled), origin(operand(filled)) if direct is filled else None
         found = _group_limit(filled)
         if found is None:
-            return f"{name_of(filled)}: it is no limit to the best groups"
+            return f"{name_of(filled)}: it is not a limit to the best groups"
         groups = found
     added = origin(node, detached=True)
     for scores, other in operand_pairs(added) if is_op(added, aten.add) else []:
@@ -209,7 +207,7 @@ def _group_limit(filled: Node) -> tuple[int, int, int] | None:
 
 
 def _group_score(node: Node) -> tuple[Node | None, int]:
-    """Scores [T, G, E / G] and how many of a group's best are summed to the group's score."""
+    # scores [T, G, E / G], and how many of a group's best are summed to its score
     node = origin(node)
     if part(node, aten.max) == 0:
         call = operand(node)
@@ -226,7 +224,7 @@ def _group_score(node: Node) -> tuple[Node | None, int]:
 
 
 def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
-    """The weights of the chosen experts, as far as the arithmetic is a router's."""
+    """The weights of the chosen experts, if the arithmetic is a router's."""
     node: Node
     for node in graph.nodes:
         if choice.score is not None and node is choice.values:
@@ -248,7 +246,7 @@ def _gathers(node: Any, choice: Choice, source: Node) -> bool:
 
 
 def scores_behind(node: Any) -> Any:
-    """Return the sigmoid scores behind a node of `ops.router.relative_scores`, else the node's origin."""
+    """Return the sigmoid scores behind `ops.router.relative_scores`, else the node's origin."""
     node = origin(node)
     if not is_op(node, aten.where):
         return node

@@ -1,4 +1,4 @@
-"""Meanings of the integers of a routing: counts of expert ids, their order, its inverse, rows and tokens.
+"""Meanings of a routing's integers: counts of expert ids, their order, its inverse, rows and tokens.
 
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K).
 """
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def parts(self) -> list[Node]:
-        """The plan as the operations take it."""
+        """The plan in the operations' argument order."""
         return [self.slot, self.row, self.ends]
 
     @property
@@ -54,19 +54,19 @@ class Plan:
         return shape(self.slot)[0]
 
     def row_of(self, before: Node, k: int) -> Node:
-        """The row of each slot, where a token has k of them -> [R / k, k]."""
+        """The row of each slot -> [R / k, k]."""
         return viewed(before, self.row, self.rows // k, k)
 
 
 def plan_of(call: Node) -> Plan:
-    """The results of a `routing_plan` in the graph; those that nobody has read so far are made."""
+    """The results of a `routing_plan`; unread ones are added to the graph."""
     read = {part(user, ops.routing_plan): user for user in call.users}
     ends, row, slot = (read.get(i) or put(call.next, operator.getitem, call, i, like=call) for i in (1, 2, 3))
     return Plan(ends, row, slot)
 
 
 def plans_from_outside(graph: fx.Graph) -> list[Plan]:
-    """The plans that other units made, where this one reads what the operations need of them."""
+    """The plans of other units, if this one reads all their parts."""
     parts: dict[str, list[tuple[int, Node]]] = {}
     for node in graph.find_nodes(op="placeholder"):
         made: MadeBy | None = node.meta.get("made_by")
@@ -78,7 +78,6 @@ def plans_from_outside(graph: fx.Graph) -> list[Plan]:
 
 
 def counts_of(ids: Node) -> list[Node]:
-    """The histograms of some expert ids."""
     return [node for node in calls(ids.graph, *COUNTS) if _counted(node) is origin(ids)]
 
 
@@ -101,7 +100,7 @@ def _counted(node: Node) -> Node | None:
 
 
 def adds_ones(node: Node) -> bool:
-    """Return whether a scatter_add adds nothing but ones to nothing but zeros."""
+    """Return whether a scatter_add adds ones to zeros."""
     zeros, ones = constant(operand(node)), constant(operand(node, 3))
     return zeros is not None and ones is not None and not zeros.any() and bool((ones == 1).all())
 
@@ -117,7 +116,7 @@ def _unsorted(node: Node) -> Node:
 
 
 def slots_of_token(ids: Node, slots: list[Node]) -> int:
-    """K: the width of the last [T, K] on the way of the flat ids, else what slots are divided by."""
+    """K: the width of the last [T, K] that the flat ids are a view of, else the divisor of slots."""
     node = ids
     while is_op(node, *SAME_ELEMENTS) or is_cast(node):
         node = operand(node)
@@ -127,7 +126,7 @@ def slots_of_token(ids: Node, slots: list[Node]) -> int:
 
 
 def inverse_of(node: Node) -> Node | None:
-    """The order of which this is the inverse."""
+    """The order that this is the inverse of."""
     if part(node, aten.sort) == 1:
         call = operand(node)
         return None if is_descending(call) else origin(operand(call))
@@ -143,7 +142,7 @@ def inverse_of(node: Node) -> Node | None:
 
 
 def rows_by(node: Any) -> tuple[Node, Node] | None:
-    """x and index where this is x[index] along the first axis."""
+    """x and index of x[index] along the first axis."""
     if is_op(node, aten.index):
         return (operand(node), operand(node, 1)[0]) if len(operand(node, 1)) == 1 else None
     if is_op(node, aten.index_select, aten.gather) and operand(node, 1) == 0:
@@ -152,12 +151,11 @@ def rows_by(node: Any) -> tuple[Node, Node] | None:
 
 
 def narrow(node: Any) -> Node:
-    """A node without its copies along an axis."""
     return operand(node) if is_op(node, aten.expand) else node
 
 
 def divisor(index: Node, slots: list[Node]) -> int | None:
-    """k where an index is slot // k, written so or as token_of_slot[slot]."""
+    """k of an index slot // k, also if written as token_of_slot[slot]."""
     node = origin(index)
     if node in slots:
         return 1

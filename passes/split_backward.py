@@ -1,10 +1,8 @@
-"""Cut a unit's backward in two: I, the gradients of its inputs, and W, those of its weights.
+"""Split a unit's backward into I, dgrad, and W, wgrad.
 
-A schedule may then run W whenever it likes: only I is on the path to the layer before (Zero Bubble
-Pipeline Parallelism, arXiv 2401.10241, section 2). W holds just what I does not compute; what both
-need goes from I to W. Views and pointwise values are computed again in W where that saves keeping them.
-Gradients that are sums over what I computes, as those of norms, are made by I: it has read all of it, and W
-would have to get it, a tensor as large as the activations, instead of a row.
+A schedule may delay W: only I is on the path to the previous layer (Zero Bubble Pipeline Parallelism, arXiv
+2401.10241, section 2). W has what I does not compute; shared results are passed from I to W. W recomputes
+views and pointwise values if that saves storing them.
 """
 
 import operator
@@ -35,15 +33,15 @@ VIEWS = {
     aten.alias.default,
     aten.detach.default,
 }
-"""Operations that show the memory of their input."""
+"""Operations that alias their input."""
 CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 RECOMPUTED = VIEWS | CASTS
-"""Views and casts: W computes these again from what I keeps anyway."""
+"""Views and casts: W recomputes these from what I stores anyway."""
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 class SplitBackward(NamedTuple):
-    """Two graphs in place of one. W takes ``handed`` first, then the inputs named ``weights_read``."""
+    """Two graphs in place of one. W reads ``handed``, then the inputs of ``weights_read``."""
 
     inputs: fx.GraphModule
     """I: placeholders ``inputs_read`` -> (gradients of inputs..., handed...)."""
@@ -56,13 +54,12 @@ class SplitBackward(NamedTuple):
     nodes_moved: int
     """Operations that only W runs."""
     ms: float
-    """Time that the split took."""
 
 
 def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) -> SplitBackward:
-    """Split a backward graph whose outputs at ``weight_outputs`` are gradients of weights.
+    """Split a backward whose outputs at ``weight_outputs`` are weight gradients.
 
-    Outputs keep their order within each half; the graph itself is left as it is.
+    Outputs keep their order within each half; the graph is unchanged.
     """
     started = time.perf_counter()
     graph = backward.graph
@@ -71,8 +68,10 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
     others = [node for i, node in enumerate(outputs) if i not in set(weight_outputs)]
     in_inputs = _ancestors(others)
     in_inputs |= {user for node in in_inputs for user in node.users if user.target is operator.getitem}
+    # I computes gradients that are sums over its results, as of norms: passing it to W would store a tensor
+    # as large as the activations
     in_inputs |= _summed_by_inputs(weights, in_inputs)
-    # What W runs or reads: back to placeholders and to what I computes and W does not compute again.
+    # What W runs or reads: back to placeholders and to what I computes and W does not recompute.
     in_weights = _ancestors(weights, lambda node: node not in in_inputs or _is_cheap(node))
     of_both = in_weights & in_inputs
     calls = (node for node in graph.nodes if node.op == "call_function" and node in of_both)
@@ -94,7 +93,7 @@ def split_backward(backward: fx.GraphModule, weight_outputs: Collection[int]) ->
 def _ancestors(
     roots: Iterable[fx.Node | None], goes_on: Callable[[fx.Node], bool] = lambda node: True
 ) -> set[fx.Node]:
-    """The nodes that the roots are made from, themselves included; none behind one that ends the search."""
+    # the search does not continue behind nodes that are not goes_on
     found: set[fx.Node] = set()
     todo = [root for root in roots if root is not None]
     while todo:
@@ -121,7 +120,7 @@ def _is_elementwise_or_sum(node: fx.Node) -> bool:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Computed again rather than kept; a piece of a tuple only where the tuple is."""
+    # a piece of a tuple is recomputed only if the tuple is
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, fx.Node) and source.target in RECOMPUTED

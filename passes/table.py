@@ -1,4 +1,4 @@
-"""The table of passes, which rewrite the graph of a compile unit, in the order in which they run."""
+"""The table of passes, which rewrite the graph of a compile unit, in execution order."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,14 +30,13 @@ PASSES = (
     PassSpec("fp8_quantise", fp8_quantise, "joint", "bitwise", optional=True),
     PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
-"""fuse_experts joins what fuse_permutation and fuse_activation made, so it comes after them."""
+"""fuse_experts fuses the results of fuse_permutation and fuse_activation, so it is later."""
 
 
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
-    """The passes that a configuration asks for, in order, with their parameters by name.
+    """The configured passes, in order, with their knobs by name.
 
-    Raises ConfigError for a name that no pass has, for a pass without those that it needs, and for an
-    extra one that is no pass.
+    Raises ConfigError for unknown names, missing needs, and extra entries that are not passes.
     """
     names = [spec.name for spec in PASSES]
     for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):
@@ -53,7 +52,7 @@ def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) 
         lacking = [name for name in spec.needs if name not in [other.name for other in chosen]]
         if lacking:
             raise ConfigError(
-                f"the pass {spec.name} joins what {' and '.join(lacking)} would make; run those too, or "
+                f"the pass {spec.name} fuses the results of {' and '.join(lacking)}; run those too, or "
                 f"leave {spec.name} out as well: passes.disabled=[{','.join([*lacking, spec.name])}]"
             )
     return [replace(spec, knobs={**spec.knobs, **knobs.get(spec.name, {})}) for spec in chosen] + [

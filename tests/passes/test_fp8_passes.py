@@ -92,8 +92,8 @@ def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alon
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (lambda x, a, b, down: F.linear(x, a[:40]), "is no weight"),
-        (lambda x, a, b, down: F.linear(x, down.t()), "its second factor is no weight"),
+        (lambda x, a, b, down: F.linear(x, a[:40]), "is not a weight"),
+        (lambda x, a, b, down: F.linear(x, down.t()), "its second factor is not a weight"),
         (lambda x, a, b, down: x * 2, "none in here"),
     ],
 )
@@ -104,7 +104,7 @@ def test_other_products_are_left(run, reason):
 @pytest.mark.parametrize(("recipe", "size"), [("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)])
 def test_sides_that_are_no_multiple_of_a_block_are_left(recipe, size):
     plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
-    reason = f"{size} of its weight [128, {size}] is no multiple of {RECIPES[recipe].aligned}"
+    reason = f"{size} of its weight [128, {size}] is not a multiple of {RECIPES[recipe].aligned}"
     assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
 
 

@@ -180,17 +180,17 @@ LOOK_ALIKES = {
         chained(ends_of=lambda ends: ends.clamp(max=R - 1)),
         "the rows of its products end elsewhere",
     ),
-    "biased": (chained(made=lambda y, w: y + 1), "stands where graphmoe.grouped_mm should"),
-    "no gather": (chained(gathered=lambda x: x + 1), "stands where graphmoe.permute should"),
+    "biased": (chained(made=lambda y, w: y + 1), "is in place of graphmoe.grouped_mm"),
+    "no gather": (chained(gathered=lambda x: x + 1), "is in place of graphmoe.permute"),
     "weighted twice": (chained(made=lambda y, w: y * w), "the rows are weighted twice"),
     "unweighted": (chained(activated=lambda a, w, to_rows: a), "the rows have no weights"),
     "weights of their own": (
         chained(activated=lambda a, w, to_rows: a * w.sigmoid()),
-        "is no gather of the weights by the plan",
+        "is not a gather of the weights by the plan",
     ),
     "weights of tokens": (
         chained(activated=lambda a, w, to_rows: a * to_rows(torch.ones(T, 1))),
-        "is no gather of the weights by the plan",
+        "is not a gather of the weights by the plan",
     ),
     "no return": (
         lambda x, weight, gate_up, down, expert: (grouped_mm(x, gate_up, expert[:E, 0]), weight, down),

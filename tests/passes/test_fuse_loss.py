@@ -107,11 +107,11 @@ def cross_entropy(h, w, target, **named):
 LOOK_ALIKES = {  # name: (run, reason)
     "no log_softmax": (
         lambda h, w, target: F.nll_loss(F.linear(h, w), target),
-        "is no log_softmax over the vocabulary",
+        "is not a log_softmax over the vocabulary",
     ),
     "over tokens": (
         lambda h, w, target: F.nll_loss(F.linear(h, w).log_softmax(0), target),
-        "is no log_softmax over the vocabulary",
+        "is not a log_softmax over the vocabulary",
     ),
     "a smaller vocabulary": (
         lambda h, w, target: F.cross_entropy(F.linear(h, w).view(-1, V // 2), target.repeat(2)),
@@ -137,11 +137,11 @@ LOOK_ALIKES = {  # name: (run, reason)
     ),
     "capped": (
         lambda h, w, target: F.cross_entropy(30 * torch.tanh(F.linear(h, w) / 30), target),
-        "not straight from a head",
+        "not by a head",
     ),
     "bf16": (
         lambda h, w, target: F.cross_entropy(F.linear(h.bfloat16(), w.bfloat16()), target),
-        "the loss is taken in torch.bfloat16",
+        "the loss is computed in torch.bfloat16",
     ),
     "stored otherwise": (
         lambda h, w, target: F.cross_entropy(h @ w.view(D, V), target),

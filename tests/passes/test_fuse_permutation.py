@@ -213,8 +213,8 @@ def rows(x, order, inverse):
     return by_token(x[order // K], inverse)
 
 
-COLUMNS, NO_SLOT = "is no sum over the second axis", "the index is not slot // k"
-NO_WEIGHT = "is no product with one weight for each row"
+COLUMNS, NO_SLOT = "is not a sum over the second axis", "the index is not slot // k"
+NO_WEIGHT = "is not a product with one weight for each row"
 NO_ZERO = "added to something that is not zero"
 LOOK_ALIKES = {  # name: (body, reason; none: it does not look alike)
     "another k": (lambda x, w, order, inverse: x[order // 3], "[18, 16] to [36, 16] is not [R / 3, D]"),

@@ -295,7 +295,7 @@ def labelled(x, y):
 
 
 READ = "scores are also read by"
-LIMIT = "it is no limit to the best groups"
+LIMIT = "it is not a limit to the best groups"
 NONE = "1 softmax or sigmoid, none that experts are chosen and weighted by"
 UNWEIGHED = "no weights are gathered by these ids"
 LOOK_ALIKES = {  # name: (run, reason)

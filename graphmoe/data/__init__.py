@@ -1,7 +1,4 @@
-"""Tokens for training: sources, packing to the sequence length, and the loader.
-
-``open_data`` is the entry; ``docs/data.md`` tells the whole story.
-"""
+"""Tokens for training: sources, packing to the sequence length, and the loader (docs/data.md)."""
 
 from graphmoe.data.corpus import Corpus
 from graphmoe.data.errors import DataError

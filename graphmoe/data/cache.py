@@ -1,4 +1,4 @@
-"""The cache of tokenised corpora: whole entries only, one builder at a time, safe against kills."""
+"""Cache of tokenised corpora: complete entries only, one builder at a time, safe against kills."""
 
 import contextlib
 import glob
@@ -22,13 +22,13 @@ from graphmoe.runtime.host.files import FileLock, is_locked, replace_text
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Part of every key; raise it when the content of entries changes."""
+"""Part of every key; increment it when the content of entries changes."""
 META = "meta.json"
 SMALL_BYTES = 64 << 20
-"""Files up to this size are compared with their sha256 whenever they are opened."""
+"""Files up to this size are checked against their sha256 whenever they are opened."""
 _TMP = ".tmp-"
 _OTHER_HOST_S = 24 * 3600.0
-"""Without a write for so long, what a process of another host began is left."""
+"""A draft of another host is stale after this long without a write."""
 _OTHER = "set data.cache_dir=... or the variable GRAPHMOE_CACHE"
 
 
@@ -45,14 +45,12 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def cache_key(*parts: Any) -> str:
-    """A short hash of plain values, tied to the format of the entries."""
+    """A short hash of plain values and the entry format."""
     text = json.dumps([FORMAT, *parts], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 class _Document(TypedDict):
-    """Content of ``meta.json``."""
-
     files: dict[str, FileSum]
     meta: Any
 
@@ -60,11 +58,11 @@ class _Document(TypedDict):
 def cached(
     folder: Path, name: str, build: Callable[[Path], dict[str, Any]], kind: type[Any] = dict
 ) -> tuple[Path, Any]:
-    """(path, meta) of the entry ``name``; ``build(path)`` fills a folder and returns meta if there is none.
+    """(path, meta) of the entry ``name``; if missing or damaged, ``build(path)`` fills a folder and returns
+    meta.
 
-    ``kind`` is the type of meta. The entry is renamed into place when it is whole, so a killed builder leaves
-    none; one that is damaged is built again. Other processes wait for a builder. *Raises* ConfigError where
-    the entry cannot be written.
+    ``kind`` is the type of meta. Other processes wait for a builder. *Raises* ConfigError if the entry cannot
+    be written.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)
@@ -80,30 +78,24 @@ def cached(
                 meta = _read_entry(entry, kind)
     except OSError as error:
         raise ConfigError(
-            f"cannot make the cache entry {entry}: {error}; make room there or set data.cache_dir=..."
+            f"cannot make the cache entry {entry}: {error}; free space there or set data.cache_dir=..."
         ) from error
     if meta is None:
-        raise ConfigError(
-            f"{entry} is not read as it was written just now; set data.cache_dir=... to a sound disk"
-        )
+        raise ConfigError(f"{entry} does not read back as written; set data.cache_dir=... to a sound disk")
     return entry, meta
 
 
 def sums_of(entry: Path) -> dict[str, str]:
-    """The sha256 of each file of a whole entry. *Raises* ConfigError."""
     return {name: found.sha256 for name, found in read_json(entry / META, _Document)["files"].items()}
 
 
 def _read_entry(entry: Path, kind: type[Any], say: Callable[..., None] = log.warning) -> Any:
-    """The meta of a whole entry; None if there is no entry or its files are not as they were written.
-
-    Contents of files above ``SMALL_BYTES`` are left to ``graphmoe.data.contents.ContentCheck``.
-    """
     if not os.path.isfile(entry / META):
         return None
     try:
         document = read_json(entry / META, _Document)
         meta = typed(document["meta"], kind, f"{entry / META}: meta")
+        # larger files are checked later, by graphmoe.data.contents.ContentCheck
         problem = _damage(entry, document["files"])
     except (FileError, OSError) as error:
         problem = str(error)
@@ -133,6 +125,7 @@ def _build(entry: Path, build: Callable[[Path], dict[str, Any]]) -> None:
         replace_text(temporary / META, json.dumps({"files": files, "meta": meta}, indent=1), durably=True)
         if entry.exists():  # and damaged
             shutil.rmtree(entry)
+        # renamed when complete, so a killed builder leaves no entry
         temporary.rename(entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -152,19 +145,16 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def draft_of(path: Path) -> Path:
-    """The folder of this process beside a path, for what goes to that path when it is whole."""
     return path.with_name(f"{path.name}{_TMP}{socket.gethostname()}-{os.getpid()}")
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Remove the drafts of killed processes in a folder: of a name that we alone build, or of all names.
-
-    One of our own process id is of a process before us then, as in a container that was started again.
-    """
+    """Remove the drafts of killed processes: of a ``name`` that only this process builds, or of all names."""
     for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
         of, _, maker = left_over.name.rpartition(_TMP)
         host, _, pid = maker.rpartition("-")
         if host == socket.gethostname():
+            # a draft with our own process id is of an earlier process, as in a restarted container
             ended = (of == name and pid == str(os.getpid())) or not Path(f"/proc/{pid}").exists()
         else:
             ended = time.time() - _last_write(left_over) > _OTHER_HOST_S

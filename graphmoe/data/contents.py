@@ -1,7 +1,7 @@
-"""Contents of token files: sums of when they were written, compared as they are opened or beside training.
+"""Checksums of token files: written with them, checked when they are opened or beside training.
 
-Files of cache entries up to ``SMALL_BYTES``, and pairs of as much in all, are read whole by every process
-that opens them. All else is read by a thread of one process of each node, so that training need not wait.
+Cache files and pairs up to ``SMALL_BYTES`` are checked by each process on opening; larger ones by a thread of
+one process per node, so training does not wait.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from graphmoe.runtime.host.checksums import sha256_of
 log = logging.getLogger(__name__)
 
 SUMS = ".sha256"
-"""Suffix of the file beside a pair that holds its sums, in the form of the command sha256sum."""
+"""Suffix of a pair's checksum file, in the format of sha256sum."""
 BLOCK_BYTES = 64 << 10
 MAX_BLOCKS = 1024
-"""Blocks that are read of the files of a corpus without sums: 64 MiB, below which they are read whole."""
+"""Most blocks hashed of a corpus without checksums: 64 MiB; smaller corpora are hashed whole."""
 _SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
 
 
 class ContentCheck:
-    """Thread that compares files with their sums; ``close`` ends it."""
+    """Thread that checks files against their sums; ``close`` ends it."""
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
         self._files = {path: file for file in files if not file.compared for path in pair(file.path)}
@@ -47,19 +47,18 @@ class ContentCheck:
             self._thread.start()
 
     def raise_damage(self) -> None:
-        """Raise DataError if a damaged file has been found until now."""
         if self._found is not None:
             self._raised = True
             raise self._found
 
     def wait(self) -> None:
-        """Return when all files are compared. *Raises* DataError for a damaged one."""
+        """Wait until all files are checked. *Raises* DataError for a damaged one."""
         if self._files:
             self._thread.join()
         self.raise_damage()
 
     def close(self) -> None:
-        """End the thread; says so where files are not compared yet, or one is damaged."""
+        """End the thread; warn about unchecked or damaged files."""
         if not self._files:
             return
         self._closed.set()
@@ -80,7 +79,7 @@ class ContentCheck:
             if self._closed.is_set():
                 return
             if found != file.sums[path.name]:
-                what = "its sha256 is not that of when it was written (steps of this start may have read it)"
+                what = "its sha256 differs from when it was written (steps of this run may have read it)"
                 self._found = damaged(file, f"{path}: {what}")
                 return
         self._done = True
@@ -88,7 +87,7 @@ class ContentCheck:
 
 
 def read_entry_file(entry: Path, name: str) -> TokenFile:
-    """Open a pair of a cache entry. *Raises* DataError; a damaged entry is built again at the next start."""
+    """Open a pair of a cache entry. *Raises* DataError; a damaged entry is rebuilt at the next start."""
     sums = sums_of(entry)
     with entry_damage(entry):
         if missing := {path.name for path in pair(entry / name)} - sums.keys():
@@ -99,10 +98,7 @@ def read_entry_file(entry: Path, name: str) -> TokenFile:
 
 
 def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
-    """Open a pair, and the file of sums beside it if there is one. *Raises* DataError.
-
-    compare: whether to compare the pair with the sums now.
-    """
+    """Open a pair; ``compare`` checks it now against its checksum file, if any. *Raises* DataError."""
     sums_path = pair(prefix)[0].with_suffix(SUMS)
     if not os.path.lexists(sums_path):
         return read_token_file(prefix)
@@ -113,7 +109,7 @@ def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
     file = dataclasses.replace(read_token_file(prefix, sums=sums), compared=compare)
     for path in pair(prefix) if compare else ():
         if _sha256_of(path) != sums[path.name]:
-            raise DataError(f"{path}: its sha256 is not that in {sums_path.name}; restore the file")
+            raise DataError(f"{path}: its sha256 differs from that in {sums_path.name}; restore the file")
     return file
 
 
@@ -125,16 +121,12 @@ def _sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
 
 
 def write_sums(prefix: Path) -> None:
-    """Write the sums of a pair beside it."""
     lines = [f"{sha256_of(path)}  {path.name}\n" for path in pair(prefix)]
     pair(prefix)[0].with_suffix(SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def contents_of(files: Sequence[TokenFile]) -> str:
-    """A word that differs where the tokens do: from the sums of files, or from blocks of those without.
-
-    Blocks lie evenly over each file, so that another file is found, and not every flipped bit.
-    """
+    """A hash of the tokens: from the checksums, or from blocks of files without."""
     digest = hashlib.blake2b(digest_size=16)
     summed = all(file.sums for file in files)
     for file in files:
@@ -148,27 +140,25 @@ def contents_of(files: Sequence[TokenFile]) -> str:
         if len(raw) <= blocks * BLOCK_BYTES:
             digest.update(raw.data)
             continue
+        # evenly spaced: detects another file, not every flipped bit
         for start in np.linspace(0, len(raw) - BLOCK_BYTES, blocks, dtype=np.int64):
             digest.update(raw[start : start + BLOCK_BYTES].data)
     return f"{'sha256' if summed else 'blocks'}:{digest.hexdigest()}"
 
 
 def damaged(file: TokenFile, what: str) -> DataError:
-    """The error for a token file whose contents are not what was written."""
     return DataError(f"{what}; restore the file") if file.entry is None else damaged_entry(file.entry, what)
 
 
 def damaged_entry(entry: Path, what: str) -> DataError:
-    """The error for an entry of the cache, which is set up to be built again."""
     with contextlib.suppress(OSError):
         (entry / META).unlink(missing_ok=True)
-        return DataError(f"{what}: it is damaged and is made again when the same command starts again")
+        return DataError(f"{what}: it is damaged; run the same command again to rebuild it")
     return DataError(f"{what}: it is damaged; remove {entry} and start again")
 
 
 @contextlib.contextmanager
 def entry_damage(entry: Path) -> Iterator[None]:
-    """Turn errors of a cache entry's files into ``damaged_entry``."""
     try:
         yield
     except (DataError, ConfigError) as error:
@@ -176,7 +166,6 @@ def entry_damage(entry: Path) -> Iterator[None]:
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """Sums by name of file. *Raises* DataError."""
     try:
         lines = read_text(path).splitlines()
     except FileError as error:
@@ -184,5 +173,5 @@ def _read_sums(path: Path) -> dict[str, str]:
     found = [_SUM.fullmatch(line) for line in lines]
     if None in found:
         number = found.index(None)
-        raise DataError(f"{path}:{number + 1}: {lines[number][:80]!r} is no line of sha256sum")
+        raise DataError(f"{path}:{number + 1}: {lines[number][:80]!r} is not a line of sha256sum")
     return {Path(match[2]).name: match[1] for match in found if match}

@@ -1,4 +1,4 @@
-"""Corpus of a run: packed samples for training and validation, whatever source their tokens come from."""
+"""Corpus of a run: packed samples for training and validation, from any source."""
 
 import logging
 from collections import Counter
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Corpus:
-    """Samples of a run, with what is known of them."""
+    """Samples of a run, and facts about them."""
 
     train: Samples
     val: Samples | None
@@ -30,11 +30,11 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     bad_records: BadRecords = field(default_factory=BadRecords)
     check: ContentCheck = field(default_factory=ContentCheck)
-    """Check of large files against their sums, if that was asked for."""
+    """Check of large files against their sums, if requested."""
 
     @property
     def bad(self) -> Counter[str]:
-        """Number of bad records that were skipped, by kind."""
+        """Skipped bad records, by kind."""
         return self.bad_records.counts
 
 
@@ -42,9 +42,9 @@ def pack_corpus(
     config: DataConfig, seq_len: int, train: Documents, val: Documents | None, tokenizer: Tokenizer | None,
     bad: BadRecords, vocab_size: int, files_of_paths: Sequence[int] = (),
 ) -> Corpus:  # fmt: skip
-    """Return a corpus of packed samples; without ``val`` some of the training documents are held out.
+    """Return a corpus of packed samples; without ``val`` some training documents are held out.
 
-    files_of_paths: how many of the training files each of data.paths has, where data.weights are given.
+    files_of_paths: number of training files of each of data.paths, with data.weights.
     """
     given = val is not None
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
@@ -70,7 +70,7 @@ def pack_corpus(
 
 
 def configured_tokenizer(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, int]:
-    """Return the configured tokenizer and the id that ends a document. *Raises* ConfigError."""
+    """Return the configured tokenizer and its end-of-document id. *Raises* ConfigError."""
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
     refuse_small_vocabulary(config, tokenizer, vocab_size)
@@ -78,7 +78,7 @@ def configured_tokenizer(config: DataConfig, vocab_size: int) -> tuple[Tokenizer
 
 
 def refuse_small_vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no row for, unless bad data are skipped."""
+    """Reject a tokenizer with ids beyond the vocabulary, unless bad data are skipped."""
     if num_ids(tokenizer) > vocab_size and not config.skip_bad:
         raise ConfigError(
             f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="
@@ -92,9 +92,9 @@ def corpus_of_files(
     find: Callable[[Sequence[str], str], list[Path]],
     read: Callable[[Sequence[Path], BadRecords], list[TokenFile]],
 ) -> Corpus:  # fmt: skip
-    """Return the corpus of data.paths and data.val_paths; a file that is named by both is for validation.
+    """Return the corpus of data.paths and data.val_paths; files in both are for validation.
 
-    find: from patterns, and the key that has them, to files. read: from these to their tokens.
+    find: from patterns and their key to files. read: from files to tokens.
     """
     bad = BadRecords(config.skip_bad)
     val = find(config.val_paths, "data.val_paths")

@@ -8,17 +8,17 @@ log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """Content that cannot be used; the message names the file and the place in it."""
+    """Unusable content; the message names file and position."""
 
 
 def one_line(error: object) -> str:
-    """The text of another library's error, of which some have several lines."""
+    """The text of another library's error, on one line."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 
 @dataclass
 class BadRecords:
-    """Tally of bad data: it raises at once, or counts by kind when ``skip`` is set."""
+    """Tally of bad data: raises at once, or counts by kind if ``skip`` is set."""
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -28,9 +28,9 @@ class BadRecords:
     """Key that the user sets to skip."""
 
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
-        """Count one bad record of this kind. *Raises* DataError unless bad records are skipped.
+        """Count one bad record. *Raises* DataError unless bad records are skipped.
 
-        better: what the error advises before skipping.
+        better: advice before that of skipping.
         """
         if not self.skip and better:
             raise DataError(f"{message}; {better} (the last resort: {self.option}=true skips what is bad)")
@@ -42,7 +42,7 @@ class BadRecords:
         self.first = self.first or message
 
     def report_id(self, what: str, place: object, token: int, vocab_size: int) -> None:
-        """Count one token id of a sample or document that the model has no row for; raises as ``report``."""
+        """Report a token id beyond the vocabulary; raises as ``report``."""
         message = f"{place}: token id {token} is not below model.vocab_size={vocab_size}"
         better = (
             f"set model.vocab_size to the number of ids of its tokenizer, {token + 1} or more, or "
@@ -54,14 +54,13 @@ class BadRecords:
         self.report(f"{what} with a token id beyond the vocabulary", message, better=better)
 
     def merge(self, counts: dict[str, int], first: str | None) -> None:
-        """Add a tally made elsewhere. *Raises* DataError if it is not empty and nothing may be skipped."""
+        """Add a tally made elsewhere. *Raises* DataError if it is not empty and ``skip`` is not set."""
         if counts and not self.skip:
             raise DataError(f"{first} ({self.option}=true counts and skips what is bad)")
         self.counts.update(counts)
         self.first = self.first or first
 
     def log_total(self, what: str) -> None:
-        """Log how many records were skipped, by kind; silent when none was."""
         if self.counts:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.counts.items()))
             log.warning("%s: bad records skipped: %d (%s)", what, sum(self.counts.values()), kinds)

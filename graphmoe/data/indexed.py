@@ -1,9 +1,8 @@
-"""Megatron's ``.bin/.idx`` token files, version 1: the reader and the writer.
+"""Megatron's ``.bin/.idx`` token files, version 1: reader and writer.
 
-``.bin`` holds token ids end to end. ``.idx``, little-endian: the magic, uint64 version 1, uint8 dtype code,
-uint64 number of sequences, uint64 length of the document list, then int32 length and int64 byte position
-of each sequence, and the int64 document list: the first sequence of each document, and the number of
-sequences as its last entry.
+``.bin`` has concatenated token ids. ``.idx``, little-endian: magic, uint64 version 1, uint8 dtype code,
+uint64 number of sequences, uint64 length of the document list, int32 length and int64 byte position of each
+sequence, and the int64 document list: the first sequence of each document, then the number of sequences.
 """
 
 import os
@@ -30,24 +29,19 @@ Int_N = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One ``.bin/.idx`` pair, memory-mapped."""
-
     path: Path
-    """The ``.bin`` file."""
     tokens_T: npt.NDArray[Any]
     start_N: Int_N
-    """First token of each document."""
     length_N: Int_N
-    """Tokens of each document."""
     sums: Mapping[str, str] | None = None
-    """The sha256 that both files should have, by their names, where it is known."""
+    """Expected sha256 of both files by name, if known."""
     entry: Path | None = None
-    """The entry of the cache that it is part of, if it is."""
+    """Its cache entry, if any."""
     compared: bool = True
-    """False where nobody has compared both files with these sums yet."""
+    """False if the files are not yet checked against these sums."""
 
     def document_at(self, token: int) -> int:
-        """Number of the document that holds this token, counted from 0."""
+        """Number of the document with this token, counted from 0."""
         ends_N = self.start_N + self.length_N
         return int(np.searchsorted(ends_N, token, side="right"))
 
@@ -59,7 +53,7 @@ def read_token_file(
     bin_path, idx_path = pair(prefix)
     for path in (idx_path, bin_path):
         if not path.is_file():
-            why = "is no regular file" if path.exists() else "does not exist"
+            why = "is not a regular file" if path.exists() else "does not exist"
             raise DataError(f"{path} {why}; {bin_path.name} and {idx_path.name} belong together")
     try:
         tokens_T, start_N, length_N = _open_pair(bin_path, idx_path)
@@ -69,7 +63,7 @@ def read_token_file(
 
 
 def write_index(path: Path, dtype: npt.DTypeLike, length_N: npt.ArrayLike) -> None:
-    """Write the ``.idx`` of a ``.bin`` that holds one sequence for each document."""
+    """Write the ``.idx`` of a ``.bin`` with one sequence per document."""
     lengths_N = np.asarray(length_N, dtype=np.int64)
     count = len(lengths_N)
     longest = int(lengths_N.max(initial=0))
@@ -87,7 +81,7 @@ def write_index(path: Path, dtype: npt.DTypeLike, length_N: npt.ArrayLike) -> No
 
 
 def write_token_file(prefix: str | Path, documents: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> None:
-    """Write documents of token ids as ``prefix.bin`` and ``prefix.idx``; the index appears last."""
+    """Write documents of token ids as ``prefix.bin`` and ``prefix.idx``; the index is written last."""
     bin_path, idx_path = pair(prefix)
     lengths = []
     with open(bin_path, "wb") as file:
@@ -101,14 +95,14 @@ def write_token_file(prefix: str | Path, documents: Iterable[npt.ArrayLike], dty
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
-    """The paths of the ``.bin`` and the ``.idx``; the prefix may carry either ending."""
+    """The paths of the ``.bin`` and the ``.idx``; the prefix may have either suffix."""
     text = str(prefix)
     text = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(text + ".bin"), Path(text + ".idx")
 
 
 def smallest_dtype(num_ids: int) -> np.dtype[Any]:
-    """The smallest dtype that published readers take for ids below ``num_ids``."""
+    """The smallest dtype for ids below ``num_ids`` that published readers support."""
     return np.dtype(np.uint16 if num_ids <= 1 << 16 else np.int32)
 
 
@@ -136,11 +130,11 @@ def _parse_index(raw: npt.NDArray[np.uint8], path: Path) -> tuple[np.dtype[Any],
         raise DataError(f"{what} is shorter than the {HEADER.size} bytes of a header; it is truncated")
     magic, version, code, num_sequences, num_entries = HEADER.unpack(raw[: HEADER.size].tobytes())
     if magic != MAGIC:
-        raise DataError(f"{what} starts with {magic!r}, not {MAGIC!r}; it is no Megatron index")
+        raise DataError(f"{what} starts with {magic!r}, not {MAGIC!r}; it is not a Megatron index")
     if version != VERSION:
         raise DataError(f"{what} has index version {version}; only version {VERSION} is known")
     if code not in DTYPE_OF_CODE or not np.issubdtype(DTYPE_OF_CODE[code], np.integer):
-        raise DataError(f"{what} has dtype code {code}, which is no integer type of tokens")
+        raise DataError(f"{what} has dtype code {code}, which is not an integer type")
     wanted = HEADER.size + num_sequences * 12 + num_entries * 8
     if len(raw) != wanted:
         with_modes = len(raw) == wanted + num_sequences

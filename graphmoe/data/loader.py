@@ -1,4 +1,4 @@
-"""The loader: micro-batches of one data-parallel rank, prepared ahead, resumable exactly."""
+"""The loader: micro-batches of one data-parallel rank, prefetched, exactly resumable."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A place in the global row of samples."""
+    """A position in the global sequence of samples."""
 
     consumed: int
-    """Samples before it, of all ranks together."""
+    """Samples before it, over all ranks."""
     reader_state: dict[str, Any]
     epochs: float
     """Passes over the corpus; whole passes for a stream, 0.0 for an endless source."""
@@ -31,9 +31,9 @@ class Loader:
     """An endless iterator over the micro-batches of one rank.
 
     Global batch ``n`` is samples ``[n * global_batch_size, (n + 1) * global_batch_size)``. Its micro-step
-    ``m`` takes the next ``micro_batch_size * world_size`` of them, of which rank ``r`` gets the ``r``-th
-    ``micro_batch_size``. So the samples consumed are always a prefix of one global row, and the state
-    is one count of samples that means the same with any number of ranks.
+    ``m`` takes the next ``micro_batch_size * world_size``, of which rank ``r`` gets the ``r``-th
+    ``micro_batch_size``. So the consumed samples are a prefix, and the state is one count, independent of the
+    number of ranks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Loader:
         self.samples, self.prefetch, self.pin_memory = samples, prefetch, pin_memory
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self.place = Place(0, {}, 0.0)
-        """Place after what was handed out, whatever was prefetched."""
+        """Position after the last batch handed out, whatever was prefetched."""
         self._pool: ThreadPoolExecutor | None = None
         self._batches: Iterator[tuple[Tensor, Place]]
         self._ahead: deque[Future[tuple[Tensor, Place]]] = deque()
@@ -53,7 +53,7 @@ class Loader:
         return self
 
     def __next__(self) -> Tensor:
-        """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* what the prefetch thread ran into."""
+        """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* errors of the prefetch thread."""
         if self._pool is None:
             import torch
 
@@ -68,17 +68,17 @@ class Loader:
         return tokens_BT
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank: what was handed out, not what was prefetched."""
+        """Plain values, equal on all ranks: what was handed out, not what was prefetched."""
         consumed, reader, epochs = self.place
         sums = {"fingerprint": self.samples.fingerprint, "contents": self.samples.contents}
         return {"consumed": consumed, **sums, "epochs": epochs, "reader": reader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples of this state. *Raises* ConfigError when the data is not the same."""
+        """Continue after the samples of this state. *Raises* ConfigError if the data differ."""
         if state["fingerprint"] != self.samples.fingerprint:
             raise ConfigError(
                 f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "
-                f"{self.samples.fingerprint}), so the token stream cannot go on where it stopped; restore "
+                f"{self.samples.fingerprint}), so the token stream cannot continue where it stopped; restore "
                 "the files and the data section, or start a new run folder with hydra.run.dir=..."
             )
         theirs, ours = str(state.get("contents", "")), self.samples.contents
@@ -93,7 +93,7 @@ class Loader:
         self.place = Place(state["consumed"], state["reader"], state["epochs"])
 
     def close(self) -> None:
-        """Stop the prefetch thread and wait for its end; may be called twice."""
+        """Stop and join the prefetch thread; may be called twice."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
@@ -117,7 +117,7 @@ class Loader:
 def first_batches(samples: Samples, n: int, micro_batch_size: int) -> Iterator[Tensor]:
     """The first ``n`` micro-batches [micro_batch_size, seq_len + 1] int64, the same at each call.
 
-    Fewer when an epoch has fewer, so that no sample counts twice; but at least one if ``n > 0``.
+    Fewer if an epoch has fewer, so that no sample counts twice; at least one if ``n > 0``.
     """
     import torch
 

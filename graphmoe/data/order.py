@@ -1,8 +1,7 @@
 """Seeded permutations and hashes of indices, computed without a table.
 
-A Feistel network with cycle walking permutes ``0 .. size-1``: any position is found in O(1) time and
-memory, so an epoch's order needs no stored shuffle and can be entered anywhere. Integer arithmetic only:
-the order is the same on every machine and numpy version.
+A Feistel network with cycle walking permutes ``0 .. size-1``: O(1) time and memory for any position. Integer
+arithmetic only, so the order is the same on every machine and numpy version.
 """
 
 import numpy as np
@@ -16,7 +15,7 @@ Index_N = npt.NDArray[np.int64]
 
 
 def permute(index_N: Index_N, size: int, key: int) -> Index_N:
-    """Return the places to which a seeded permutation of ``0 .. size-1`` sends each index."""
+    """Return the images of indices under a seeded permutation of ``0 .. size-1``."""
     assert size > 0
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     place_N = np.asarray(index_N, dtype=np.uint64)
@@ -44,7 +43,7 @@ def mix64(x_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def held_out(hash_N: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return True for the share of items with the smallest hashes: at least one item, never all of them."""
+    """Return a mask of the items with the smallest hashes: at least one, never all."""
     size = len(hash_N)
     mask_N = np.zeros(size, dtype=np.bool_)
     if fraction > 0 and size > 1:
@@ -54,7 +53,6 @@ def held_out(hash_N: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.
 
 
 def _feistel(place_N: npt.NDArray[np.uint64], half_bits: int, key: int) -> npt.NDArray[np.uint64]:
-    """One pass of the network over ``[0, 4 ** half_bits)``."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left_N, right_N = place_N >> shift, place_N & mask
     for round_number in range(ROUNDS):

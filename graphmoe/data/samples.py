@@ -1,4 +1,4 @@
-"""Samples of ``seq_len + 1`` tokens, the documents that they are cut from, and the split for validation."""
+"""Samples of ``seq_len + 1`` tokens, the documents they are cut from, and the validation split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Documents:
 
     @classmethod
     def from_files(cls, files: Sequence[TokenFile]) -> Documents:
-        """All documents of these files, in order; empty ones are left out."""
+        """All non-empty documents of these files, in order."""
         file_N = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.start_N) for f in files])
         none = [np.zeros(0, np.int64)]
         start_N = np.concatenate(none + [f.start_N for f in files])
@@ -51,17 +51,16 @@ class Documents:
         return int(self.length_N.sum())
 
     def select(self, keep_N: npt.NDArray[np.bool_]) -> Documents:
-        """The documents where ``keep_N`` is true."""
         return Documents(self.files, self.file_N[keep_N], self.start_N[keep_N], self.length_N[keep_N])
 
     def tokens(self, number: int, first: int, count: int) -> npt.NDArray[Any]:
-        """Up to ``count`` tokens of one document from its token ``first`` on."""
+        """Up to ``count`` tokens of one document, from its token ``first``."""
         start = int(self.start_N[number])
         stop = min(start + first + count, start + int(self.length_N[number]))
         return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
 
     def place(self, number: int, token: int) -> str:
-        """File, document and position of one token, for messages; all counted from 0."""
+        """File, document and position of one token, counted from 0, for messages."""
         file = self.files[int(self.file_N[number])]
         absolute = int(self.start_N[number]) + token
         document = file.document_at(absolute)
@@ -69,10 +68,10 @@ class Documents:
 
 
 def split_for_validation(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """(train, validation): no token is in both, and the choice does not depend on a seed.
+    """(train, validation), disjoint and independent of the seed.
 
-    Whole documents, chosen by a hash of their number. With fewer than ``1 / fraction`` documents no whole
-    one can be spared: the last ``fraction`` of the tokens of each document is held out instead.
+    Whole documents, by a hash of their number; with fewer than ``1 / fraction`` documents, the last
+    ``fraction`` of each document's tokens.
     """
     count = documents.num_documents
     if fraction * count >= 1:
@@ -86,40 +85,40 @@ def split_for_validation(documents: Documents, fraction: float) -> tuple[Documen
 
 
 class Samples(ABC):
-    """An endless row of samples: sample ``i`` is the same in every process and at any time."""
+    """An endless sequence of samples: sample ``i`` is the same in every process."""
 
     seq_len: int
     num_samples: int | None
-    """Samples in one epoch; None when unknown or endless."""
+    """Samples in one epoch; None if unknown or endless."""
     fingerprint: str
-    """One word for all that determines the samples but contents of files."""
+    """Identifies all that determines the samples, except for file contents."""
     contents = ""
-    """Equal for two sources of the same tokens, as ``contents_of``; nothing where none are stored."""
+    """Equal for equal tokens, see ``contents_of``; empty if none are stored."""
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens [seq_len + 1] of one sample; positions go on after the first epoch."""
+        """The tokens [seq_len + 1] of one sample; positions continue after the first epoch."""
         raise NotImplementedError
 
     def reader(self, state: dict[str, Any] | None = None) -> Reader:
-        """A reader at the start, or at the place that ``Reader.state`` returned."""
+        """A reader at the start, or at a ``Reader.state``."""
         return Reader(self)
 
 
 class Reader:
-    """A place in an endless row of samples, which only moves forward; this one can read any at any time."""
+    """A forward-only position in the samples; this base class can read any."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
 
     def read(self, first: int, count: int) -> Tokens_BT:
-        """Samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` is not behind."""
+        """Samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` must not go back."""
         return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
-        """Go forward to this sample."""
+        """Advance to this sample."""
 
     def state(self) -> dict[str, Any]:
-        """Plain values from which ``Samples.reader`` opens a reader at this place."""
+        """Plain values from which ``Samples.reader`` continues here."""
         return {}
 
     def epochs(self, position: int) -> float:
@@ -129,11 +128,10 @@ class Reader:
 
 @dataclass(eq=False)
 class PackedSamples(Samples):
-    """Documents laid end to end and cut every ``seq_len`` tokens.
+    """Concatenated documents, cut every ``seq_len`` tokens.
 
-    Neighbouring samples share one token: the last label of one is the first input of the next. An epoch
-    shuffles the documents, cuts, and shuffles the pieces; what is left after the last whole piece is not
-    used in that epoch. One order is computed per epoch, in O(documents).
+    Consecutive samples share one token: the last label of one is the first input of the next. An epoch
+    shuffles the documents, cuts, and shuffles the samples; the remainder is dropped in that epoch.
     """
 
     documents: Documents
@@ -141,7 +139,7 @@ class PackedSamples(Samples):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Check ids on access; None trusts them."""
+    """Ids are checked on access; None: not checked."""
     bad: BadRecords = field(default_factory=BadRecords)
 
     num_samples: int = field(init=False)
@@ -160,7 +158,7 @@ class PackedSamples(Samples):
         return contents_of(self.documents.files)
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens of one sample; one with a bad token gives way to the next good one of its epoch."""
+        """The tokens of one sample; one with a bad token is replaced by the next good one of its epoch."""
         epoch, index = divmod(position, self.num_samples)
         tries = min(self.num_samples, MAX_BAD_IN_A_ROW)
         for step in range(tries):
@@ -189,7 +187,6 @@ class PackedSamples(Samples):
         return tokens_T
 
     def _check(self, part: npt.NDArray[Any], number: int, skip: int) -> bool:
-        """Tell whether all ids are in the vocabulary; report the first that is not."""
         assert self.vocab_size is not None
         if int(part.max()) < self.vocab_size and int(part.min()) >= 0:
             return True
@@ -212,15 +209,13 @@ class PackedSamples(Samples):
 
 @dataclass(eq=False)
 class MixedSamples(Samples):
-    """Samples of several corpora, of which each has its share of any long part of the row.
+    """A mixture of corpora by weight.
 
-    The row is cut into blocks. Of the places of a block each corpus has its share, rounded so that what it
-    gave from the start on is exact but for one sample, and the places are shuffled. A corpus goes on where it
-    stopped, epoch after epoch of its own; an epoch of the mixture is as long as all of them together.
+    The sequence is cut into shuffled blocks, in which each corpus has its share, exact to one sample since
+    the start. Each corpus has its own epochs; an epoch of the mixture is as long as all together.
     """
 
     documents: Documents
-    """Documents of all corpora."""
     parts: Sequence[PackedSamples]
     weights: Sequence[float]
     seed: int = 0

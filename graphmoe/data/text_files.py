@@ -1,4 +1,4 @@
-"""Finding .txt, .jsonl and .parquet files, cutting them into parts, and reading the documents of a part."""
+"""Text files: finding .txt, .jsonl and .parquet, splitting them into parts, reading documents."""
 
 import glob
 import json
@@ -19,7 +19,7 @@ PART_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of one file that is read on its own: bytes of a .txt or .jsonl, row groups of a .parquet."""
+    """An independently readable part of a file: bytes of a .txt or .jsonl, row groups of a .parquet."""
 
     path: Path
     start: int
@@ -28,7 +28,7 @@ class Part:
 
 
 class LinePlace(NamedTuple):
-    """Start of a line; its text form names the line, which is counted only then."""
+    """Start of a line; the line number is only counted for the text form."""
 
     path: Path
     byte: int
@@ -38,9 +38,9 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files that match, each once, sorted within a pattern; a folder stands for its files of text.
+    """The matching files, each once, sorted within a pattern; a folder means its text files.
 
-    *Raises* ConfigError for a pattern that matches none or what is no file, and for unknown endings.
+    *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
@@ -49,7 +49,7 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
         found = [Path(match).absolute() for match in matches if not os.path.isdir(match)]
         if unread := [path for path in found if not path.is_file()]:
             raise ConfigError(
-                f"{key}: {unread[0]} is no regular file; remove it, or use a pattern without it"
+                f"{key}: {unread[0]} is not a regular file; remove it, or use a pattern without it"
             )
         if not found and os.path.isdir(place):
             raise ConfigError(f"{key}: the folder {pattern} has no {', '.join(ENDINGS)} in it or below")
@@ -73,7 +73,7 @@ def _inside(folder: str) -> list[str]:
 
 
 def parts_of(path: Path, bad: BadRecords) -> list[Part]:
-    """The parts of one file, in order. A .txt is one part, being one document."""
+    """The parts of one file, in order. A .txt is one document and one part."""
     size = path.stat().st_size
     if path.suffix == ".jsonl":
         ranges = [(start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
@@ -94,7 +94,7 @@ def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tup
 
 
 def is_text(value: Any, field: str, place: object, bad: BadRecords) -> bool:
-    """Tell whether a document has text; what is none, or has a lone surrogate of JSON, is reported."""
+    """Return whether a document has text; non-text and lone surrogates from JSON are reported."""
     if not isinstance(value, str):
         bad.report("record without text", f"{place}: field '{field}' is {type(value).__name__}, not text")
         return False
@@ -127,6 +127,7 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
         offset = part.start
         if offset:
             file.seek(offset - 1)
+            # a line belongs to the part in which it starts
             offset += len(file.readline()) - 1
         while offset < part.stop and (raw := file.readline()):
             place = LinePlace(part.path, offset)
@@ -148,7 +149,7 @@ def _read_jsonl(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[
                 there = ", ".join(list(record)[:10])
                 bad.report("record without text", f"{place}: no field '{text_field}' (it has: {there})")
             else:
-                what = f"a JSON object is wanted, not {type(record).__name__}"
+                what = f"a JSON object is expected, not {type(record).__name__}"
                 bad.report("record without text", f"{place}: {what}")
 
 
@@ -172,7 +173,7 @@ def _read_parquet(part: Part, text_field: str, bad: BadRecords) -> Iterator[tupl
     try:
         texts = file.read_row_group(part.start, columns=[text_field]).column(0).to_pylist()
         if len(texts) != (rows := file.metadata.row_group(part.start).num_rows):
-            raise ValueError(f"it has {len(texts)} rows in place of {rows}")
+            raise ValueError(f"it has {len(texts)} rows instead of {rows}")
     except (OSError, ValueError) as error:  # pyarrow's own errors derive from these
         place = f"{part.path}: row group {part.start} (row {first_row} on)"
         bad.report("unreadable row group", f"{place}: {one_line(error)}")
@@ -188,7 +189,7 @@ def _open_parquet(path: Path, bad: BadRecords) -> Any:
         file = pyarrow.parquet.ParquetFile(path)
         rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
         if rows != file.metadata.num_rows:
-            raise ValueError(f"its row groups have {rows} rows in place of {file.metadata.num_rows}")
+            raise ValueError(f"its row groups have {rows} rows instead of {file.metadata.num_rows}")
         return file
     except (OSError, ValueError) as error:
         size = path.stat().st_size

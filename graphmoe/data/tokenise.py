@@ -1,4 +1,4 @@
-"""Text files to one ``.bin/.idx`` pair, in parallel processes; the result does not depend on their number."""
+"""Tokenise text files into one ``.bin/.idx`` pair; the result does not depend on the number of processes."""
 
 import logging
 import multiprocessing
@@ -33,21 +33,18 @@ MIN_BYTES_PER_WORKER = 16 << 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules by which text becomes token ids."""
-
     tokenizer_path: Path
     end_token: int | None
-    """Id put after each document; None puts none."""
+    """Id appended to each document, if any."""
     text_field: str
     id_limit: int
     """Ids from here on are beyond the model's vocabulary."""
     skip_bad: bool
     skip_option: str = "data.skip_bad"
-    """Key that the user sets for ``skip_bad``."""
 
 
 _PartResult = tuple[list[int], BadRecords]
-"""Lengths of the documents of a part, and what was bad in it."""
+"""Document lengths of a part, and its bad records."""
 
 
 def tokenise_files(
@@ -60,9 +57,8 @@ def tokenise_files(
 ) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
 
-    Returns the number of tokens of each document, and what was skipped. ``on_bytes`` is called with the bytes
-    of each part that is done. *Raises* DataError for bad content, always the first in the order of the files,
-    and for files without any text.
+    Returns the tokens of each document, and what was skipped. ``on_bytes`` gets the bytes of each finished
+    part. *Raises* DataError for bad content, always the first in file order, and for files without text.
     """
     bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
     parts = [part for path in files for part in parts_of(path, bad)]
@@ -97,7 +93,7 @@ def tokenise_files(
 
 
 def workers_for(files: Sequence[Path]) -> int:
-    """Return the number of processes that pays off for these files on the cores of ours; 1 starts none."""
+    """Return a useful number of processes for these files and the available cores; 1 starts none."""
     from graphmoe.runtime.host.tuning import cpus_here  # imports torch
 
     total_bytes = sum(path.stat().st_size for path in files)
@@ -107,7 +103,7 @@ def workers_for(files: Sequence[Path]) -> int:
 def encode_checked(
     tokenizer: Tokenizer, batch: Sequence[tuple[object, str]], end: int | None, id_limit: int, bad: BadRecords
 ) -> list[npt.NDArray[np.int64]]:
-    """Ids of each (place, text); a document with an id beyond the vocabulary is reported and left out."""
+    """Ids of each (place, text); a document with an id beyond the vocabulary is reported and skipped."""
     documents = []
     for (place, _), ids_T in zip(batch, encode(tokenizer, [text for _, text in batch], end), strict=True):
         if ids_T.max(initial=0) >= id_limit:
@@ -119,7 +115,6 @@ def encode_checked(
 
 
 def batches(documents: Iterator[Document], max_chars: int) -> Iterator[list[Document]]:
-    """Yield lists of (place, text) with about ``max_chars`` characters."""
     batch: list[Document] = []
     size = 0
     for document in documents:
@@ -157,8 +152,8 @@ def _run_parts(
 
 
 def _begin_worker() -> None:
-    """Tie this process to its parent, and give it one thread: the other processes have the other cores."""
     die_with_parent()
+    # the other processes use the other cores
     os.environ["RAYON_NUM_THREADS"] = "1"
 
 

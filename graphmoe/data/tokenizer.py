@@ -1,4 +1,4 @@
-"""Loading and training of tokenizers, and the token that ends a document."""
+"""Loading and training of tokenizers, and the end-of-document token."""
 
 import contextlib
 import hashlib
@@ -23,17 +23,17 @@ DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
 FILE = "tokenizer.json"
 LARGEST_ID = 2**24 - 1
-"""The tokenizers library takes time for each id below the largest: 10 s for one of 1e9, several times."""
+"""The tokenizers library takes time for each id below the largest: 10 s for 1e9, several times."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LONG_TEXT_CHARS = 4_000_000
 PIECE_CHARS = 1_000_000
 
 
 def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool = True) -> Path:
-    """Return the ``tokenizer.json`` that is meant: a path, a folder that has it, or a name on the hub.
+    """Return the ``tokenizer.json`` of a path, a folder, or a name on the Hugging Face hub.
 
-    Files of the hub come from its cache on this machine, and else over the network with ``fetch``. *Raises*
-    ConfigError for a name that has the form of the hub's and is neither here nor there.
+    Hub files come from the local cache, else with ``fetch`` over the network. *Raises* ConfigError if a hub
+    name is found in neither.
     """
     path = tokenizer_file(name)
     if path.exists() or not _HUB_NAME.fullmatch(str(name)) or path.suffix == ".json":
@@ -51,29 +51,28 @@ def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool
             return path
         reach_hub(str(name), FILE)
         found = get(FILE, local=False)
-    except Exception as error:  # of any type: library, hub and network stand behind it
+    except Exception as error:  # of any type: from library, hub and network
         raise ConfigError(
-            f"{key}={name} is no file here, and the Hugging Face hub does not give its {FILE} "
+            f"{key}={name} is not a file here, and the Hugging Face hub did not provide its {FILE} "
             f"({one_line(error)[:200]}); give the path of one, or fetch it where there is a network"
             f"{near_path(name)}"
         ) from error
-    with contextlib.suppress(Exception):  # not all have one; it names the token that ends a document
+    with contextlib.suppress(Exception):  # optional; it names the end-of-document token
         get("tokenizer_config.json", local=False)
     return found
 
 
 def reach_hub(name: str, file: str, kind: str = "model") -> None:
-    """Raise an error at once where there is no way to the hub: its library tries for half a minute."""
+    """Raise an error quickly if the hub is unreachable: its library retries for half a minute."""
     import huggingface_hub as hub
 
     hub.get_session().head(hub.hf_hub_url(name, file, repo_type=kind), timeout=10)
 
 
 def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` or of its folder, with truncation and padding off."""
     path = tokenizer_file(path)
     if not path.is_file():
-        why = "is no regular file" if path.exists() else "does not exist"
+        why = "is not a regular file" if path.exists() else "does not exist"
         raise ConfigError(
             f"{key}={path} {why}; give the path of a Hugging Face tokenizer.json{near_path(path)}"
         )
@@ -83,20 +82,18 @@ def load_tokenizer(path: str | Path, key: str = "data.tokenizer") -> Tokenizer:
     except Exception as error:  # the Rust side raises bare Exception
         raise ConfigError(f"{key}={path} is not a tokenizer.json: {one_line(error)}") from error
     if largest > LARGEST_ID:
-        raise ConfigError(f"{key}={path} has the token id {largest}; ids up to {LARGEST_ID} are taken")
+        raise ConfigError(f"{key}={path} has the token id {largest}; ids up to {LARGEST_ID} are supported")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def tokenizer_file(path: str | Path) -> Path:
-    """The ``tokenizer.json`` meant by this path."""
     path = Path(os.path.expanduser(path))
     return path / FILE if path.is_dir() else path
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Hash of all that determines how text becomes ids."""
     return hashlib.blake2b(tokenizer.to_str().encode(), digest_size=16).hexdigest()
 
 
@@ -108,9 +105,9 @@ def num_ids(tokenizer: Tokenizer) -> int:
 def end_of_document(
     tokenizer: Tokenizer, path: str | Path, name: str | None, key: str = "data.eod_token"
 ) -> int:
-    """Id of the token put after each document: ``name``, or the one that the tokenizer's files declare.
+    """Id of the end-of-document token: ``name``, or the one that the tokenizer's files declare.
 
-    *Raises* ConfigError that lists the special tokens where it cannot be told.
+    *Raises* ConfigError with the special tokens if it is unknown.
     """
     if name is not None:
         token = tokenizer.token_to_id(name)
@@ -121,13 +118,13 @@ def end_of_document(
     if token is None:
         raise ConfigError(
             f"cannot tell which token of {path} ends a document; {_special_tokens(tokenizer)}; set "
-            f"{key}=... to one that the text has not, or train it with special_tokens=['<|endoftext|>']"
+            f"{key}=... to one that the text does not have, or train it with special_tokens=['<|endoftext|>']"
         )
     return token
 
 
 def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
-    """Id of the end token that the tokenizer's files declare, or of one with a usual name; None without."""
+    """Id of the declared end token, or of one with a usual name; None without."""
     declared = _declared_end(tokenizer_file(path).with_name("tokenizer_config.json"))
     for candidate in (declared, *END_NAMES):
         token = None if candidate is None else tokenizer.token_to_id(candidate)
@@ -152,11 +149,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, length: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[npt.NDArray[np.int64]]:
-    """Token ids of each text, with the token ``end`` after them. Uses all cores, unless told otherwise.
-
-    Texts beyond 4 million characters are encoded in pieces that end with a line, which bounds memory (the
-    tokenizer needs about 100 bytes for a token).
-    """
+    """Token ids of each text, followed by ``end``. Uses all cores by default."""
+    # long texts are encoded in pieces, which bounds memory: the tokenizer needs about 100 bytes per token
     pieces = [list(_pieces(text)) for text in texts]
     encoded = tokenizer.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)
     ids = iter(encoded)
@@ -169,7 +163,6 @@ def encode(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[npt.
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, or pieces of it cut where a line ends and the next does not start with white space."""
     start = 0
     while len(text) - start > LONG_TEXT_CHARS:
         cut = start + PIECE_CHARS
@@ -200,7 +193,7 @@ def _declared_end(config_path: Path) -> str | None:
     try:
         (name or "").encode()
     except UnicodeEncodeError as error:
-        raise FileError(f"{config_path}: eos_token: {name!r:.80} is no text ({error.reason})") from error
+        raise FileError(f"{config_path}: eos_token: {name!r:.80} is not text ({error.reason})") from error
     return name
 
 

@@ -62,7 +62,7 @@ GOOD = b'{"text": "the loss of an expert is shown for each token and router whil
     ("line", "message", "kind"),
     [
         (b'{"text": "half of a', "not JSON", "bad JSON line"),
-        (b'["text"]', "object is wanted, not list", "record without text"),
+        (b'["text"]', "object is expected, not list", "record without text"),
         (b'{"body": "x", "id": 3}', r"no field 'text' \(it has: body, id\)", "record without text"),
         (b'{"text": null}', "field 'text' is NoneType", "record without text"),
         (b'{"text": "\xff"}', "not UTF-8", "line that is not UTF-8"),
@@ -180,7 +180,7 @@ def test_a_match_that_is_no_regular_file_is_an_error(open_files, tmp_path, make)
     (tmp_path / "c.jsonl").mkdir()
     open_files("*.jsonl")
     make(tmp_path / "b.jsonl")
-    with pytest.raises(ConfigError, match=r"data.paths: \S*/b.jsonl is no regular file"):
+    with pytest.raises(ConfigError, match=r"data.paths: \S*/b.jsonl is not a regular file"):
         open_files("*.jsonl")
 
 

@@ -72,7 +72,7 @@ def test_a_file_of_another_length_is_an_error_with_its_bytes(tmp_path, ending, l
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
-        (0, b"PARQUET", "no Megatron index"),
+        (0, b"PARQUET", "not a Megatron index"),
         (9, struct.pack("<Q", 2), "version 2"),
         (17, b"\x07", "dtype code 7"),
         (17, b"\x63", "dtype code 99"),
@@ -93,7 +93,7 @@ def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path, offset, value
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(os.mkfifo, "is no regular file"), (lambda path: None, "does not exist")]
+    ("make", "said"), [(os.mkfifo, "is not a regular file"), (lambda path: None, "does not exist")]
 )
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
 def test_a_half_that_is_gone_or_no_file_is_an_error_that_names_it(tmp_path, ending, make, said):

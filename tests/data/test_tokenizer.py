@@ -26,8 +26,8 @@ def folder(tmp_path, tokenizer_path):
         (b'{"eos_token": 5}', "eos_token: expected str | object | null, found int"),
         (b'{"eos_token": {"content": [1]}}', "eos_token.content: expected str, found array"),
         (b'{"eos_token": {}}', "eos_token: object missing required field content"),
-        (rb'{"eos_token": "\ud800"}', "eos_token: .* is no text"),
-        (b"", "is no JSON"),
+        (rb'{"eos_token": "\ud800"}', "eos_token: .* is not text"),
+        (b"", "is not JSON"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_with_file_and_field(folder, text, said):
@@ -41,7 +41,7 @@ def test_a_wrong_configuration_is_one_line_with_file_and_field(folder, text, sai
 def test_a_fifo_is_refused_and_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         end_of_document(load_tokenizer(folder), folder, None)
 
 
@@ -87,7 +87,7 @@ def test_a_tokenizer_is_taken_by_its_name_on_the_hub(folder, hub, cache, tmp_pat
 def test_a_name_without_a_hub_is_one_line_at_once(monkeypatch):
     unreachable = Mock(side_effect=OSError("[Errno -2] Name or service not known"))
     monkeypatch.setattr("graphmoe.data.tokenizer.reach_hub", unreachable)
-    said = r"data.tokenizer=me/mine is no file here, and the .* hub .*service not known\); give the path"
+    said = r"data.tokenizer=me/mine is not a file here, and the .* hub .*service not known\); give the path"
     with pytest.raises(ConfigError, match=said):
         find_tokenizer("me/mine")
     monkeypatch.setattr("graphmoe.data.sources.hf.reach_hub", unreachable)

@@ -1,6 +1,6 @@
-"""Sources of tokens, a file for each: ``open_corpus`` of the file that is called as the source opens it.
+"""Sources of tokens, one file each, with a function ``open_corpus``.
 
-`SOURCES` in graphmoe/config/choices.py is the table of sources, with the keys that each needs.
+`SOURCES` in graphmoe/config/choices.py is the table of sources, with their required keys.
 """
 
 import importlib
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Yield what is wrong with the tokenizer and the names of files of a source. Reads no text."""
-    if config.source not in SOURCES:  # a user's own decides what its keys mean
+    """Yield problems of a source's tokenizer and file names. Reads no text."""
+    if config.source not in SOURCES:  # a plug-in decides what its keys mean
         return
     if config.tokenizer is not None and not config.source_facts.ignores("tokenizer"):
         try:
@@ -44,10 +44,10 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
 
 
 def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:
-    """Open the corpus that ``config`` names; text is tokenised at first use and then comes from the cache.
+    """Open the configured corpus; text is tokenised on first use, then cached.
 
-    ``check`` starts a thread that reads the large files whose sums are known: ``corpus.check``.
-    *Raises* ConfigError for a configuration that cannot work, DataError for bad content.
+    ``check`` starts the thread ``corpus.check`` for large files with checksums. *Raises* ConfigError for a
+    bad configuration, DataError for bad content.
     """
     for key in config.source_facts.needs:
         if not getattr(config, key):

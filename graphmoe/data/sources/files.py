@@ -26,7 +26,6 @@ class _Tally(TypedDict):
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    """Open text files, tokenised at first use and then read out of the cache."""
     tokenizer, end = configured_tokenizer(config, vocab_size)
     assert config.tokenizer is not None
     id_limit = min(vocab_size, num_ids(tokenizer))  # a larger vocabulary changes nothing: same entry

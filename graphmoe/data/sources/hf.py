@@ -1,7 +1,7 @@
 """Streaming from a Hugging Face dataset: exact resume, shuffled, the same samples on any number of ranks.
 
-Every rank reads and tokenises the whole stream and keeps its own samples. That is what makes the stream
-independent of the number of ranks; ``docs/data.md`` has the cost.
+For that, every rank reads and tokenises the whole stream and keeps its own samples; ``docs/data.md`` has the
+cost.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from graphmoe.data.tokenise import encode_checked
 from graphmoe.data.tokenizer import num_ids, reach_hub, tokenizer_hash
 
 BLOCK_DOCUMENTS = 512
-"""Documents that are tokenised and shuffled together; a resume reads at most one block again."""
+"""Documents tokenised and shuffled together; a resume re-reads at most one block."""
 SHARD_KEY, BLOCK_KEY = 4, 5
 
 Where = dict[str, Any]
-"""A place of a stream, as plain values."""
+"""A position in a stream, as plain values."""
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    """Open the stream of a dataset, and one for validation."""
     tokenizer, end = configured_tokenizer(config, vocab_size)
     bad = BadRecords(config.skip_bad)
     limit = min(vocab_size, num_ids(tokenizer))
@@ -58,10 +57,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 @dataclass(eq=False)
 class StreamSamples(Samples):
-    """Samples packed from a stream of documents."""
-
     dataset: Any
-    """A datasets.IterableDataset."""
     config: DataConfig
     split: str
     seq_len: int
@@ -70,7 +66,7 @@ class StreamSamples(Samples):
     id_limit: int
     bad: BadRecords
     held_out: bool | None = None
-    """Take only documents that are held out for validation (True) or that are not (False); None takes all."""
+    """True: only documents held out for validation; False: only the others; None: all."""
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
 
@@ -91,7 +87,7 @@ class StreamSamples(Samples):
 
 
 class StreamReader(Reader):
-    """A place in the samples of a stream: the current block of documents and an offset in its tokens."""
+    """A position in a stream's samples: the current block of documents and an offset in its tokens."""
 
     def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
         state = state or {"position": 0, "offset": 0, "block": None}
@@ -120,7 +116,6 @@ class StreamReader(Reader):
         return float(self._blocks[0].start["epoch"]) if self._blocks else 0.0
 
     def _next(self) -> npt.NDArray[np.int64]:
-        """The next sample; its last token is the first of the one after."""
         self._fill(self._length)
         parts, wanted, offset = [], self._length, self._offset
         for block in self._blocks:
@@ -128,6 +123,7 @@ class StreamReader(Reader):
             wanted, offset = wanted - len(parts[-1]), 0
         self._offset += self._length - 1
         while self._offset >= len(self._blocks[0].tokens_T):
+            # the last token of a sample is the first of the next
             self._offset -= len(self._blocks.popleft().tokens_T)
         self._position += 1
         return np.concatenate(parts)
@@ -149,15 +145,14 @@ class StreamReader(Reader):
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
     start: Where
-    """Place of its first row in the stream."""
+    """Position of its first row in the stream."""
     sum: str
-    """Hash of its tokens."""
 
 
 def _blocks(samples: StreamSamples, start: Where | None) -> Iterator[_Block]:
     start = start or {"epoch": 0, "shard": 0, "row": 0, "number": 0, "dataset": None}
     while True:
-        found = start["number"] > 0  # what stands before a resumed place is not read again
+        found = start["number"] > 0  # rows before a resumed position are not read again
         for where, rows in _rows(samples, start):
             tokens_T = _tokens(samples, rows, where)
             if len(tokens_T):
@@ -198,10 +193,8 @@ def _usable(samples: StreamSamples, place: str, text: Any) -> bool:
 
 
 def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tuple[str, Any]]]]:
-    """Yield the blocks of an epoch from a place on, shard after shard in a seeded order.
-
-    Each is the place of its first row, as plain values, and (place for messages, text) of each row.
-    """
+    """Yield the blocks of an epoch from a position on: position of the first row, and (place, text) of each
+    row."""
     shards = np.arange(max(1, samples.dataset.num_shards))
     if samples.config.shuffle:
         shards = permute(shards, len(shards), derive_key(samples.config.seed, start["epoch"], SHARD_KEY))
@@ -219,7 +212,7 @@ def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tu
             place = _row(samples.name, where)
             try:
                 record = next(records, None)
-            except Exception as error:  # of any type: parsers, file systems and the network stand behind it
+            except Exception as error:  # of any type: from parsers, file systems and the network
                 raise DataError(f"{place}: cannot be read: {one_line(error)}") from error
             if record is None:
                 break
@@ -247,7 +240,7 @@ def _text(samples: StreamSamples, record: dict[str, Any]) -> Any:
 
 
 def open_stream(config: DataConfig, split: str) -> Any:
-    """The datasets.IterableDataset of a split. *Raises* ConfigError when it cannot be opened."""
+    """The datasets.IterableDataset of a split. *Raises* ConfigError if it cannot be opened."""
     try:
         import datasets
     except ImportError as error:
@@ -256,14 +249,14 @@ def open_stream(config: DataConfig, split: str) -> Any:
         if not os.path.exists(os.path.expanduser(config.hf_name or "")):
             reach_hub(config.hf_name or "", "README.md", "dataset")
         return datasets.load_dataset(config.hf_name, config.hf_config, split=split, streaming=True)
-    except Exception as error:  # of any type: library, hub and network stand behind it
+    except Exception as error:  # of any type: from library, hub and network
         raise ConfigError(
             f"cannot open data.hf_name={config.hf_name} split={split}: {one_line(error)}"
         ) from error
 
 
 class RememberedSamples(Samples):
-    """The first samples of a stream, kept in memory once read; for validation."""
+    """The first samples of a stream, cached in memory; for validation."""
 
     def __init__(self, stream: Samples):
         self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint

@@ -16,7 +16,6 @@ from graphmoe.data.tokenizer import load_tokenizer
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    """Open .bin/.idx pairs."""
     tokenizer = None
     if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer)
@@ -25,7 +24,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 
 def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return prefixes of token files; a pattern with wildcards stands for the indices that it matches."""
+    """Return prefixes of token files; a wildcard pattern matches indices."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         index = str(pair(os.path.expanduser(pattern))[1])

@@ -1,4 +1,4 @@
-"""Python's own library as a source: its text, and a tokenizer trained on it."""
+"""Python's standard library as a source: its text, and a tokenizer trained on it."""
 
 import hashlib
 import logging
@@ -28,16 +28,15 @@ log = logging.getLogger(__name__)
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LEFT_OUT |= {"encodings", "lib2to3"}
-"""Folders that are not of the library proper, or tables rather than text."""
+"""Folders outside the library proper, or of tables rather than text."""
 MIN_FILES = 2
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | None = None) -> Corpus:
     """Open the corpus of Python's standard library, or of another folder of .py files.
 
-    A file is a document. Which files are for validation follows from a hash of their names. Without a
-    tokenizer one is trained on the training files. The cache entry holds tokenizer.json, train.bin/.idx and,
-    if any, val.bin/.idx.
+    Each file is a document. Without a tokenizer one is trained on the training files. The cache entry has
+    tokenizer.json, train.bin/.idx and, if any, val.bin/.idx.
     """
     tokenizer, end, size = None, None, config.trained_size(vocab_size)
     if config.tokenizer is not None:
@@ -67,7 +66,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
 
 
 def find_sources(root: Path) -> dict[str, bytes]:
-    """The .py files under ``root`` by their paths in it, without tests, installed packages and tables."""
+    """The .py files under ``root`` by relative path, without tests, installed packages and tables."""
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]
@@ -78,7 +77,7 @@ def find_sources(root: Path) -> dict[str, bytes]:
     if len(files) < MIN_FILES:
         raise ConfigError(
             f"data=stdlib: {root} holds {len(files)} .py files; this Python {platform.python_version()} "
-            "comes without its library's source. Use data=files data.paths=[...] data.tokenizer=..."
+            "is installed without its library's source. Use data=files data.paths=[...] data.tokenizer=..."
         )
     return dict(sorted(files.items()))
 
@@ -86,10 +85,10 @@ def find_sources(root: Path) -> dict[str, bytes]:
 def _build(
     folder: Path, files: dict[str, bytes], config: DataConfig, tokenizer: Tokenizer | int, end: int | None
 ) -> dict[str, Any]:
-    """Fill a cache entry, with a new tokenizer where its size is given; return the counts."""
     started = time.monotonic()
     texts = {name: text for name, raw in files.items() if (text := _decode(name, raw))}
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") for name in texts]
+    # by a hash of their names, so the split does not depend on the seed
     val = held_out(np.array(hashes, dtype=np.uint64), config.val_fraction)
     sides = {"train": False, "val": True} if val.any() else {"train": False}
     parts = {
@@ -116,7 +115,6 @@ def _build(
 
 
 def _decode(name: str, raw: bytes) -> str:
-    """The text of a source file; empty when it is not in the encoding that it declares."""
     lines = iter(raw.splitlines(keepends=True))
     try:
         encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))

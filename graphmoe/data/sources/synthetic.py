@@ -14,7 +14,6 @@ TOKENS_KEY = 1
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
-    """Open two endless rows of samples."""
     train = SyntheticSamples(seq_len, vocab_size, config.seed)
     val = SyntheticSamples(seq_len, vocab_size, config.seed, purpose=1)
     return Corpus(train, val, None, {"source": "synthetic", "seq_len": seq_len, "vocab_size": vocab_size})
@@ -22,7 +21,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 @dataclass(eq=False)
 class SyntheticSamples(Samples):
-    """Uniformly random token ids: sample ``i`` depends on the seed and on ``i`` only."""
+    """Uniformly random token ids: sample ``i`` depends only on the seed and ``i``."""
 
     seq_len: int
     vocab_size: int

@@ -28,7 +28,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Share the embedding's weight with the head; its gradient is the sum of both."""
     num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
-    """Transformer layers, without multi-token-prediction layers, > 0."""
+    """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
     num_dense_layers: CountOrZero = 1
     """Leading layers whose MLP is dense, 0 to num_layers."""
     dense_ffn_size: Size = 704

@@ -106,7 +106,7 @@ FP8_ROWS moe.dispatch_dtype=bf16 moe.experts=turbo moe.balance=replicas
 FP8_ROWS moe.experts=turbo | but moe.experts=turbo has its own quantized layout; use moe.dispatch_dtype=
 precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
     | use precision.fp8=rowwise, or parallel.dp_shard=zero1
-FP8_ROWS precision.fp8=tensorwise | and precision.fp8=tensorwise does not scale by row
+FP8_ROWS precision.fp8=tensorwise | but precision.fp8=tensorwise does not scale by row
 moe.dispatch_dtype=fp8 | but precision.fp8=none does not use fp8; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | but the experts of precision.fp8_products=[attn] do not use fp8
 FP8_ROWS precision.fp8=mxfp8 model.expert_ffn_size=64
@@ -189,8 +189,8 @@ recompute.layer_ids=[4,5] model.mtp_depth=1 | has 5; use 0 to 4
 recompute.layer_ids=[1,1] | recompute.layer_ids=[1, 1] names 1 twice
 recompute.segments=[moe_router] recompute.layer_ids=[9] | has 9; use 0 to 3
 recompute.segments=[attn,moe_experts] recompute.layer_ids=[0] | it out, or name some of the layers 1 to 3
-recompute.segments=[shared_experts] model.shared_ffn_size=0 | shared_experts, which the model has
-recompute.ops=[mla_up_proj] model.attention=gqa | recompute.ops names mla_up_proj, which the model
+recompute.segments=[shared_experts] model.shared_ffn_size=0 | shared_experts, which this model does not have
+recompute.ops=[mla_up_proj] model.attention=gqa | recompute.ops names mla_up_proj, which this model
 recompute.ops=[mlp] model.num_dense_layers=0 | names mlp, which this model does not have; leave it out
 recompute.segments=[moe_router] model.num_dense_layers=4 | names moe_router, which this model does not have
 graph.scope=attn | graph.scope=attn is one segment; name it in a list: 'graph.scope=[attn]'

@@ -1,7 +1,7 @@
-"""Causal attention over [batch, seq, heads, head size] tensors and the choice of its kernel.
+"""Causal attention and the choice of its kernel (docs/model.md).
 
-Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple of G), E size of a query
-or key head, V size of a value head. docs/model.md says which kernel runs where, and why.
+Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple of G), E size of a query or key
+head, V size of a value head.
 """
 
 import contextlib
@@ -20,10 +20,9 @@ from graphmoe.ops import HALF_DTYPES, require_half
 
 log = logging.getLogger(__name__)
 KEY = "model.attention_backend"
+# their backward is deterministic if torch asks for that; the last takes any input
 FLASH_FIRST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels whose backward is deterministic when torch asks for that; the last takes any input."""
-FLASH_MAX_HEAD_DIM = 256
-"""Largest head that the flash kernels of torch take."""
+FLASH_MAX_HEAD_DIM = 256  # largest head of torch's flash kernels
 
 
 def causal_attention(
@@ -36,8 +35,8 @@ def causal_attention(
 ) -> Tensor:
     """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
 
-    No dropout, no device sync. ``backend`` comes from `choose_backend`, so it is never ``auto``.
-    Raises ConfigError where the backend has no kernel for the dtype or its package is missing.
+    No dropout, no device sync. ``backend`` comes from `choose_backend`. Raises ConfigError without kernel or
+    package.
     """
     assert q_BSHE.dtype == k_BSGE.dtype == v_BSGV.dtype, (q_BSHE.dtype, k_BSGE.dtype, v_BSGV.dtype)
     assert q_BSHE.shape[:2] == k_BSGE.shape[:2] and q_BSHE.shape[3] == k_BSGE.shape[3]
@@ -54,11 +53,7 @@ def choose_backend(
     *,
     is_rocm: bool = torch.version.hip is not None,
 ) -> AttentionBackend:
-    """Return the backend to run: ``auto`` resolved, any other checked.
-
-    Reads nothing but its arguments, and which packages there are.
-    Raises ConfigError naming the key, the value and what would work.
-    """
+    """Return the backend to run: ``auto`` resolved, any other checked. Raises ConfigError."""
     largest = max(head_dim, v_head_dim)
     if requested is AttentionBackend.auto:
         # Flash on ROCm takes equal head sizes only, and there is no cuDNN to take the others.
@@ -75,7 +70,6 @@ def choose_backend(
 
 @functools.cache
 def warn_of_slow_heads(backend: AttentionBackend, device_type: str, size: int) -> None:
-    """Log, once, that heads of this size leave a GPU slower kernels only."""
     limit = FLASH_MAX_HEAD_DIM
     if backend is AttentionBackend.sdpa and device_type == "cuda" and size > limit:
         log.warning("attention heads of %d run slower kernels: flash attention takes %d at most", size, limit)
@@ -96,11 +90,9 @@ def _reason_against(
 
 
 def kernel_order(*, deterministic: bool) -> list[SDPBackend]:
-    """Return the kernels that sdpa tries on a GPU, best first; the last takes any input.
-
-    cuDNN leads: it takes unequal head sizes, and equal ones in 0.57 of flash's time (docs/model.md).
-    Deterministic runs leave it out: its backward is not, and torch has no switch for it (checked: 2.11).
-    """
+    """Return sdpa's kernels on a GPU, best first; the last takes any input."""
+    # cuDNN takes unequal head sizes, and equal ones in 0.57 of flash's time (docs/model.md). Its backward is
+    # not deterministic, and torch has no switch for it (checked: 2.11).
     return FLASH_FIRST if deterministic else [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]
 
 
@@ -114,11 +106,8 @@ def _sdpa(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tenso
 
 
 def _padded_flash(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
-    """Run flash over heads padded with zeros to one size, a multiple of 8; slice the result back.
-
-    Zeros add nothing to q k^T, and the padded columns of the output are dropped. fp32 has no flash
-    kernel and runs the memory-efficient one over the same padded heads.
-    """
+    # Zero padding adds nothing to q k^T, and padded output columns are dropped. fp32 has no flash kernel and
+    # runs the memory-efficient one.
     size = max(q_BSHE.shape[-1], v_BSGV.shape[-1])
     q_BSHE, k_BSGE, padded_v_BSGE = (pad_heads(x, size) for x in (q_BSHE, k_BSGE, v_BSGV))
     out_BSHE = _torch_attention(q_BSHE, k_BSGE, padded_v_BSGE, scale, FLASH_FIRST)
@@ -126,7 +115,7 @@ def _padded_flash(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) 
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:
-    """``x`` with zeros behind each head, up to the next multiple of 8 of a size."""
+    """Zero-pad each head to the next multiple of 8 of ``size``."""
     missing = -(-size // 8) * 8 - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 
@@ -155,10 +144,7 @@ def _torch_attention(
 
 
 def _groups_natively(q_BSHE: Tensor, v_BSGV: Tensor) -> bool:
-    """Return whether the GPU kernel that will run takes fewer key-value heads than query heads.
-
-    The memory-efficient kernel does not; left to itself, torch would then choose the unfused one.
-    """
+    # the memory-efficient kernel has no grouped heads; torch would choose the unfused one
     head_dim = q_BSHE.shape[-1]
     return q_BSHE.dtype in HALF_DTYPES and head_dim == v_BSGV.shape[-1] <= FLASH_MAX_HEAD_DIM
 
@@ -178,10 +164,7 @@ def _turbo(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tens
 
 
 def _in_bshd_memory(x_BSHE: Tensor) -> Tensor:
-    """Return ``x_BSHE``, copied where its strides would be read as another layout.
-
-    Primus-Turbo derives the layout from the order of the strides; it must be one for q, k and v.
-    """
+    # Primus-Turbo derives the layout from the order of strides, which must be one for q, k and v
     batch, seq, head, element = x_BSHE.stride()
     return x_BSHE if element == 1 and batch >= seq >= head else x_BSHE.contiguous()
 
@@ -196,11 +179,8 @@ def _te(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) -> Tensor:
 
 @functools.cache
 def _te_module(H: int, G: int, E: int, V: int, scale: float, deterministic: bool) -> Any:
-    """Return one parameterless DotProductAttention per shape.
-
-    ``deterministic`` is part of the key only: the module reads torch's switch when it is built.
-    """
     require_package(KEY, "te")
+    # ``deterministic`` is only part of the cache key: the module reads torch's switch when it is built
     from transformer_engine.pytorch import DotProductAttention  # type: ignore[import-not-found]
 
     return DotProductAttention(

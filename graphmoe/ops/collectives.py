@@ -1,8 +1,6 @@
-"""Collectives as operations that name an axis of the layout: for eager runs, compiled graphs and capture.
+"""Collectives that name an axis of the layout.
 
-A process group's name differs from job to job, so a compiled graph must not hold it. It holds the axis, and
-``use_groups`` says at start which process group that is. Sizes are arguments, so a trace needs no group.
-None of them makes the host wait with NCCL, and each result is a tensor of its own.
+Process groups' names differ from job to job, so graphs hold the axis. With NCCL the host never waits.
 """
 
 import math
@@ -23,23 +21,20 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Groups(Protocol):
-    """The process groups of this rank: a ``graphmoe.runtime.ranks.Mesh``."""
-
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """None where the rank is alone in it."""
+        """None if the rank is alone in it."""
 
 
 _in_use: Groups | None = None
 
 
 def use_groups(groups: Groups | None) -> None:
-    """From now on the collectives of this process run in these process groups; None forgets them."""
     global _in_use
     _in_use = groups
 
 
 def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
-    """The process group of an axis. Raises RuntimeError where there is none, or one of another size."""
+    """Return the group of an axis. Raises RuntimeError if missing or not of ``size``."""
     group = None if _in_use is None else _in_use.group(axis)
     if group is None:
         raise RuntimeError(
@@ -55,34 +50,27 @@ def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
 
 
 def all_gather(x: Tensor, axis: Axis, size: int, dim: int) -> Tensor:
-    """The ranks' tensors behind each other along ``dim``; the gradient is a ``reduce_scatter``."""
+    """Concatenate the ranks' tensors along ``dim``; the gradient is a ``reduce_scatter``."""
     return x if size == 1 else torch.ops.graphmoe.all_gather(x, axis, size, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, size: int, dim: int) -> Tensor:
-    """This rank's part along ``dim`` of the ranks' sum; the gradient is an ``all_gather``."""
+    """Return this rank's part of the sum along ``dim``; the gradient is an ``all_gather``."""
     return x if size == 1 else torch.ops.graphmoe.reduce_scatter(x, axis, size, dim)
 
 
 def all_reduce(x: Tensor, axis: Axis, size: int, reduction: Reduction = "sum") -> Tensor:
-    """The ranks' sum or maximum, on each of them.
-
-    The gradient of a sum is that of the result as it is: all ranks make the same of the sum, and each wants
-    the gradient of its own addend. A maximum has none.
-    """
+    """Return the ranks' sum or maximum. A maximum has no gradient."""
     return x if size == 1 else torch.ops.graphmoe.all_reduce(x, axis, reduction)
 
 
 def all_to_all(x: Tensor, axis: Axis, size: int, split: int, join: int) -> Tensor:
-    """Part i along ``split`` to rank i, and what the ranks send behind each other along ``join``.
-
-    The gradient is the same with both dimensions exchanged.
-    """
+    """Send part i along ``split`` to rank i, join along ``join``. The gradient swaps both."""
     return x if size == 1 else torch.ops.graphmoe.all_to_all(x, axis, size, split, join)
 
 
 def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The ranks' sum of each of these tensors of one dtype, all by one ``all_reduce``."""
+    """Sum tensors of one dtype by one ``all_reduce``."""
     if size == 1:
         return tensors
     total = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis, size)
@@ -91,10 +79,8 @@ def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def index_along(axis: Axis, like: Tensor) -> Tensor:
-    """This rank's place in its group, int64 [] on the device of ``like``.
-
-    An operation, not a number: so the graphs of all ranks are the same, and share compiled code.
-    """
+    """This rank's index in its group, int64 []."""
+    # an operation, so that the graphs of all ranks are equal and share compiled code
     return torch.ops.graphmoe.index_along(like, axis)
 
 
@@ -155,11 +141,11 @@ _index_along.register_fake(lambda like, axis: like.new_empty((), dtype=torch.int
 register_gradient(_all_gather, _reduce_scatter, lambda inputs, _: inputs[1:])
 register_gradient(_reduce_scatter, _all_gather, lambda inputs, _: inputs[1:])
 register_gradient(_all_to_all, _all_to_all, lambda inputs, _: (*inputs[1:3], inputs[4], inputs[3]))
+# All ranks compute the same from the sum, so the gradient of each addend is that of the result.
 _all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_context=_keep_reduction)
 
 
 def _exchanged(x: Tensor, size: int, split: int | None = None, join: int | None = None) -> list[int]:
-    """The shape with ``split`` cut in ``size`` parts, and ``join`` made of them. Raises ValueError."""
     lengths = [*x.shape]
     if split is not None:
         if lengths[split] % size:

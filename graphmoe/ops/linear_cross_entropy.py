@@ -1,9 +1,6 @@
 """Head and cross-entropy in one operation that never holds the logits of all tokens.
 
-Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden.
-
-The gradients are made in the forward, chunk by chunk, while the logits are there; the backward multiplies
-them by the gradient of the loss. bf16 and fp32 on a GPU run the kernels, everything else `plain`.
+Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden. The forward computes gradients by chunk.
 """
 
 from typing import Any
@@ -11,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 1_160_000_000
-"""Largest buffer of logits: 5504 tokens of a vocabulary of 102400 in bf16."""
+LOGITS_BYTES = 1_160_000_000  # largest buffer of logits: 5504 tokens of a vocabulary of 102400 in bf16
 ROWS_MULTIPLE = 128
 
 
@@ -21,13 +17,10 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @torch.library.custom_op("graphmoe::linear_cross_entropy", mutates_args=())
 def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
-    """-> loss f32 [], count i64 [], dh_TD, dw_VD f32. No device sync.
+    """-> loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
-    ``loss`` is the sum over the kept labels of -log softmax(h @ w.T)[label], ``count`` their number. Only
-    ``loss`` is differentiable; ``dh_TD`` and ``dw_VD`` are its gradients. A label that is neither a class nor
-    ``ignore_index`` makes the loss NaN on a GPU and raises on a CPU.
-
-    Logits are in the dtype of h, from fp32 sums; softmax and losses are fp32, so are the sums of dw.
+    Sum over kept labels of -log softmax(h @ w.T)[label], and their number. An invalid label gives NaN on a
+    GPU and raises on a CPU. Logits have the dtype of h, from fp32 sums; the rest is fp32.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
@@ -69,7 +62,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
-    """Tokens of a chunk: as few chunks as ``LOGITS_BYTES`` allows, and those of about one size."""
+    """Return the tokens of a chunk: few, equal chunks within ``LOGITS_BYTES``."""
     most = max(LOGITS_BYTES // (vocab_size * element_size) // ROWS_MULTIPLE, 1) * ROWS_MULTIPLE
     num_chunks = max(-(-num_tokens // most), 1)
     rows = max(-(-num_tokens // num_chunks), 1)
@@ -77,7 +70,7 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
 
 
 def plain(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
-    """The operation in plain PyTorch, ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
+    """The reference, ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
     dh_TD, dw_VD = h_TD.new_empty(h_TD.shape), w_VD.new_zeros(w_VD.shape, dtype=exact)

@@ -1,11 +1,7 @@
-"""Head and cross-entropy on a GPU: GEMMs by the vendor's library around one Triton kernel for each chunk.
+"""Head and cross-entropy on a GPU: library GEMMs around one Triton kernel per chunk.
 
-Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden.
-
-For each chunk: logits = h @ w.T into one reused buffer, in the dtype of h (bf16 logits are rounded once, from
-fp32 sums; all that follows is fp32); the kernel turns the logits into their gradient in place; two GEMMs make
-dh and add to dw in fp32. The kernel reads a row twice and writes it once; its second pass runs backwards, so
-that it starts with what is still in the cache.
+Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden. logits = h @ w.T into one buffer, in the
+dtype of h; the kernel turns them into their gradient in place; two GEMMs make dh and add to dw in fp32.
 """
 
 # mypy: allow-untyped-defs
@@ -23,11 +19,9 @@ from graphmoe.ops import num_warps
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.bfloat16, torch.float32)
-THREADS, BLOCK, STAGES = 512, 8192, 3
-"""Threads of a program, logits that it holds at a time, and blocks that it has asked for."""
+THREADS, BLOCK, STAGES = 512, 8192, 3  # threads, logits in flight, pipeline stages
 TOTAL_BLOCK = 1024
-ALIGNMENT = 64
-"""Elements that the rows of the buffer are padded to: GEMMs want rows aligned to 16 bytes, and more."""
+ALIGNMENT = 64  # elements of row padding: GEMMs need rows aligned to 16 bytes or more
 LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that only saw padding
 
 
@@ -75,7 +69,7 @@ def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> 
 
 @functools.cache
 def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether this build of PyTorch adds bf16 products to an fp32 matrix; log it where not (ROCm)."""
+    # builds for ROCm may not add bf16 products to an fp32 matrix
     a, total = (torch.zeros(16, 16, dtype=d, device=device_type) for d in (dtype, torch.float32))
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=total)
@@ -105,7 +99,7 @@ def _rows_kernel(
     logits, losses, labels, start, V, stride, ignore_index,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits: its loss; then softmax - one-hot in its place."""
+    """Loss of one row of logits; softmax - one-hot replaces it."""
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -130,6 +124,7 @@ def _rows_kernel(
             x = tl.load(base + tail, mask=tail < V, other=float("-inf")).to(tl.float32)
             tl.store(base + tail, _gradient(x, tail, label, lse), mask=tail < V)
         for i in tl.range(blocks, num_stages=STAGES):
+            # backwards, so that the second pass starts with what is still in the cache
             here = (blocks - 1 - i) * BLOCK + column
             x = tl.load(base + here).to(tl.float32)
             tl.store(base + here, _gradient(x, here, label, lse))
@@ -143,7 +138,7 @@ def _rows_kernel(
 
 @triton.jit
 def _total_kernel(losses, labels, total, count, T, ignore_index, BLOCK: tl.constexpr):
-    """Sums over all tokens, in an order that depends on their number only; one program."""
+    # one program, so the order of the sum depends on T only
     loss, kept = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, T, BLOCK):
         token = start + tl.arange(0, BLOCK)

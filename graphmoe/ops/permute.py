@@ -1,11 +1,8 @@
 """Routing plan and row movement: tokens to expert order and back.
 
-Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows (T * K), D hidden.
-
-The model calls `routing_plan`, `permute` and `unpermute`, in plain PyTorch. The passes put the ops
-``torch.ops.graphmoe.{routing_plan, permute, unpermute}`` in their place: Triton kernels on a GPU, the
-same arithmetic in PyTorch on a CPU and for fp64. The ops also know slots that are not routed here
-(row -1), buffers longer than their live rows (then R > T * K), and weights in the sum.
+Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows (T * K), D hidden. Passes
+replace these functions with ``torch.ops.graphmoe``, which also take unrouted slots (row -1), dead rows (R > T
+* K) and weights.
 """
 
 from collections.abc import Callable
@@ -18,20 +15,16 @@ from graphmoe.ops import accumulator, has_kernel
 
 
 class RoutingPlan(NamedTuple):
-    """Rows of each (token, slot); int32 tensors on the device, nothing is known to the host."""
-
     counts_E: Tensor
-    """Rows of each expert."""
     ends_E: Tensor
-    """Inclusive prefix sum of the counts: the end row of each expert."""
+    """Inclusive prefix sum of the counts."""
     row_TK: Tensor
-    """Row of each (token, slot) in expert order."""
     slot_R: Tensor
-    """Inverse of row_TK: token * K + slot of each row."""
+    """Inverse of row_TK: token * K + slot."""
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
-    """Plan that orders (token, slot) pairs by expert, and by token within an expert. No sync."""
+    """Order (token, slot) pairs by expert, then token: int32. No sync."""
     expert_R = expert_TK.reshape(-1)
     ones_R = torch.ones_like(expert_R)
     counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R.long(), ones_R)
@@ -43,25 +36,17 @@ def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
 
 
 def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Gather the token of each routed row -> [R, D]. No device sync.
-
-    The gradient is `unpermute`, which sums in a fixed order; that of plain indexing adds rows with
-    atomics on several CPU threads, so that two runs differ.
-    """
+    """Gather the token of each routed row -> [R, D]. No device sync; the gradient is `unpermute`."""
+    # Sums in a fixed order: plain indexing adds with atomics on CPU threads, so two runs would differ.
     return _Move.apply(x_TD, slot_R, row_TK, True)
 
 
 def unpermute(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Sum the K rows of each token -> [T, D]. No device sync; the gradient is `permute`.
-
-    The order of a sum is fixed and depends on slots only, not on experts; bf16 rows are added in fp32.
-    """
+    """Sum the K rows of each token in slot order -> [T, D], bf16 in fp32. The gradient is `permute`."""
     return _Move.apply(y_RD, slot_R, row_TK, False)
 
 
 class _Move(torch.autograd.Function):
-    """`permute`, or `unpermute`: each is the gradient of the other."""
-
     gradient_of_forward = True
 
     @staticmethod
@@ -80,11 +65,7 @@ class _Move(torch.autograd.Function):
 
 @torch.library.custom_op("graphmoe::routing_plan", mutates_args=())
 def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """counts_E, ends_E, row_TK, slot_R of `routing_plan`, all int32.
-
-    An id out of range is a slot that is not routed here: it gets row -1 and is not counted. The dead
-    rows at the end of slot_R hold those slots, in order, so that every entry is a slot.
-    """
+    """counts_E, ends_E, row_TK, slot_R of `routing_plan`, int32; an id out of range gets row -1."""
     if expert_TK.is_cuda:
         from graphmoe.ops import permute_kernels
 
@@ -92,6 +73,7 @@ def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     expert_R = expert_TK.reshape(-1).long()
     live_R = (expert_R >= 0) & (expert_R < num_experts)
     bucket_R = torch.where(live_R, expert_R, num_experts)
+    # unrouted slots fill the dead rows at the end, in order, so that every entry is a slot
     slot_R = bucket_R.argsort(stable=True)
     rows_R = torch.arange(len(expert_R), device=expert_R.device)
     row_R = torch.empty_like(expert_R).scatter_(0, slot_R, rows_R)
@@ -105,10 +87,7 @@ def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def _permute_op(
     x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None = None
 ) -> Tensor:
-    """The token of each live row, times the weight of its slot if there are any -> [R, D].
-
-    Each token is read once. Dead rows are NaN here, and unwritten by the kernel.
-    """
+    """Return the token of each live row, times its weight if given -> [R, D]."""
     if has_kernel(x_TD):
         from graphmoe.ops import permute_kernels
 
@@ -143,7 +122,7 @@ def _unpermute_op(
 
 @torch.library.custom_op("graphmoe::unpermute_weight_grad", mutates_args=())
 def _weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 where a slot has no row here."""
+    """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 without row."""
     if has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
         from graphmoe.ops import permute_kernels
 
@@ -175,8 +154,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients_by(inverse: str) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of an operation whose gradient of rows is the other one's forward."""
-
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, slot_R, row_TK, ends_E, weight_TK = ctx.saved_tensors
         drows = dweight_TK = None

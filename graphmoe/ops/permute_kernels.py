@@ -1,17 +1,13 @@
 """Row movement between tokens and expert order, and the routing plan.
 
-Suffixes: T tokens, K slots, R routed rows, D hidden. A program that moves rows owns a tile of tokens and
-columns, and walks through the K rows of its tokens by ``row_TK``; so it meets live rows only, and a row of -1
-(slot not routed here) is skipped. Each byte is read and written once.
+Suffixes as in `graphmoe.ops.permute`. A program owns a tile of tokens and columns and loops over their K
+rows, so it meets live rows only.
 
-The plan takes three launches, with no sort. N = T * K slots, C = ceil(N / BLOCK) chunks of slots, E experts,
-B = E + 1 buckets: one for each expert, and the last for slots that are not routed here. Only integers are
-added: there is one result.
+The plan takes three launches and no sort. C = ceil(T * K / BLOCK) chunks of slots, B = E + 1 buckets:
+experts, and slots that are not routed here.
 
-1. Each program counts the slots of one chunk by bucket.
-2. Each program turns a few columns of these counts into what stands before each chunk, and sums them up.
-3. Each program ranks the slots of one chunk among the earlier ones of their bucket, by comparing all pairs;
-   row = start of the bucket + slots of the bucket before the chunk + rank.
+1. Count the slots of each chunk by bucket. 2. Turn the counts into prefix sums over chunks. 3. Rank the slots
+of a chunk by comparing all pairs; row = start of the bucket + prefix + rank.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
@@ -26,34 +22,30 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
 
-THREADS, TILE = 256, 2048
-"""Threads of a program, and elements of its tile: 16 bytes of bf16 for each thread."""
+THREADS, TILE = 256, 2048  # threads of a program; elements of its tile, 16 bytes of bf16 per thread
 MAX_TOKENS = 256
 AT_ONCE = tl.constexpr(16)  # slots in one round; registers hold a piece of each slot's row
-DOT_TILE = 4096
-"""Elements of the tile [tokens, slots, columns] of dot products: 16 fp32 sums in each thread."""
-BLOCK, STEP = 256, 32
-"""Slots of a chunk, and how many of them are compared with the chunk at once."""
-SCAN_CHUNKS, SCAN_BUCKETS = 256, 8
-"""Tile of the second launch. 8 buckets are one sector of 32 bytes."""
+DOT_TILE = 4096  # elements [tokens, slots, columns] of a tile: 16 fp32 sums per thread
+BLOCK, STEP = 256, 32  # slots of a chunk, and slots compared with it at once
+SCAN_CHUNKS, SCAN_BUCKETS = 256, 8  # second launch; 8 buckets are one sector of 32 bytes
 
 
 def spread_rows(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, num_rows: int) -> Tensor:
-    """y[row[t, k]] = weight[t, k] * x[t] -> [R, D]; other rows are left unwritten. No device sync."""
+    """y[row[t, k]] = weight[t, k] * x[t] -> [R, D]; other rows are unwritten. No device sync."""
     y_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     _launch(_spread_kernel, x_TD.contiguous(), y_RD, row_TK, weight_TK)
     return y_RD
 
 
 def sum_rows(y_RD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """Sum over k, in order, of weight[t, k] * y[row[t, k]], in fp32 -> [T, D]. No device sync."""
+    """As ``graphmoe::unpermute``. No device sync."""
     x_TD = y_RD.new_empty(len(row_TK), y_RD.shape[1])
     _launch(_sum_kernel, y_RD.contiguous(), x_TD, row_TK, weight_TK)
     return x_TD
 
 
 def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """<dx[t], y[row[t, k]]> -> [T, K] fp32, in a fixed order of additions. No device sync."""
+    """As ``graphmoe::unpermute_weight_grad``, in a fixed order. No device sync."""
     (tokens, slots), columns = row_TK.shape, y_RD.shape[1]
     dot_TK = torch.empty(tokens, slots, dtype=torch.float32, device=y_RD.device)
     if dot_TK.numel() == 0:
@@ -161,7 +153,7 @@ def _dot_kernel(
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> counts_E, ends_E, row_TK, slot_R as the op ``graphmoe::routing_plan``. No device sync."""
+    """Results of ``graphmoe::routing_plan``. No device sync."""
     expert_TK = expert_TK.contiguous()
     counts_E, ends_E = (_empty(expert_TK, num_experts) for _ in range(2))
     row_TK, slot_R = _empty(expert_TK, *expert_TK.shape), _empty(expert_TK, expert_TK.numel())

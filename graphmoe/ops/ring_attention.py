@@ -1,18 +1,14 @@
 """Causal attention over sequences that ranks share: keys and values go round (arXiv 2310.01889).
 
-A sequence of the n ranks of an axis is 2n equal chunks, and rank i has chunks i and 2n - 1 - i, one behind
-the other ("zigzag"), so that each rank has as many keys to attend to at each step. At step s a rank has the
-keys of the rank s places before it:
+A sequence of n ranks is 2n equal chunks; rank i has chunks i and 2n - 1 - i ("zigzag"), which balances the
+keys of each step. At step s a rank has the keys of the rank s before it:
 
-- its own, s = 0: causal, for its two chunks stand in order;
-- of a rank with a lower number: all its queries see that rank's first chunk, and none the second;
-- of a rank with a higher number: its second chunk sees both, and its first none.
+- its own, s = 0: causal;
+- of a lower rank: all queries see that rank's first chunk, none the second;
+- of a higher rank: the second chunk sees both, the first none.
 
-Outputs of blocks are joined by the log-sum-exp of their scores. The kernels are those of torch's
-scaled_dot_product_attention; called by name, they give the log-sum-exp of each query's scores, and their
-backward takes the log-sum-exp over all keys in place of its own block's. The gradient of a block of keys and
-values travels behind it, each rank adds its part, and it ends where the block began. Shapes as in
-``graphmoe.ops.attention``; S positions of this rank, and T keys of a block.
+Blocks are joined by their log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T
+keys of a block.
 """
 
 from typing import Any, Literal
@@ -35,17 +31,16 @@ FORWARD: dict[Kernel, Any] = {
     "cudnn": aten._scaled_dot_product_cudnn_attention,
     "efficient": aten._scaled_dot_product_efficient_attention,
 }
-CUDNN_MAX_HEAD_DIM = 192
-"""Beyond it the backward of cuDNN depends on its version and on the GPU."""
+CUDNN_MAX_HEAD_DIM = 192  # beyond it cuDNN's backward depends on its version and the GPU
+# the memory-efficient kernel pads log-sum-exps of a head to a multiple of this many queries
 _LSE_ALIGNMENT = 32
-"""The memory-efficient kernel pads the log-sum-exps of a head to a multiple of this many queries."""
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:
     """softmax(scale * q k^T, causal) v of this rank's queries over whole sequences -> [B, S, H, V].
 
-    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V] are of this rank's two chunks, so S is even. Sums are kept
-    in fp32. A collective; with NCCL the host waits for nothing.
+    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this rank's two chunks, S even. Sums are fp32. A
+    collective; with NCCL the host never waits.
     """
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[1] % 2 == 0, (q.shape, k.shape, v.shape)
@@ -54,13 +49,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis,
 
 
 class _Shift:
-    """A tensor on its way to the next rank of a ring, and one on its way here from the rank before.
-
-    One collective of all ranks instead of a send and a receive: so there is no order that could block, on
-    any backend. Parts for other ranks are empty.
-    """
-
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
+        # A send to the next rank and a receive from the previous, as one all-to-all: no order that could
+        # block.
         size, index = group.size(), dist.get_rank(group)
         self._sent, self._received = sent, torch.empty_like(sent)  # kept until both have arrived
         to, of = ([0] * size for _ in range(2))
@@ -68,7 +59,7 @@ class _Shift:
         self._work = dist.all_to_all_single(self._received, sent, of, to, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Return the tensor of the rank before; on a GPU its stream waits, and not the host."""
+        """Return the received tensor. On a GPU the host does not wait."""
         self._work.wait()
         return self._received
 
@@ -127,6 +118,7 @@ def _ring_attention_backward(
         dk, dv = _unpacked(d_block, k.shape, v.shape)
         dk[:, columns] += dk_block
         dv[:, columns] += dv_block
+        # the gradient of a block follows it around the ring
         adding = _Shift(d_block, group)
         if passing:
             block = passing.wait()
@@ -171,9 +163,9 @@ def _unpacked(block: Tensor, of_keys: torch.Size, of_values: torch.Size) -> tupl
 
 
 def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, V] and natural log-sum-exp of the scores, [B, H, S] in the dtype of `accumulator`.
+    """Output [B, S, H, V] and natural log-sum-exp [B, H, S] in the dtype of `accumulator`. No gradient.
 
-    q [B, S, H, E], k [B, T, G, E], v [B, T, G, V]; ``causal`` needs S = T. No gradient of its own.
+    q [B, S, H, E], k [B, T, G, E], v [B, T, G, V]; ``causal`` needs S = T.
     """
     kernel, V = choose_kernel(q, k, v, causal), v.shape[-1]
     q, k, v = _prepared(kernel, q, k, v)
@@ -188,10 +180,8 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 def gradients_of_block(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by attention to this block, each of its tensor's shape.
-
-    ``out`` [B, S, H, V] and ``lse`` [B, H, S] are those of attention to all blocks.
-    """
+    """Gradients of q, k and v from this block; ``out`` and ``lse`` [B, H, S] are of all blocks."""
+    # torch's backward kernels accept the log-sum-exp over all keys in place of their own block's
     kernel, (E, V), groups = choose_kernel(q, k, v, causal), (q.shape[-1], v.shape[-1]), k.shape[2]
     seq, keys = q.shape[1], k.shape[1]
     q, k, v = _prepared(kernel, q, k, v)
@@ -223,7 +213,7 @@ def gradients_of_block(
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
-    """The kernel for these tensors, by the rules of ``graphmoe.ops.attention.kernel_order``."""
+    """Return the kernel, as ``graphmoe.ops.attention.kernel_order``."""
     if q.device.type == "cpu":
         return "cpu"
     largest = max(q.shape[-1], v.shape[-1])
@@ -239,10 +229,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
 
 
 def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as [B, heads, positions, size], with heads and sizes that the kernel takes.
-
-    Padding with zeros changes neither scores nor the columns that are kept.
-    """
+    # zero padding changes neither scores nor the columns that are kept
     if kernel in ("cpu", "efficient") and q.shape[2] != k.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -254,7 +241,6 @@ def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 
 def _of_groups(d_BTHE: Tensor, groups: int) -> Tensor:
-    """Gradients of key-value heads from those of repeated ones, summed as `accumulator` says."""
     if d_BTHE.shape[2] == groups:
         return d_BTHE
     return d_BTHE.unflatten(2, (groups, -1)).to(accumulator(d_BTHE)).sum(dim=3)

@@ -1,13 +1,8 @@
-"""The router: scores, group-limited top-k, weights and balance losses, in plain PyTorch and as one operation.
+"""The router: scores, group-limited top-k, weights and balance losses.
 
-Everything is fp32 and nothing syncs the device. Suffixes: T tokens, E experts, K top-k slots,
-G expert groups, B sequences of S tokens (T = B * S).
-
-``torch.ops.graphmoe.router`` takes the place of the plain functions in a traced graph. On a GPU each
-direction is one Triton kernel (and a small one that adds partial sums in a fixed order); elsewhere it is the
-plain form, which is also what defines the results. Given equal scores both choose the same experts, ties
-included; their exp differs by a few roundings, so the choice may differ where two scores (or sums of a group)
-agree to about 1e-6 of their size.
+Everything is fp32; no device sync. Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences
+of S tokens (T = B * S). In a traced graph ``torch.ops.graphmoe.router`` replaces these functions, its
+reference.
 """
 
 from typing import Any
@@ -19,36 +14,28 @@ from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFuncti
 from graphmoe.plan.forced_loads import UNIT
 
 GOLDEN = round(UNIT * (5**0.5 - 1) / 2) | 1
-LOG_FLOOR = 1e-30
-"""Smallest share whose logarithm the entropy takes."""
-LOW_LOGIT = -20.0
-"""Below it a sigmoid is the exponential of its logit, to the last bit of fp32."""
+LOG_FLOOR = 1e-30  # smallest share in the entropy's logarithm
+LOW_LOGIT = -20.0  # below it a sigmoid is the exponential of its logit, to the last bit of fp32
 
 
 def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Softmax or sigmoid of the logits -> fp32 [T, E]."""
     if function is ScoreFunction.sigmoid:
         return logits_TE.float().sigmoid()
     return logits_TE.float().softmax(dim=-1)
 
 
 def relative_scores(logits_TE: Tensor, scores_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Scores of each token up to a factor, for shares and renormalised weights -> fp32 [T, E].
-
-    If all logits of a token are low, its sigmoids underflow (to 0 below -104), but their ratios do not.
-    """
+    """Scores of each token up to a factor -> fp32 [T, E]."""
     if function is not ScoreFunction.sigmoid:
         return scores_TE
     is_low_T1 = logits_TE.amax(dim=-1, keepdim=True) < LOW_LOGIT
+    # low sigmoids underflow (to 0 below -104), but their ratios are those of the softmax
     return torch.where(is_low_T1, logits_TE.softmax(dim=-1), scores_TE)
 
 
 def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
-    """The top_k experts of each token, best first -> int32 [T, K]. Ties go to the lower id.
-
-    With num_groups > 1 only the experts of the topk_groups best groups can be chosen (DeepSeek-V2,
-    section 2.2.2; DeepSeek-V3, section 2.1.2).
-    """
+    """The top_k experts of each token, best first -> int32 [T, K]. Ties go to the lower id."""
+    # experts of the best groups only (DeepSeek-V2, section 2.2.2; DeepSeek-V3, section 2.1.2)
     if config.num_groups > 1:
         best = {
             GroupScore.max: None,
@@ -60,18 +47,14 @@ def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
 
 
 def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
-    """Expert ids that load all experts equally, whatever the scores say -> int32 [T, K]."""
     slot_R = torch.arange(num_tokens * top_k, device=device, dtype=torch.int32)
     return (slot_R % num_experts).view(num_tokens, top_k)
 
 
 def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
-    """Draw different experts for each token by their loads, whatever the scores say -> int32 [T, K].
-
-    ``end_E`` int64 are `graphmoe.plan.forced_loads.ends`. Systematic sampling: a token takes the experts in
-    which its K points lie, one unit apart; the points of neighbouring tokens are the golden ratio apart, so
-    any run of tokens has nearly the loads.
-    """
+    """Draw distinct experts by load -> int32 [T, K]. ``end_E`` int64: `graphmoe.plan.forced_loads.ends`."""
+    # Systematic sampling: a token takes the experts at K points one unit apart; points of neighbouring tokens
+    # are the golden ratio apart, so any run of tokens has nearly the loads.
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
     # The mask is right where a compiler multiplies in 32 bits too.
     point_TK = (token_T1 * GOLDEN & (UNIT - 1)) + UNIT * torch.arange(top_k, device=end_E.device)
@@ -79,9 +62,9 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
 
 
 def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
-    """Slots that each sequence sends to each expert -> fp32 [B, E]."""
+    """Slots of each sequence and expert -> fp32 [B, E]."""
     sequence_B1 = torch.arange(num_sequences, device=expert_TK.device).unsqueeze(1)
-    # One flat axis: on a GPU only that form of scatter_add has a deterministic kernel.
+    # a flat axis: only this scatter_add has a deterministic GPU kernel
     bin_R = (expert_TK.view(num_sequences, -1) + num_experts * sequence_B1).flatten()
     counts = torch.zeros(num_sequences * num_experts, device=expert_TK.device)
     ones_R = torch.ones(len(bin_R), device=expert_TK.device)
@@ -89,7 +72,7 @@ def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) 
 
 
 def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
-    """E * sum(load share * mean score) over the experts, 1 at balance, of `balance_terms` -> fp32 scalar."""
+    """E * sum(load share * mean score), 1 at balance -> fp32 scalar."""
     load_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
     return counts_BE.shape[-1] * (load_BE * mean_BE).sum(dim=-1).mean()
 
@@ -97,15 +80,13 @@ def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
 def balance_terms(
     config: ModelConfig, relative_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Mean normalised score and load of each expert -> two fp32 [B, E], or [1, E] where sequences are joined.
-
-    They are taken over each sequence (DeepSeek-V2, section 2.2.3), over the micro-batch
-    (Switch Transformer, arXiv 2101.03961, section 2.2), or over the global batch so far
-    (arXiv 2501.11873): there ``earlier_E`` counts the slots of the step's earlier micro-batches.
-    """
+    """Mean normalised score and load -> two fp32 [B, E], or [1, E] if sequences are joined."""
     share_TE = relative_TE
     if config.score_function is ScoreFunction.sigmoid:
         share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
+    # over each sequence (DeepSeek-V2, section 2.2.3), the micro-batch (Switch Transformer, arXiv 2101.03961,
+    # section 2.2), or the global batch so far (arXiv 2501.11873), with slots of earlier micro-batches in
+    # earlier_E
     mean_BE = share_TE.view(len(counts_BE), -1, config.num_experts).mean(dim=1)
     if config.aux_loss is not AuxLoss.sequence:
         mean_BE = mean_BE.mean(dim=0, keepdim=True)
@@ -117,12 +98,12 @@ def balance_terms(
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """Mean squared logsumexp of the logits (ST-MoE, arXiv 2202.08906, section 4) -> fp32 scalar."""
+    """Mean squared logsumexp of the logits -> fp32 scalar (ST-MoE, arXiv 2202.08906, section 4)."""
     return logits_TE.float().logsumexp(dim=-1).square().mean()
 
 
 def entropy(relative_TE: Tensor) -> Tensor:
-    """Mean entropy in nats of the normalised scores -> fp32 scalar."""
+    """Mean entropy of the normalised scores, in nats."""
     share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
     return -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum(dim=-1).mean()
 
@@ -136,7 +117,7 @@ def weights_of(
     softmax_after_topk: bool,
     scale: float,
 ) -> Tensor:
-    """Weight of each chosen expert: gathered, renormalised and scaled -> fp32 [T, K]."""
+    """Weight of each chosen expert -> fp32 [T, K]."""
     if softmax_after_topk:
         weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
     else:
@@ -147,7 +128,7 @@ def weights_of(
 
 
 def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
-    """The choices with -inf outside the groups with the largest sums of their ``best`` choices, or maxima."""
+    """Set choices to -inf outside the groups with the largest sums of their ``best`` choices, or maxima."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     if best is None:
         score_TG = choice_TGE.amax(dim=-1)
@@ -159,7 +140,7 @@ def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best:
 
 
 def top_indices(values: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of the last axis; unlike torch.topk, ties go to the lower index."""
+    """Indices of the k largest; unlike torch.topk, ties go to the lower index."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -171,22 +152,16 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
 
-    ``logits_TE`` is fp32. ``score`` is "softmax" or "sigmoid". ``bias_E`` is added to the scores for the
-    choice only. With ``num_groups`` > 1 the choice is limited to the ``topk_groups`` groups with the
-    largest sum of their ``group_top`` best experts. ``chosen_TK`` replaces the choice. Ties go to the
-    lower id. A NaN is the worst choice, so ids are in range and differ whatever the logits; weights and
-    sums show the NaN.
-
-    ``counts_BE``: slots per sequence and expert; with ``count_scores`` those that the scores alone would
-    fill, without bias and groups. ``share_sum_BE``: the tokens' normalised scores, summed
-    over each sequence. ``z_sum``: squared logsumexp, ``entropy_sum``: entropy in nats of the normalised
-    scores, both summed over all tokens. Differentiable in the logits, but for experts and counts.
+    ``bias_E`` changes the choice only; ``chosen_TK`` replaces it. With ``count_scores`` counts ignore bias
+    and groups. ``group_top`` best experts score a group. z and entropy are sums over all tokens. Experts and
+    counts have no gradient.
     """
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
     weighting = (renormalise, softmax_after_topk, scale)
     if logits_TE.is_cuda:
         from graphmoe.ops import router_kernels
 
+        # The kernel's exp differs by roundings, so the choice may differ if two scores agree to about 1e-6.
         sizes = (num_sequences, top_k, score, num_groups, topk_groups, group_top)
         return router_kernels.forward(logits_TE, bias_E, chosen_TK, *sizes, *weighting, count_scores)
     scores_TE = scores_of(logits_TE, ScoreFunction(score))
@@ -233,7 +208,7 @@ def _backward_op(
     if dshare_sum_BE is not None:
         dshare_TE += dshare_sum_BE.repeat_interleave(len(logits_TE) // num_sequences, dim=0)
     if dentropy_sum is not None:
-        # Without the 1 of (s log s)': a term that all shares have in common drops out below.
+        # (s log s)' without its 1: a term common to all shares cancels below
         dshare_TE -= dentropy_sum * share_TE.clamp_min(LOG_FLOOR).log()
     drelative_TE += (dshare_TE - (dshare_TE * share_TE).sum(dim=-1, keepdim=True)) / norm_T1
     if score == "sigmoid":
@@ -278,7 +253,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, group_top: int) -> Tensor:
-    """The top_k experts of each token, best first -> int32 [T, K]; a NaN is the worst choice."""
+    # a NaN is the worst choice, so ids are valid and distinct
     choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
     if num_groups > 1:
         choice_TE = keep_best_groups(choice_TE, num_groups, topk_groups, group_top)
@@ -298,7 +273,6 @@ def _value_gradient(
 
 
 def _sums(logits_TE: Tensor, relative_TE: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Shares summed over each sequence [B, E], squared logsumexp [] and entropy [] over all tokens."""
     share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
     share_sum_BE = share_TE.view(num_sequences, -1, relative_TE.shape[1]).sum(dim=1)
     z_sum = logits_TE.logsumexp(dim=-1).square().sum()

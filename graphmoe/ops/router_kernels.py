@@ -1,8 +1,8 @@
 """Triton kernels of the router: forward, sum of its partial results, and backward.
 
-Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens, P programs. In the
-kernels a block has TOKENS rows and WIDTH columns, the experts padded to a power of two (with groups: the
-groups, and the experts of each).
+Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens, P programs. A block
+has TOKENS rows and WIDTH columns: experts padded to a power of two (with groups: groups, and experts of
+each).
 """
 
 # mypy: allow-untyped-defs
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 
-BLOCK, THREADS = 1024, 128
-"""Elements of a block of logits, and threads of a program."""
+BLOCK, THREADS = 1024, 128  # elements of a block of logits; threads
+# keeps the partial sums small; no property of the device, which would change the order of sums
 MOST_PROGRAMS = 1024
-"""Programs of the forward, so that the partial sums stay small; no property of the device, which would
-change the order of sums."""
 SUMMED_ROWS, SUMMED_COLUMNS = 32, 32
 
 TAKEN = tl.constexpr(-(2**31))  # below the key of every number
@@ -103,13 +101,12 @@ def backward(
 
 
 def tokens_of_block(width: int, rows: int) -> int:
-    """Tokens of a block, a power of two."""
     return max(min(BLOCK // width, triton.next_power_of_2(rows)), 1)
 
 
 @triton.jit
 def _key(x):
-    """Integers in the order of the numbers; a NaN is -inf, whose key is NO_CHOICE."""
+    """Map floats to integers in the same order; NaN is -inf, whose key is NO_CHOICE."""
     bits = tl.where(x == x, x, float("-inf")).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -160,7 +157,7 @@ def _limit_to_groups(
 
 @triton.jit
 def scores_of(x, SIGMOID: tl.constexpr):
-    """Scores, relative scores, their sum, shares, softmax, logsumexp and what is low; -inf pads logits."""
+    """Scores, relative scores, their sum, shares, softmax, logsumexp, low flags; -inf pads logits."""
     highest = tl.max(x, 1)
     power = tl.exp(x - highest[:, None])
     total = tl.sum(power, 1)
@@ -180,7 +177,7 @@ def _pick(
     key, value, id_1E, chosen_row, live,
     K: tl.constexpr, SLOTS: tl.constexpr, FILL: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Ids and values of the K best keys, best first, or of the chosen; how often each column is one."""
+    """Ids and values of the K best keys, best first, or of the chosen; and their count per column."""
     slot = tl.arange(0, SLOTS)[None, :]
     ids = tl.zeros((key.shape[0], SLOTS), tl.int32)
     picked = tl.full((key.shape[0], SLOTS), FILL, tl.float32)
@@ -213,7 +210,7 @@ def _forward_kernel(
     AFTER_TOPK: tl.constexpr, COUNT_SCORES: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every ``programs``-th block of TOKENS tokens of one sequence."""
+    """A program takes every ``programs``-th block of one sequence."""
     WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     id_E, real = _columns(E // GROUPS, GROUPS, PADDED_GROUPS, PADDED_SIZE)
@@ -269,7 +266,7 @@ def _sum_kernel(
     partial, counts, share, z_sum, entropy_sum, programs, all_programs,
     E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Counts and shares of a sequence, COLUMNS columns a program; the last ones of sequence 0: z, entropy."""
+    """Counts and shares of a sequence, COLUMNS per program; the last one of sequence 0: z, entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         column = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -290,7 +287,7 @@ def _backward_kernel(
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
     AFTER_TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Scores again, then the chain rule over all experts; a slot's terms are spread over the columns."""
+    """Recompute the scores, then the chain rule over all experts."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, WIDTH)[None, :]
     live, real = token < T, column < E
@@ -302,7 +299,7 @@ def _backward_kernel(
     if dshare_sum is not None:
         dshare += tl.load(dshare_sum + (token // S)[:, None] * E + column, mask=mask, other=0.0)
     if dentropy_sum is not None:
-        # Without the 1 of (s log s)': a term that all shares have in common drops out below.
+        # (s log s)' without its 1: a term common to all shares cancels below
         dshare -= tl.load(dentropy_sum) * tl.log(tl.maximum(share, 1e-30))
     drelative = (dshare - tl.sum(dshare * share, 1)[:, None]) / norm[:, None]
     dx = tl.zeros((TOKENS, WIDTH), tl.float32)

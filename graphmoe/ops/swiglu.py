@@ -1,9 +1,7 @@
-"""SwiGLU of routed rows times their routing weight, and its gradients, in one pass over the live rows.
+"""SwiGLU of routed rows times their routing weight, and its gradients, in one pass.
 
-Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts.
-
-``torch.ops.graphmoe.swiglu`` takes the place of ``silu(gate) * up * weight`` in a traced graph. Rows from
-``ends_E[-1]`` on are dead: they are not read on a GPU, and what an output holds there is undefined.
+Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts. Rows from ``ends_E[-1]`` on are
+dead: not read on a GPU, undefined in outputs.
 """
 
 import torch
@@ -14,10 +12,7 @@ from graphmoe.ops import accumulator, has_kernel, register_gradient
 
 @torch.library.custom_op("graphmoe::swiglu", mutates_args=())
 def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
-    """silu(gate) * up * weight, in fp32 up to the last step -> [R, F] in the dtype of h. No device sync.
-
-    ``weight_R`` is [R] or [R, 1], or None for all ones.
-    """
+    """silu(gate) * up * weight ([R], [R, 1] or None) in fp32 -> [R, F] in the dtype of h. No sync."""
     if has_kernel(h_RH):
         from graphmoe.ops import swiglu_kernels
 
@@ -31,7 +26,7 @@ def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::swiglu_backward", mutates_args=())
 def _gradients(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [R, H] in the dtype of h, and dweight in the shape and dtype of the weight (else [0] fp32)."""
+    """dh [R, H] in the dtype of h, dweight like the weight ([0] fp32 without one)."""
     if has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
         from graphmoe.ops import swiglu_kernels
 

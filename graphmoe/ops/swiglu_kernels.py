@@ -1,7 +1,6 @@
-"""SwiGLU of the live rows and its gradients, each in one launch that reads and writes each byte once.
+"""SwiGLU of the live rows and its gradients; each is one launch that reads and writes each byte once.
 
-Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts. Grids are sized for all R
-rows; programs of dead rows read the live count and end.
+Suffixes as in `graphmoe.ops.swiglu`.
 """
 
 # mypy: allow-untyped-defs
@@ -14,18 +13,18 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps, tile
 
-THREADS, TILE, WIDTH = 256, 2048, 512
-"""Threads of a program, elements of its tile, and its columns: 512 leave few lanes idle at any width."""
+THREADS, TILE, WIDTH = 256, 2048, 512  # 512 columns leave few lanes idle at any width
 MAX_ROWS = 64
 
 
 def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
-    """silu(gate) * up * weight of the live rows -> [R, F]; dead rows are left unwritten. No device sync."""
+    """As ``graphmoe::swiglu``; dead rows are unwritten. No device sync."""
     rows, width = h_RH.shape[0], h_RH.shape[1] // 2
     a_RF = h_RH.new_empty(rows, width)
     tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
     programs = triton.cdiv(rows, tile_rows) * triton.cdiv(width, tile_columns)
     if programs:
+        # a grid for all rows: programs of dead rows read the live count and exit
         _forward_kernel[(programs,)](
             h_RH.contiguous(), None if weight_R is None else weight_R.contiguous(), ends_E, a_RF,
             len(ends_E), rows, width,
@@ -35,10 +34,7 @@ def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
 
 def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [R, H] and dweight like the weight ([0] where there is none), live rows only. No device sync.
-
-    One program owns a row, so the sum that is dweight has one order.
-    """
+    """As ``graphmoe::swiglu_backward``, live rows only. No device sync."""
     rows, width = da_RF.shape
     dh_RH = h_RH.new_empty(h_RH.shape)
     if weight_R is None:
@@ -48,6 +44,7 @@ def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tenso
         dweight_R = weight_R.new_empty(weight_R.shape)
     tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
     if rows:
+        # one program owns a row, so the sum in dweight has one order
         _backward_kernel[(triton.cdiv(rows, tile_rows),)](
             da_RF.contiguous(), h_RH.contiguous(), weight_R, ends_E, dh_RH, dweight_R, len(ends_E), rows,
             width,

@@ -1,22 +1,18 @@
-"""Rows to the ranks of ``ep_etp`` and back, with sizes that no host knows: the dispatcher symm.
+"""Rows to the ranks of ``ep_etp`` and back, with sizes unknown to the host: the dispatcher symm.
 
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the send plan, R = T * W, N rows of
-the received tensors (a fixed number, live and dead), D hidden.
+the received tensors (fixed, live and dead), D hidden.
 
-Four operations: `symm_dispatch` and its gradient, `symm_combine` and its gradient. Two of them ``bring``
-tokens, and two make ``sums`` of places. A fifth, `symm_bring_fp8`, brings rows in 8 bits (`stored`). Each is
-a collective of all ranks, on the peers of ``use_peers``:
-Triton kernels that read their memory (`exchange`), or collectives of torch.distributed (`collective`: CPUs,
-fp64, the reference). With kernels nothing waits for the device and all can be captured.
+Collectives on the peers of ``use_peers``: kernels (`exchange`: no device sync, capturable) or
+torch.distributed (`collective`: CPUs, fp64, the reference).
 
-``arrivals_PP[s, p]`` is the number of rows that rank s sends to rank p. Row j of source s lies at p at
+``arrivals_PP[s, p]`` rows go from rank s to rank p. There, row j of source s is at
 
-    s * block + j                                                     where j < block,
-    P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise,
+    s * block + j                                                     if j < block,
+    P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise.
 
-so with ``block`` 0 rows are packed, in the order of sources and of their tokens. Rows at N or behind do not
-fit: they are not written, and count as 0 on the way back. It is for the caller to compare arrivals with N.
-Dead rows hold anything, but -1 in ``number_NK``, and are never read. P * block may not be over N.
+Rows at N or beyond are dropped and count as 0 on the way back; the caller compares arrivals with N. Dead rows
+are never read: undefined, but -1 in ``number_NK``.
 """
 
 from typing import Any
@@ -41,11 +37,10 @@ def _dispatch(
     rows: int, experts: int, etp: int, block: int,
     w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """received_ND, weight_NK, number_NK int32, arrivals_PP int32.
+    """received_ND, weight_NK, number_NK int32 (local expert, else -1), arrivals_PP int32.
 
-    ``number_NK`` counts this rank's ``experts`` experts from 0; slots of others have -1. ``etp`` ranks hold
-    parts of the same experts. The plan is a `graphmoe.ops.dispatch.SendPlan`. With weights, those that a plan
-    of replicas has in this rank's slots come too, for `graphmoe.ops.replicas.exchange.pull`.
+    ``etp`` ranks hold parts of the same experts. Given weights, those of this rank's replicas are fetched
+    too.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
@@ -59,7 +54,7 @@ def _dispatch_grad(
     dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, arrivals_PP: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dh_TD, dweight_TK: the sums over a token's places, in order, added in fp32 and rounded once."""
+    """dh_TD, dweight_TK: sums over a token's places, in order, in fp32, rounded once."""
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
 
@@ -71,10 +66,7 @@ def _combine(
     block: int,
     w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_TD: the sum over its places of what the ranks made of a token, in order, in fp32, rounded once.
-
-    Weights come along in the backward, as in ``symm_dispatch``.
-    """
+    """y_TD: sum over a token's places, as in ``symm_dispatch_grad``."""
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, sum_ND, None, send_ends_P, send_row_TW, arrivals_PP, block)[0]
 
@@ -98,10 +90,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``symm_dispatch``, of stored numbers whose scales are the last column of ``weight_TK``.
-
-    A carrier of ``dtype`` is in the place of tokens.
-    """
+    """As ``symm_dispatch``, of quantized values whose scales are the last column of ``weight_TK``."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)

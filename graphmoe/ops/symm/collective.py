@@ -1,7 +1,6 @@
-"""The operations of `graphmoe.ops.symm` by collectives of torch.distributed, with sizes that the host knows.
+"""Reference of `graphmoe.ops.symm` by torch.distributed, with sizes known to the host.
 
-The kernels must equal them. Suffixes as in the package, S rows sent, A rows that arrived (in the order of
-sources, and of tokens within a source).
+Suffixes as in the package; S rows sent, A rows that arrived (by source, then token).
 """
 
 import torch
@@ -28,10 +27,7 @@ def bring(
     into_ND: Tensor | None = None,
     along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:
-    """Tokens [N, D]; with weights and experts of slots all results of ``graphmoe::symm_dispatch``.
-
-    Tokens are put into ``into_ND`` if there is one; weights come ``along``.
-    """
+    """Tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
     add_deferred()
     if along:
         along.keep(replicas.pull(peers, along.weights, along.expert_RS))
@@ -52,7 +48,7 @@ def bring(
         x_ND[at_A[fits_A]] = x_AD[fits_A]
         return x_ND
 
-    # In 8 bits too -1 is NaN: all bits are set.
+    # -1 sets all bits, which is NaN in fp8 too
     x_ND = received(x_TD, float("nan") if x_TD.is_floating_point() else -1, into_ND)
     if of_slots is None:
         return (x_ND,)
@@ -71,7 +67,6 @@ def sums(
     arrivals_PP: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum over each token's places of the ranks' rows, and that of gradients of weights if given."""
     add_deferred()
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
@@ -81,17 +76,14 @@ def sums(
         y_AD = y_ND.new_zeros(len(at_A), y_ND.shape[1])
         y_AD[fits_A] = y_ND[at_A[fits_A]]
         y_SD = _transfer(peers, y_AD, arrived, sent)
-        # Its forward reads no slots.
+        # the forward of unpermute reads no slots
         return torch.ops.graphmoe.unpermute(y_SD, row_TW.flatten(), row_TW, ends_P, None)
 
     return summed(y_ND), None if dweight_NK is None else summed(dweight_NK)
 
 
 def positions(arrivals_PP: Tensor, rank: int, block: int) -> Tensor:
-    """Position in the received tensors of each row that arrived -> int64 [A].
-
-    The first ``block`` rows of each source lie in its block; the rest of all follow the last block.
-    """
+    """Position in the received tensors of each row that arrived -> int64 [A]."""
     counts_P = arrivals_PP[:, rank].long()
     rest_P = (counts_P - block).clamp(min=0)
     number_A = torch.arange(int(counts_P.sum()), device=counts_P.device)
@@ -107,7 +99,6 @@ def _there(peers: CollectivePeers, arrivals_PP: Tensor) -> tuple[list[int], list
 
 
 def _transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[int]) -> Tensor:
-    """``sent[p]`` rows of x to rank p, and ``arrived[p]`` rows from it, in the order of ranks."""
     if peers.group is None:
         return x
     received = x.new_empty(sum(arrived), *x.shape[1:])

@@ -1,17 +1,7 @@
-"""The operations of `graphmoe.ops.symm` by kernels that read peers' memory: no device sync, to be captured.
+"""The operations of `graphmoe.ops.symm` by kernels that read peers' memory: no device sync, capturable.
 
-Each exchange is: put what is one's own into the own region, barrier, read from peers. Exchanges of tokens and
-of sums use two sides of the region in turn, so one barrier is enough: when it is passed, all ranks have put
-this exchange's side, and have read what the other side held.
-
-With a block, the first rows for each other rank travel by copies of a fixed size, which need no SM, each on a
-stream of its own (``peers.streams``); kernels move the rest beside them. Where products run beside such an
-exchange, what must be done before anything travels is queued before these
-(`peers.before_products`).
-
-Rows of the own rank's tokens do not travel. Sums are read where the experts wrote them, and with a block the
-first rows are packed straight to where they are received. Other tokens of its own a rank pulls out of its own
-region, as it pulls those of its peers.
+An exchange writes the own region, passes a barrier and reads from peers. Copies on ``peers.streams`` move the
+first ``block`` rows for each rank, kernels the rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +17,8 @@ from graphmoe.ops.replicas.exchange import Prefetch, add_deferred
 from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products, is_capturing
 
+# int32: words of quantized rows, never summed
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
-"""int32 are words of stored rows, which nobody sums."""
 
 
 def bring(
@@ -44,7 +34,7 @@ def bring(
     into_ND: Tensor | None = None,
     along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `collective.bring`; the arrivals are read from the peers each time."""
+    """As `collective.bring`; the arrivals are read from the peers."""
     x_TD = _checked(x_TD)
     weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)
     assert weight_TK is None or weight_TK.dtype == torch.float32, weight_TK.dtype
@@ -77,7 +67,7 @@ def bring(
 def sums(
     peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, *way: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As `collective.sums`; ``way`` is ends_P, row_TW, arrivals_PP and block."""
+    """As `collective.sums`; ``way`` is ends_P, row_TW, arrivals_PP, block."""
     _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
@@ -117,36 +107,32 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _take(peers: MemoryPeers, side: Side) -> None:
-    """Make sure that no peer still reads what this side of the region held."""
+    # no peer may still read what this side held
     capturing = is_capturing()
     other: Side = "back" if side == "out" else "out"
+    # The sides alternate, so one barrier per exchange is enough: after it all ranks have written this side
+    # and read the other.
     if peers.last not in (None, (other, capturing)):
         peers.barrier()
     peers.last = side, capturing
 
 
 def _first(block: int) -> AbstractContextManager[None]:
-    """For what comes before copies: kernels that pull gain nothing by an early start."""
+    # copies need an early start; kernels that pull gain nothing from it
     return before_products() if block else nullcontext()
 
 
 def _blocks(peers: MemoryPeers, to_PBD: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:
-    """Copies (to, from) of each other rank's block for this one; those behind this rank come first.
-
-    So at no time all read from one.
-    """
     block, columns = to_PBD.shape[1:]
     own = offset + peers.rank * block * columns * to_PBD.element_size()
+    # each rank starts with its successor, so that not all read from one
     others = [(peers.rank + i) % peers.size for i in range(1, peers.size)] if block else []
     return [(to_PBD[rank], peers.view(rank, own, (block, columns), to_PBD.dtype)) for rank in others]
 
 
 @contextmanager
 def _beside(peers: MemoryPeers, copies: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Run copies (to, from), each on one of ``peers.streams``, beside what is launched inside.
-
-    Without streams they run before it.
-    """
+    # copies need no SM: they overlap the kernels launched inside
     if not peers.streams:
         for to, source in copies:
             to.copy_(source)
@@ -160,6 +146,6 @@ def _beside(peers: MemoryPeers, copies: Sequence[tuple[Tensor, Tensor]]) -> Iter
             with torch.cuda.stream(stream):
                 to.copy_(source)
         yield
-    finally:  # what a capture says of streams that were left alone would hide the cause
+    finally:  # unjoined streams fail a capture with an error that hides the cause
         for stream in begun:
             here.wait_stream(stream)

@@ -1,15 +1,8 @@
-"""Kernels by which ranks exchange rows: tokens to the ranks of their experts, and sums back to the tokens.
+"""Kernels by which ranks exchange rows: tokens to the owners of their experts, and sums back.
 
-Suffixes: T tokens, K slots, P ranks, W places of a token, R rows sent at most, N rows received, D hidden
-(``columns``). RANKS is P rounded up to a power of two, ROWS, TOKENS and COLUMNS are the sizes of a tile.
-
-On the way there each rank puts what is its own, and pulls what is for it from peers. A record is 1 + 2 K
-int32 numbers of a row sent: token, weights, expert numbers at the receiver. Records lie in the order of the
-plan, so those for one rank follow each other, and a peer reads them in wide pieces; LANES is their length
-rounded up. From records and counts `receive_kernel` knows where each received row comes from, as an address,
-so `pull_kernel` has one load of an address before those of the row.
-
-On the way back each rank puts its rows, and sums those of its tokens; its own it reads where they are.
+Suffixes as in the package; R rows sent at most, ``columns`` = D. RANKS is P rounded up to a power of two;
+ROWS, TOKENS and COLUMNS are the sizes of a tile. A record is 1 + 2 K int32 of a row sent: token, weights,
+expert numbers at the receiver; LANES is its padded length.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
@@ -27,7 +20,7 @@ def records_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, K: tl.constexpr, ETP: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the records of ROWS rows; program 0 the counts too. With K = 0 a record is a token's number."""
+    """Write records and counts. With K = 0 a record is a token's number."""
     rank = tl.arange(0, RANKS)
     if tl.program_id(0) == 0:
         counts = tl.load(counts_P + rank, rank < P, other=0)
@@ -48,6 +41,7 @@ def records_kernel(
         number = tl.where((number >= 0) & (number < experts), number, -1)
         value = tl.where(is_weight, weight.to(tl.int32, bitcast=True), tl.where(is_number, number, value))
     to = record_R + row.to(tl.int64)[:, None] * (1 + 2 * K) + lane
+    # in plan order, so that a peer reads contiguous memory
     tl.store(to, value, live[:, None] & (lane < 1 + 2 * K))
 
 
@@ -57,10 +51,7 @@ def pack_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy each token into the block of every rank for which it is one of the first ``block``.
-
-    For this rank that is where it is received. Tokens that are behind the block of a rank stay as tokens.
-    """
+    """Copy each token into the blocks of its ranks, and to ``token_TD`` if it is beyond one."""
     across = tl.cdiv(columns, COLUMNS)
     token = ((tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,6 +61,7 @@ def pack_kernel(
     counts = tl.load(counts_P + rank, rank < P, other=0)[None, :]
     at = token[:, None] * columns + column[None, :]
     x = tl.load(x_TD + at, is_token[:, None] & is_column, other=0.0)
+    # rows for this rank go straight to received_ND
     own = tl.full([TOKENS], -1, tl.int32)
     is_behind = tl.zeros([TOKENS], tl.int32)
     for first in range(0, W, AT_ONCE):
@@ -99,10 +91,7 @@ def receive_kernel(
     row_bytes, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The address of each received row's token, 0 for dead rows; with K > 0 weights and numbers too.
-
-    Program 0 writes the counts of all ranks.
-    """
+    """Write each received row's address (0: dead), with K > 0 weights and numbers, and the counts."""
     rank = tl.arange(0, RANKS)
     base = tl.load(address_P + rank, rank < P, other=0)
     counts_at = (base + counts_offset).to(arrivals_PP.dtype)
@@ -132,7 +121,6 @@ def receive_kernel(
 
 @triton.jit
 def _source_of(n, arrived, block, P: tl.constexpr):
-    """The source of each position of the received tensors, and the row among those of it; none behind all."""
     rest = tl.maximum(arrived - block, 0)
     ends = tl.cumsum(rest, 0)[None, :]
     behind = n - P * block
@@ -149,11 +137,7 @@ def pull_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows behind the blocks from where they are; without blocks, all.
-
-    Rows lie in the order of sources. So the programs of a rank work on P stretches of them in turn, from its
-    own number on: at no time do all ranks read from one.
-    """
+    """Copy the rows beyond the blocks from their addresses."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
     first = P * block
@@ -162,6 +146,7 @@ def pull_kernel(
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), stretch * P * across, tl.num_programs(0)):
         turn = i // across
+        # each rank starts at its own stretch of sources, so that not all read from one
         tile = (turn + me) % P * stretch + turn // P
         row = tile * ROWS + tl.arange(0, ROWS)
         column = i % across * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,7 +163,7 @@ def put_kernel(
     y_ND, sum_ND, arrivals_PP, columns, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the live rows of other ranks' tokens; other rows are neither read nor written."""
+    """Copy the live rows of other ranks' tokens."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
     rest = tl.maximum(arrived - block, 0)
@@ -207,10 +192,7 @@ def way_back_kernel(
     sums_offset, dweights_offset, row_bytes, me, rows, block, num_places,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """The address of what each place of a token adds, 0 where it adds nothing; with K > 0 of weights too.
-
-    With ``staged_PBD`` the blocks of other ranks are here already.
-    """
+    """Write the address of each place's term, 0 for none."""
     rank = tl.arange(0, RANKS)
     known = rank < P
     ends = tl.load(ends_P + rank, known, other=NO_END)[None, :]
@@ -230,9 +212,11 @@ def way_back_kernel(
     at = tl.where(row_of_rank < block, me * block + row_of_rank, rest).to(tl.int64)
     fits = (row >= 0) & (at < rows)
     sums_at = base + sums_offset + at * row_bytes
+    # blocks of other ranks are local already
     if staged_PBD is not None:
         staged_row = (to * block + row_of_rank).to(tl.int64)
         sums_at = tl.where(row_of_rank < block, staged_PBD.to(tl.int64) + staged_row * row_bytes, sums_at)
+    # this rank's own sums are read where the experts wrote them
     sums_at = tl.where(to == me, y_ND.to(tl.int64) + at * row_bytes, sums_at)
     tl.store(from_TW + place, tl.where(fits, sums_at, 0), place < num_places)
     if K > 0:
@@ -247,7 +231,7 @@ def sum_kernel(
     W: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of each token's places, in order, in fp32; AT_ONCE of them are under way at once."""
+    """Add the rows of each token's places, in order, in fp32; AT_ONCE loads are in flight."""
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * across, tl.num_programs(0)):
         token = (i // across * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

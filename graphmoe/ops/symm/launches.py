@@ -1,8 +1,4 @@
-"""Sizes and launches of the kernels by which ranks exchange rows. No launch waits for the device.
-
-Suffixes: T tokens, K slots, P ranks, W places of a token, R = T * W rows sent at most, N rows received,
-D hidden.
-"""
+"""Launches of the exchange kernels, without device sync. Suffixes as in `kernels`."""
 
 import math
 from dataclasses import dataclass
@@ -16,42 +12,35 @@ from graphmoe.ops.symm import kernels
 from graphmoe.ops.symm.peers import MemoryPeers, Region
 
 Plan = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The tensors of an `ops.dispatch.SendPlan`."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Programs of a kernel that moves rows; ``programs`` walk through all tiles."""
-
     tile_bytes: int
-    width_bytes: int
-    """Bytes of a row in a tile, at most."""
+    width_bytes: int  # of a row in a tile, at most
     threads: int
+    # they loop over all tiles
     programs: int
 
     def tile(self, columns: int, element_bytes: int) -> tuple[int, int]:
-        """Rows and columns of a tile."""
         return tile(columns, self.tile_bytes // element_bytes, self.width_bytes // element_bytes, MAX_ROWS)
 
 
 MAX_ROWS = 256
+# A link of 400 GB/s and 3 us needs 1.2 MB in flight. Here 4 MB are, 64 bytes per thread, since a program
+# loads nothing while it stores its tile. (A plain copy, without addresses to load, needs 32 programs.)
 PULL = Launch(tile_bytes=32 << 10, width_bytes=4096, threads=512, programs=128)
-"""A link of 400 GB/s and 3 us wants 1.2 MB under way. Here 4 MB are, 64 bytes of each thread: while a program
-stores its tile, it asks for nothing. (A plain copy, which has no addresses to load, wants 32 programs.)"""
+# memory of 4.8 TB/s and 1 us needs 5 MB in flight: 64 bytes per thread, as many programs as SMs hold
 PUT = Launch(tile_bytes=16 << 10, width_bytes=4096, threads=256, programs=1024)
-"""Memory of 4.8 TB/s and 1 us wants 5 MB under way: 64 bytes of each thread, as many programs as SMs hold."""
+# one 16-byte vector per thread, held in registers while it is stored up to W times; one tile per program
 PACK = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=0)
-"""One vector of 16 bytes for each thread, which stays in registers while it is stored up to W times.
-A program has one tile."""
+# one 16-byte vector per thread and place, so a token of six places has 24 KiB in flight
 SUM = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=2048)
-"""One vector of 16 bytes for each thread and place, so a token of six places has 24 KiB under way."""
+# the fewest numbers of records in a tile that fill the 128-byte lines of a link
 RECORD_TILE, RECORD_THREADS = 1024, 128
-"""Numbers of records in a tile: the fewest that fill the lines of 128 bytes that a link carries."""
 PLACES, PLACE_THREADS = 256, 128
-WIDEST = 16
-"""Bytes of the widest load."""
-AT_ONCE = 16
-"""Places of a token in one round; registers hold a piece of the row of each."""
+WIDEST = 16  # bytes of the widest load
+AT_ONCE = 16  # places in one round; registers hold a piece of each row
 
 
 def put_records(
@@ -63,7 +52,6 @@ def put_records(
     experts: int,
     etp: int,
 ) -> None:
-    """Write the records of the rows for each peer, and their number."""
     counts_P, ends_P, row_TW, slot_R = plan
     slots = 0 if weight_TK is None else weight_TK.shape[1]
     num_rows, lanes = len(slot_R), triton.next_power_of_2(1 + 2 * slots)
@@ -82,10 +70,6 @@ def put_records(
 def pack(
     peers: MemoryPeers, region: Region, x_TD: Tensor, plan: Plan, received_ND: Tensor, block: int
 ) -> None:
-    """Copy the first rows for each rank into its block, of this rank to where they are received.
-
-    Tokens that peers must pull are put too.
-    """
     counts_P, ends_P, row_TW, _ = plan
     (tokens, columns), ranks = x_TD.shape, peers.size
     height, width = PACK.tile(columns, x_TD.element_size())
@@ -105,7 +89,7 @@ def pack(
 def receive(
     peers: MemoryPeers, region: Region, rows: int, slots: int, row_bytes: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The address of each row int64 [N], weights and expert numbers [N, K], and arrivals."""
+    """Address of each row int64 [N], weights and expert numbers [N, K], arrivals."""
     like, lanes = peers.addresses, triton.next_power_of_2(1 + 2 * slots)
     height = max(RECORD_TILE // lanes, 1)
     arrivals_PP = like.new_empty(peers.size, peers.size, dtype=torch.int32)
@@ -121,7 +105,6 @@ def receive(
 
 
 def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy the rows behind the blocks from their addresses."""
     rows, columns = received_ND.shape
     height, width = PULL.tile(columns, received_ND.element_size())
     kernels.pull_kernel[(PULL.programs,)](
@@ -132,7 +115,6 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy the live rows of other ranks' tokens into the own region."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     kernels.put_kernel[(PUT.programs,)](
@@ -150,7 +132,7 @@ def way_back(
     y_ND: Tensor,
     dweight_NK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The address of what each place of a token adds, of rows and of gradients of weights: int64 [T, W]."""
+    """Addresses of each place's terms, of rows and weight gradients: int64 [T, W]."""
     ends_P, row_TW, arrivals_PP, block = way
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)
@@ -165,7 +147,6 @@ def way_back(
 
 
 def sum_places(from_TW: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """The sum over each token's places, in order, added in fp32."""
     tokens, places = from_TW.shape
     x_TD = torch.empty(tokens, columns, dtype=dtype, device=from_TW.device)
     height, width = SUM.tile(columns, x_TD.element_size())
@@ -185,5 +166,4 @@ def _ranks(peers: MemoryPeers) -> dict[str, int]:
 
 
 def _alignment(x: Tensor) -> int:
-    """Bytes at a multiple of which every row of x begins in a region or by itself, `WIDEST` at most."""
     return math.gcd(WIDEST, x.shape[1] * x.element_size())

@@ -1,12 +1,7 @@
-"""Rows that travel in 8 bits: stored numbers and the scales of their rows, as in `graphmoe.ops.fp8`.
+"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival. Sums never are.
 
-Suffixes as in the package. Rows are rounded where they are sent, by a scale of their own, so those that
-arrive have the bits that rounding at arrival would give. Sums never travel so.
-
-A received tensor lies between two compile units, and its gradient has as many numbers of the model's dtype.
-So stored rows arrive in a tensor of that dtype and shape, the **carrier**: of its bytes the first N * D are
-the numbers, the next 4 * N the scales, and nothing reads the rest. A carrier is handed on whole, never added
-to or cast.
+Gradients of received tensors have the model's dtype, so fp8 rows arrive in a tensor of that dtype, the
+**carrier**: N * D bytes of values, then 4 * N of scales. Never add or cast it.
 """
 
 from typing import Any
@@ -20,7 +15,7 @@ NO_EXPERT = -1
 
 
 def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a contiguous carrier: numbers [N, D], and scales fp32 [N, 1]. D is a multiple of 16."""
+    """Views of a contiguous carrier: values [N, D], scales fp32 [N, 1]. D is a multiple of 16."""
     rows, columns = carrier_ND.shape
     assert columns % 16 == 0, columns
     flat = carrier_ND.view(-1)
@@ -30,13 +25,13 @@ def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(q: Tensor) -> Tensor:
-    """Show rows of numbers as int32: no kernel that copies them then asks what a number is."""
+    # int32, so that copy kernels need no fp8 type
     return q.contiguous().view(torch.int32)
 
 
 @torch.library.custom_op("graphmoe::fp8_arrived", mutates_args=())
 def arrived(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """q [N, D] and scales fp32 [N, 1] of a carrier: copies, half as large, so that it need not be kept."""
+    """q [N, D] and scales fp32 [N, 1]: copies to save, half as large as the carrier."""
     q_ND, scale_N1 = parts(carrier_ND.contiguous())
     return q_ND.clone(), scale_N1.clone()
 
@@ -49,7 +44,7 @@ def _(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: Any) -> tuple[Tensor, ...]:
-    """Results of ``symm_dispatch`` of the same arguments with tokens in a carrier."""
+    """Results of ``symm_dispatch`` in a carrier."""
     *plan, rows, experts, etp, block = way[:8]
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(h_TD)
     weights = torch.cat([weight_TK, scale_T1], dim=1)
@@ -61,7 +56,7 @@ def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: An
 
 
 def combine_grad_stored(dy_TD: Tensor, *way: Any) -> Tensor:
-    """``symm_combine_grad`` of the same arguments in a carrier."""
+    """Result of ``symm_combine_grad`` in a carrier."""
     *plan, rows, block = (*way[:4], *way[-2:])
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(dy_TD)
     numbers = torch.full_like(scale_T1, NO_EXPERT, dtype=torch.int32)

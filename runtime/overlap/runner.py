@@ -1,6 +1,6 @@
 """Runner that overlaps each micro-batch's backward with the next one's forward.
 
-A turn ends before a unit that would wait for a transfer, which the other micro-batch's GEMMs hide.
+A turn ends before a unit that would wait for a transfer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Overlap:
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """Run a forward with ``beside`` interleaved; turns follow ``like``, units of an earlier forward."""
+        """Run a forward with all of ``beside`` interleaved; ``like``: its units, from an earlier forward."""
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
         if beside is not None:
@@ -115,7 +115,7 @@ class Overlap:
 
 
 class Backward:
-    """A micro-batch's backward, cut into turns; its tape has been started."""
+    """The backward of a started tape, cut into turns."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.units = tape, backward_of(tape.units)
@@ -184,7 +184,7 @@ def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
 
 
 def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
-    """Cut before each unit that waits for a transfer of the current turn."""
+    """Cut before each unit that waits for a transfer in flight."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:

@@ -61,7 +61,7 @@ class Channels:
         self._open(next((ranks for ranks in pipelines if dist.get_rank() in ranks), ()) if self._ends else ())
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Start to send; tensors are held, and must not change, until released."""
+        """Start to send; tensors must not change until released."""
         group, peer = self._ends[message.channel]
         held = [tensor.to(self._place).contiguous() for tensor in tensors]
         self._in_flight[message] = [_begun(dist.isend, tensor, peer, group) for tensor in held], held

@@ -43,7 +43,7 @@ class StepRecorder(Protocol):
 class Recorder:
     """Records one step: CUDA events on a GPU, the host's clock on a CPU. Not capturable.
 
-    Track ``comm``: the stream (on a CPU the host) waited for a message.
+    Track ``comm``: waits for messages.
     """
 
     def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:

@@ -19,7 +19,7 @@ from graphmoe.segments import Segment
 
 
 class UntraceableSegment(RuntimeError):
-    pass
+    """A segment that cannot become a graph."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ class OrderedUnit:
     transfers: bool = False  # a transfer between ranks, which others may overlap
 
 
+# Holds edges of autograd's graph, which ends at each unit, and no tensors.
 @dataclass
-# holds edges of autograd's graph, which ends at each unit, and no tensors
 class _Done:
     unit: OrderedUnit
     # (unit, result) of each input that wants a gradient

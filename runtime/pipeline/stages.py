@@ -59,6 +59,7 @@ class Stage:
     ) -> None:
         """``deferring``: for schedules with separate dgrad and wgrad."""
         self.received, self.sent = received, sent
+        # overlap is called at each forward; its answer must not change within a step
         self._run, self._overlap = run, overlap
         self._deferring: Deferring = deferring or nullcontext
         self._kept: dict[int, _Kept] = {}

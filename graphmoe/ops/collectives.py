@@ -133,6 +133,7 @@ def _keep_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.mark_non_differentiable(output)
 
 
+# sizes are arguments, so a trace needs no group
 _all_gather.register_fake(lambda x, axis, size, dim: x.new_empty(_exchanged(x, size, join=dim)))
 _reduce_scatter.register_fake(lambda x, axis, size, dim: x.new_empty(_exchanged(x, size, split=dim)))
 _all_to_all.register_fake(lambda x, axis, *sizes: x.new_empty(_exchanged(x, *sizes)))

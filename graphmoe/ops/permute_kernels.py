@@ -162,6 +162,7 @@ def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
         return counts_E.zero_(), ends_E.zero_(), row_TK, slot_R
     chunks, buckets = triton.cdiv(slots, BLOCK), num_experts + 1
     padded = triton.next_power_of_2(max(buckets, 64))  # the histogram wants a bin for each lane of a warp
+    # only integers are added, so the result does not depend on the order
     counts_CB = _empty(expert_TK, chunks, buckets)
     warps = num_warps(THREADS)
     _count_kernel[(chunks,)](

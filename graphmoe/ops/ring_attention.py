@@ -25,6 +25,7 @@ from graphmoe.plan.layout import Axis
 
 aten = torch.ops.aten
 Kernel = Literal["cpu", "flash", "cudnn", "efficient"]
+# kernels of scaled_dot_product_attention: called by name, they return the log-sum-exp of each query
 FORWARD: dict[Kernel, Any] = {
     "cpu": aten._scaled_dot_product_flash_attention_for_cpu,
     "flash": aten._scaled_dot_product_flash_attention,

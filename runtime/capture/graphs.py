@@ -17,10 +17,10 @@ Run = Callable[[], tuple[Tensor, ...]]
 
 
 class GraphMaker:
-    """Makes graphs that share memory pools. Results are never freed.
+    """Makes graphs that share memory pools, whose results are never freed.
 
-    A later graph may place a result in memory that an earlier one of its pool uses internally. So between a
-    graph and the last reader of its results, no older graph of the pool may replay.
+    A later graph may place a result in memory that an earlier one uses internally. So between a graph and the
+    last reader of its results, no older graph of the pool may replay.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class GraphMaker:
         return graph
 
     def release(self) -> None:
-        """End all graphs, wherever they are held."""
+        """End all graphs."""
         # NCCL groups cannot be destroyed before graphs that hold their collectives
         for graph in self._made:
             graph.release()
@@ -91,7 +91,7 @@ class DeviceGraph:
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch on the current stream; results keep their addresses."""
+        """Launch on the current stream; results stay in place."""
         self._graph.replay()
         return self._results
 
@@ -100,7 +100,7 @@ class DeviceGraph:
 
 
 class HostGraph:
-    """Stand-in on a CPU: calls ``run``, which may read static tensors only."""
+    """Stand-in on a CPU: ``run`` may read static tensors only."""
 
     def __init__(self, run: Run, given: Sequence[Tensor]) -> None:
         # a function that still reads one of them shows NaN or a number far out of range

@@ -153,6 +153,7 @@ def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
     results = [root for root in roots if root.op != "placeholder"]
     if results == outputs:
         return None
+    # there are views: a router passes on its reshaped input, or a dispatch returns an input
     placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
     read = [node for node in placeholders if node in roots]
     graph = fx.Graph()

@@ -1,6 +1,6 @@
 """Runner that overlaps each micro-batch's backward with the next one's forward.
 
-A turn ends before a unit that would wait for a transfer.
+A turn ends before a unit that would wait for a transfer, which the other's GEMMs hide.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Overlap:
         replicas.settle()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        """Run a unit's forward in its turn."""
         tape = self._tape
         assert tape is not None, "a unit that trains is run outside a micro-batch"
         number = len(tape.units)
@@ -171,7 +170,7 @@ def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
 
 
 def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
-    """Return a topological order in which transfers come early."""
+    """Return a topological order with early transfers."""
     order: list[int] = []
     left = dict.fromkeys(range(len(units)))
     while left:
@@ -200,7 +199,7 @@ def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]
 def interleaved(
     forward: Sequence[Sequence[int]], backward: Sequence[Sequence[int]]
 ) -> list[tuple[Direction, int]]:
-    """Alternate turns of the two, the forward first."""
+    """Alternate turns, the forward first."""
     order: list[tuple[Direction, int]] = []
     for i in range(max(len(forward), len(backward))):
         for direction, of in (("forward", forward), ("backward", backward)):

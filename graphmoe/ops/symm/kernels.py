@@ -151,6 +151,7 @@ def pull_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         column = i % across * COLUMNS + tl.arange(0, COLUMNS)
         live = row < live_rows
+        # one load of an address before those of the row
         at = tl.multiple_of(tl.load(from_N + first + row, live, other=0).to(received_ND.dtype), ALIGNMENT)
         is_value = live[:, None] & (column < columns)[None, :]
         x = tl.load(at[:, None] + column[None, :], is_value)

@@ -25,6 +25,7 @@ from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
     COUNTS,
+    IMPORTANT,
     NAN,
     assert_directions_match,
     assert_results_match,
@@ -55,10 +56,14 @@ def leaves_of(p, wanted=(True,) * 4):
     return [t.detach().requires_grad_(wants) for t, wants in zip(p.inputs, wanted, strict=True)]
 
 
-ALL_CASES = [*CASES, *COUNTS]
-EACH_DTYPE = [(case, DTYPES[number % 2]) for number, case in enumerate(ALL_CASES)]
-EACH_DTYPE += [(case, DTYPES[(number + 1) % 2]) for number, case in enumerate(CASES)]
-"""Every case in fp32 or bf16, those that are no count of rows in both."""
+EACH_DTYPE = [(case, DTYPES[number % 2]) for number, case in enumerate([*CASES, *COUNTS])]
+EACH_DTYPE += [(case, DTYPES[(number + 1) % 2]) for number, case in enumerate(CASES) if case in IMPORTANT]
+"""Every case in fp32 or bf16, the important ones in both."""
+EACH_VENDOR = [
+    (vendor, case)
+    for number, case in enumerate(CASES)
+    for vendor in (VENDORS if case in IMPORTANT else VENDORS[number % 2 :][:1])
+]
 
 
 @pytest.mark.parametrize(("case", "dtype"), EACH_DTYPE, ids=str)
@@ -72,8 +77,7 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(backend, case, dtype)
         assert_directions_match(ops_of("torch"), p)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", VENDORS)
+@pytest.mark.parametrize(("backend", "case"), EACH_VENDOR)
 def test_each_direction_of_vendors_matches_fp64_in_bf16(backend, case, fakes):
     assert_directions_match(ops_of(backend), make_problem(case, torch.bfloat16))
 
@@ -118,12 +122,18 @@ def as_received_fused(p, x, w_gate_up, w_down, weight):
 
 
 RUNS = (by_the_op, by_the_model, by_a_plan, as_received, as_received_fused)
+NOT_RUN = {  # all experts of the model are here, and what is received is for an expert here
+    by_the_model: ("some slots are not routed here", "no slot is routed here"),
+    as_received: ("no slot is routed here",),
+    as_received_fused: ("no slot is routed here",),
+}
 BY_AUTOGRAD = [
     (run, case, DTYPES[(at + number) % 3])
     for at, run in enumerate(RUNS)
-    for number, case in enumerate(ALL_CASES)
+    for number, case in enumerate(CASES)
+    if (case in IMPORTANT or at in (number % 5, (number + 2) % 5)) and case not in NOT_RUN.get(run, ())
 ]
-"""Every case by every run, in one dtype; three neighbouring runs have a case in all three."""
+"""Each important case by every run, the others by two, in one dtype."""
 
 
 @pytest.mark.parametrize(
@@ -133,10 +143,6 @@ def test_autograd_gives_the_gradients_of_all_four_inputs(run, case, dtype):
     p = make_problem(case, dtype)
     if dtype == torch.float64:
         p = p._replace(weight_TK=p.weight_TK.double())
-    if run is by_the_model and bool((p.expert_TK < 0).any()):
-        return  # all experts are here
-    if run in (as_received, as_received_fused) and p.live == 0 < len(p.x_TD):
-        return  # a token is received for an expert here
     leaves = leaves_of(p)
     with fresh_memory_is_nan():
         y_TD = run(p, *leaves)
@@ -157,10 +163,15 @@ def test_the_model_does_not_round_the_weight_of_a_slot_to_bf16():
     assert float((one * more).sum() / one.square().sum()) == pytest.approx(1.003, abs=3e-4)  # 1.0 in bf16
 
 
-INTO = [(case, dtype) for case in ("skewed, dead rows", "odd sizes", "empty experts") for dtype in DTYPES[:2]]
+INTO = [
+    ("skewed, dead rows", torch.float32),
+    ("skewed, dead rows", torch.bfloat16),
+    ("odd sizes", torch.bfloat16),
+    ("empty experts", torch.float32),
+]
 
 
-@pytest.mark.parametrize(("case", "dtype"), INTO[::3] if INTERPRETING else INTO, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), INTO[1:] if INTERPRETING else INTO, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weight_gradients_are_stored_in_fp32_or_added_to_it(backend, case, dtype):
     p, run = make_problem(case, dtype, device_of(backend)), ops_of(backend)
@@ -186,19 +197,19 @@ def test_a_backend_from_outside_the_package_is_one_line_in_the_table(monkeypatch
     assert choose_backends("toy", shape, torch.device("cpu"), None) == "toy,toy,toy"
 
 
-@pytest.mark.parametrize("wanted", list(itertools.product((True, False), repeat=4)), ids=str)
-def test_weight_gradients_are_computed_only_where_wanted(wanted):
+def test_weight_gradients_are_computed_only_where_wanted():
     p = make_problem("random", torch.float32)
-    leaves = leaves_of(p, wanted)
-    with SeenOps() as seen:
-        y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
-        assert y_TD.requires_grad == any(wanted)
-        if any(wanted):
-            y_TD.backward(p.dy_TD)
-    names = [name.removeprefix("graphmoe::") for name in seen.names if "grouped_mlp" in name]
-    weights = wanted[1] or wanted[2]
-    assert names == ["grouped_mlp"] + ["grouped_mlp_dgrad"] * any(wanted) + ["grouped_mlp_wgrad"] * weights
-    assert [leaf.grad is not None for leaf in leaves] == list(wanted)
+    for wanted in itertools.product((True, False), repeat=4):
+        leaves = leaves_of(p, wanted)
+        with SeenOps() as seen:
+            y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
+            assert y_TD.requires_grad == any(wanted)
+            if any(wanted):
+                y_TD.backward(p.dy_TD)
+        names = [name.removeprefix("graphmoe::") for name in seen.names if "grouped_mlp" in name]
+        directions = ["_dgrad"] * any(wanted) + ["_wgrad"] * (wanted[1] or wanted[2])
+        assert names == ["grouped_mlp", *(f"grouped_mlp{direction}" for direction in directions)], wanted
+        assert [leaf.grad is not None for leaf in leaves] == list(wanted)
 
 
 def test_nothing_of_row_size_is_kept_but_h_whose_gradient_is_ignored():

@@ -14,6 +14,7 @@ from graphmoe.ops.replicas import exchange
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
+    IMPORTANT,
     NAN,
     Problem,
     assert_directions_match,
@@ -35,11 +36,15 @@ SPLIT = {  # case: number of own experts
 ONE_EXPERT = {"of the second list": 3, "of the first list": 4, "the last of the first list": 6}
 """Own experts, where all rows are those of expert 3 of 7."""
 ALL_CASES = [*SPLIT.items(), *(("all tokens on one expert", own) for own in ONE_EXPERT.values())]
+EACH_DTYPE = [(case, own, DTYPES[number % 2]) for number, (case, own) in enumerate(ALL_CASES)]
+OTHER_DTYPE = [(case, own, DTYPES[1 - number % 2]) for number, (case, own) in enumerate(ALL_CASES)]
+"""Every case in fp32 or bf16, and in the other of them."""
+IN_FP64 = ("skewed, dead rows", 2, torch.float64)
+IN_BOTH = [row for row in OTHER_DTYPE if row[0] in IMPORTANT]
 ops = torch.ops.graphmoe
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("case", "own"), ALL_CASES, ids=str)
+@pytest.mark.parametrize(("case", "own", "dtype"), [*EACH_DTYPE, *IN_BOTH, IN_FP64], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_lists_match_fp64_with_nan_in_dead_rows_and_weights_of_no_rows(backend, case, own, dtype):
     if dtype == torch.float64 and backend != "plain":
@@ -53,8 +58,7 @@ def test_two_lists_match_fp64_with_nan_in_dead_rows_and_weights_of_no_rows(backe
     assert_directions_match(in_two_lists(backend, own), p, interpreter_slack(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize(("case", "own"), ALL_CASES, ids=str)
+@pytest.mark.parametrize(("case", "own", "dtype"), OTHER_DTYPE, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_lists_give_the_bits_of_one(monkeypatch, backend, case, own, dtype):
     # The number of a rank's own experts sets the tiles; here it is that of one list.
@@ -120,8 +124,12 @@ def leaves_of(p: Problem) -> list[Tensor]:
     return [each.detach().requires_grad_() for each in p.inputs]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][4] > 3])
+WITH_REPLICAS = [case for case in CASES if CASES[case][4] > 3]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(case, DTYPES[number % 3]) for number, case in enumerate(WITH_REPLICAS)], ids=str
+)
 def test_the_operation_with_replicas_has_the_results_and_gradients_of_the_experts(one_peer, case, dtype):
     p, plan = with_replicas(case, dtype)
     leaves = leaves_of(p)

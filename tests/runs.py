@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,10 @@ QUIET = ("train.steps=100", "train.log_interval=100", "train.val_batches=0", "ch
 """Words of runs whose steps a test makes one by one."""
 
 
-def slow_but(cases: Mapping[str, Any], *default: str) -> list[Any]:
-    """Return cases by name as parameters of a test, all slow but the named ones."""
+def slow_but(cases: Mapping[str, Any] | Sequence[str], *default: str) -> list[Any]:
+    """Return cases by name, or names alone, as parameters of a test, all slow but the named ones."""
+    if not isinstance(cases, Mapping):
+        cases = {name: name for name in cases}
     assert cases.keys() >= {*default}
     marks = {name: () if name in default else (pytest.mark.slow,) for name in cases}
     return [pytest.param(case, id=name, marks=marks[name]) for name, case in cases.items()]

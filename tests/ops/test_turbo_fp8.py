@@ -96,6 +96,7 @@ def test_blocks_of_the_library_need_no_products_of_torch_by_blocks(
     assert seen == [needed]
 
 
+@pytest.mark.slow  # three runs
 @pytest.mark.usefixtures("as_traced")
 def test_a_compiled_run_has_its_experts_in_8_bits_but_for_skipped_layers(
     tmp_path, turbo, monkeypatch, caplog

@@ -1,5 +1,6 @@
 """A model whose products are in 8 bits, compiled: close to the plain one, and its sums of gradients."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -22,10 +23,12 @@ from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.training.executor import pass_runner
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import as_traced as units_as_traced
+from tests.distributed.training import unmeasured as units_unmeasured
 from tests.ops.test_fp8_mlp import decibels
-from tests.runs import COMPILED, QUIET, config, numbers, train_in, trainer_in
+from tests.runs import COMPILED, QUIET, config, numbers, slow_but, train_in, trainer_in
 from tests.runtime.test_compiled import batch, gradients
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 SIZES = (
     "model.mtp_depth=0", "model.hidden_size=64", "model.dense_ffn_size=64", "model.qk_nope_head_dim=16",
     "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.kv_lora_rank=16", "model.q_lora_rank=16",
@@ -49,7 +52,8 @@ def of_fp8(request) -> Made:
     """Gradients in 8 bits, what computed them, and the words of the run."""
     words = *COMPILED, *SIZES, f"precision.fp8={request.param}"
     made = CompiledSegments(pass_runner(config(*words), "torch"))
-    return gradients(model_of(), made)[1], made, words
+    with units_unmeasured():
+        return gradients(model_of(), made)[1], made, words
 
 
 @pytest.mark.slow  # compiles a model
@@ -144,6 +148,13 @@ def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp
 TRAINED = (*COMPILED, *SIZES, "precision.fp8=rowwise", "compile.cache=false", "train.micro_batch_size=1")
 NUM_WEIGHTS = 7 + 9
 """Weights of the dense and of the MoE layer that are in products of 8 bits."""
+VARIANTS = {
+    "step": ("graph.scope=full_iteration", "graph.warmup_steps=1"),
+    "layers, again": (
+        *("graph.scope=layer", "graph.warmup_steps=1"),
+        "recompute.segments=[attn,mlp,moe_experts]",
+    ),
+}
 
 
 @pytest.fixture
@@ -184,15 +195,7 @@ def of_each_micro_batch(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("graph.scope=full_iteration", "graph.warmup_steps=1"),
-        ("graph.scope=layer", "graph.warmup_steps=1"),
-        ("recompute.segments=[attn,mlp,moe_experts]",),
-    ],
-    ids=["step", "layers", "again"],
-)
+@pytest.mark.parametrize("words", slow_but(VARIANTS, "layers, again"))
 def test_a_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
     tmp_path, stored, of_each_micro_batch, words
 ):
@@ -201,6 +204,7 @@ def test_a_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
     assert numbers(tmp_path / "run") == numbers(of_each_micro_batch)
 
 
+@pytest.mark.slow  # below a run with delayed scales is resumed
 def test_a_resumed_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
     tmp_path, as_traced, of_each_micro_batch
 ):
@@ -233,15 +237,7 @@ def test_a_run_by_scales_of_tensors_learns_as_one_by_scales_of_rows(of_tensors, 
     assert found == pytest.approx(wanted, rel=5e-3) and found != wanted
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("graph.scope=full_iteration", "graph.warmup_steps=1"),
-        ("graph.scope=layer", "graph.warmup_steps=1"),
-        ("recompute.segments=[attn,mlp,moe_experts]",),
-    ],
-    ids=["step", "layers", "again"],
-)
+@pytest.mark.parametrize("words", slow_but(VARIANTS, "step"))
 def test_delayed_scales_are_the_same_in_graphs_and_where_a_forward_is_computed_again(
     tmp_path, as_traced, of_tensors, words
 ):
@@ -266,15 +262,13 @@ def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_ten
     assert all(min(values[name][1:7]) > 0 for name in moved)
 
 
-def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced):
-    first = trainer_in(tmp_path / "run", *TRAINED)
-    first._train_step()
-    first._save(wait=True)
-    assert first.optimizer.state_dict()["scales"] == {}
-    resumed = train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", "checkpoint.resume=true")
-    assert resumed._first == 2
+def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced, of_each_micro_batch):
+    shutil.copytree(of_each_micro_batch, tmp_path / "run")  # 6 steps by scales of rows
+    words = ("precision.fp8=tensorwise", "checkpoint.resume=true", "train.steps=8")
+    resumed = train_in(tmp_path / "run", *TRAINED, *words)
+    assert resumed._first == 7
     steps = [sum(amax > 0 for amax in history) for _, *history in resumed.optimizer.scales.values().values()]
-    assert {*steps} == {0, resumed.step - 1}  # from the second step on, of what products read
+    assert {*steps} == {0, 2}  # from the first new step on, of what products read
 
 
 def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
@@ -318,11 +312,13 @@ def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
     assert levels[0] > 3 and levels[1] > 14, levels  # first scales are a guess
 
 
-WITHIN = [(scope, "rowwise", NUM_WEIGHTS) for scope in ("none", "layer", "full_iteration")]
+WITHIN = {scope: (scope, "rowwise", NUM_WEIGHTS) for scope in ("none", "layer", "full_iteration")}
+WITHIN["mxfp8"] = ("full_iteration", "mxfp8", 4 + 6)
 
 
-@pytest.mark.parametrize(("scope", "recipe", "count"), [*WITHIN, ("full_iteration", "mxfp8", 4 + 6)])
-def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, scope, recipe, count):
+@pytest.mark.parametrize("case", slow_but(WITHIN, "full_iteration"))
+def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, case):
+    scope, recipe, count = case
     words = (*TRAINED, f"precision.fp8={recipe}", "precision.compute=bf16", f"graph.scope={scope}")
     words = (*words, "graph.warmup_steps=1")
     with mock.patch.object(Optimizer, "_restorable", lambda self: {}):
@@ -355,12 +351,13 @@ def test_forms_are_made_anew_of_weights_that_were_written():
 
 def test_a_run_without_a_product_that_its_recipe_can_take_warns(tmp_path, as_traced, caplog):
     dense = "precision.fp8_products=[attn,mlp,shared_experts]"
-    train_in(tmp_path, *COMPILED, *SIZES, *QUIET, "precision.fp8=blockwise", dense, "compile.cache=false")
+    words = ("precision.fp8=blockwise", dense, "compile.cache=false", "train.steps=1")
+    train_in(tmp_path, *COMPILED, *SIZES, *QUIET, *words)
     assert "precision.fp8=blockwise has no effect: no product can be in 8 bits" in caplog.text
 
 
 def test_a_run_says_that_experts_in_8_bits_do_not_run_on_kernels_of_bf16(tmp_path, as_traced, caplog):
-    words = ("precision.fp8=rowwise", "moe.experts=torch", "compile.cache=false")
+    words = ("precision.fp8=rowwise", "moe.experts=torch", "compile.cache=false", "train.steps=1")
     train_in(tmp_path, *COMPILED, *SIZES, *QUIET, *words)
     assert "moe.experts=torch has no effect with precision.fp8=rowwise of experts, which runs" in caplog.text
 

@@ -21,6 +21,7 @@ from graphmoe.training.dry_run import dry_run
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 LARGER = ("model.hidden_size=512", "model.expert_ffn_size=320", "model.num_layers=3", "optim.bucket_mb=1")
 FP8, SEPARATE = "precision.fp8=rowwise", "passes.disabled=[fuse_experts]"
 SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
@@ -45,7 +46,7 @@ def memory_of(*words: str, ranks: int = 1):
     return exact_memory(plan_of(run, ranks), on_nvidia=False)
 
 
-@pytest.mark.parametrize("words", slow_but(PEAKS, "ep", "8 bits, ep", "replicas"))
+@pytest.mark.parametrize("words", slow_but(PEAKS, "8 bits, ep", "replicas"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
     (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
@@ -100,10 +101,17 @@ class Recorder:
         self.num_bytes = sizes if isinstance(sizes, int) else Region.with_room_for(sizes, 2).num_bytes
 
 
-@pytest.mark.parametrize(
-    "words",
-    [SYMM, REPLICAS, FEW_SLOTS, (*FEW_SLOTS, "graph.scope=layer"), (*REPLICAS, FP8), (*REPLICAS, SEPARATE)],
-)
+SHARED = {
+    "rows": SYMM,
+    "replicas": REPLICAS,
+    "few slots": FEW_SLOTS,
+    "few slots, captured": (*FEW_SLOTS, "graph.scope=layer"),
+    "8 bits": (*REPLICAS, FP8),
+    "separate": (*REPLICAS, SEPARATE),
+}
+
+
+@pytest.mark.parametrize("words", slow_but(SHARED, "rows", "few slots, captured", "separate"))
 def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     peers = Recorder(Recorder())
     monkeypatch.setattr(graphmoe.runtime.dispatch, "make_peers", lambda mesh, device: peers)

@@ -31,10 +31,11 @@ from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannel
 from graphmoe.training.micro_batches import micro_batches_of
 from graphmoe.training.step import TrainStep
 from tests.distributed.ranks import Job
-from tests.runs import command, config, text_of
+from tests.runs import command, config, slow_but, text_of
 from tests.runtime.test_fp8_model import NUM_WEIGHTS, TRAINED
 from tests.runtime.test_fp8_model import model_of as model_in_8_bits
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 # Round robin over an expert on each rank sends each token to two ranks, as the dry run assumes.
 WORDS = (
     "model.num_dense_layers=1", "model.mtp_depth=1", "model.top_k=2", "model.aux_loss=micro_batch",
@@ -216,10 +217,8 @@ def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
             x, gate_up, down = (
                 torch.empty(*size, dtype=torch.bfloat16) for size in ((64, 32), (2, 64, 32), (2, 32, 32))
             )
-            slot_R, row_TK, ends_E = (
-                torch.empty(*size, dtype=torch.int32) for size in ((128,), (64, 2), (2,))
-            )
-            layer = x, gate_up, down, torch.empty(64, 2), slot_R, row_TK, ends_E
+            plan = [torch.empty(size, dtype=torch.int32) for size in ((128,), (64, 2), (2,))]
+            layer = x, gate_up, down, torch.empty(64, 2), *plan
             _, *h = mlp(*layer, recipe=recipe)
             mlp_gradients(x, *h, *layer, recipe=recipe)
     assert found["rowwise"] == found["tensorwise"] and len(found["rowwise"]) == 3
@@ -241,8 +240,7 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     room = symm["card_bytes"] - sum(symm["memory"]["state_bytes"].values())
     assert -symm["memory"]["state_bytes"]["shared"] < room < 0  # a smaller batch shares less
     assert "activations and 0.00 GiB that ranks share" in verdict(symm)
-    tiny = dry(*words, "launch.fake_memory_gb=1e-6")
-    assert "no batch is small enough: raise parallel.pp" in verdict(tiny)
+    assert "no batch is small enough: raise parallel.pp" in verdict(dry(*words, "launch.fake_memory_gb=1e-6"))
 
 
 def test_a_dry_run_names_keys_without_effect_as_a_run_does(caplog):
@@ -313,7 +311,6 @@ PIPELINES = {
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_rank_that_is_shown_holds_the_most(name):
     words = (
@@ -350,13 +347,14 @@ def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
     assert len({*moves}) > 2 and [*moves] == sorted(moves) and {*totals} == {8}  # F and B of 4 micro-batches
 
 
-@pytest.mark.parametrize(("name", "num_run"), [("1f1b", 5), ("zbv compile.enabled=true", 5), ("gpipe", 9)])
-def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, name, num_run):
+@pytest.mark.parametrize("name", slow_but(("1f1b", "zbv compile.enabled=true", "gpipe"), "1f1b"))
+def test_a_long_step_needs_what_its_first_micro_batches_show(monkeypatch, name):
     sizes = "launch.fake_world=2", "parallel.pp=2", "model.num_layers=4", "train.global_batch_size=18"
     asked = *sizes, *f"pipeline.schedule={name}".split()
     short = dry(*asked)
     monkeypatch.setattr("graphmoe.training.dry_run.shortened", lambda plan, *_: plan)
     whole = dry(*asked)
+    num_run = 9 if name == "gpipe" else 5
     assert (short["micro_batches_run"], whole["micro_batches_run"], short["micro_batches"]) == (num_run, 9, 9)
     assert short["memory"] == whole["memory"] and short["collectives"] == whole["collectives"]
     assert (f"{num_run} of the 9 micro-batches were run" in text_of(render(short))) == (num_run < 9)
@@ -376,7 +374,7 @@ def test_the_report_names_the_stages_of_the_rank():
     assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_weights_in_8_bits_are_counted_apart_from_activations(compute):
     memory = dry_run(config(*TRAINED, "launch.fake_world=1", f"precision.compute={compute}"))["memory"]
     named = model_in_8_bits().named_parameters()
@@ -391,7 +389,7 @@ def test_weights_in_8_bits_are_counted_apart_from_activations(compute):
     assert memory["at_peak_bytes"]["forms"] == found and memory["peak_in"] != "forms"
 
 
-@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_delayed_scales_are_exchanged_once_a_step_by_the_ranks_of_a_stage(world):
     words = (f"launch.fake_world={world}", "precision.fp8=tensorwise", "train.global_batch_size=8")
     found = dry_run(config(*TRAINED, *words, f"parallel.pp={min(world, 2)}", "launch.fake_rank=0"))

@@ -16,6 +16,7 @@ from graphmoe.training import dry_run as dry
 from graphmoe.training.dry_run.watch import MemoryLog
 from tests.runs import config, slow_but
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
 MODEL = (
     "model.vocab_size=1024", "model.hidden_size=128", "model.num_layers=2", "model.dense_ffn_size=352",
     "model.num_heads=4", "model.kv_lora_rank=48", "model.qk_nope_head_dim=32", "model.qk_rope_head_dim=16",

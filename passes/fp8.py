@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.fp8 import fp8_dtype, quantise
-from graphmoe.ops.fp8_blocks.reference import quantise_mx
-from graphmoe.ops.fp8_linear import RECIPES, linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.formats import KERNELS
+from graphmoe.ops.fp8_linear import linear, linear_dgrad, linear_wgrad
 from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
 from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
@@ -81,7 +81,7 @@ def _replace(
     if not is_op(turned, aten.t) or operand(turned).op != "placeholder":
         return "its second factor is not a weight"
     weight = operand(turned)
-    aligned = RECIPES[recipe].aligned
+    aligned = FORMATS[recipe].aligned
     uneven = [size for size in shape(weight) if size % aligned]
     if uneven:
         return f"{uneven[0]} of its weight {list(shape(weight))} is not a multiple of {aligned}"
@@ -98,7 +98,7 @@ def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None 
 
 
 def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
-    (*layer, _), replicas, aligned = operands(call)[:8], operands(call)[8:], RECIPES[recipe].aligned
+    (*layer, _), replicas, aligned = operands(call)[:8], operands(call)[8:], FORMATS[recipe].aligned
     uneven = [size for weight in layer[1:3] for size in shape(weight)[1:] if size % aligned]
     if uneven:
         return f"{uneven[0]} of its weights {list(shape(layer[1]))} is not a multiple of {aligned}"
@@ -131,9 +131,9 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = Fal
         _put_results(call, _spelt(call, SENT))
     for call in found:
         given = [each for each in operands(call) if isinstance(each, Node)]
-        recipe = next(each for each in operands(call) if each in RECIPES)
+        recipe = next(each for each in operands(call) if each in FORMATS)
         words = {"recipe": recipe, "carries": travels}
-        zeros = has_room and recipe == "tensorwise"
+        zeros = has_room and FORMATS[recipe].is_delayed
         if is_op(call, ops.fp8_mlp):
             y, *h = put_graph(call, functools.partial(_experts, mlp, zeros, words), *given)
             stored[tuple(given)] = tuple(h)
@@ -144,10 +144,12 @@ def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = Fal
             _put_results(call, put_graph(call, gradients, dy, *stored[tuple(layer)], *layer))
         else:
             _put_results(call, _spelt(call, SPELT))
-    for call in calls(graph, ops.fp8_rows, ops.mx_rows):
-        x, by_rows = operand(call), functools.partial(quantise, dtype=fp8_dtype())
-        if x.op != "placeholder" and not _is_over_cat(x):
-            _put_results(call, put_graph(call, quantise_mx if is_op(call, ops.mx_rows) else by_rows, x))
+    forms = [each.weight for each in KERNELS.values()]
+    for operation, plain in [(getattr(ops, form.name), form.plain) for form in forms if form.plain]:
+        for call in calls(graph, operation):
+            x = operand(call)
+            if x.op != "placeholder" and not _is_over_cat(x):
+                _put_results(call, put_graph(call, plain, x))
     _share_scales(graph)
     return Rewrites(len(found) + len(sent), absent="no fp8 GEMM")
 

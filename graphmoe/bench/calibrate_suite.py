@@ -21,7 +21,7 @@ from graphmoe.bench.cases import Calls, Case, Operation, Row, mlp_inputs, normal
 from graphmoe.bench.jobs import UNREAD, compose_config, train
 from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms
 from graphmoe.config.schema import AttentionBackend, ModelConfig
-from graphmoe.ops import fp8_linear, fp8_mlp, linear_cross_entropy  # noqa: F401  # registers the op
+from graphmoe.ops import formats, fp8_mlp, linear_cross_entropy  # noqa: F401  # registers the op
 from graphmoe.ops.attention import causal_attention, choose_backend
 from graphmoe.ops.fp8 import fp8_dtype, quantise, reason_against
 from graphmoe.ops.grouped_mlp.choice import MlpShape, call_op, choose_backends
@@ -61,7 +61,7 @@ def dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Call
 
 def fp8_dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Calls:
     """Return products of quantized sides that are contiguous along what is contracted."""
-    product, dtype, one = fp8_linear.product, torch.bfloat16, torch.ones((), device=generator.device)
+    product, dtype, one = formats.product, torch.bfloat16, torch.ones((), device=generator.device)
     sizes = (rows, inner), (rows, outer), (outer, inner), (inner, outer), (inner, rows), (outer, rows)
     x, dy, w, w_turned, x_turned, dy_turned = (quantise(normal(generator, *s), fp8_dtype()) for s in sizes)
     total_OI = torch.zeros(outer, inner, device=generator.device)
@@ -98,14 +98,14 @@ def fp8_experts(D: int, F: int, E: int, T: int, K: int, generator: torch.Generat
     weights = normal(generator, E, 2 * F, D, scale=D**-0.5), normal(generator, E, D, F, scale=F**-0.5)
     rows, columns = ([part for w in weights for part in of(w)] for of in (fp8_mlp.rows, fp8_mlp.columns))
     last = torch.bfloat16
-    _, *h, _ = ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last)
-    _, _, *made, _ = ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last)
+    _, *h, _ = ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last, "rowwise")
+    _, _, *made, _ = ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last, "rowwise")
     sides = (*dy, *x, *made, *plan, *(torch.zeros_like(w, dtype=torch.float32) for w in weights))
     return {
-        "fp8_grouped/forward": lambda: ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last),
-        "fp8_grouped/inputs": lambda: ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last),
-        "fp8_grouped_weights": lambda: ops.fp8_mlp_wgrad_into(*sides, False),
-        "fp8_grouped_weights_added": lambda: ops.fp8_mlp_wgrad_into(*sides, True),
+        "fp8_grouped/forward": lambda: ops.fp8_mlp_forward(*x, *rows, weight_TK, *plan, last, "rowwise"),
+        "fp8_grouped/inputs": lambda: ops.fp8_mlp_dgrad(*dy, *h, *columns, weight_TK, *plan, last, "rowwise"),
+        "fp8_grouped_weights": lambda: ops.fp8_mlp_wgrad_into(*sides, "rowwise", False),
+        "fp8_grouped_weights_added": lambda: ops.fp8_mlp_wgrad_into(*sides, "rowwise", True),
     }
 
 

@@ -29,12 +29,12 @@ from graphmoe.config.choices import ContextMethod as ContextMethod
 from graphmoe.config.choices import DispatchDtype as DispatchDtype
 from graphmoe.config.choices import DpShard as DpShard
 from graphmoe.config.choices import Fp8Measure as Fp8Measure
-from graphmoe.config.choices import Fp8Recipe as Fp8Recipe
 from graphmoe.config.choices import Fp8WeightGrad as Fp8WeightGrad
 from graphmoe.config.choices import GroupScore as GroupScore
 from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
 from graphmoe.config.choices import Transport as Transport
+from graphmoe.config.formats import Fp8Recipe as Fp8Recipe
 from graphmoe.config.model import ModelConfig
 from graphmoe.config.parallel import (
     GraphConfig,

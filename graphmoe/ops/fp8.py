@@ -8,17 +8,13 @@ bits.
 import torch
 from torch import Tensor
 
+from graphmoe.config.formats import FORMATS, Gpu
+
 BLOCK = 128
+Stored = tuple[Tensor, Tensor]
+"""Numbers of 8 bits and their scales."""
 SMALLEST = 2.0**-126
 """Smallest scale, and smallest product of two scales in sums of rows: normal, with a finite inverse."""
-OF_ALL = ("rowwise", "tensorwise")
-"""Recipes that need no more than products in 8 bits."""
-NEEDS = {
-    **dict.fromkeys(OF_ALL, "a GPU of compute capability 9.0 or more, or an MI300 or newer"),
-    "blockwise": "a GPU of compute capability 9.0 and CUDA 12.9 or newer, the only ones with its products",
-    "mxfp8": "instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)",
-}
-"""Devices of each recipe of scales, beside a CPU."""
 
 
 def fp8_dtype() -> torch.dtype:
@@ -39,19 +35,15 @@ def _is_fnuz() -> bool:
 
 
 def recipes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the recipes of scales whose products a device has; a CPU computes all slowly, to try them.
-
-    blockwise are products of torch for Hopper, by cuBLASLt 12.9. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
-    """
+    """Return the formats whose products a device has; a CPU computes all slowly, to try them."""
     if device.type != "cuda":
-        return tuple(NEEDS)
+        return tuple(FORMATS)
     if torch.version.hip:
-        name = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-        return (*OF_ALL, *["mxfp8"] * (name == "gfx950")) if name >= "gfx942" else ()
-    major, _ = torch.cuda.get_device_capability(device)
-    cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
-    more = {9: ("blockwise",) if cuda >= (12, 9) else (), 10: ("mxfp8",)}
-    return (*OF_ALL, *more.get(major, ())) if major >= 9 else ()
+        gpu = Gpu(gfx=torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    else:
+        cuda = tuple(map(int, (torch.version.cuda or "0").split(".")[:2]))
+        gpu = Gpu(major=torch.cuda.get_device_capability(device)[0], cuda=cuda)
+    return tuple(name for name, each in FORMATS.items() if each.runs_on(gpu))
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
@@ -64,7 +56,8 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
     else:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
         this = f"one of {capability} with CUDA {torch.version.cuda}"
-    return f"needs {NEEDS[recipe]}, and this is {this}; use precision.fp8={' or '.join([*has, 'none'])}"
+    words = " or ".join([*has, "none"])
+    return f"needs {FORMATS[recipe].needs}, and this is {this}; use precision.fp8={words}"
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
@@ -143,6 +136,8 @@ def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Ten
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
 
 
+FIRST_SCALE = 2.0**-2
+"""The delayed scale of numbers of which nothing is known: up to 112."""
 INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
 """Operations that return the delayed scale of a weight's input, or of the gradient of its output."""
 
@@ -151,3 +146,24 @@ def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
     """q, and the scale [1] that the input or gradient of a weight's product has in this step."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
     return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
+
+
+def _first(w: Tensor) -> tuple[Tensor, Tensor]:
+    """The delayed scale [1] of what a weight meets, and what takes up its largest number [1], as they begin.
+
+    Units of a run have those of `runtime.compile.delayed_scales` instead.
+    """
+    return w.new_full((1,), FIRST_SCALE, dtype=torch.float32), w.new_zeros(1, dtype=torch.float32)
+
+
+_given = torch.library.custom_op("graphmoe::fp8_given", given, mutates_args=())
+_given.register_fake(
+    lambda x_RC, scale, largest, wide: (
+        torch.empty_like(x_RC, dtype=wide_dtype() if wide else fp8_dtype()),
+        torch.empty_like(largest),
+    )
+)
+for _name in (INPUT, GRADIENT):
+    torch.library.custom_op(f"graphmoe::{_name}", _first, mutates_args=()).register_fake(
+        lambda w: (w.new_empty(1, dtype=torch.float32), w.new_empty(1, dtype=torch.float32))
+    )

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import GRADIENT, INPUT, delayed
-from graphmoe.ops.fp8_linear import RECIPES
+from graphmoe.ops.formats import KERNELS
+from graphmoe.ops.fp8 import GRADIENT, INPUT
 from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
 from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
 
@@ -58,7 +59,7 @@ class Dense:
     """Form of the weight's gradient, as in `ops.fp8_linear`."""
     dtype: torch.dtype = torch.bfloat16
     recipe: str = "rowwise"
-    """Name among `fp8_linear.RECIPES`."""
+    """Name among `ops.formats.KERNELS`."""
 
     def calls(self, device: torch.device) -> dict[str, Call]:
         """Return `FORMS` on random numbers.
@@ -78,11 +79,9 @@ class Dense:
         def plain() -> Any:
             return x @ w.t(), dy @ w, dy.t() @ x
 
-        by = RECIPES[self.recipe]
+        by = KERNELS[self.recipe]
         along, turned = by.weight(w), by.turned(w)
-        stored, gradient = (
-            delayed(t, w, side) if by.rows is None else by.rows(t) for t, side in ((x, INPUT), (dy, GRADIENT))
-        )
+        stored, gradient = by.store(x, w, INPUT), by.store(dy, w, GRADIENT)
 
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
@@ -112,10 +111,10 @@ class Experts:
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
         dy, layer = torch.randn_like(x), (gate_up, down, weight_TK, *plan)
         totals = [torch.empty(each.shape, device=device) for each in (gate_up, down)]
-        whole, by = self.recipe == "tensorwise", RECIPES[self.recipe]
-        forms, store = (by.weight, by.turned), by.rows or ops.fp8_rows
+        recipe, by, is_delayed = self.recipe, KERNELS[self.recipe], FORMATS[self.recipe].is_delayed
+        forms = by.weight, by.turned
         along, turned = ([*f(gate_up), *f(down)] for f in forms)
-        known = [torch.ones(1, device=device)] * 3 if whole else [None] * 3
+        known = [torch.ones(1, device=device)] * 3 if is_delayed else [None] * 3
 
         def plain() -> None:
             _, h = ops.grouped_mlp(x, *layer, self.backends)
@@ -123,11 +122,13 @@ class Experts:
             ops.grouped_mlp_wgrad_into(dy, x, *made, *plan, *totals, self.backends, False)
 
         def in_fp8() -> None:
-            stored = store(x)
-            _, *h, _ = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype, *known[:2])
-            gradient = store(dy)
-            _, _, *made, _ = ops.fp8_mlp_dgrad(*gradient, *h, *turned, weight_TK, *plan, shape.dtype, *known)
-            ops.fp8_mlp_wgrad_into(*gradient, *stored, *made, *plan, *totals, False)
+            stored = ops.fp8_rows(x) if is_delayed else by.store(x, gate_up, INPUT)
+            _, *h, _ = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype, recipe, *known[:2])
+            gradient = ops.fp8_rows(dy) if is_delayed else by.store(dy, down, GRADIENT)
+            _, _, *made, _ = ops.fp8_mlp_dgrad(
+                *gradient, *h, *turned, weight_TK, *plan, shape.dtype, recipe, *known
+            )
+            ops.fp8_mlp_wgrad_into(*gradient, *stored, *made, *plan, *totals, recipe, False)
 
         def weights() -> Any:
             return [form(each) for each in (gate_up, down) for form in forms]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.choices import ATTENTIONS, LAYERS
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
 from graphmoe.model.sizes import rank_weights
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
@@ -21,7 +22,7 @@ from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
 from graphmoe.plan.costs.layer_parts import fp8_weights
-from graphmoe.plan.costs.rates import FP8_SCALE
+from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import dispatcher_facts
 from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
@@ -44,7 +45,6 @@ COMMUNICATOR_BYTES = 128 * 2**20
 depends on topology and version. Not measured here."""
 CHANNEL_BYTES = 32 * 2**20
 """Assumed for each channel between two ranks of a pipeline, for the same reason."""
-KNOWN_RECIPES = (Fp8Recipe.none, Fp8Recipe.rowwise, Fp8Recipe.tensorwise)
 MESSAGES_UNDER_WAY = 2
 """Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
 
@@ -111,8 +111,9 @@ def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 def refuse_unknown(config: RunConfig) -> None:
     """Raise ConfigError for settings that change memory in ways that are not counted here."""
     problems, recipe = [], config.precision.fp8
-    if recipe not in KNOWN_RECIPES:
-        known = " or ".join(KNOWN_RECIPES)
+    unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
+    if recipe in unknown:
+        known = " or ".join(name for name in Fp8Recipe if name not in unknown)
         problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
     if config.parallel.dp_shard is DpShard.fsdp2:
         problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
@@ -188,7 +189,7 @@ def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
         return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
 
     return sum(
-        count * (2 * rows * columns * beside(axis) + FP8_SCALE * (rows + columns))
+        count * (2 * rows * columns * beside(axis) + ROWWISE.scale_bytes * (rows + columns))
         for index in layers
         for name in (DENSE_SEGMENTS if index < sizes.model.num_dense_layers else MOE_SEGMENTS)
         for axis, count, rows, columns in fp8_weights(sizes.of_layer(index), name)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
+from graphmoe.config.formats import FORMATS
+from graphmoe.config.schema import ConfigError, DpShard, RunConfig
 from graphmoe.model.build import build_model, init_weights, materialise
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
@@ -54,7 +55,7 @@ def build(
     )
     if not shards:
         whole = Optimizer(model, config.optim, config.train, mesh)
-        if config.precision.fp8 is Fp8Recipe.tensorwise:
+        if (by := FORMATS.get(config.precision.fp8)) and by.is_delayed:
             assert config.data.seq_len is not None
             tokens = config.train.global_batch_size * config.data.seq_len
             matrices = {name: w for name, w in model.named_parameters() if w.dim() > 1}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.ranges import number_of, own_code
 from graphmoe.config.schema import ConfigError, PassesConfig, RunConfig
 from graphmoe.ops.fp8 import reason_against
@@ -126,11 +127,12 @@ class Execution:
         if device.type == "cpu":
             _need_compiler()
         in_fp8 = fp8_passes(config)
-        recipe = config.precision.fp8.value
-        # Blocks of a library need no instructions of their own.
-        needed = recipe if "fp8_quantise" in in_fp8 or recipe != "blockwise" else "rowwise"
-        if in_fp8 and (reason := reason_against(device, needed)):
-            raise ConfigError(f"precision.fp8={recipe} {reason}")
+        if in_fp8:
+            recipe = config.precision.fp8.value
+            # A library may multiply without the instructions that ours need.
+            needed = recipe if "fp8_quantise" in in_fp8 else FORMATS[recipe].turbo.needs or recipe
+            if reason := reason_against(device, needed):
+                raise ConfigError(f"precision.fp8={recipe} {reason}")
         assert config.compile.cache_dir is not None
         folder = Path(config.compile.cache_dir) if config.compile.cache else None
         store = CompileCache(folder, shared=config.compile.cache_shared)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe, RunConfig
 from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
-from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.ops.grouped_mlp.choice import Memory
 from graphmoe.plan.experts import fp8_vendor, has_room, travels_in_fp8
 from graphmoe.plan.plan import Plan
@@ -52,7 +52,7 @@ def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
     config, shapes = plan.config, dict[tuple[int, int], dict[str, None]]()
     if config.precision.fp8 is Fp8Recipe.none:
         return {}
-    aligned = RECIPES[config.precision.fp8.value].aligned
+    aligned = FORMATS[config.precision.fp8].aligned
     count = config.model.num_layers + config.model.mtp_depth
     for layer in sorted({*range(count)} - skipped_layers(config)):
         for path, weight in layer_weights(config.model, plan.layout, layer).items():
@@ -118,5 +118,5 @@ def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str
     if EXPERTS in slower(found) and travels_in_fp8(config):
         products += "; so rows travel to experts in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
-    recipe = "mx" if precision.fp8 is Fp8Recipe.mxfp8 else f"{precision.fp8.value} "
-    return [recipe + products, *[layers] * bool(skipped)]
+    words = f"{precision.fp8.value} {products}".replace("fp8 fp8", "fp8")
+    return [words, *[layers] * bool(skipped)]

@@ -286,9 +286,10 @@ def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
 def _without_experts(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
 ) -> list[tuple[fx.Node, fx.Node]]:
-    into = {  # op -> (accumulating op, number of tensors, number of backend arguments)
-        ops.grouped_mlp_wgrad.default: (ops.grouped_mlp_wgrad_into.default, 7, 1),
-        ops.fp8_mlp_wgrad.default: (ops.fp8_mlp_wgrad_into.default, 11, 0),
+    """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
+    into = {  # each with the number of tensors before the backend or recipe, and the replicas
+        ops.grouped_mlp_wgrad.default: (ops.grouped_mlp_wgrad_into.default, 7),
+        ops.fp8_mlp_wgrad.default: (ops.fp8_mlp_wgrad_into.default, 11),
     }
     for node in [node for node in graph.nodes if node.target in into]:
         found = {value: _before_rounding(value) for value, _ in pairs}
@@ -296,10 +297,9 @@ def _without_experts(
         of_node.sort(key=lambda pair: found[pair[0]].args[1])  # type: ignore[arg-type, return-value]
         places = [found[value].args[1] for value, _ in of_node]
         if places == [0, 1] and not any(value.users for value, _ in of_node):
-            (target, count, words), totals = into[node.target], [buffer for _, buffer in of_node]
-            tensors, backend = node.args[:count], node.args[count:][:words]
-            replicas = node.args[count + words :]
-            call = graph.call_function(target, (*tensors, *totals, *backend, add, *replicas))
+            (target, count), totals = into[node.target], [buffer for _, buffer in of_node]
+            tensors, backend, replicas = node.args[:count], node.args[count], node.args[count + 1 :]
+            call = graph.call_function(target, (*tensors, *totals, backend, add, *replicas))
             call.meta["val"] = None
             pairs = [pair for pair in pairs if pair not in of_node]
     return pairs

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.fp8 import GRADIENT, INPUT, fp8_dtype, scales_of, wide_dtype
-from graphmoe.ops.fp8_linear import FIRST_SCALE
+from graphmoe.ops.fp8 import FIRST_SCALE, GRADIENT, INPUT, fp8_dtype, scales_of, wide_dtype
 
 STEPS = 16
 WORDS = 4  # fp32 words per scale: graph inputs must be 16-byte aligned, else each call copies them

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT, given
 from graphmoe.passes.matching import calls, is_op, operand, operands, put_graph
 from graphmoe.runtime.compile.delayed_scales import DelayedScales
@@ -21,16 +22,13 @@ from graphmoe.segments import profiler_range
 
 OPERATIONS = {
     name: getattr(torch.ops.graphmoe, name)
-    for pair in (
-        ("fp8_rows", "fp8_columns"), ("fp8_whole_rows", "fp8_whole_columns"),
-        ("fp8_squares", "fp8_squares_turned"), ("mx_rows", "mx_columns"), (INPUT, GRADIENT),
-    )
+    for pair in (*((each.weight.name, each.turned.name) for each in KERNELS.values()), (INPUT, GRADIENT))
     for name in pair
-}  # fmt: skip
+}
 LARGEST = {
     torch.ops.graphmoe.fp8_given: (2, 1),
-    torch.ops.graphmoe.fp8_mlp_forward: (12, 3),
-    torch.ops.graphmoe.fp8_mlp_dgrad: (15, 6),
+    torch.ops.graphmoe.fp8_mlp_forward: (13, 3),
+    torch.ops.graphmoe.fp8_mlp_dgrad: (16, 6),
 }
 """Indices of the amax so far among an operation's arguments, and of the new amax among its results."""
 ALIGNED = 16  # bytes, for tensor descriptors

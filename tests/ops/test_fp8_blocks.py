@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.ops import fp8_linear  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, INPUT, OF_ALL, delayed, quantise, reason_against, recipes_of
+from graphmoe.config.formats import FORMATS
+from graphmoe.ops import formats, fp8_linear  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8 import BLOCK, INPUT, quantise, reason_against, recipes_of
 from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
 from graphmoe.ops.fp8_blocks.reference import (
     KIND,
@@ -21,12 +22,12 @@ from graphmoe.ops.fp8_blocks.reference import (
     square_values,
     values,
 )
-from graphmoe.ops.fp8_linear import RECIPES, Recipe, Stored
 from tests.ops.ahead_of_time import compiled, launches_of
 from tests.ops.interpreted import CUDA, KERNELS, device_of
 from tests.ops.test_fp8_mlp import NOT_FINITE, decibels, of_all_sizes, same
 
 QUANTISE = {"blockwise": quantise_blockwise, "mxfp8": quantise_mx}
+BY_ROWS = ("rowwise", "tensorwise")
 R, N, K = 150, 256, 384
 """150 rows are no whole blocks of either recipe."""
 
@@ -37,10 +38,6 @@ def random(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     x *= torch.logspace(-2, 2, size[0])[:, None]
     x[3] = 0
     return x.to(dtype)
-
-
-def rows_of(by: Recipe, x: Tensor, w: Tensor) -> Stored:
-    return delayed(x, w, INPUT) if by.rows is None else by.rows(x)
 
 
 def fp64_of(q: Tensor, scale: Tensor) -> Tensor:
@@ -105,14 +102,15 @@ def test_rows_are_stored_anew_with_the_values_that_they_have(recipe):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_plain_ones(recipe, dtype):
-    by = RECIPES[recipe]
+    by = formats.KERNELS[recipe]
     x, dy = random(R, K, dtype=dtype), random(R, N, seed=1, dtype=dtype).flip(0)
     if recipe == "tensorwise":
         x, dy = x / 8, dy / 8  # for which the first scale has room
     w = (torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16).to(dtype)
-    stored, gradient, along, turned = rows_of(by, x, w), rows_of(by, dy, w), by.weight(w), by.turned(w)
+    stored, gradient = (by.store(each, w, INPUT) for each in (x, dy))
+    along, turned = by.weight(w), by.turned(w)
     plain = {
         "y": x.double() @ w.double().t(),
         "dx": dy.double() @ w.double(),
@@ -126,7 +124,7 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
     of_dx = 24 if recipe == "tensorwise" else 25  # dy in e5m2
     for name, least in {"y": 25, "dx": of_dx, "dw": 22}.items():
         assert found[name].dtype == dtype and decibels(found[name], plain[name]) > least, name
-    if recipe in OF_ALL:
+    if recipe in BY_ROWS:
         return
     of_weight = (lambda q, s: square_values(q, s).double()) if recipe == "blockwise" else fp64_of
     ops = torch.ops.graphmoe
@@ -143,12 +141,11 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
         assert found[name].equal(of_stored.to(dtype)), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
-    w = torch.ones(N, K)
-    by, x, dy, w = RECIPES[recipe], random(R, K), random(R, N, seed=1), torch.ones(N, K)
+    by, x, dy, w = formats.KERNELS[recipe], random(R, K), random(R, N, seed=1), torch.ones(N, K)
     found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "bf16", recipe)
-    torch.testing.assert_close(found, dy.t() @ by.values(rows_of(by, x, w)))
+    torch.testing.assert_close(found, dy.t() @ by.values(by.store(x, w, INPUT)))
 
 
 def products(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
@@ -167,7 +164,7 @@ def operands(recipe: str, device: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMATS)
 @pytest.mark.parametrize("operand", [0, 1, 2], ids=["x", "w", "dy"])
 def test_products_are_not_finite_where_those_without_8_bits_are_not(recipe, operand, device):
     for bad in NOT_FINITE:
@@ -205,14 +202,14 @@ def test_compiled_forms_are_bitwise_the_plain_ones():
 
 def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
     gpu = torch.device("cuda")
-    assert recipes_of(torch.device("cpu")) == tuple(RECIPES)
+    assert recipes_of(torch.device("cpu")) == tuple(FORMATS)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = {}
     for major in (8, 9, 10, 12):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, major=major: (major, 0))
         found[major] = recipes_of(gpu)
         assert all(reason_against(gpu, name) is None for name in found[major])
-    assert found == {8: (), 9: (*OF_ALL, "blockwise"), 10: (*OF_ALL, "mxfp8"), 12: OF_ALL}
+    assert found == {8: (), 9: (*BY_ROWS, "blockwise"), 10: (*BY_ROWS, "mxfp8"), 12: BY_ROWS}
     assert reason_against(gpu, "mxfp8") == (
         "needs instructions for blocks of 32: a GPU of compute capability 10.0 or 10.3, or an MI350 (gfx950)"
         ", and this is one of 12.0 with CUDA 13.0; use precision.fp8=rowwise or tensorwise or none"
@@ -223,7 +220,7 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
         "one of 9.0 with CUDA 12.8; use precision.fp8=rowwise or tensorwise or none"
     )
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    for name, recipes in {"gfx90a": (), "gfx942": OF_ALL, "gfx950": (*OF_ALL, "mxfp8")}.items():
+    for name, recipes in {"gfx90a": (), "gfx942": BY_ROWS, "gfx950": (*BY_ROWS, "mxfp8")}.items():
         facts = mock.Mock(gcnArchName=f"{name}:sramecc+")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, facts=facts: facts)
         assert recipes_of(gpu) == recipes
@@ -234,10 +231,11 @@ def test_devices_have_recipes_and_the_refusal_of_others_says_which(monkeypatch):
 
 def test_torch_is_given_scales_as_it_wants_them():
     """Its own checks, of strides too, on the meta device; on a GPU they precede the call of cuBLASLt."""
-    by = RECIPES["blockwise"]
+    by = formats.KERNELS["blockwise"]
     for rows, n, k in ((150, 256, 640), (256, 128, 128)):
-        x, w = by.rows(random(rows, k)), by.weight(random(n, k))
-        gradient, back = turned(*by.rows(random(rows, n))), turned(*x)
+        w = by.weight(plain := random(n, k))
+        x = by.store(random(rows, k), plain, INPUT)
+        gradient, back = turned(*by.store(random(rows, n), plain, INPUT)), turned(*x)
         for one, other, of_squares in ((x, w, True), (gradient, back, False)):
             (q, scale), (q_w, of_w) = ([t.to("meta") for t in each] for each in (one, other))
             y = launches.product(q, scale, q_w, of_w, of_squares, torch.bfloat16)
@@ -292,9 +290,10 @@ def test_products_of_a_gpu_are_those_of_the_stored_numbers(recipe, rows):
     """Sums of Hopper have fewer bits than fp32 within a block."""
     if recipe not in recipes_of(torch.device("cuda")):
         pytest.skip(f"this GPU has no {recipe}")
-    by, x, dy = RECIPES[recipe], random(rows, K), random(rows, N, seed=1)
+    by, x, dy = formats.KERNELS[recipe], random(rows, K), random(rows, N, seed=1)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16
-    stored, gradient, along, back = by.rows(x), by.rows(dy), by.weight(w), by.turned(w)
+    stored, gradient = (by.store(each, w, INPUT) for each in (x, dy))
+    along, back = by.weight(w), by.turned(w)
 
     def on(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].cuda(), pair[1].cuda()

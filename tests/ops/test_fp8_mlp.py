@@ -1,6 +1,7 @@
 """The grouped MLP in 8 bits: its plain form against fp64, its kernels against its plain form."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -8,14 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.ops import fp8_linear, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
-from graphmoe.ops.fp8 import BLOCK, block_values, fp8_dtype, quantise, quantise_blocks, recipes_of, wide_dtype
+from graphmoe.ops import formats, fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
+from graphmoe.ops.fp8 import (
+    BLOCK,
+    INPUT,
+    block_values,
+    fp8_dtype,
+    quantise,
+    quantise_blocks,
+    recipes_of,
+    wide_dtype,
+)
 from graphmoe.ops.fp8_mlp import launches, reference
+from graphmoe.ops.fp8_steps import Known
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.mx_mlp import launches as mx_launches
 from tests.ops.ahead_of_time import compiled, launches_of_layers
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 
+by_kernels, by_torch = launches.STEPS, reference.BY_ROWS
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 48, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
 WIDE = {"v2_lite": (2048, 1408, 64, 6), "v3": (7168, 2048, 32, 8)}
@@ -101,7 +112,8 @@ def test_each_product_is_that_of_the_stored_numbers():
     tensors, plan, _ = layer("small")
     x, gate_up = quantise(tensors[0], KIND), quantise(tensors[1], KIND)
     token_R, values = plan.slot_R.long() // plan.row_TK.shape[1], x[0].double() * x[1]
-    found = reference._rows((x[0][token_R], x[1][token_R]), gate_up, plan)
+    found = torch.empty(len(token_R), gate_up[0].shape[1])
+    by_torch.product(x, [gate_up], found, plan, by_torch.parts(plan, 0), gathers=True)
     weights, start = gate_up[0].double() * gate_up[1], 0
     for expert, end in enumerate(plan.ends_E.tolist()):
         wanted = values[token_R[start:end]] @ weights[expert].T
@@ -131,30 +143,29 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     dtype = torch.float32 if backend == "interpreted" else torch.bfloat16
     (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype, device)
     for w in (w_gate_up, w_down, of_all_sizes(w_down)):
-        for found, wanted in zip(launches.rows(w), quantise(w, kind), strict=True):
-            same(found, wanted)
-        for found, wanted in zip(launches.columns(w), quantise(w.mT, kind), strict=True):
+        both = *quantise(w, kind), *quantise(w.mT, kind)
+        for found, wanted in zip((*launches.rows(w), *launches.columns(w)), both, strict=True):
             same(found, wanted)
     stored = [quantise(each, kind) for each in (x, w_gate_up, w_down)]
     live = int(plan.ends_E[-1])
-    y, *h = launches.forward(*stored, weight_TK, plan, dtype)
-    y_plain, *h_plain = reference.forward(*stored, weight_TK, plan, dtype)
+    y, *h = by_kernels.forward(*stored, weight_TK, plan, dtype)
+    y_plain, *h_plain = by_torch.forward(*stored, weight_TK, plan, dtype)
     assert decibels(y, y_plain) > 45
     for found, wanted in zip(h, h_plain, strict=True):
         assert decibels(found[:live], wanted[:live]) > 45  # sums in another order, rounded to 8 bits
-    for found, wanted in zip(launches.hidden(*stored[:2], plan, dtype), h, strict=True):
+    for found, wanted in zip(by_kernels.hidden(*stored[:2], plan, dtype), h, strict=True):
         same(found, wanted, live)
     turned = [launches.columns(w) for w in (w_gate_up, w_down)]
     gradients = quantise(dy, kind), tuple(h_plain), *turned, weight_TK, plan, dtype
-    found, wanted = launches.dgrad(*gradients), reference.dgrad(*gradients)
+    found, wanted = by_kernels.dgrad(*gradients), by_torch.dgrad(*gradients)
     for one, other in zip(found, wanted, strict=True):
         count = len(other) if other.shape[0] == len(x) else live
         assert decibels(one[:count], other[:count]) > 40
     made = quantise(dy, kind), stored[0], wanted[2:4], wanted[4:6], plan
     totals = tuple(torch.full_like(w, 2, dtype=torch.float32) for w in (w_gate_up, w_down))
-    launches.wgrad(*made, totals, add=True)
+    by_kernels.wgrad(*made, totals, add=True)
     least = 100 if backend == "interpreted" else 70  # Hopper keeps 14 bits of a sum of 8-bit products
-    for one, total, other in zip(launches.wgrad(*made), totals, reference.wgrad(*made), strict=True):
+    for one, total, other in zip(by_kernels.wgrad(*made), totals, by_torch.wgrad(*made), strict=True):
         assert decibels(one, other) > least and decibels(total - 2, other) > least - 10
         assert not one[1].any()
 
@@ -166,25 +177,22 @@ def test_kernels_take_scales_that_are_known_and_find_the_largest_numbers(backend
     dtype = torch.float32 if backend == "interpreted" else torch.bfloat16
     (x, w_gate_up, w_down, weight_TK), plan, dy = layer(shape, dtype, device)
     for w in (w_gate_up, w_down):
-        for found, wanted in zip(launches.rows(w, whole=True), reference.rows(w, whole=True), strict=True):
-            same(found, wanted)
-        for found, wanted in zip(
-            launches.columns(w, whole=True), reference.columns(w, whole=True), strict=True
-        ):
+        both = ((*of.rows(w, whole=True), *of.columns(w, whole=True)) for of in (launches, reference))
+        for found, wanted in zip(*both, strict=True):
             same(found, wanted)
     stored = [quantise(x, kind), *(reference.rows(w, whole=True) for w in (w_gate_up, w_down))]
     turned = [reference.columns(w, whole=True) for w in (w_gate_up, w_down)]
-    _, *h = reference.forward(*stored, weight_TK, plan, dtype)
+    _, *h = by_torch.forward(*stored, weight_TK, plan, dtype)
     live = int(plan.ends_E[-1])
 
     def numbers(by: Any, of_a: float, of_dh: float) -> tuple[Tensor, ...]:
         a, dh, *largest = (torch.tensor([each], device=device) for each in (of_a, of_dh, 0.0, 0.0))
-        y, *_ = by.forward(*stored, weight_TK, plan, dtype, (a, largest[0]))
+        y, *_ = by.forward(*stored, weight_TK, plan, dtype, Known(a, largest[0]))
         gradients = quantise(dy, wide_dtype()), tuple(h), *turned, weight_TK, plan, dtype
-        return y, *by.dgrad(*gradients, a, (dh, largest[1])), *largest
+        return y, *by.dgrad(*gradients, a, Known(dh, largest[1])), *largest
 
     scales = 2.0**-5, 2.0**-14
-    found, wanted = numbers(launches, *scales), numbers(reference, *scales)
+    found, wanted = numbers(by_kernels, *scales), numbers(by_torch, *scales)
     for one, other in zip(found, wanted, strict=True):
         count = len(other) if other.shape[0] in (len(x), 1) else live
         assert decibels(one[:count], other[:count]) > 35
@@ -192,7 +200,7 @@ def test_kernels_take_scales_that_are_known_and_find_the_largest_numbers(backend
         torch.testing.assert_close(one, other, rtol=1e-2 if device == "cuda" else 1e-5, atol=0)
     assert found[6][:live].eq(scales[0]).all() and found[4][:live].eq(scales[1]).all()
     # What is beyond the largest number becomes that: scales of a tiny part of it.
-    _, _, _, dhq, _, aq, *_ = numbers(launches, 2.0**-40, 2.0**-40)
+    _, _, _, dhq, _, aq, *_ = numbers(by_kernels, 2.0**-40, 2.0**-40)
     assert dhq.dtype == wide_dtype() and aq.dtype == kind
     for numbers_of in (aq, dhq):
         assert numbers_of[:live].float().abs().max() == torch.finfo(numbers_of.dtype).max
@@ -217,7 +225,7 @@ def test_what_is_infinite_or_no_number_stays_known_as_such():
 def test_transposed_rows_are_those_of_the_plain_form(backend, scaled):
     q, scale = quantise(torch.randn(150, 144, generator=torch.Generator().manual_seed(0)), fp8_dtype())
     factor = scale / scale.amax() if scaled else None
-    found = fp8_linear.by_kernel(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
+    found = formats.by_kernel(*(None if t is None else t.to(device_of(backend)) for t in (q, factor)), 160)
     assert found.cpu().float().equal(torch.ops.graphmoe.fp8_transposed(q, factor).float())
 
 
@@ -225,12 +233,11 @@ def results_of(recipe: str, backend: str, plan: Plan, *tensors: Tensor) -> list[
     """y, and gradients of x, both weights and the weights of slots; dy comes last."""
     *leaves, dy = (each.clone().requires_grad_() for each in tensors)
 
-    def interpreted(x: Tensor, scale: Tensor | None = None) -> Any:
-        return launches if scale is None or scale.is_floating_point() else mx_launches
-
-    with mock.patch.object(
-        fp8_mlp, "_kernels", interpreted if backend == "interpreted" else fp8_mlp._kernels
-    ):
+    changed = {
+        "_rounding": lambda _: launches,
+        "_steps": lambda _, recipe: formats.KERNELS[recipe].experts(True),
+    }
+    with mock.patch.dict(fp8_mlp.__dict__, changed if backend == "interpreted" else {}):
         y = torch.ops.graphmoe.fp8_mlp(*leaves, *plan, recipe)
         y.backward(dy)
     return [y.detach(), *(leaf.grad for leaf in leaves)]
@@ -276,56 +283,63 @@ def test_experts_of_any_size_are_those_of_ordinary_size_times_it(recipe, power, 
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_dead_rows_full_of_nan_are_not_read(backend):
-    device, kind = device_of(backend), fp8_dtype()
-    (x, *weights, weight_TK), plan, dy = layer("small", torch.float32, device)
-    stored = [quantise(each, kind) for each in (x, *weights)]
-    turned = [launches.columns(w) for w in weights]
-    room = 24  # rows behind the last, whose slots are any
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_dead_rows_full_of_nan_are_not_read(recipe, backend):
+    plan, (x, *weights, weight_TK, dy) = small_layer(recipe, backend)
+    by, room, live = formats.KERNELS[recipe], 24, int(plan.ends_E[-1])
+    rows, turned = ([store(w) for w in weights] for store in (by.weight, by.turned))
+    of_x, of_dy = (by.store(each, weights[0], INPUT) for each in (x, dy))
+    # Behind the last row, slots are any.
     wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
 
     def with_nan(tensor: Tensor) -> Tensor:
-        extra = torch.full((room, *tensor.shape[1:]), float("nan"), device=device).to(tensor.dtype)
-        return torch.cat([tensor, extra])
+        is_byte = tensor.dtype == torch.uint8
+        extra = torch.full((room, *tensor.shape[1:]), 255 if is_byte else torch.nan, device=x.device)
+        return torch.cat([tensor[:live], extra.to(tensor.dtype)])
 
-    y, *h = reference.forward(*stored, weight_TK, plan, x.dtype)
-    found = launches.forward(*stored, weight_TK, wider, x.dtype)
+    (y, *h), found = (
+        by.experts(kernels).forward(of_x, *rows, weight_TK, of, x.dtype)
+        for kernels, of in ((False, plan), (True, wider))
+    )
     assert found[0].isfinite().all() and decibels(found[0], y) > 45
-    given = quantise(dy, kind), tuple(map(with_nan, h)), *turned, weight_TK, wider, x.dtype
-    dx, dweight, *made = launches.dgrad(*given)
+    given = tuple(map(with_nan, h)), *turned, weight_TK, wider, x.dtype
+    dx, dweight, *made = by.experts(True).dgrad(of_dy, *given)
     assert dx.isfinite().all() and dweight.isfinite().all()
-    live = len(plan.slot_R)
-    made = [with_nan(each[:live]) for each in made]
-    for gradient in launches.wgrad(given[0], stored[0], tuple(made[:2]), tuple(made[2:]), wider):
-        assert gradient.isfinite().all()
+    gradients = []
+    for kernels, of in ((True, with_nan), (False, lambda part: part[:live])):
+        dh, a = (tuple(map(of, both)) for both in (made[:2], made[2:]))
+        of_plan = wider if kernels else plan
+        gradients.append(by.experts(kernels).wgrad(of_dy, of_x, dh, a, of_plan))
+    assert all(decibels(one, other) > 60 for one, other in zip(*gradients, strict=True))
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
-    return launches_of_layers(WIDE, _every_step)
+    every = functools.partial(every_step, launches, (launches.rows, launches.columns))
+    return launches_of_layers(WIDE, every)
 
 
-def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
+def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int, K: int) -> None:
     meta, R = functools.partial(torch.empty, device="meta"), E * 1536
     plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
-    x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
-    with mock.patch.multiple(launches, kind_of=lambda device: kind, units_of=lambda device: 132):
-        rows, weight_TK = launches.rows(x), meta(R // K, K)
-        weights, scale = (launches.rows(gate_up), launches.rows(down)), meta(1)
-        _, *h = launches.forward(rows, *weights, weight_TK, plan, torch.bfloat16)
-        launches.forward(rows, *weights, weight_TK, plan, torch.bfloat16, (scale, scale))
-        launches.rows(down, whole=True), launches.columns(down, whole=True)
-        launches.hidden(rows, weights[0], plan, torch.bfloat16)
-        turned = launches.columns(gate_up), launches.columns(down)
-        _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
+    x, *experts = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
+    with mock.patch.multiple(of, kind_of=lambda device: kind, units_of=lambda device: 132):
+        steps, weight_TK, dtype = of.STEPS, meta(R // K, K), torch.bfloat16
+        rows, weights, turned = stores[0](x), *([store(w) for w in experts] for store in stores)
+        _, *h = steps.forward(rows, *weights, weight_TK, plan, dtype)
+        steps.hidden(rows, weights[0], plan, dtype)
+        _, _, *made = steps.dgrad(rows, tuple(h), *turned, weight_TK, plan, dtype)
         sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
-        totals = launches.wgrad(*sides)
-        launches.wgrad(*sides, totals, add=True)
+        totals = steps.wgrad(*sides)
+        steps.wgrad(*sides, totals, add=True)
         of_both = plan._replace(ends_E=meta(2 * E, dtype=torch.int32))
-        launches.wgrad(*sides[:4], of_both, totals, of_more=totals)
-        gradient, known = (rows[0].to(wide_dtype()), rows[1]), (scale, (scale, scale))
-        _, _, *made = launches.dgrad(gradient, tuple(h), *turned, weight_TK, plan, torch.bfloat16, *known)
-        launches.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan)
-        fp8_linear.by_kernel(*rows, R // K)
+        steps.wgrad(*sides[:4], of_both, totals, of_more=totals)
+        if of is launches:
+            launches.rows(experts[1], whole=True), launches.columns(experts[1], whole=True)
+            gradient, known = (rows[0].to(wide_dtype()), rows[1]), Known(meta(1), meta(1))
+            steps.forward(rows, *weights, weight_TK, plan, dtype, known)
+            _, _, *made = steps.dgrad(gradient, tuple(h), *turned, weight_TK, plan, dtype, meta(1), known)
+            steps.wgrad(gradient, rows, tuple(made[:2]), tuple(made[2:]), plan)
+            formats.by_kernel(*rows, R // K)
 
 
 @pytest.mark.slow

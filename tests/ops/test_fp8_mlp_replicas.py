@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from graphmoe.config.formats import FORMATS
+from graphmoe.ops import formats
 from graphmoe.ops.fp8 import INPUT
-from graphmoe.ops.fp8_linear import RECIPES, stored
-from graphmoe.ops.fp8_mlp import launches, reference
+from graphmoe.ops.fp8_mlp import launches
+from graphmoe.ops.fp8_steps import Known
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.mx_mlp import launches as mx_launches
-from graphmoe.ops.mx_mlp import reference as mx_reference
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.row_cases import NAN, brute_force_plan
 from tests.ops.test_fp8_mlp import decibels, layer
@@ -47,21 +47,16 @@ def case_of(recipe: str, device: str = "cpu") -> Case:
     (x, *weights, weight_TK), plan, dy = layer(SHAPE, torch.float32, device)
     plan = plan._replace(ends_E=torch.cat([plan.ends_E, plan.ends_E[-1:].expand(EMPTY)]))
     weights = [torch.cat([w, w[:EMPTY]]) for w in weights]
-    by = RECIPES[recipe]
+    by, is_delayed = formats.KERNELS[recipe], FORMATS[recipe].is_delayed
 
     def tokens(of: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale = stored(by, of.to("cpu"), w.to("cpu"), INPUT)
-        return q.to(device), (scale.expand(len(of), 1).contiguous() if by.rows is None else scale).to(device)
+        q, scale = by.store(of.to("cpu"), w.to("cpu"), INPUT)
+        return q.to(device), (scale.expand(len(of), 1).contiguous() if is_delayed else scale).to(device)
 
     rows, columns = ([store(w) for w in weights] for store in (by.weight, by.turned))
-    known = [torch.tensor([2.0**n], device=device) for n in (-5, -9)] if by.rows is None else []
+    known = [torch.tensor([2.0**n], device=device) for n in (-5, -9)] if is_delayed else []
     sides = tokens(x, weights[0]), tokens(dy, weights[1])
     return Case(*sides, rows, columns, weight_TK, plan, known)
-
-
-def kernels_of(recipe: str, backend: str) -> Any:
-    pair = (mx_reference, mx_launches) if recipe == "mxfp8" else (reference, launches)
-    return pair[backend != "plain"]
 
 
 def every(kernels: Any, case: Case, own: int) -> list[Tensor]:
@@ -74,12 +69,12 @@ def every(kernels: Any, case: Case, own: int) -> list[Tensor]:
         return parts[0], {"more": parts[1]} if own < len(case.plan.ends_E) else {}
 
     weights, more = lists(case.rows)
-    known = [(case.known[0], scales[0])] if case.known else []
+    known = [Known(case.known[0], scales[0])] if case.known else []
     y, *h = kernels.forward(case.x, *weights, case.weight_TK, case.plan, torch.float32, *known, **more)
     first = {name: each[:1] for name, each in more.items()}
     hidden = kernels.hidden(case.x, weights[0], case.plan, torch.float32, **first)
     weights, more = lists(case.columns)
-    known = [case.known[0], (case.known[1], scales[1])] if case.known else []
+    known = [case.known[0], Known(case.known[1], scales[1])] if case.known else []
     dx, dweight, *made = kernels.dgrad(
         case.dy, tuple(h), *weights, case.weight_TK, case.plan, torch.float32, *known, **more
     )
@@ -98,7 +93,7 @@ def every(kernels: Any, case: Case, own: int) -> list[Tensor]:
 def test_two_lists_give_the_bits_of_one(monkeypatch, backend, recipe, own):
     # The number of a rank's own experts sets the tiles; here all lists have the same.
     monkeypatch.setattr(launches, "_with_height", lambda tile, rows_per_expert: tile)
-    case, kernels = case_of(recipe, device_of(backend)), kernels_of(recipe, backend)
+    case, kernels = case_of(recipe, device_of(backend)), formats.KERNELS[recipe].experts(backend != "plain")
     *one, up, down = every(kernels, case, len(case.plan.ends_E))
     *two, of_up, of_down = every(kernels, case, own)
     for found, wanted in zip(two, one, strict=True):
@@ -113,7 +108,7 @@ def test_two_lists_give_the_bits_of_one(monkeypatch, backend, recipe, own):
 @pytest.mark.parametrize("backend", KERNELS)
 def test_gradients_of_further_experts_end_with_the_last_that_has_rows(backend, recipe):
     case = case_of(recipe, device_of(backend))
-    for total in every(kernels_of(recipe, backend), case, 1)[-2:]:
+    for total in every(formats.KERNELS[recipe].experts(True), case, 1)[-2:]:
         assert total[2:-EMPTY].any() and not total[1].any()
         assert not total[:-EMPTY].isnan().any() and total[-EMPTY:].isnan().all()
 
@@ -152,31 +147,31 @@ def test_replicas_compute_what_their_experts_do(one_peer, recipe):
 def test_sums_hold_what_came_home_and_torch_accepts_the_operations(one_peer, recipe):
     inputs, _, places, dy = with_replicas(torch.float32)
     x, *weights, weight_TK = inputs
-    by = RECIPES[recipe]
+    by, is_delayed = formats.KERNELS[recipe], FORMATS[recipe].is_delayed
     rows, columns = ([part for w in weights for part in store(w)] for store in (by.weight, by.turned))
-    of_x, of_dy = (
-        by.rows(each) if by.rows else RECIPES["rowwise"].rows(each)
-        for each in (x, dy)  # type: ignore[misc]
-    )
+    store = formats.KERNELS["rowwise" if is_delayed else recipe].store
+    of_x, of_dy = (store(each, weights[0], INPUT) for each in (x, dy))
     dtype, one = torch.float32, functools.partial(torch.ones, 1)
-    known_a, known_dh = (one(), one()) if by.rows is None else (None, None)
+    known_a, known_dh = (one(), one()) if is_delayed else (None, None)
     largest = None if known_a is None else one()
-    forward = (*of_x, *rows, weight_TK, *places, dtype, known_a, largest, EXPERT_RS)
+    forward = (*of_x, *rows, weight_TK, *places, dtype, recipe, known_a, largest, EXPERT_RS)
     _, *h, _ = ops.fp8_mlp_forward(*forward)
-    hidden = (*of_x, *rows[:2], *places, dtype, EXPERT_RS)
+    hidden = (*of_x, *rows[:2], *places, dtype, recipe, EXPERT_RS)
     for found, wanted in zip(ops.fp8_mlp_hidden(*hidden), h, strict=True):
         assert found.float().equal(wanted.float())
-    dgrad = (*of_dy, *h, *columns, weight_TK, *places, dtype, known_a, known_dh, largest, EXPERT_RS)
+    dgrad = (*of_dy, *h, *columns, weight_TK, *places, dtype, recipe, known_a, known_dh, largest, EXPERT_RS)
     _, _, *made, _ = ops.fp8_mlp_dgrad(*dgrad)
     sides = (*of_dy, *of_x, *made, *places)
-    gradients = ops.fp8_mlp_wgrad(*sides, EXPERT_RS)
+    gradients = ops.fp8_mlp_wgrad(*sides, recipe, EXPERT_RS)
     totals = [torch.full(w.shape, 7.0) for w in weights]
-    ops.fp8_mlp_wgrad_into(*sides, *totals, True, EXPERT_RS)
+    ops.fp8_mlp_wgrad_into(*sides, *totals, recipe, True, EXPERT_RS)
     for total, gradient in zip(totals, gradients, strict=True):
         torch.testing.assert_close(total, gradient + 7)
     for op, given in (
         (ops.fp8_mlp_forward, forward), (ops.fp8_mlp_hidden, hidden), (ops.fp8_mlp_dgrad, dgrad),
-        (ops.fp8_mlp_wgrad, (*sides, EXPERT_RS)),
-        (ops.fp8_mlp_wgrad_into, (*sides, *totals, True, EXPERT_RS)),
+        (ops.fp8_mlp_wgrad, (*sides, recipe, EXPERT_RS)),
+        (ops.fp8_mlp_wgrad_into, (*sides, *totals, recipe, True, EXPERT_RS)),
     ):  # fmt: skip
         opcheck(op.default, given, test_utils="test_faketensor")  # torch mutates no 8 bits
+    for form in (by.weight, by.turned):
+        opcheck(getattr(ops, form.name).default, (weights[0],), test_utils="test_faketensor")

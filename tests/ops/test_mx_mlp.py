@@ -2,7 +2,6 @@
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -10,17 +9,18 @@ from torch import Tensor
 
 from graphmoe.ops import fp8_mlp, grouped_mlp, permute  # noqa: F401  # registers the operations
 from graphmoe.ops.fp8_blocks import launches as blocks
-from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, mx_powers, quantise_mx
+from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, quantise_mx
 from graphmoe.ops.fp8_blocks.reference import turned as turned_rows
+from graphmoe.ops.fp8_mlp import mx_launches as launches
+from graphmoe.ops.fp8_mlp.reference import BY_BLOCKS as by_torch
 from graphmoe.ops.fp8_mlp.reference import rows_of_experts
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
-from graphmoe.ops.mx_mlp import launches, reference
 from tests.ops.ahead_of_time import compiled, launches_of_layers
 from tests.ops.interpreted import KERNELS, device_of
-from tests.ops.test_fp8_mlp import WIDE, decibels, layer, same
+from tests.ops.test_fp8_mlp import WIDE, decibels, every_step, layer, same
 
-ops = torch.ops.graphmoe
+ops, by_kernels = torch.ops.graphmoe, launches.STEPS
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 96, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
 COMPILED = WIDE | {"uneven": (576, 480, 8, 2)}
@@ -62,11 +62,12 @@ def test_products_are_those_of_the_stored_numbers():
     (x, w_gate_up, w_down, weight_TK), plan, dy = sizes_apart(SHAPES["small"])
     of_x, of_dy, up = quantise_mx(x), quantise_mx(dy), ops.mx_rows(w_gate_up)
     token_R = plan.slot_R.long() // plan.row_TK.shape[1]
-    h = reference._rows([each[token_R] for each in of_x], up, plan)
-    made = reference.dgrad(
+    h = x.new_empty(len(token_R), up[0].shape[1])
+    by_torch.product(of_x, [up], h, plan, by_torch.parts(plan, 0), gathers=True)
+    made = by_torch.dgrad(
         of_dy, quantise_mx(h), ops.mx_columns(w_gate_up), ops.mx_columns(w_down), weight_TK, plan, x.dtype
     )
-    dw_gate_up, _ = reference.wgrad(of_dy, of_x, made[2:4], made[4:6], plan)
+    dw_gate_up, _ = by_torch.wgrad(of_dy, of_x, made[2:4], made[4:6], plan)
     for expert, rows in rows_of_experts(plan):
         token = token_R[rows]
         exact = along(*of_x)[token] @ along(up[0][expert], up[1][expert]).T
@@ -76,22 +77,6 @@ def test_products_are_those_of_the_stored_numbers():
         torch.testing.assert_close(
             dw_gate_up[expert].double(), exact, rtol=1e-5, atol=float(exact.abs().amax()) * 1e-6
         )
-
-
-def test_sizes_that_a_compiler_is_told_are_those_of_the_results():
-    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(SHAPES["small"], torch.bfloat16)
-
-    def every(x: Tensor, up: Tensor, down: Tensor, weight_TK: Tensor, dy: Tensor, *plan: Tensor) -> Any:
-        of_x, of_dy = quantise_mx(x), quantise_mx(dy)
-        rows, columns = ([*of(up), *of(down)] for of in (ops.mx_rows, ops.mx_columns))
-        y, *h, _ = ops.fp8_mlp_forward(*of_x, *rows, weight_TK, *plan, x.dtype)
-        hidden = ops.fp8_mlp_hidden(*of_x, *rows[:2], *plan, x.dtype)
-        *made, _ = ops.fp8_mlp_dgrad(*of_dy, *h, *columns, weight_TK, *plan, x.dtype)
-        return *rows, *columns, y, *h, *hidden, *made, *ops.fp8_mlp_wgrad(*of_dy, *of_x, *made[2:], *plan)
-
-    given = x, w_gate_up, w_down, weight_TK, dy, *plan
-    for fake, real in zip(every(*(each.to("meta") for each in given)), every(*given), strict=True):
-        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -113,14 +98,14 @@ def test_kernels_are_the_plain_form(backend, shape):
     rows, columns = ([store(w) for w in (w_gate_up, w_down)] for store in (ops.mx_rows, ops.mx_columns))
     of_x, of_dy, live = quantise_mx(x), quantise_mx(dy), int(plan.ends_E[-1])
     (y, *h), (y_plain, *h_plain) = (
-        kernels.forward(of_x, *rows, weight_TK, plan, x.dtype) for kernels in (launches, reference)
+        steps.forward(of_x, *rows, weight_TK, plan, x.dtype) for steps in (by_kernels, by_torch)
     )
     almost(y, y_plain, 45)
-    for one, other in zip(h, launches.hidden(of_x, rows[0], plan, x.dtype), strict=True):
+    for one, other in zip(h, by_kernels.hidden(of_x, rows[0], plan, x.dtype), strict=True):
         same(one, other, live)
     stored_alike(h, h_plain, live)
     given = of_dy, tuple(h_plain), *columns, weight_TK, plan, x.dtype
-    found, wanted = launches.dgrad(*given), reference.dgrad(*given)
+    found, wanted = by_kernels.dgrad(*given), by_torch.dgrad(*given)
     for one, other in zip(found[:2], wanted[:2], strict=True):
         almost(one, other, 45)
     stored_alike(found[2:4], wanted[2:4], live)
@@ -128,10 +113,10 @@ def test_kernels_are_the_plain_form(backend, shape):
     sides = of_dy, of_x, wanted[2:4], wanted[4:], plan
     totals = tuple(torch.full_like(w, 2) for w in (w_gate_up, w_down))
     filled = tuple(torch.full_like(w, float("nan")) for w in (w_gate_up, w_down))
-    launches.wgrad(*sides, totals, add=True)
-    launches.wgrad(*sides, filled)
+    by_kernels.wgrad(*sides, totals, add=True)
+    by_kernels.wgrad(*sides, filled)
     for one, total, full, other in zip(
-        launches.wgrad(*sides), totals, filled, reference.wgrad(*sides), strict=True
+        by_kernels.wgrad(*sides), totals, filled, by_torch.wgrad(*sides), strict=True
     ):
         for expert in range(len(plan.ends_E)):
             almost(one[expert], other[expert])
@@ -186,76 +171,23 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_dead_rows_full_of_nan_are_not_read(backend):
-    (x, w_gate_up, w_down, weight_TK), plan, dy = layer(SHAPES["small"], device=device_of(backend))
-    rows, columns = ([store(w) for w in (w_gate_up, w_down)] for store in (ops.mx_rows, ops.mx_columns))
-    room = 24  # rows behind the last, whose slots are any
-    wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
-
-    def with_nan(tensor: Tensor) -> Tensor:
-        extra = tensor.new_empty(room, *tensor.shape[1:])
-        extra.view(torch.uint8).fill_(255 if tensor.dtype == torch.uint8 else 0x7F)
-        return torch.cat([tensor, extra])
-
-    y, *h = reference.forward(quantise_mx(x), *rows, weight_TK, plan, x.dtype)
-    found = launches.forward(quantise_mx(x), *rows, weight_TK, wider, x.dtype)
-    assert found[0].isfinite().all()
-    almost(found[0], y, 45)
-    given = quantise_mx(dy), tuple(map(with_nan, h)), *columns, weight_TK, wider, x.dtype
-    dx, dweight, *made = launches.dgrad(*given)
-    assert dx.isfinite().all() and dweight.isfinite().all()
-    live = int(plan.ends_E[-1])
-    gradients = []
-    for kernels, of, of_plan in ((launches, with_nan, wider), (reference, lambda x: x, plan)):
-        dh, a = (tuple(of(each[:live]) for each in both) for both in (made[:2], made[2:]))
-        gradients.append(kernels.wgrad(given[0], quantise_mx(x), dh, a, of_plan))
-    for one, other in zip(*gradients, strict=True):
-        almost(one, other)
-
-
-@pytest.mark.parametrize("backend", KERNELS)
 def test_no_live_rows_at_all_have_gradients_of_zero(backend):
     with torch.device(device_of(backend)):
         x, w, weight_TK = torch.ones(4, 64), torch.ones(2, 64, 64), torch.ones(4, 1)
         slot_R, row_TK, ends_E = torch.zeros(8).int(), torch.full((4, 1), -1).int(), torch.zeros(2).int()
     of_x, plan, halves = quantise_mx(x), Plan(slot_R, row_TK, ends_E), (w, w[..., :32])
-    y, *h = launches.forward(of_x, *map(ops.mx_rows, halves), weight_TK, plan, x.dtype)
+    y, *h = by_kernels.forward(of_x, *map(ops.mx_rows, halves), weight_TK, plan, x.dtype)
     turned = map(ops.mx_columns, halves)
-    dx, dweight, *made = launches.dgrad(of_x, tuple(h), *turned, weight_TK, plan, x.dtype)
-    gradients = launches.wgrad(of_x, of_x, tuple(made[:2]), tuple(made[2:]), plan)
+    dx, dweight, *made = by_kernels.dgrad(of_x, tuple(h), *turned, weight_TK, plan, x.dtype)
+    gradients = by_kernels.wgrad(of_x, of_x, tuple(made[:2]), tuple(made[2:]), plan)
     assert not any(each.any() for each in (y, dx, dweight, *gradients))
-
-
-def test_a_row_of_zeros_has_the_smallest_scale():
-    q, scale = quantise_mx(torch.zeros(2, 64))
-    assert not q.float().any() and not scale.any() and mx_powers(scale).equal(torch.full((2, 2), 2.0**-127))
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """The kernels of layers; products are those of the GPUs that have them in mxfp8."""
-    cases = launches_of_layers(COMPILED, _every_step)
+    every = functools.partial(every_step, launches, (blocks.mx_rows, lambda w: blocks.turned(w, None)))
+    cases = launches_of_layers(COMPILED, every)
     return [case | {"only": case["only"]["UPCAST" in case["constexprs"] :]} for case in cases]
-
-
-def _every_step(kind: str, D: int, F: int, E: int, K: int) -> None:
-    meta, R = functools.partial(torch.empty, device="meta"), E * 1536
-    plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
-    x, gate_up, down = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
-    with (
-        mock.patch("graphmoe.ops.mx_mlp.launches.kind_of", lambda device: kind),
-        mock.patch.object(launches, "units_of", lambda device: 148),
-    ):
-        rows, weight_TK = blocks.mx_rows(x), meta(R // K, K)
-        stored = [blocks.mx_rows(w) for w in (gate_up, down)]
-        _, *h = launches.forward(rows, *stored, weight_TK, plan, torch.bfloat16)
-        launches.hidden(rows, stored[0], plan, torch.bfloat16)
-        turned = [blocks.turned(w, None) for w in (gate_up, down)]
-        _, _, *made = launches.dgrad(rows, tuple(h), *turned, weight_TK, plan, torch.bfloat16)
-        sides = rows, rows, tuple(made[:2]), tuple(made[2:]), plan
-        totals = launches.wgrad(*sides)
-        launches.wgrad(*sides, totals, add=True)
-        of_both = plan._replace(ends_E=meta(2 * E, dtype=torch.int32))
-        launches.wgrad(*sides[:4], of_both, totals, of_more=totals)
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.compile_utils import fx_graph_cse
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import fp8_dtype
-from graphmoe.ops.fp8_linear import RECIPES
 from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
@@ -32,12 +33,7 @@ def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tens
 
 WIDTHS = {"rowwise": (32, 48), "tensorwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
 """Inputs and outputs of the first two products."""
-WEIGHTS = {
-    "rowwise": ("fp8_rows", "fp8_columns"),
-    "tensorwise": ("fp8_whole_rows", "fp8_whole_columns"),
-    "blockwise": ("fp8_squares", "fp8_squares_turned"),
-    "mxfp8": ("mx_rows", "mx_columns"),
-}
+WEIGHTS = {name: (each.weight.name, each.turned.name) for name, each in KERNELS.items()}
 """Operations that store weights."""
 
 
@@ -67,7 +63,7 @@ def results(joint: Traced, plain: Traced) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FORMATS)
 def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alone(recipe, wgrad, dtype):
     here = functools.partial(HERE, recipe=recipe, wgrad=wgrad)
     found, (result,) = rewritten(traced(two_products, *weights(dtype, WIDTHS[recipe])), here)
@@ -104,7 +100,7 @@ def test_other_products_are_left(run, reason):
 @pytest.mark.parametrize(("recipe", "size"), [("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)])
 def test_sides_that_are_no_multiple_of_a_block_are_left(recipe, size):
     plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
-    reason = f"{size} of its weight [128, {size}] is not a multiple of {RECIPES[recipe].aligned}"
+    reason = f"{size} of its weight [128, {size}] is no multiple of {FORMATS[recipe].aligned}"
     assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
 
 

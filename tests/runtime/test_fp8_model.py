@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.model.build import build_model
+from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.zero1 import Optimizer
@@ -162,7 +163,7 @@ def stored(as_traced, monkeypatch) -> list[int]:
     """Addresses of what was stored by an operation of its own, as weights are, along either axis."""
     addresses, rows = list[int](), reference.rows
 
-    def noted(w: Tensor, **words: bool) -> reference.Scaled:
+    def noted(w: Tensor, **words: bool) -> Stored:
         addresses.append(w.data_ptr())
         return rows(w, **words)
 

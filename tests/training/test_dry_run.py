@@ -191,11 +191,11 @@ def test_weights_of_replicas_in_8_bits_count_with_their_scales():
     slots, experts = torch.zeros(T, K), torch.zeros(2, S, dtype=torch.int32)
     plan = [torch.zeros(size, dtype=torch.int32) for size in ((T * K,), (T, K), (G,))]
     of_gate_up, of_down = S * (H * D + 4 * H), S * (D * H // 2 + 4 * D)
-    forward = (q(T, D), s(T, 1), *weights, slots, *plan, torch.bfloat16)
-    dgrad = (q(T, D), s(T, 1), q(T * K, H), s(T * K, 2), *weights, slots, *plan, torch.bfloat16)
+    forward = (q(T, D), s(T, 1), *weights, slots, *plan, torch.bfloat16, "rowwise")
+    dgrad = (q(T, D), s(T, 1), q(T * K, H), s(T * K, 2), *weights, slots, *plan, torch.bfloat16, "rowwise")
     for op, given, more, added in (
         (ops.fp8_mlp_forward, forward, (None, None), of_gate_up + of_down),
-        (ops.fp8_mlp_hidden, (*forward[:4], *plan, torch.bfloat16), (), of_gate_up),
+        (ops.fp8_mlp_hidden, (*forward[:4], *plan, torch.bfloat16, "rowwise"), (), of_gate_up),
         (ops.fp8_mlp_dgrad, dgrad, (None,) * 3, of_gate_up + of_down),
     ):
         without, found = bytes_inside(op.default, given), bytes_inside(op.default, (*given, *more, experts))

@@ -5,8 +5,10 @@ blocks of the columns of H; q are stored numbers, s their scales, as in `ops.fp8
 
 A token is stored once, before its rows are gathered; h by blocks, which a tile of the product can do alone;
 the activation, and the gradients of rows, by rows, unless their scale is known before. The products contract
-the last axis of both sides. Weight gradients contract rows: `ops.fp8_linear` says how their scales become
-one. Scales that are bytes are those of mxfp8: `ops.mx_mlp` has what is computed with them.
+the last axis of both sides. Weight gradients contract rows: `ops.formats` says how their scales become
+one. In formats with a scale for each block, h, its gradient and the activation are stored block by block; for
+weight gradients both sides are stored anew along the rows of each expert, in blocks that begin at its first
+row, with zeros behind its last. ``recipe`` names one of `ops.formats.KERNELS`.
 
 With ``expert_RS`` they compute on replicas of experts of other ranks too, as `ops.grouped_mlp` does: numbers
 and scales of weights are got as their owners have stored them.
@@ -18,53 +20,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.formats import FORMATS
 from graphmoe.ops import register_gradient
-from graphmoe.ops.fp8 import BLOCK, GRADIENT, INPUT, fp8_dtype, rounded
-from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
-from graphmoe.ops.fp8_linear import RECIPES, Stored, stored
-from graphmoe.ops.fp8_mlp import reference
+from graphmoe.ops.formats import KERNELS
+from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, rounded
+from graphmoe.ops.fp8_mlp import launches, reference
+from graphmoe.ops.fp8_steps import Known, Steps
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.mx_mlp import reference as mx_reference
 from graphmoe.ops.replicas import exchange
 
 DTYPE = torch.float32
 """Dtype of scales, of the weights of slots, and of sums."""
 
 
-def _kernels(x: Tensor, scale: Tensor | None = None) -> Any:
-    if scale is not None and is_mx(scale):
-        if not x.is_cuda:
-            return mx_reference
-        from graphmoe.ops.mx_mlp import launches as mx_launches
-
-        return mx_launches
-    if not x.is_cuda:
-        return reference
-    from graphmoe.ops.fp8_mlp import launches
-
-    return launches
+def _rounding(w: Tensor) -> Any:
+    return launches if w.is_cuda else reference
 
 
-def _known(scale: Tensor | None, largest: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if scale is None or largest is None else (scale, largest.clone())
+def _steps(x: Tensor, recipe: str) -> Steps:
+    of_device = KERNELS[recipe].experts
+    assert of_device is not None, FORMATS[recipe].why_no_experts
+    return of_device(x.is_cuda)
 
 
-def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> dict[str, Any]:
-    """``more`` of the kernels, where there are replicas: numbers and scales of the experts in own slots."""
-    if expert_RS is None:
-        return {}
-    parts = exchange.pull(weights, expert_RS)
-    return {"more": [*zip(parts[::2], parts[1::2], strict=True)]}
+def _known(scale: Tensor | None, largest: Tensor | None) -> Known | None:
+    return None if scale is None or largest is None else Known(scale, largest.clone())
 
 
-def _largest(known: tuple[Tensor, Tensor] | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=DTYPE) if known is None else known[1]
+def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> list[Stored]:
+    """Numbers and scales of the experts in own slots, where there are replicas."""
+    parts = [] if expert_RS is None else exchange.pull(weights, expert_RS)
+    return [*zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _largest(known: Known | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=DTYPE) if known is None else known.largest
 
 
 @torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
 def rows(w: Tensor) -> tuple[Tensor, Tensor]:
     """q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
-    return _kernels(w).rows(w)
+    return _rounding(w).rows(w)
 
 
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
@@ -74,21 +70,21 @@ def columns(w: Tensor) -> tuple[Tensor, Tensor]:
     Of one matrix, or of those of all experts.
     """
     if w.dim() == 3:
-        return _kernels(w).columns(w)
-    q, scale = _kernels(w).columns(w[None])
+        return _rounding(w).columns(w)
+    q, scale = _rounding(w).columns(w[None])
     return q[0], scale[0]
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_rows", mutates_args=())
 def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
     """As `rows`, with one scale for all rows of a matrix."""
-    return _kernels(w).rows(w, whole=True)
+    return _rounding(w).rows(w, whole=True)
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
 def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
     """As `columns`, with one scale for all columns of a matrix."""
-    q, scale = _kernels(w).columns(w if w.dim() == 3 else w[None], whole=True)
+    q, scale = _rounding(w).columns(w if w.dim() == 3 else w[None], whole=True)
     return (q, scale) if w.dim() == 3 else (q[0], scale[0])
 
 
@@ -96,7 +92,7 @@ def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    dtype: torch.dtype, known_a: Tensor | None = None, largest_a: Tensor | None = None,
+    dtype: torch.dtype, recipe: str, known_a: Tensor | None = None, largest_a: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
@@ -106,8 +102,8 @@ def _forward(
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
-    more, given = _pulled(expert_RS, *gate_up, *down), [known] * bool(known)
-    made = _kernels(xq_TD, xs_T1).forward(x, gate_up, down, weight_TK, plan, dtype, *given, **more)
+    more = _pulled(expert_RS, *gate_up, *down)
+    made = _steps(xq_TD, recipe).forward(x, gate_up, down, weight_TK, plan, dtype, known, more)
     return *made, _largest(known, xs_T1)
 
 
@@ -115,10 +111,10 @@ def _forward(
 def _hidden(
     xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, gate_up_s: Tensor,
     slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    dtype: torch.dtype, expert_RS: Tensor | None = None,
+    dtype: torch.dtype, recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     plan, more = Plan(slot_R, row_TK, ends_E), _pulled(expert_RS, gate_up_q, gate_up_s)
-    return _kernels(xq_TD, xs_T1).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype, **more)
+    return _steps(xq_TD, recipe).hidden((xq_TD, xs_T1), (gate_up_q, gate_up_s), plan, dtype, more)
 
 
 @torch.library.custom_op("graphmoe::fp8_mlp_dgrad", mutates_args=())
@@ -126,7 +122,7 @@ def _dgrad(
     dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, hs_RB: Tensor,
     gate_up_q: Tensor, gate_up_s: Tensor, down_q: Tensor, down_s: Tensor,
     weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    dtype: torch.dtype,
+    dtype: torch.dtype, recipe: str,
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -137,8 +133,8 @@ def _dgrad(
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
-    more, given = _pulled(expert_RS, *gate_up, *down), (known_a, known) if known else ()
-    made = _kernels(dyq_TD, dys_T1).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, *given, **more)
+    more = _pulled(expert_RS, *gate_up, *down)
+    made = _steps(dyq_TD, recipe).dgrad(dy, h, gate_up, down, weight_TK, plan, dtype, known_a, known, more)
     return *made, _largest(known, dys_T1)
 
 
@@ -146,13 +142,14 @@ def _dgrad(
 def _wgrad(
     dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
     aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
-    expert_RS: Tensor | None = None,
+    recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
     sizes = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     up, down = (dys_T1.new_empty(size, dtype=DTYPE) for size in sizes)
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
-    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), (up, down), False, expert_RS, may_defer=False)
+    plan = Plan(slot_R, row_TK, ends_E)
+    _store_gradients(sides, plan, (up, down), recipe, False, expert_RS, may_defer=False)
     return up, down
 
 
@@ -161,20 +158,20 @@ def _wgrad_into(
     dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, xs_T1: Tensor, dhq_RH: Tensor, dhs_R1: Tensor,
     aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     of_gate_up: Tensor, of_down: Tensor,
-    add: bool, expert_RS: Tensor | None = None,
+    recipe: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
     totals = of_gate_up, of_down
-    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), totals, add, expert_RS, may_defer=True)
+    _store_gradients(sides, Plan(slot_R, row_TK, ends_E), totals, recipe, add, expert_RS, may_defer=True)
 
 
 def _store_gradients(
-    sides: Sequence[tuple[Tensor, Tensor]], plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
-    expert_RS: Tensor | None, *, may_defer: bool,
+    sides: Sequence[tuple[Tensor, Tensor]], plan: Plan, totals: tuple[Tensor, Tensor], recipe: str,
+    add: bool, expert_RS: Tensor | None, *, may_defer: bool,
 ) -> None:  # fmt: skip
     """Store or add own weight gradients, and send those of slots home, where they are added."""
-    wgrad = _kernels(*sides[0]).wgrad
+    wgrad = _steps(sides[0][0], recipe).wgrad
     if expert_RS is None:
         wgrad(*sides, plan, totals, add=add)
         return
@@ -196,9 +193,8 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
     if carries:
         arrived: Stored = torch.ops.graphmoe.fp8_arrived(x_TD)
         return arrived
-    by = RECIPES[recipe]
-    q, scale = stored(by, x_TD, w, side)
-    return q, scale.expand(len(x_TD), 1).contiguous() if by.rows is None else scale
+    q, scale = KERNELS[recipe].store(x_TD, w, side)
+    return q, scale.expand(len(x_TD), 1).contiguous() if FORMATS[recipe].is_delayed else scale
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,11 +203,12 @@ def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Ten
     With ``carries`` x is a carrier of `ops.symm.stored`. The last tensor may be ``expert_RS``.
     """
     x_TD, w_gate_up, w_down, *rest = layer
-    ops, by = torch.ops.graphmoe, RECIPES[recipe]
+    ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
-    known = getattr(ops, INPUT)(w_down) if by.rows is None else (None, None)
+    known = getattr(ops, INPUT)(w_down) if FORMATS[recipe].is_delayed else (None, None)
     weights = *by.weight(w_gate_up), *by.weight(w_down)
-    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest[:4], x_TD.dtype, *known, *rest[4:])
+    how = x_TD.dtype, recipe, *known
+    y_TD, hq_RH, hs_RB, _ = ops.fp8_mlp_forward(*x, *weights, *rest[:4], *how, *rest[4:])
     return y_TD, hq_RH, hs_RB
 
 
@@ -224,17 +221,17 @@ def mlp_gradients(
     """
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
     plan, replicas = plan[:3], plan[3:]
-    ops, by, dtype = torch.ops.graphmoe, RECIPES[recipe], x_TD.dtype
+    ops, by, dtype = torch.ops.graphmoe, KERNELS[recipe], x_TD.dtype
     dy = _stored_tokens(dy_TD, w_down, GRADIENT, recipe, carries)
     known = (None,) * 3
-    if by.rows is None:
+    if FORMATS[recipe].is_delayed:
         known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
     weights = *by.turned(w_gate_up), *by.turned(w_down)
     dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
-        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, *known, *replicas
+        *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, recipe, *known, *replicas
     )
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
-    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan, *replicas)
+    dw_gate_up, dw_down = ops.fp8_mlp_wgrad(*dy, *x, *made, *plan, recipe, *replicas)
     return dx_TD, rounded(dw_gate_up, dtype), rounded(dw_down, dtype), dweight_TK
 
 
@@ -243,10 +240,7 @@ def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out.
-
-    ``recipe`` is one of `ops.fp8_linear.RECIPES`.
-    """
+    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out."""
     layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
     return mlp(*layer, recipe=recipe)[0]
 
@@ -281,27 +275,27 @@ def _(w: Tensor) -> tuple[Tensor, Tensor]:
 @_hidden.register_fake
 def _of_h(xq_TD: Tensor, xs_T1: Tensor, gate_up_q: Tensor, _: Tensor, slot_R: Tensor, *rest: Any) -> Any:
     R, H = slot_R.shape[0], gate_up_q.shape[1]
-    blocks = H // MX_BLOCK if is_mx(xs_T1) else 2 * -(-(H // 2) // BLOCK)
+    blocks = 2 * -(-(H // 2) // FORMATS[rest[3]].hidden_block)
     return xq_TD.new_empty(R, H), xs_T1.new_empty(R, blocks)
 
 
 @_forward.register_fake
 def _(*layer: Any) -> tuple[Tensor, ...]:
     xq_TD, *rest = layer
-    h, largest = _of_h(xq_TD, *rest[:3], rest[6]), _of_largest(rest[0], rest, 11)
+    h, largest = _of_h(xq_TD, *rest[:3], rest[6], *rest[7:11]), _of_largest(rest[0], rest, 12)
     return xq_TD.new_empty(xq_TD.shape, dtype=rest[9]), *h, largest
 
 
 @_dgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    (R, H), weight_TK, dtype = hq_RH.shape, rest[5], rest[9]
+    (R, H), weight_TK, dtype, block = hq_RH.shape, rest[5], rest[9], FORMATS[rest[10]].block
     dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
-    of_dh, of_a = (H // MX_BLOCK, H // 2 // MX_BLOCK) if is_mx(dys_T1) else (1, 1)
+    of_dh, of_a = (H // block, H // 2 // block) if block else (1, 1)
     dh, a = (
         (dyq_TD.new_empty(R, H), dys_T1.new_empty(R, of_dh)),
         (hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)),
     )
-    return dx_TD, dweight_TK, *dh, *a, _of_largest(dys_T1, rest, 12)
+    return dx_TD, dweight_TK, *dh, *a, _of_largest(dys_T1, rest, 13)
 
 
 def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
@@ -311,7 +305,7 @@ def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
 
 @_wgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, dhq_RH, _, aq_RF, *_, ends_E, expert_RS = (*rest, None)[:9]
+    _, dhq_RH, _, aq_RF, *_, ends_E, _, expert_RS = (*rest, None)[:10]
     up, down = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     return dys_T1.new_empty(up, dtype=DTYPE), dys_T1.new_empty(down, dtype=DTYPE)
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels of the grouped MLP in 8 bits, with the signatures of `reference`.
+"""Launches of the kernels of the grouped MLP in 8 bits, for `ops.fp8_steps`.
 
 No call waits for the device or reads a count on the host, and every sum has a fixed order.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import num_warps
-from graphmoe.ops.fp8 import BLOCK, fp8_dtype, rounding_of
-from graphmoe.ops.fp8_mlp.reference import Known, Scaled
+from graphmoe.ops.fp8 import BLOCK, Stored, fp8_dtype, rounding_of
+from graphmoe.ops.fp8_steps import Known, Steps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
@@ -27,7 +27,7 @@ WEIGHTS = {
 }
 
 
-def rows(w: Tensor, *, whole: bool = False) -> Scaled:
+def rows(w: Tensor, *, whole: bool = False) -> Stored:
     """q like w [..., C], and the scales [..., 1] of its rows, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_rows_kernel
 
@@ -44,7 +44,7 @@ def rows(w: Tensor, *, whole: bool = False) -> Scaled:
     return q, scale
 
 
-def columns(w_ENC: Tensor, *, whole: bool = False) -> Scaled:
+def columns(w_ENC: Tensor, *, whole: bool = False) -> Stored:
     """q [E, C, N], and the scales [E, C, 1] of the columns of w, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_columns_kernel
 
@@ -63,97 +63,36 @@ def _largest(w: Tensor) -> Tensor:
     return torch.linalg.vector_norm(w, torch.inf, (-2, -1)).float().view(-1)
 
 
-def forward(
-    x: Scaled,
-    w_gate_up: Scaled,
-    w_down: Scaled,
-    weight_TK: Tensor,
-    plan: Plan,
-    dtype: torch.dtype,
-    known: Known | None = None,
-    more: Sequence[Scaled] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h by blocks; the scale of the activation may be ``known``.
-
-    ``more`` are both weights of further experts, whose rows follow: replicas of those of other ranks.
-    """
-    R, (E, D, F) = len(plan.slot_R), w_down[0].shape
-    parts = parts_of(plan.ends_E, R, E)
-    a, y_RD = (x[0].new_empty(R, F), x[1].new_empty(R, 1)), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, (w_gate_up, *more[:1]), plan, dtype, parts, (weight_TK.contiguous(), *a), known)
-    _product(a, (w_down, *more[1:]), y_RD, plan, parts)
-    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
-
-
-def hidden(
-    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
-) -> Scaled:
-    """h by blocks, as `forward` makes it."""
-    parts = parts_of(plan.ends_E, len(plan.slot_R), len(w_gate_up[0]))
-    return _hidden(x, (w_gate_up, *more), plan, dtype, parts, (None,) * 3)
-
-
-def _hidden(
-    x: Scaled,
-    w_gate_up: Sequence[Scaled],
-    plan: Plan,
-    dtype: torch.dtype,
-    parts: Sequence[Part],
-    activation: Sequence[Any],
-    known: Known | None = None,
-) -> Scaled:
-    R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
-    h_RH = x[0].new_empty(R, H, dtype=dtype)
-    _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
-    h = x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))
-    weight, *a = activation
+def _swiglu(
+    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None
+) -> tuple[Stored, Stored | None]:
+    R, H = h_RH.shape
+    h, a = (x[0].new_empty(R, H), x[1].new_empty(R, 2 * -(-(H // 2) // BLOCK))), None
+    if weight_TK is not None:
+        weight_TK, a = weight_TK.contiguous(), (x[0].new_empty(R, H // 2), x[1].new_empty(R, 1))
     scale, largest = known or (None, None)
-    of_rows = (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a, scale)
+    of_rows = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)), scale)
     _by_rows("swiglu_kernel", of_rows, largest, plan, H // 2, 32)
-    return h
+    return h, a
 
 
-def dgrad(
-    dy: Scaled,
-    h: Scaled,
-    w_gate_up: Scaled,
-    w_down: Scaled,
-    weight_TK: Tensor,
-    plan: Plan,
-    dtype: torch.dtype,
-    known_a: Tensor | None = None,
-    known: Known | None = None,
-    more: Sequence[Scaled] = (),
-) -> tuple[Tensor, ...]:
-    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
-
-    The scales of the activation and of dh may be ``known``.
-    """
-    (hq_RH, _), (dyq_TD, dys_T1) = h, dy
-    (R, H), D = hq_RH.shape, dyq_TD.shape[1]
-    parts = parts_of(plan.ends_E, R, len(w_down[0]))
-    da_RF, dx_RD = (hq_RH.new_empty(R, width, dtype=dtype) for width in (H // 2, D))
-    _product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
-    dh = dyq_TD.new_empty(R, H), dys_T1.new_empty(R, 1)
-    a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, 1)
-    dweight_1R = dys_T1.new_empty(1, R)
+def _swiglu_grad(
+    dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
+    known_a: Tensor | None, known: Known | None,
+) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
+    (R, F), of_dy = da_RF.shape, dy[1].new_empty
+    dh, a = (dy[0].new_empty(R, 2 * F), of_dy(R, 1)), (h[0].new_empty(R, F), of_dy(R, 1))
+    dweight_1R = of_dy(1, R)
     of_rows = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, dweight_1R)
     scale, largest = known or (None, None)
-    _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, H // 2, 16)
-    _product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
-    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
-    return dx_TD, weight_sums(dweight_1R, plan.row_TK), *dh, *a
+    _by_rows("swiglu_grad_kernel", (*of_rows, known_a, scale), largest, plan, F, 16)
+    return dh, a, weight_sums(dweight_1R, plan.row_TK)
 
 
-def wgrad(
-    dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
+def _wgrad(
+    dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
     totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``.
-
-    Those of further experts are stored in the two of ``of_more``, where such without rows may be left as they
-    are.
-    """
     import triton
 
     from graphmoe.ops.fp8_mlp.kernels import expert_scales_kernel
@@ -185,7 +124,7 @@ def wgrad(
 
 
 def _product(
-    x: Scaled, weights: Sequence[Scaled], out: Tensor, plan: Plan, parts: Sequence[Part],
+    x: Stored, weights: Sequence[Stored], out: Tensor, plan: Plan, parts: Sequence[Part],
     *, gathers: bool = False,
 ) -> None:  # fmt: skip
     """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows.
@@ -299,3 +238,8 @@ def descriptor(x: Tensor, block: list[int]) -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, block)
+
+
+STEPS = Steps(
+    lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
+)

@@ -25,18 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphmoe.config.formats import FORMATS, TurboScales
 from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops import HALF_DTYPES, require_half
 from graphmoe.ops.grouped_mlp.reference import KEY, Products, Stepwise
-
-FP8_CONFIGS = {
-    "rowwise": ("ROWWISE", None, "FP32"),
-    "tensorwise": ("TENSORWISE", None, "FP32"),
-    "blockwise": ("BLOCKWISE", 128, "FP32"),
-    "mxfp8": ("MX_BLOCKWISE", 32, "E8M0"),
-}
-"""Granularity, block and dtype of the scales in Primus-Turbo's ``Float8QuantConfig``, by recipe."""
 
 
 def _turbo_products(dtype: torch.dtype) -> Products:
@@ -55,23 +48,26 @@ def _turbo_rows(x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool) -> T
     )
 
 
-def _turbo_fp8_products(recipe: str, dtype: torch.dtype) -> Products:
+def _turbo_fp8_products(scales: TurboScales, dtype: torch.dtype) -> Products:
     rows, rows_grad = (
-        functools.partial(_turbo_fp8_rows, recipe, trans_b=trans_b) for trans_b in (True, False)
+        functools.partial(_turbo_fp8_rows, scales, trans_b=trans_b) for trans_b in (True, False)
     )
     return _turbo_products(dtype)._replace(rows=rows, rows_grad=rows_grad)
 
 
 @torch.no_grad()
-def _turbo_fp8_rows(recipe: str, x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool) -> Tensor:
+def _turbo_fp8_rows(
+    scales: TurboScales, x: Tensor, w_ENC: Tensor, ends_E: Tensor, *, trans_b: bool
+) -> Tensor:
     from primus_turbo.pytorch.core.low_precision import Float8QuantConfig, ScaleDtype, ScalingGranularity  # type: ignore[import-not-found]
     from primus_turbo.pytorch.ops import grouped_gemm_fp8
 
-    granularity, block_size, scale = FP8_CONFIGS[recipe]
     config = Float8QuantConfig(
-        granularity=ScalingGranularity[granularity], block_size=block_size, scale_dtype=ScaleDtype[scale]
+        granularity=ScalingGranularity[scales.granularity],
+        block_size=scales.block_size,
+        scale_dtype=ScaleDtype[scales.scale_dtype],
     )
-    if recipe == "mxfp8" and not trans_b:  # which it does not have
+    if not (trans_b or scales.transposes):
         w_ENC, trans_b = w_ENC.mT, True
     lens_E, offsets = _offsets(ends_E)
     is_live = torch.arange(len(x), device=x.device)[:, None] < offsets[-1]
@@ -174,7 +170,8 @@ _against_turbo = functools.partial(
 )
 TURBO = Stepwise(_turbo_products, _against_turbo)
 TURBO_FP8 = {
-    recipe: Stepwise(functools.partial(_turbo_fp8_products, recipe), _against_turbo) for recipe in FP8_CONFIGS
+    name: Stepwise(functools.partial(_turbo_fp8_products, each.turbo), _against_turbo)
+    for name, each in FORMATS.items()
 }
-"""The same with products of rows in 8 bits, by recipe."""
+"""The same with products of rows in 8 bits, by format."""
 TE = Stepwise(_te_products, functools.partial(_reason_against, "needs CUDA", False))

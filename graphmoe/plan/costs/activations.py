@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.plan.attention import Latents
-from graphmoe.plan.costs.rates import ALIGNED, FP8_SCALE
+from graphmoe.plan.costs.rates import ROWWISE, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
@@ -21,8 +21,7 @@ DENSE_SEGMENTS = ("attn", "mlp")
 MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
 """Segments of layers in order, as in `graphmoe.model.layer`."""
 Bytes = Counter[str]
-FP8_BLOCK = 128
-"""Columns of gate and up of fp8 experts that share a scale."""
+"""Bytes by segment."""
 RECEIVED = "received"
 """Key, beside segment names, of the input received from another stage."""
 
@@ -114,11 +113,13 @@ def _read(
     part: str = "",
     fp8_part: str = "",
 ) -> Iterator[Kept]:
-    """Inputs of a segment's GEMMs, which produce ``made`` elements of a row each."""
-    # fp8 GEMMs save the quantized values and a scale per row; a bf16 GEMM needs the unquantized input as well
-    in_fp8 = [name in sizes.fp8 and not (width % ALIGNED or columns % ALIGNED) for columns in made]
+    """Yield what products of a segment read of each row, to make so many elements each.
+
+    Products in 8 bits keep it so, with a scale of the row; it is kept as it is too where some are not.
+    """
+    in_fp8 = [name in sizes.fp8 and fits_fp8(width, columns) for columns in made]
     if any(in_fp8):
-        yield Kept(name, rows * (width + FP8_SCALE), part=fp8_part)
+        yield Kept(name, rows * (width + ROWWISE.scale_bytes), part=fp8_part)
     if not (in_fp8 and all(in_fp8)):
         yield Kept(name, sizes.element_bytes * rows * width, part=part)
 
@@ -234,7 +235,7 @@ def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
 
 def _shares_in_fp8(sizes: Sizes) -> bool:
     model, tp = sizes.model, sizes.layout.tp
-    even = not (model.hidden_size % ALIGNED or 2 * model.shared_ffn_size // tp % ALIGNED)
+    even = fits_fp8(model.hidden_size, 2 * model.shared_ffn_size // tp)
     return "shared_experts" in sizes.fp8 and model.shared_ffn_size > 0 and even
 
 
@@ -242,7 +243,7 @@ def _shared(sizes: Sizes, travels: bool) -> Iterator[Kept]:
     model, name = sizes.model, "shared_experts"
     if model.shared_ffn_size:
         yield from _swiglu(sizes, name, model.shared_ffn_size)
-    in_8_bits = sizes.tokens * (model.hidden_size + FP8_SCALE)
+    in_8_bits = sizes.tokens * (model.hidden_size + ROWWISE.scale_bytes)
     here = not travels and "experts" in sizes.fp8
     if _shares_in_fp8(sizes) and sizes.layout.tp == 1:
         yield Kept(name, in_8_bits, part=name)
@@ -258,8 +259,7 @@ def _experts(sizes: Sizes) -> Iterator[Kept]:
 
 def _gate_up_bytes(sizes: Sizes, inner: int) -> int:
     if "experts" in sizes.fp8:
-        # each block of columns has a scale
-        return 2 * (inner + FP8_SCALE * -(-inner // FP8_BLOCK))
+        return 2 * (inner + ROWWISE.scale_bytes * -(-inner // ROWWISE.hidden_block))
     return 2 * inner * sizes.element_bytes
 
 
@@ -270,7 +270,7 @@ def _travelling(sizes: Sizes, again: bool) -> Iterator[Kept]:
     arrived = 0 if in_fp8 and not again else e * rows * model.hidden_size
     yield Kept("moe_dispatch", arrived + 4 * rows * k)
     if in_fp8:
-        yield Kept("moe_experts", rows * (model.hidden_size + FP8_SCALE))
+        yield Kept("moe_experts", rows * (model.hidden_size + ROWWISE.scale_bytes))
     if sizes.is_planned:
         yield Kept("moe_dispatch", 8 * rows * k)
     else:

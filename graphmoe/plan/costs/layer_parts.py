@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphmoe.config.schema import ModelConfig
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.costs.rates import ALIGNED, FP8, FP8_SCALE, FP32, Fp8Dense, Product, Sides, Speeds
+from graphmoe.plan.costs.rates import FP8, FP32, ROWWISE, Fp8Dense, Product, Sides, Speeds, fits_fp8
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import balanced_load
 from graphmoe.plan.layout import Axis
@@ -121,9 +121,8 @@ def travelling_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
     """Bytes that a rank receives under balanced routing, including its own tokens."""
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
-    # combine sends as many rows; an fp8 row adds a scale
-    row = sizes.model.hidden_size + FP8_SCALE if fp8 else sizes.element_bytes * sizes.model.hidden_size
-    # copy-engine blocks are sent whole
+    D = sizes.model.hidden_size
+    row = D + ROWWISE.scale_bytes if fp8 else sizes.element_bytes * D
     return row * (ranks * sizes.block if sizes.block else rows)
 
 
@@ -176,7 +175,7 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
         inner = dense_ffn_size(model, name) / tp
         found = [("dp_cp", 1, 2 * inner, d), ("dp_cp", 1, d, inner)]
     for axis, count, rows, columns in found:
-        if not (rows % ALIGNED or columns % ALIGNED):
+        if fits_fp8(rows, columns):
             yield axis, count, int(rows), int(columns)
 
 

@@ -13,15 +13,15 @@ import numpy as np
 from msgspec import Meta
 
 from graphmoe.config.arguments import nearest
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError, Fp8Recipe
 from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import H200, Card
 
 FP8 = "fp8_"
-"""Prefix of the rates of fp8 GEMMs, as shares of the fp8 peak."""
-ALIGNED = 16
-"""Both sides of a weight must be multiples of this for fp8."""
-FP8_SCALE = 4
+"""Beginning of the names of rates of products in 8 bits, as shares of that peak."""
+ROWWISE = FORMATS[Fp8Recipe.rowwise]
+"""The format that is counted; others are counted as it, or refused, by `Format.rates`."""
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
@@ -123,6 +123,11 @@ def default_rates(*, is_nvidia: bool) -> Rates:
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
+def fits_fp8(*sides: float) -> bool:
+    """Return whether a weight of these sides has its products in 8 bits."""
+    return not any(side % ROWWISE.aligned for side in sides)
+
+
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
     """Name the source of the rates of `rates_of`, and of those that ``recipe`` needs."""
     if path is None:
@@ -133,7 +138,7 @@ def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
         return known
     if path is None or not {*FP8_RATES} <= _given(path).keys():
         known += f"; {which} are {'of one H200' if card.is_nvidia else 'assumed'}"
-    if recipe is not Fp8Recipe.rowwise:
+    if FORMATS[recipe].rates == "assumed":
         known += f"; {recipe} is assumed to have those of {Fp8Recipe.rowwise}"
     return known
 
@@ -217,7 +222,7 @@ class Speeds:
         rounded = set[float]()
         for first, second in products:
             flops, width = 2 * rows * first * second, (first * second) ** 0.5
-            eight = FP8 if fp8 and not (first % ALIGNED or second % ALIGNED) else ""
+            eight = FP8 if fp8 and fits_fp8(first, second) else ""
             once = self.seconds(flops, f"{eight}dense", width, rows)
             forward, inputs = forward + once, inputs + once
             of_weights = "" if fp8 and fp8.bf16_weights else eight

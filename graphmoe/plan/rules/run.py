@@ -9,6 +9,7 @@ from typing import Any
 
 from graphmoe.config.arguments import nearest
 from graphmoe.config.choices import FP8_PRODUCTS, SOURCES
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import (
     AttentionBackend,
@@ -159,9 +160,6 @@ def compile_rules(config: RunConfig) -> Iterator[str]:
         )
 
 
-NO_EXPERTS = {Fp8Recipe.blockwise: "has no kernels of experts that are faster than bf16"}
-
-
 def precision_rules(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     key = f"precision.fp8={precision.fp8.value}"
@@ -178,6 +176,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         yield f"precision.fp8_skip_layers={skipped} has {', '.join(bad)}; use {-count} to {count - 1}"
     if precision.fp8 is Fp8Recipe.none:
         return
+    by = FORMATS[precision.fp8]
     if not bad and 0 < count == len({layer % count for layer in skipped}):
         yield f"precision.fp8_skip_layers={skipped} are all layers; leave some, or use precision.fp8=none"
     in_fp8 = "experts" in precision.fp8_products and has_experts(config.model)
@@ -185,20 +184,19 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
     without = f", or precision.fp8_products=[{others}]" if others else ""
     inner = config.model.expert_ffn_size // max(config.parallel.etp, 1)
     uneven = {"model.hidden_size": config.model.hidden_size, "model.expert_ffn_size of a rank": inner}
-    if precision.fp8 is Fp8Recipe.tensorwise and config.parallel.dp_shard is DpShard.fsdp2:
+    if by.is_delayed and config.parallel.dp_shard is DpShard.fsdp2:
         yield (
             f"{key} has scales beside whole weights, but parallel.dp_shard=fsdp2 shards them; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
     vendor = fp8_vendor(config)
-    if in_fp8 and precision.fp8 in NO_EXPERTS and vendor is None:
-        yield f"{key} {NO_EXPERTS[precision.fp8]}; use precision.fp8=rowwise{without}"
+    if in_fp8 and by.why_no_experts and vendor is None:
+        yield f"{key} {by.why_no_experts}; use precision.fp8=rowwise{without}"
         in_fp8 = False
-    aligned = {Fp8Recipe.blockwise: 128, Fp8Recipe.mxfp8: 32}.get(precision.fp8, 16)
     for name, size in uneven.items() if in_fp8 else ():
-        if size % aligned:
-            even = -(-size // aligned) * aligned
-            yield f"{key} of experts needs multiples of {aligned}, and {name} is {size}; use {even}"
+        if size % by.aligned:
+            even = -(-size // by.aligned) * by.aligned
+            yield f"{key} of experts needs multiples of {by.aligned}, and {name} is {size}; use {even}"
     if not config.compile.enabled:
         yield f"{key} is a pass over compiled units, and compile.enabled=false; use compile.enabled=true"
     else:

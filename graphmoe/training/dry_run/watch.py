@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmoe.ops.fp8_blocks.reference import MX_BLOCK, is_mx
+from graphmoe.config.formats import FORMATS
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.plan.pipeline.actions import Kind, Step, parts
@@ -210,28 +210,29 @@ def _of_replicas(replicas: Sequence[Tensor | None], *weights: Tensor) -> int:
 
 def _fp8_rows(xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, *rest: Any) -> int:
     (H, D), R, size = gate_up_q.shape[1:], rest[4].shape[0], rest[7].itemsize
-    return int(R * (size * (H + D) + H // 2)) + _of_replicas(rest[10:], gate_up_q, *rest[:3])
+    return int(R * (size * (H + D) + H // 2)) + _of_replicas(rest[11:], gate_up_q, *rest[:3])
 
 
 def _fp8_hidden(
     xq_TD: Tensor, _: Tensor, gate_up_q: Tensor, gate_up_s: Tensor, slot_R: Tensor, *rest: Any
 ) -> int:
     of_rows = int(slot_R.shape[0] * gate_up_q.shape[1] * rest[2].itemsize)
-    return of_rows + _of_replicas(rest[3:], gate_up_q, gate_up_s)
+    return of_rows + _of_replicas(rest[4:], gate_up_q, gate_up_s)
 
 
 def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> int:
     (R, H), D = hq_RH.shape, dyq_TD.shape[1]
-    return int(R * (H // 2 + D) * rest[9].itemsize) + _of_replicas(rest[13:], *rest[1:5])
+    return int(R * (H // 2 + D) * rest[9].itemsize) + _of_replicas(rest[14:], *rest[1:5])
 
 
 def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:
     """Transposed copies of both sides of both products, whose rows of each expert fill whole tiles.
 
-    In mxfp8, which has a scale for 32 numbers, those of one product after those of the other.
+    With a scale for each block those of one product after those of the other.
     """
     (R, H), D, E = dhq_RH.shape, xq_TD.shape[1], rest[5].shape[0]
-    columns = (H + D) * (MX_BLOCK + 1) // MX_BLOCK if is_mx(dys_T1) else H + H // 2 + 2 * D
+    by = FORMATS[next(each for each in rest if isinstance(each, str))]
+    columns = (H + D) * (by.block + by.scale_bytes) // by.block if by.block else H + H // 2 + 2 * D
     return int((R + E * (BLOCK_R - 1)) * columns)
 
 

@@ -1,17 +1,17 @@
-"""Launches of the kernels of the grouped MLP in mxfp8, with the signatures of `reference`.
+"""Launches of the kernels of the grouped MLP in mxfp8, for `ops.fp8_steps`.
 
 No call waits for the device or reads a count on the host, and every sum has a fixed order.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphmoe.ops import num_warps
+from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_mlp.reference import Scaled
+from graphmoe.ops.fp8_steps import Known, Steps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
@@ -29,77 +29,34 @@ WEIGHTS = {
 """Tiles by kind of device; those that are no hopper or instinct have no products in mxfp8."""
 
 
-def forward(
-    x: Scaled,
-    w_gate_up: Scaled,
-    w_down: Scaled,
-    weight_TK: Tensor,
-    plan: Plan,
-    dtype: torch.dtype,
-    more: Sequence[Scaled] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y_TD, and h; ``more`` as in `ops.fp8_mlp.launches`."""
-    R, (E, D, F) = len(plan.slot_R), w_down[0].shape
-    parts = parts_of(plan.ends_E, R, E)
-    a, y_RD = _empty(x, R, F), x[0].new_empty(R, D, dtype=dtype)
-    h = _hidden(x, (w_gate_up, *more[:1]), plan, dtype, parts, (weight_TK.contiguous(), *a))
-    _product(a, (w_down, *more[1:]), y_RD, plan, parts)
-    return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
+def _swiglu(
+    x: Stored, h_RH: Tensor, weight_TK: Tensor | None, plan: Plan, known: Known | None
+) -> tuple[Stored, Stored | None]:
+    (R, H), a = h_RH.shape, None
+    h = _empty(x, R, H)
+    if weight_TK is not None:
+        weight_TK, a = weight_TK.contiguous(), _empty(x, R, H // 2)
+    of_tiles = (h_RH, weight_TK, plan.slot_R, plan.ends_E, *h, *(a or (None, None)))
+    _by_tiles("swiglu_kernel", of_tiles, plan, H // 2, 128)
+    return h, a
 
 
-def hidden(
-    x: Scaled, w_gate_up: Scaled, plan: Plan, dtype: torch.dtype, more: Sequence[Scaled] = ()
-) -> Scaled:
-    """h, as `forward` makes it."""
-    parts = parts_of(plan.ends_E, len(plan.slot_R), len(w_gate_up[0]))
-    return _hidden(x, (w_gate_up, *more), plan, dtype, parts, (None,) * 3)
-
-
-def _hidden(
-    x: Scaled,
-    w_gate_up: Sequence[Scaled],
-    plan: Plan,
-    dtype: torch.dtype,
-    parts: Sequence[Part],
-    activation: Sequence[Any],
-) -> Scaled:
-    R, H = len(plan.slot_R), w_gate_up[0][0].shape[1]
-    h_RH, h = x[0].new_empty(R, H, dtype=dtype), _empty(x, R, H)
-    _product(x, w_gate_up, h_RH, plan, parts, gathers=True)
-    weight, *a = activation
-    _by_tiles("swiglu_kernel", (h_RH, weight, plan.slot_R, plan.ends_E, *h, *a), plan, H // 2, 128)
-    return h
-
-
-def dgrad(
-    dy: Scaled,
-    h: Scaled,
-    w_gate_up: Scaled,
-    w_down: Scaled,
-    weight_TK: Tensor,
-    plan: Plan,
-    dtype: torch.dtype,
-    more: Sequence[Scaled] = (),
-) -> tuple[Tensor, ...]:
-    """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed."""
-    (R, H), D = h[0].shape, dy[0].shape[1]
-    F, parts = H // 2, parts_of(plan.ends_E, R, len(w_down[0]))
-    da_RF, dx_RD = (h[0].new_empty(R, width, dtype=dtype) for width in (F, D))
-    _product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
-    dh, a = _empty(dy, R, H), _empty(dy, R, F)
+def _swiglu_grad(
+    dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
+    known_a: Tensor | None, known: Known | None,
+) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
+    R, F = da_RF.shape
+    dh, a = _empty(dy, R, 2 * F), _empty(dy, R, F)
     partial = weight_TK.new_empty(-(-F // COLUMNS), R)
     of_tiles = (da_RF, *h, weight_TK.contiguous(), plan.slot_R, plan.ends_E, *dh, *a, partial)
     _by_tiles("swiglu_grad_kernel", of_tiles, plan, F, 256)
-    _product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
-    dx_TD = torch.ops.graphmoe.unpermute(dx_RD, *plan, None)
-    return dx_TD, weight_sums(partial, plan.row_TK), *dh, *a
+    return dh, a, weight_sums(partial, plan.row_TK)
 
 
-def wgrad(
-    dy: Scaled, x: Scaled, dh: Scaled, a: Scaled, plan: Plan,
+def _wgrad(
+    dy: Stored, x: Stored, dh: Stored, a: Stored, plan: Plan,
     totals: tuple[Tensor, Tensor] | None = None, *, add: bool = False, of_more: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up and dw_down in fp32, in ``totals`` where there are any, on top of them with ``add``."""
     E, sides = len(plan.ends_E) - (len(of_more[0]) if of_more else 0), ((dh, x), (dy, a))
     sizes = [(E, left[0].shape[1], right[0].shape[1]) for left, right in sides]
     up, down = totals or [dh[0].new_empty(size, dtype=torch.float32) for size in sizes]
@@ -115,9 +72,9 @@ def wgrad(
     return up, down
 
 
-def turned_rows(of: Scaled, plan: Plan, table: Tensor, *, gathers: bool) -> Scaled:
+def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stored:
     """Rows of experts as columns [C, padded], with scales along them; those of tokens are gathered."""
-    from graphmoe.ops.mx_mlp.kernels import turned_kernel
+    from graphmoe.ops.fp8_mlp.mx_kernels import turned_kernel
 
     max_tiles, C = len(table) // 2, of[0].shape[1]
     padded = max_tiles * BLOCK_R
@@ -131,16 +88,16 @@ def turned_rows(of: Scaled, plan: Plan, table: Tensor, *, gathers: bool) -> Scal
     return result
 
 
-def _empty(like: Scaled, rows: int, columns: int) -> Scaled:
+def _empty(like: Stored, rows: int, columns: int) -> Stored:
     return like[0].new_empty(rows, columns), like[1].new_empty(rows, columns // MX_BLOCK)
 
 
 def _product(
-    x: Scaled, weights: Sequence[Scaled], out: Tensor, plan: Plan, parts: Sequence[Part],
+    x: Stored, weights: Sequence[Stored], out: Tensor, plan: Plan, parts: Sequence[Part],
     *, gathers: bool = False,
 ) -> None:  # fmt: skip
     """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows."""
-    from graphmoe.ops.mx_mlp.kernels import rows_kernel
+    from graphmoe.ops.fp8_mlp.mx_kernels import rows_kernel
 
     (q, scale), tile = x, in_8_bits(ROWS, kind_of(x[0].device))
     for (ends_E, tiles), (w_q, w_s) in zip(parts, weights, strict=True):
@@ -160,23 +117,23 @@ def _product(
 
 
 def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, threads: int) -> None:
-    from graphmoe.ops.mx_mlp import kernels
+    from graphmoe.ops.fp8_mlp import mx_kernels
 
     R = len(plan.slot_R)
     if R:
-        getattr(kernels, name)[(-(-R // 32), -(-F // COLUMNS))](
+        getattr(mx_kernels, name)[(-(-R // 32), -(-F // COLUMNS))](
             *tensors, len(plan.ends_E), R,
             F=F, ROWS=32, COLUMNS=COLUMNS, BLOCK=MX_BLOCK, num_warps=num_warps(threads),
         )  # fmt: skip
 
 
 def _weight_grad(
-    left: Scaled, right: Scaled, plan: Plan, total: Tensor, *, add: bool = False, in_front: int = 0
+    left: Stored, right: Stored, plan: Plan, total: Tensor, *, add: bool = False, in_front: int = 0
 ) -> None:
     """Launch `weight_grad_kernel` for experts behind those ``in_front``."""
     import triton
 
-    from graphmoe.ops.mx_mlp.kernels import weight_grad_kernel
+    from graphmoe.ops.fp8_mlp.mx_kernels import weight_grad_kernel
 
     (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(total.device))
     if not left[0].numel():
@@ -190,3 +147,8 @@ def _weight_grad(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, BLOCK=MX_BLOCK, SUBTILES=tile.subtiles,
         UPCAST=not total.is_cuda, num_warps=num_warps(tile.threads), num_stages=tile.stages,
     )  # fmt: skip
+
+
+STEPS = Steps(
+    lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
+)

@@ -1,0 +1,84 @@
+"""The routed experts in 8 bits, by `Steps`: those of a format on a device.
+
+Suffixes as in `ops.fp8_mlp`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphmoe.ops.fp8 import Stored
+from graphmoe.ops.grouped_mlp.reference import Plan
+
+
+class Known(NamedTuple):
+    """A scale [1] that is known before, and what takes up the largest number [1], in place."""
+
+    scale: Tensor
+    largest: Tensor
+
+
+class Steps(NamedTuple):
+    """Steps that differ between formats, and between kernels and their plain form.
+
+    ``more`` are weights of further experts, whose rows follow: replicas of those of other ranks.
+    """
+
+    parts: Callable[[Plan, int], Any]
+    """Rows of the own experts, whose number is given, and of further ones, for the products of a layer."""
+    product: Callable[..., None]
+    """(x, weights, out, plan, parts, gathers) stores w[e(r)] @ x[r]; ``gathers`` if x has a row per token."""
+    swiglu: Callable[..., tuple[Stored, Any]]
+    """(x, h_RH, weight_TK, plan, known) -> h for the backward, and, with weights, the weighted activation."""
+    swiglu_grad: Callable[..., tuple[Stored, Stored, Tensor]]
+    """(dy, da_RF, h, weight_TK, plan, known_a, known) -> dh, the weighted activation, dweight_TK."""
+    wgrad: Callable[..., tuple[Tensor, Tensor]]
+    """(dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32.
+
+    They are stored in ``totals``, or on top of them with ``add``, if there are any. Those of further experts
+    are stored in the two of ``of_more``, where such without rows may be left as they are.
+    """
+
+    def forward(
+        self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
+        dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """y_TD, and h; the scale of the activation may be ``known``."""
+        parts = self.parts(plan, len(w_down[0]))
+        y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
+        h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
+        self.product(a, (w_down, *more[1:]), y_RD, plan, parts)
+        return torch.ops.graphmoe.unpermute(y_RD, *plan, None), *h
+
+    def hidden(
+        self, x: Stored, w_gate_up: Stored, plan: Plan, dtype: torch.dtype, more: Sequence[Stored] = ()
+    ) -> Stored:
+        """h, as `forward` makes it."""
+        parts = self.parts(plan, len(w_gate_up[0]))
+        return self._hidden(x, (w_gate_up, *more), None, plan, dtype, None, parts)[0]
+
+    def _hidden(
+        self, x: Stored, weights: Sequence[Stored], weight_TK: Tensor | None, plan: Plan,
+        dtype: torch.dtype, known: Known | None, parts: Any,
+    ) -> tuple[Stored, Any]:  # fmt: skip
+        h_RH = x[0].new_empty(len(plan.slot_R), weights[0][0].shape[1], dtype=dtype)
+        self.product(x, weights, h_RH, plan, parts, gathers=True)
+        return self.swiglu(x, h_RH, weight_TK, plan, known)
+
+    def dgrad(
+        self, dy: Stored, h: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
+        dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
+        more: Sequence[Stored] = (),
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
+
+        The scales of the activation and of dh may be ``known``.
+        """
+        parts, R = self.parts(plan, len(w_down[0])), len(plan.slot_R)
+        da_RF, dx_RD = (h[0].new_empty(R, w[0].shape[1], dtype=dtype) for w in (w_down, w_gate_up))
+        self.product(dy, (w_down, *more[1:]), da_RF, plan, parts, gathers=True)
+        dh, a, dweight_TK = self.swiglu_grad(dy, da_RF, h, weight_TK, plan, known_a, known)
+        self.product(dh, (w_gate_up, *more[:1]), dx_RD, plan, parts)
+        return torch.ops.graphmoe.unpermute(dx_RD, *plan, None), dweight_TK, *dh, *a

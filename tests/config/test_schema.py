@@ -59,10 +59,10 @@ def test_every_option_of_every_group_composes_and_is_valid(option):
         assert shows in (CONF / "data" / f"{found.data.source}.yaml").read_text()
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CONF)))
-def test_every_option_opens_with_what_it_is_for(path):
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
-    assert lines[0].startswith("# ") and len(lines[0]) > 12
+def test_every_option_opens_with_what_it_is_for():
+    for path in FILES:
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("# @package")]
+        assert lines[0].startswith("# ") and len(lines[0]) > 12, path
 
 
 def test_autos_are_resolved_and_the_given_configuration_is_left_alone(monkeypatch, tmp_path):
@@ -84,9 +84,7 @@ def test_autos_are_resolved_and_the_given_configuration_is_left_alone(monkeypatc
     "stage, scope, resolved",
     [("auto", "none", 0), ("auto", "partial", 1), ("auto", "layer", 3), (2, "none", 2), (3, "partial", 3)],
 )
-def test_the_resolved_stage_is_the_lowest_that_the_scope_needs_or_the_one_that_is_named(
-    stage, scope, resolved
-):
+def test_the_resolved_stage_is_the_lowest_that_its_scope_needs_or_the_given(stage, scope, resolved):
     found = config(f"moe.sync_free_stage={stage}", f"graph.scope={scope}", "compile.enabled=true")
     assert to_plain(found)["moe"]["sync_free_stage"] == resolved
 
@@ -114,13 +112,13 @@ def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path
 SECTIONS = [RunConfig, *filter(dataclasses.is_dataclass, typing.get_type_hints(RunConfig).values())]
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda kind: kind.__name__)
-def test_every_key_has_its_documentation(section):
-    nested = {name for name, kind in typing.get_type_hints(section).items() if dataclasses.is_dataclass(kind)}
-    wanted = {f.name for f in dataclasses.fields(section)} - nested
-    docs = field_docs(section)
-    assert set(docs) == wanted
-    assert all(len(text) > 10 and text.endswith(".") and "\n" not in text for text in docs.values())
+def test_every_key_has_its_documentation():
+    for section in SECTIONS:
+        kinds = typing.get_type_hints(section)
+        wanted = {f.name for f in dataclasses.fields(section) if not dataclasses.is_dataclass(kinds[f.name])}
+        docs = field_docs(section)
+        assert set(docs) == wanted, section
+        assert all(len(text) > 10 and text.endswith(".") and "\n" not in text for text in docs.values())
 
 
 def test_the_printed_configuration_is_that_of_the_words(tmp_path):
@@ -140,9 +138,8 @@ def test_help_has_three_examples_and_the_groups(tmp_path):
     assert examples.count("python -m graphmoe.train") == 3
     for part in ("deepseek_v3", "synthetic", "train.steps=300", "optim.lr=0.003", "--config-dir"):
         assert part in text
-    assert "max_nonfinite" not in text and all(
-        len(line) <= 100 for line in text.splitlines() if "python" not in line
-    )
+    assert "max_nonfinite" not in text
+    assert all(len(line) <= 100 for line in text.splitlines() if "python" not in line)
 
 
 def test_help_of_all_keys_has_each_with_its_default_and_its_documentation():
@@ -161,31 +158,20 @@ def test_help_of_all_keys_has_each_with_its_default_and_its_documentation():
         ("petite -h", ["model.num_layers=9 ", "optim.lr=0.01 ", "run.name=petite ", "model=petite."]),
         ("-m petite optim.lr=1e-3,2e-3 --help", ["optim.lr=0.01 ", "model=petite."]),
         ("experiment=mini --help", ["train.steps=7 ", "data.paths=[a]", " experiment=mini."]),
-        (
-            "petit --help",
-            [
-                "model.num_layers=4 ",
-                "those of model=tiny: 'model=petit' on the",
-                "did you mean model=petite?",
-            ],
-        ),
+        ("petit --help", ["model.num_layers=4 ", "tiny: 'model=petit' on the", "did you mean model=petite?"]),
         ("train.stps=3 --help", ["train.steps=300 ", "those of model=tiny: unknown key 'train.stps'"]),
         ("-cn other --help", ["those of model=tiny: -cn is not read by --help"]),
     ],
 )
 def test_help_has_the_options_of_ones_own_and_the_values_of_its_words_or_says_why_not(tmp_path, words, said):
     mini = "# @package _global_\ntrain: {steps: 7}\ndata: {paths: [a]}"
-    files = {
-        "model/petite": "name: petite\nnum_layers: 9\npeak_lr: 1e-2",
-        "experiment/mini": mini,
-        "experiment/of/x": "",
-    }
+    petite = "name: petite\nnum_layers: 9\npeak_lr: 1e-2"
+    files = {"model/petite": petite, "experiment/mini": mini, "experiment/of/x": ""}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    shown = " ".join(
-        help_text("graphmoe.train", EXAMPLES, [*words.split(), f"--config-dir={tmp_path}"]).split()
-    )
+    given = [*words.split(), f"--config-dir={tmp_path}"]
+    shown = " ".join(help_text("graphmoe.train", EXAMPLES, given).split())
     for part in [*said, " moonlight_16b petite qwen3", " mini moe_1t_768_mi300x", " of/x "]:
         assert part in shown
 
@@ -201,12 +187,13 @@ BALANCE = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_states_its_name_and_only_what_differs_from_the_defaults(name):
-    stated = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"))
-    model, defaults = asdict(load_preset(name)), asdict(ModelConfig())
-    assert stated["name"] == name
-    assert {key for key in stated if model[key] == defaults[key]} == set()
+def test_a_preset_states_its_name_and_only_what_differs_from_the_defaults():
+    defaults = asdict(ModelConfig())
+    for name in PRESETS:
+        stated = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "model" / f"{name}.yaml"))
+        model = asdict(load_preset(name))
+        assert stated["name"] == name
+        assert {key for key in stated if model[key] == defaults[key]} == set(), name
 
 
 @pytest.mark.parametrize(("name", "experts", "top_k"), [("515b", 112, 8), ("1t", 224, 8), ("2t", 448, 16)])
@@ -220,29 +207,30 @@ def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith(("tiny", "moe"))])
-def test_balance_loss_is_the_published_one(name):
-    m = load_preset(name)
-    family = max((prefix for prefix in BALANCE if name.startswith(prefix)), key=len)
-    assert (m.aux_loss, m.aux_loss_coef) == BALANCE[family]
+def test_balance_loss_is_the_published_one():
+    for name in PRESETS:
+        if not name.startswith(("tiny", "moe")):
+            m = load_preset(name)
+            family = max((prefix for prefix in BALANCE if name.startswith(prefix)), key=len)
+            assert (m.aux_loss, m.aux_loss_coef) == BALANCE[family], name
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_table_of_the_documentation_is_true(name):
-    page = (ROOT / "docs" / "model.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    m, counts = load_preset(name), count_parameters(load_preset(name))
-    shown = [f"{m.num_layers} ({m.num_dense_layers})", str(m.hidden_size)]
-    assert cells[1:3] == shown
-    assert cells[4:6] == [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
-    assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in counts.values()]
+def test_the_table_of_the_documentation_is_true():
+    lines = (ROOT / "docs" / "model.md").read_text().splitlines()
+    for name in PRESETS:
+        row = next(line for line in lines if line.startswith(f"| `{name}` |"))
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        m, counts = load_preset(name), count_parameters(load_preset(name))
+        sizes = [f"{m.num_experts}, {m.top_k}, {m.expert_ffn_size}", str(m.shared_ffn_size or "-")]
+        assert cells[1:3] == [f"{m.num_layers} ({m.num_dense_layers})", str(m.hidden_size)], name
+        assert cells[4:6] == sizes, name
+        assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in counts.values()], name
 
 
 NOUNS = {"file": "files", "entry": "entries", "key": "keys", "micro-batch": "micro-batches", "pass": "passes"}
 
 
-@pytest.mark.parametrize(("noun", "plural"), NOUNS.items())
-def test_a_noun_is_plural_unless_there_is_one(noun, plural):
-    said = [f"0 {plural}", f"1 {noun}", f"1,234 {plural}"]
-    assert [number_of(count, noun) for count in (0, 1, 1234)] == said
+def test_a_noun_is_plural_unless_there_is_one():
+    for noun, plural in NOUNS.items():
+        said = [f"0 {plural}", f"1 {noun}", f"1,234 {plural}"]
+        assert [number_of(count, noun) for count in (0, 1, 1234)] == said

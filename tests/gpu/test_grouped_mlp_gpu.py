@@ -7,7 +7,7 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp import choice
 from graphmoe.runtime.cache.store import CompileCache
 from tests.gpu.sleeping import assert_never_waits, assert_repeats, assert_replays
-from tests.ops.mlp_cases import assert_directions_match, assert_results_match, make_problem, ops_of
+from tests.ops.mlp_cases import assert_directions_match, assert_results_match, leaves_of, make_problem, ops_of
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.tolerances import assert_gradient_close
 
@@ -26,10 +26,6 @@ ROUTED = ("skewed", 2048, 512, 256, 16, 4, 0)
 def step(p, leaves, backend="triton"):
     y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, backend)
     return [y_TD, *torch.autograd.grad(y_TD, leaves, p.dy_TD)]
-
-
-def leaves_of(p):
-    return [t.detach().requires_grad_() for t in p.inputs]
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch", "torch,triton,torch"])

@@ -141,6 +141,11 @@ def make_problem(case, dtype, device="cpu"):
     return Problem(x, w_gate_up, w_down, weight_TK, dy, expert_TK.to(device), routed, plan.live)
 
 
+def leaves_of(p, wanted=(True,) * 4):
+    """Inputs as leaves of autograd, of which some want gradients."""
+    return [t.detach().requires_grad_(wants) for t, wants in zip(p.inputs, wanted, strict=True)]
+
+
 def exact_result(p):
     """y and the four gradients in fp64; NaN in the inputs belongs to no live row, and counts as 0."""
     leaves = [t.detach().double().nan_to_num(0.0).requires_grad_() for t in p.inputs]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ops.ahead_of_time import ROOT, TARGETS, compiled
+from tests.runs import slow_but
 
 TEXTS = {path.stem: path.read_text() for path in Path(__file__).parent.glob("test_*.py")}
 INTERPRETED = sorted(
@@ -60,11 +61,7 @@ STORES = {
 }
 
 
-def slow_but(quick, names):
-    return [name if name == quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("file", slow_but(QUICK, INTERPRETED))
+@pytest.mark.parametrize("file", slow_but(INTERPRETED, QUICK))
 def test_kernels_pass_in_the_interpreter(file):
     """The cases of a file with the backend ``interpreted``, in a process of their own."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
@@ -82,7 +79,7 @@ def test_kernels_pass_in_the_interpreter(file):
     assert re.search(r"\d+ passed", last) and not re.search(r"skipped|xfailed", last), last
 
 
-@pytest.mark.parametrize("file", slow_but(QUICK, AHEAD_OF_TIME))
+@pytest.mark.parametrize("file", slow_but(AHEAD_OF_TIME, QUICK))
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_move_wide_rows(file, target):
     facts = compiled(f"tests.ops.{file}", target)

@@ -102,13 +102,9 @@ class Recorder:
 
 
 SHARED = {
-    "rows": SYMM,
-    "replicas": REPLICAS,
-    "few slots": FEW_SLOTS,
-    "few slots, captured": (*FEW_SLOTS, "graph.scope=layer"),
-    "8 bits": (*REPLICAS, FP8),
-    "separate": (*REPLICAS, SEPARATE),
-}
+    "rows": SYMM, "replicas": REPLICAS, "few slots": FEW_SLOTS, "8 bits": (*REPLICAS, FP8),
+    "few slots, captured": (*FEW_SLOTS, "graph.scope=layer"), "separate": (*REPLICAS, SEPARATE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", slow_but(SHARED, "rows", "few slots, captured", "separate"))

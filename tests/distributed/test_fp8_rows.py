@@ -43,7 +43,7 @@ CASES = {
     "with replicas": case(REPLICAS, BLOCKS, TURNS, *FULL, change=all_on_two_experts),
 }
 INDUCTOR = "by Inductor, in turns"
-NAMES = [*slow_but({name: name for name in CASES}, "blocks, the whole step captured")]
+NAMES = [*slow_but([*CASES], "blocks, the whole step captured")]
 NAMES += [pytest.param(INDUCTOR, marks=pytest.mark.exhaustive)]
 CASES[INDUCTOR] = case(TURNS, BF16, "model.num_layers=1", "model.num_dense_layers=0", traced=False)
 
@@ -108,9 +108,7 @@ def copied(request, tmp_path_factory):
     return Job(tmp_path_factory.mktemp("copied"), cases).results(seconds=900)
 
 
-@pytest.mark.parametrize(
-    "kind", slow_but({name: name for name in COPIED}, "rowwise", "rowwise, computed twice")
-)
+@pytest.mark.parametrize("kind", slow_but([*COPIED], "rowwise, computed twice"))
 def test_replicas_change_a_training_by_the_order_of_sums_only(copied, kind):
     with_copies, without = copied[f"{kind}: {REPLICAS}"], copied[f"{kind}: moe.balance=none"]
     assert receive_load(with_copies[0]) < 1.3 < 1.9 < receive_load(without[0])

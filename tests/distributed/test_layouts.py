@@ -57,7 +57,6 @@ FOUR = (
     Case(4, "cp=2 tp=2 ep=4", model=(LORA, MTP)),
     Case(4, f"cp=4 {RING}"),
     Case(4, f"ep=2 {FSDP}", overrides=(AGAIN,)),
-    Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
     HOT,
 )
@@ -104,7 +103,7 @@ TWO = (
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
-    HOT_STAGE,
+    HOT_STAGE, Case(4, "pp=4", "zb1p", mode="traced"),
     Case(4, "ep=2 etp=2", model=(MTP,)),
     Case(4, "tp=2 ep=2", model=GQA[:3]), Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)),
     Case(4, "tp=2", model=(DENSE,)), Case(4, "tp=2", model=("model.selection_bias=false", NOT_SHARED)),

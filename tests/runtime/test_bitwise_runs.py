@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphmoe.runtime.capture.capture import REPORT_FILE
 from graphmoe.runtime.compile.report import REPORT_FILE as COMPILE_REPORT
 from graphmoe.segments import SCOPES
+from tests.distributed.training import as_traced as units_as_traced
 from tests.runs import COMPILED, assert_load_swings, assert_same_runs, metrics, numbers, slow_but, train_in
 from tests.runtime.test_lanes import ALL, ZERO_BUBBLE, assert_bitwise
 
@@ -34,11 +36,8 @@ CASES = {  # words of both runs, of the plain one and of the other
     "step again": (EAGER, (), (EVERYTHING, STEP)),
     "rotating load": ((*EAGER, "moe.expert_load=rotating"), (), (STEP,)),
     "swinging": (SWINGING, (), ("graph.warmup_steps=2", STEP)),
-    "moe": ((*UNITS, "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY),
-    "bf16": (
-        (*UNITS, UNVALIDATED, "precision.compute=bf16", "graph.scope=[embed,moe_experts,loss]", TRACED),
-        LATE,
-        EARLY,
+    "moe in bf16": (
+        (*AGAIN, "precision.compute=bf16", "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY
     ),
     "segments again": ((*AGAIN, TRACED), (), (SEGMENTS,)),
     "captured parts again": (
@@ -52,6 +51,7 @@ CASES = {  # words of both runs, of the plain one and of the other
         ("recompute.layer_ids=[0,2]",),
     ),
     "compiled step": ((*EAGER, *COMPILED), (), (STEP,)),
+    "embed, experts and loss": ((*UNITS, "graph.scope=[embed,moe_experts,loss]", TRACED), LATE, EARLY),
     "captured layers": ((*UNITS, "model.mtp_depth=1", LAYER, TRACED), LATE, EARLY),
     "captured layers, rotating load": ((*UNITS, "moe.expert_load=rotating", LAYER, TRACED), LATE, EARLY),
     "captured layers, swinging": ((*SWINGING, *COMPILED, LAYER, TRACED), LATE, EARLY),
@@ -61,7 +61,7 @@ CASES = {  # words of both runs, of the plain one and of the other
 IN_EVERY_SUITE = [*CASES][: [*CASES].index("captured layers again")]
 
 
-@pytest.mark.parametrize("name", slow_but({name: name for name in CASES}, *IN_EVERY_SUITE))
+@pytest.mark.parametrize("name", slow_but([*CASES], *IN_EVERY_SUITE))
 def test_a_run_is_bitwise_the_plain_one_and_reports_what_it_did(request, tmp_path, caplog, name):
     words, of_plain, of_other = CASES[name]
     every, compiles = " ".join((*words, *of_other)), "compile.enabled=true" in words
@@ -108,16 +108,26 @@ def test_replays_of_code_of_inductors_have_the_bits_of_the_uncaptured_units():
     assert_bitwise(ALL, [ZERO_BUBBLE] * 4)
 
 
-@pytest.mark.parametrize("scope", ["layer", "partial", "moe", "[moe_experts]"])
-def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope, as_traced):
-    words = (*AGAIN, TRACED, "checkpoint.interval=0")
-    for name in ("none", scope):
-        train_in(tmp_path / name, *words, f"graph.scope={name}", *EARLY)
-    matches = json.loads((tmp_path / scope / COMPILE_REPORT).read_text())["passes"]
+FUSED = (*AGAIN, TRACED, "checkpoint.interval=0", *EARLY)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory) -> list[dict[str, Any]]:
+    """Rows of a run that captures nothing."""
+    folder = tmp_path_factory.mktemp("uncut")
+    with units_as_traced():
+        train_in(folder, *FUSED)
+    return numbers(folder)
+
+
+@pytest.mark.parametrize("scope", slow_but(("layer", "partial", "moe", "[moe_experts]"), "partial", "moe"))
+def test_experts_are_fused_where_the_scope_cuts_them_from_their_plan(tmp_path, scope, as_traced, uncut):
+    train_in(tmp_path, *FUSED, f"graph.scope={scope}")
+    matches = json.loads((tmp_path / COMPILE_REPORT).read_text())["passes"]
     assert matches["fuse_permutation"]["matches"] >= 4 and matches["fuse_experts"]["matches"] >= 1
-    whole, cut = (numbers(tmp_path / name) for name in ("none", scope))
+    cut = numbers(tmp_path)
     if scope in ("layer", "partial"):
-        assert cut == whole
-    assert cut[0]["loss"] == whole[0]["loss"], "before any gradient"
+        assert cut == uncut
+    assert cut[0]["loss"] == uncut[0]["loss"], "before any gradient"
     for key in ("loss", "grad_norm"):  # docs/compile.md says so
-        assert [row[key] for row in cut] == pytest.approx([row[key] for row in whole], rel=1e-6)
+        assert [row[key] for row in cut] == pytest.approx([row[key] for row in uncut], rel=1e-6)

@@ -10,7 +10,8 @@ train: $(VENV)/installed
 	$(BIN)/python -m graphmoe.train
 
 # Bytecode is kept even where the shell says not to: or each process that starts compiles all sources.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+# The seconds of every test are in build/tests.xml; the 30 largest are printed.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 --junitxml=build/tests.xml
 
 test: $(VENV)/installed-dev lint
 	$(PYTEST)

@@ -37,7 +37,7 @@ def edited(table, rank, old, new):
     ("rank", "old", "new", "message"),
     [
         # 0F0 0F1 0B0 0F2 0B1 0B2 and 1F0 1B0 1F1 1B1 1F2 1B2
-        (1, "1F1 ", "", r"1f1b: rank 1 does B of stage 1 for micro-batch 1; F and B or F and I and W is"),
+        (1, "1F1 ", "", r"1f1b: rank 1 does B of stage 1 for micro-batch 1; F and B or F and I and W must"),
         (0, " 0B2", "", r"1f1b: rank 0 does F of stage 0 for micro-batch 2; F and B or"),
         (0, "0B1", "0I1", r"1f1b: rank 0 does F and I of stage 0 for micro-batch 1"),
         (0, "0B1", "0B1 0W1", r"1f1b: rank 0 does F and B and W of stage 0 for micro-batch 1"),

@@ -153,9 +153,9 @@ def test_every_pass_runs_with_its_parameters_unless_it_is_named_otherwise():
         (PassesConfig(enabled=["fuse_rooter"]), "enabled=.*no pass fuse_rooter; there are .*fuse_router"),
         (
             PassesConfig(disabled=["fuse_activation"]),
-            r"fuse_experts joins what fuse_activation .*passes.disabled=\[fuse_activation,fuse_experts\]",
+            r"fuse_experts fuses the results of fuse_activation.*passes.disabled=\[fuse_activation,fuse_experts\]",
         ),
-        (PassesConfig(enabled=["fuse_experts"]), "joins what fuse_permutation and fuse_activation"),
+        (PassesConfig(enabled=["fuse_experts"]), "fuses the results of fuse_permutation and fuse_activation"),
         (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),
         (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
         (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),

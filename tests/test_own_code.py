@@ -154,7 +154,7 @@ def test_a_pipeline_schedule(own, tmp_path):
 def test_a_pipeline_schedule_that_no_ranks_could_run_is_refused(own):
     own("wrong_pipelines", f"{SCHEDULE.replace('FB', 'BF')}\nno_schedule = in_pairs\n")
     for name, words in {
-        "mine": "rank 0 at 0B0 waits for 0F0, which comes later on rank 0",
+        "mine": "rank 0 at 0B0 waits for 0F0, which is later on rank 0",
         "no_schedule": "is a function; name a graphmoe.plan.pipeline.schedules.Schedule",
     }.items():
         with pytest.raises(ConfigError, match=rf"pipeline.schedule=wrong_pipelines:{name}:? {words}"):

@@ -153,7 +153,7 @@ def test_every_pass_runs_with_its_parameters_unless_it_is_named_otherwise():
         (PassesConfig(enabled=["fuse_rooter"]), "enabled=.*no pass fuse_rooter; there are .*fuse_router"),
         (
             PassesConfig(disabled=["fuse_activation"]),
-            r"fuse_experts fuses the results of fuse_activation.*passes.disabled=\[fuse_activation,fuse_experts\]",
+            r"fuses the results of fuse_activation.*passes.disabled=\[fuse_activation,fuse_experts\]",
         ),
         (PassesConfig(enabled=["fuse_experts"]), "fuses the results of fuse_permutation and fuse_activation"),
         (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),

@@ -40,7 +40,7 @@ def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides, co
     with syncs_are_errors():
         for _ in range(3):
             trainer._train_step()
-    assert trainer.step == 6 and len(trainer.rows) == 6
+    assert trainer.step == 6 and len(trainer.rows) == 5  # the first is read at once
     read = trainer.rows.read()
     assert all(math.isfinite(row.values["loss"]) and row.seconds > 0 for row in read)
 

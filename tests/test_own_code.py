@@ -96,7 +96,7 @@ mine = Stepwise(products, lambda *_: None)
     losses = []
     for name in ("torch", "own_experts:mine"):
         trained = train_in(tmp_path / name, *words, f"moe.experts={name}")
-        assert trained.chosen.experts == ",".join([name] * 3)
+        assert trained.execution.chosen.experts == ",".join([name] * 3)
         losses.append([row["loss"] for row in metrics(tmp_path / name) if "loss" in row])
     assert losses[0] == losses[1] and len(sys.modules["own_experts"].calls) > 0
 

@@ -161,9 +161,9 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
     """Return why rows cannot be dispatched in fp8; None if they can."""
     dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
     if precision.fp8 is Fp8Recipe.none:
-        return "precision.fp8=none computes with more"
+        return "precision.fp8=none does not use fp8"
     if not FORMATS[precision.fp8].travels:
-        return f"precision.fp8={precision.fp8.value} stores them with other scales than those of rows"
+        return f"precision.fp8={precision.fp8.value} does not scale by row"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] do not use fp8"
     if vendor := fp8_vendor(config):

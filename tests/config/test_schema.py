@@ -148,7 +148,7 @@ def test_help_of_all_keys_has_each_with_its_default_and_its_documentation():
     for key in known_keys():
         if "." in key:
             assert f" {key}=" in lines
-    assert "train.max_nonfinite=5 Skipped non-finite steps" in lines
+    assert "train.max_nonfinite=5 Consecutive skipped non-finite steps" in lines
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ ANSWERS = {
     "bf16|bfloat16": "precision=bf16 is the default on a GPU, precision=fp32 on a CPU",
     "num_gpus|gpus|n_gpus": "launch.nproc is the number of GPUs of a node, launch.nodes that of nodes",
     "config_file|config_path|config": "--config-dir and --config-name read a file of your own; "
-    "experiment=NAME reads conf/experiment/NAME.yaml, whose first line is # @package _global_",
+    "conf/experiment has examples, whose first line is # @package _global_",
     "fp16|float16|half|amp": "there is no fp16; precision=bf16 is the default on a GPU",
     r"flash\w*|xformers|attn_implementation": "model.attention_backend=auto is the fastest kernel",
     "accelerate|ddp|lightning|horovod|ray": "launch.nproc=8 starts a process for each GPU, launch.nodes=2 on "

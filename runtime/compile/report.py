@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
+from graphmoe.config.ranges import shown_size
 from graphmoe.passes.base import PassReport
 from graphmoe.runtime.compile.code import Compiled, CompileTurns, Turn, compile_graph
 from graphmoe.runtime.torch_compat import cache_counts
@@ -104,7 +105,7 @@ def to_text(reports: Sequence[UnitReport]) -> str:
             report.unit,
             f"{report.shared_by}x",
             str(report.graphs),
-            _mib(report.kept_bytes),
+            shown_size(report.kept_bytes),
             str(report.recomputed),
             f"{report.seconds:.1f}",
             _source(report),
@@ -117,7 +118,7 @@ def to_text(reports: Sequence[UnitReport]) -> str:
         total = _total(rows)
         kept = "-"
         if total["saved_bytes_before"] is not None:
-            kept = f"{_mib(total['saved_bytes_before'])} -> {_mib(total['saved_bytes_after'])}"
+            kept = f"{shown_size(total['saved_bytes_before'])} -> {shown_size(total['saved_bytes_after'])}"
         operations = f"{total['nodes_before']} -> {total['nodes_after']}"
         left = total["left"]
         matches = f"{total['matches']} of {total['matches'] + left}" if left else str(total["matches"])
@@ -155,7 +156,3 @@ def _source(report: UnitReport) -> str:
     if not report.graphs:
         return "-"
     return "cache" if report.from_cache == report.graphs else "compiled"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -100,7 +100,7 @@ def test_other_products_are_left(run, reason):
 @pytest.mark.parametrize(("recipe", "size"), [("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)])
 def test_sides_that_are_no_multiple_of_a_block_are_left(recipe, size):
     plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
-    reason = f"{size} of its weight [128, {size}] is no multiple of {FORMATS[recipe].aligned}"
+    reason = f"{size} of its weight [128, {size}] is not a multiple of {FORMATS[recipe].aligned}"
     assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
 
 

@@ -172,7 +172,7 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
     assert "MFU" in shown and "of the peak in bf16" in shown
     assert found["rates_from"].endswith("those of fp8 GEMMs are of one H200")
     assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))
-    assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("8 bits are assumed")
+    assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("fp8 GEMMs are assumed")
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"fp8_dense": 0.4}))
     some = document(ProjectArgs("h200", rates=path), *words)

@@ -142,7 +142,7 @@ def test_a_model_of_more_layers_than_tensors_is_refused_before_it_is_made(tmp_pa
 @pytest.mark.parametrize(
     ("names", "said"),
     [(each, r"index\.json: weight_map") for each in ({}, {"a": "../b"}, {"a": "/etc/passwd"}, {"a": 3}, [1])]
-    + [({"a": "fifo"}, "fifo is not a regular file")],
+    + [({"a": "fifo"}, "fifo is not a readable regular file")],
 )
 def test_an_index_names_regular_files_of_its_folder(tmp_path, names, said):
     folder = own_folder(tmp_path / "own")

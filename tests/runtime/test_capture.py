@@ -191,7 +191,7 @@ def test_metrics_are_written_a_step_late_and_completely(tmp_path):
     for _ in range(7):
         trainer._train_step()
         written.append(len(metrics(tmp_path)))
-    assert written == [0, 0, 2, 2, 4, 4, 7]  # the last step is written at once
+    assert written == [0, 1, 2, 2, 4, 4, 7]  # the last step is written at once
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8))
     assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in metrics(tmp_path))
     trainer.loader.close()

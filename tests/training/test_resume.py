@@ -137,7 +137,8 @@ def test_a_signal_saves_and_exits_cleanly_and_the_same_command_goes_on(tmp_path,
     assert again.wait() == 0 and "(continued)" in again.err.read_text()
     assert summary(folder)["finished"] and numbers(folder) == numbers(undisturbed)
     logged = [int(step) for step in re.findall(r"step +(\d+)/40  loss", again.err.read_text())]
-    assert logged == [n for n in range(stopped["steps"] + 1, 41) if n % 4 == 0 or n % 5 == 0]
+    first, *rest = range(stopped["steps"] + 1, 41)
+    assert logged == [first, *(n for n in rest if n % 4 == 0 or n % 5 == 0)]
     assert [row["step"] for row in metrics(folder) if row.get("start_s")] == [1, stopped["steps"] + 1]
     loads = read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad)
     assert sum(row["steps"] for row in loads) == 40

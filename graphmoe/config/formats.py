@@ -1,7 +1,7 @@
-"""Number formats of products in 8 bits: a row of `FORMATS` each, with the facts that are no kernels.
+"""Number formats of fp8 GEMMs: `FORMATS` has a row of facts for each, without kernels.
 
-``graphmoe.ops.formats.KERNELS`` has a row of the same name with what is computed. These two rows and the name
-in `Fp8Recipe` are all that a format needs; docs/precision.md describes it.
+``graphmoe.ops.formats.KERNELS`` has the kernels under the same name. To add a format, add both rows and the
+name in `Fp8Recipe`; docs/precision.md describes the formats.
 """
 
 import enum
@@ -12,63 +12,69 @@ Fp8Recipe = enum.StrEnum("Fp8Recipe", ("none", "rowwise", "tensorwise", "blockwi
 
 
 class Gpu(NamedTuple):
-    """Facts that decide whether a GPU has the products of a format."""
+    """Facts of a GPU that decide which formats it supports."""
 
     gfx: str = ""
-    """Architecture of a GPU of AMD, such as gfx942."""
+    """AMD architecture, such as gfx942; empty on NVIDIA."""
     major: int = 0
-    """Compute capability of a GPU of NVIDIA, and the version of CUDA."""
+    """NVIDIA compute capability, and the CUDA version; 0 and empty on AMD."""
     cuda: tuple[int, ...] = ()
 
 
 class TurboScales(NamedTuple):
-    """The format in Primus-Turbo's ``Float8QuantConfig``."""
+    """The format's ``Float8QuantConfig`` in Primus-Turbo."""
 
     granularity: str
     block_size: int | None = None
     scale_dtype: str = "FP32"
     transposes: bool = True
-    """False if it multiplies by weights [E, N, C] alone."""
+    """False if its GEMMs take weights only as [E, N, C]."""
     needs: str = ""
-    """Format whose devices it runs on, if not its own."""
+    """Format whose devices Turbo supports for this one; empty: its own."""
 
 
 class Format(NamedTuple):
-    """Scales of a format, where it runs, and what is known of its costs."""
+    """Scale layout, supported devices and costs of a format."""
 
     needs: str
-    """Devices with its products, beside a CPU; `runs_on` decides by it."""
+    """Supported GPUs in words, for errors; `runs_on` decides."""
     runs_on: Callable[[Gpu], bool]
     turbo: TurboScales
     aligned: int = 16
-    """Elements of which both sides of a weight are multiples. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
+    """Both sizes of a weight must be multiples of it. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
     block: int | None = None
-    """Numbers of a row that share a scale; None if all do."""
+    """Elements of a row per scale; None: one scale for the row."""
     hidden_block: int = 128
-    """The same of gate and of up, which experts save for the backward."""
+    """Elements per scale of gate and up, which experts save for the backward."""
     scale_bytes: int = 4
     is_delayed: bool = False
-    """True if activations have the scale of a tensor that earlier steps suggest, kept beside the weight."""
-    travels: bool = False
-    """True if dispatchers can move rows in it."""
+    """True if activations use the per-tensor scale of earlier steps, stored beside the weight."""
+    dispatched: bool = False
+    """True if dispatchers can send rows in this format."""
     rates: Literal["measured", "assumed", "unknown"] = "unknown"
-    """assumed are those of rowwise; `graphmoe.project` refuses a format of which they are unknown."""
+    """assumed: rowwise's rates; unknown: `graphmoe.project` refuses the format."""
     why_no_experts: str = ""
-    """Reason why our kernels have no routed experts in it."""
+    """Reason why routed experts cannot use it; empty if they can."""
 
 
-_OF_ALL = "a GPU of compute capability 9.0 or more, or an MI300 or newer"
+_HOPPER_OR_MI300 = "a GPU of compute capability 9.0 or more, or an MI300 or newer"
+
+
+def _is_hopper_or_mi300(gpu: Gpu) -> bool:
+    return gpu.gfx >= "gfx942" or gpu.major >= 9
+
+
 FORMATS = {
     "rowwise": Format(
-        _OF_ALL,
-        lambda gpu: gpu.gfx >= "gfx942" or gpu.major >= 9,
+        _HOPPER_OR_MI300,
+        _is_hopper_or_mi300,
         TurboScales("ROWWISE"),
-        travels=True,
+        dispatched=True,
         rates="measured",
     ),
     "tensorwise": Format(
-        _OF_ALL,
-        lambda gpu: gpu.gfx >= "gfx942" or gpu.major >= 9,
+        _HOPPER_OR_MI300,
+        _is_hopper_or_mi300,
         TurboScales("TENSORWISE"),
         is_delayed=True,
         rates="assumed",

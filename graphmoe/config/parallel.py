@@ -75,8 +75,8 @@ class MoEConfig:
     compute the hottest experts, so that all ranks get equally many tokens, docs/parallel.md), or auto:
     replicas with moe.dispatcher=symm and the pass fuse_experts."""
     replica_slots: Any = "auto"
-    """Experts of other ranks that a rank can compute, 1 to num_experts / ep; auto: as many as it owns, which
-    always suffices for balance."""
+    """Replicas of other ranks' experts that a rank can hold, 1 to num_experts / ep; auto: as many experts as
+    it owns, which always suffices for balance."""
     replica_keep: bool = False
     """Save replica weights for the backward, which otherwise fetches them again; no effect on fp8 experts, in
     separate steps, or if recompute covers moe_experts."""

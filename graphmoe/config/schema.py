@@ -249,7 +249,7 @@ class CheckpointConfig:
     init_from: Annotated[str, PATH] | None = None
     """Folder of weights to load: Hugging Face, graphmoe.convert, a run; without model= its model too."""
     other_tokenizer: bool = False
-    """Accept weights trained with another tokenizer, whose ids stand for other text."""
+    """Accept weights that were trained with another tokenizer, although its token ids mean other text."""
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""Kernels of each number format of products in 8 bits; `graphmoe.config.formats` has the facts beside them.
+"""Kernels of each number format of fp8 GEMMs; `graphmoe.config.formats` has the facts.
 
-Suffixes: R rows, N outputs, K inputs of a weight; q are stored numbers and scales those of `ops.fp8`.
+Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`.
 
-The products contract the last axis of both sides, along which a row has one scale (rowwise), that of its
-tensor (tensorwise), or one for each block (`ops.fp8_blocks`). Weight gradients contract the rows, whose
-scales may differ: rowwise divides the numbers of dy by what the two scales of their row lack to the largest
-of all, which for a row of much smaller gradients may be less than 8 bits can hold, and then is zero.
+GEMMs contract the last axis of both operands. Along it a row has one scale (rowwise), the scale of its tensor
+(tensorwise), or one per block (`ops.fp8_blocks`). Weight gradients contract rows, whose scales differ:
+rowwise multiplies each row of dy by its scale product over the largest one. A row of much smaller gradients
+can underflow to zero.
 """
 
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from graphmoe.config.formats import FORMATS
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import SMALLEST, Stored, delayed, fp8_dtype, quantise
 from graphmoe.ops.fp8_blocks import reference as blocks
-from graphmoe.ops.fp8_steps import Steps
+from graphmoe.ops.fp8_steps import MlpSteps
 
 ROWS_ON_CPU = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-"""True where torch has scales of rows on a CPU; 2.11 has not."""
+"""True if torch supports row scales on a CPU, which 2.11 does not."""
 ALIGNED = FORMATS["rowwise"].aligned
 
 
 class Form(NamedTuple):
-    """An operation that stores matrices, which compiled steps compute once for each weight."""
+    """Custom op that quantizes matrices; compiled steps run it once per weight."""
 
     name: str
     plain: Callable[[Tensor], Stored] | None = None
-    """The same spelt out, for Inductor to join with what makes activations that are stored by it."""
+    """The same in torch operations, which Inductor fuses with the producer of an activation."""
 
     def __call__(self, w: Tensor) -> Stored:
         stored: Stored = getattr(torch.ops.graphmoe, self.name)(w)
@@ -38,26 +38,26 @@ class Form(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Arithmetic of a format."""
+    """Functions of a format."""
 
-    store: Callable[[Tensor, Tensor, str], Stored]
-    """Storing of rows [R, C] for what contracts C: a weight's input, or the gradient of its output."""
+    quantize: Callable[[Tensor, Tensor, str], Stored]
+    """Quantize rows [R, C], given the weight and whether they are its input or output gradient."""
     weight: Form
-    """Storing of a weight [N, K], or of those of experts, for the forward."""
-    turned: Form
-    """Storing of the transposed weight, for the gradient of rows."""
+    """Quantizes weights [N, K] or [E, N, K] for the forward."""
+    transposed: Form
+    """Quantizes the transposed weights for dgrad."""
     product: Callable[[Stored, Stored, torch.dtype], Tensor]
-    """Product [R, N] of stored rows and a stored weight."""
+    """GEMM [R, N] of quantized rows and weight."""
     wgrad: Callable[[Stored, Stored], Tensor]
-    """Sum [N, K] in fp32 over the rows of stored dy and x."""
+    """wgrad [N, K] in fp32 of quantized dy and x."""
     values: Callable[[Stored], Tensor]
-    """Values of stored rows in fp32."""
-    experts: Callable[[bool], Steps] | None = None
-    """Steps of `ops.fp8_mlp` on a GPU or, if False, on a CPU."""
+    """Dequantized rows, fp32."""
+    experts: Callable[[bool], MlpSteps] | None = None
+    """Steps of the routed experts on a GPU (True) or CPU."""
 
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product [R, N] of two sides that lie along what is contracted."""
+    """GEMM [R, N] of operands that are contiguous along the contracted axis."""
     if q_RK.device.type == "cpu" and not ROWS_ON_CPU:
         one = torch.ones_like(scale_R1[:1, 0])
         sums_RN = torch._scaled_mm(q_RK, q_NK.t(), one, one, out_dtype=torch.float32)
@@ -66,7 +66,7 @@ def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtyp
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the rows of dy, at most 1, before its product with x; and the scale of that product."""
+    """Factors of the rows of dy, at most 1, for its GEMM with x, and the scale of the result."""
     both_R1 = scale_R1 * of_x_R1
     largest = both_R1.amax().clamp(min=SMALLEST)
     return both_R1 / largest, largest
@@ -74,7 +74,7 @@ def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::fp8_transposed", mutates_args=())
 def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
-    """q [C, R'] of the rows times their factors; R' is R up to the next multiple of 16, with zeros there."""
+    """Transpose rows times their factors to q [C, R']; R' is R rounded up to 16, padded with zeros."""
     rows, columns = q_RC.shape
     padded = rows + -rows % ALIGNED
     if q_RC.is_cuda:
@@ -86,7 +86,7 @@ def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
 
 
 def by_kernel(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
-    """The same by a kernel, into ``padded`` columns."""
+    """`_transposed` on a GPU."""
     from graphmoe.ops.fp8_mlp.kernels import transpose_kernel
 
     q_RC = q_RC.contiguous()
@@ -135,13 +135,13 @@ def _blocks_wgrad(dy: Stored, x: Stored) -> Tensor:
     return found
 
 
-def _experts_by_rows(on_gpu: bool) -> Steps:
+def _experts_by_rows(on_gpu: bool) -> MlpSteps:
     from graphmoe.ops.fp8_mlp import launches, reference
 
     return launches.STEPS if on_gpu else reference.BY_ROWS
 
 
-def _experts_by_blocks(on_gpu: bool) -> Steps:
+def _experts_by_blocks(on_gpu: bool) -> MlpSteps:
     from graphmoe.ops.fp8_mlp import mx_launches, reference
 
     return mx_launches.STEPS if on_gpu else reference.BY_BLOCKS

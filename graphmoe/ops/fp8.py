@@ -1,8 +1,7 @@
-"""Numbers of 8 bits with scales that are powers of two: of tensors, rows, or blocks of their columns.
+"""fp8 quantization with power-of-two scales: per tensor, row, or block of columns.
 
-Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are stored numbers, of which one times its scale
-is the value. To multiply by a power of two rounds nothing, so a number is rounded once, where it gets its 8
-bits.
+Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are quantized values, value = q * scale.
+Scaling by a power of two is exact, so a value is rounded once, when it is cast to fp8.
 """
 
 import torch
@@ -12,7 +11,7 @@ from graphmoe.config.formats import FORMATS, Gpu
 
 BLOCK = 128
 Stored = tuple[Tensor, Tensor]
-"""Numbers of 8 bits and their scales."""
+"""Quantized values and their scales."""
 SMALLEST = 2.0**-126
 """Smallest scale, and smallest product of two scales in sums of rows: normal, with a finite inverse."""
 
@@ -35,7 +34,7 @@ def _is_fnuz() -> bool:
 
 
 def recipes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the formats whose products a device has; a CPU computes all slowly, to try them."""
+    """Return the formats that a device supports; a CPU emulates all."""
     if device.type != "cuda":
         return tuple(FORMATS)
     if torch.version.hip:
@@ -47,7 +46,7 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
-    """Return why a device has no products in 8 bits by a recipe, and what to use instead; or None."""
+    """Return why a device does not support a format, and what to use instead; or None."""
     has = recipes_of(device)
     if recipe in has:
         return None

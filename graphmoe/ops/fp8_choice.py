@@ -80,8 +80,8 @@ class Dense:
             return x @ w.t(), dy @ w, dy.t() @ x
 
         by = KERNELS[self.recipe]
-        along, turned = by.weight(w), by.turned(w)
-        stored, gradient = by.store(x, w, INPUT), by.store(dy, w, GRADIENT)
+        along, turned = by.weight(w), by.transposed(w)
+        stored, gradient = by.quantize(x, w, INPUT), by.quantize(dy, w, GRADIENT)
 
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
@@ -90,7 +90,7 @@ class Dense:
             return dy.t() @ q[0].to(self.dtype) if self.wgrad == "bf16" else by.wgrad(gradient, stored)
 
         def weights() -> Any:
-            return by.weight(w), by.turned(w)
+            return by.weight(w), by.transposed(w)
 
         return dict(zip(FORMS, (plain, in_fp8, weights), strict=True))
 
@@ -112,7 +112,7 @@ class Experts:
         dy, layer = torch.randn_like(x), (gate_up, down, weight_TK, *plan)
         totals = [torch.empty(each.shape, device=device) for each in (gate_up, down)]
         recipe, by, is_delayed = self.recipe, KERNELS[self.recipe], FORMATS[self.recipe].is_delayed
-        forms = by.weight, by.turned
+        forms = by.weight, by.transposed
         along, turned = ([*f(gate_up), *f(down)] for f in forms)
         known = [torch.ones(1, device=device)] * 3 if is_delayed else [None] * 3
 
@@ -122,9 +122,9 @@ class Experts:
             ops.grouped_mlp_wgrad_into(dy, x, *made, *plan, *totals, self.backends, False)
 
         def in_fp8() -> None:
-            stored = ops.fp8_rows(x) if is_delayed else by.store(x, gate_up, INPUT)
+            stored = ops.fp8_rows(x) if is_delayed else by.quantize(x, gate_up, INPUT)
             _, *h, _ = ops.fp8_mlp_forward(*stored, *along, weight_TK, *plan, shape.dtype, recipe, *known[:2])
-            gradient = ops.fp8_rows(dy) if is_delayed else by.store(dy, down, GRADIENT)
+            gradient = ops.fp8_rows(dy) if is_delayed else by.quantize(dy, down, GRADIENT)
             _, _, *made, _ = ops.fp8_mlp_dgrad(
                 *gradient, *h, *turned, weight_TK, *plan, shape.dtype, recipe, *known
             )

@@ -1,4 +1,4 @@
-"""Products with a weight in 8 bits, forward and gradients, in a format of `ops.formats`.
+"""Dense fp8 GEMMs with their gradients, in a format of `ops.formats`.
 
 Suffixes as there.
 """
@@ -13,28 +13,27 @@ from graphmoe.ops.fp8 import GRADIENT, INPUT, rounded
 
 
 def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
-    """x @ w.T in 8 bits -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
+    """x @ w.T in fp8 -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
 
-    ``wgrad`` says how the weight's gradient is computed: "fp8", or "bf16" in the dtype of x; ``recipe`` names
-    one of `KERNELS`.
+    ``wgrad``: "fp8", or "bf16" for a weight gradient in the dtype of x; ``recipe``: a key of `KERNELS`.
     """
     by = KERNELS[recipe]
-    return by.product(by.store(x_RK, w_NK, INPUT), by.weight(w_NK), x_RK.dtype)
+    return by.product(by.quantize(x_RK, w_NK, INPUT), by.weight(w_NK), x_RK.dtype)
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
-    """The gradient of x of `linear`."""
+    """dx of `linear`."""
     by = KERNELS[recipe]
-    return by.product(by.store(dy_RN, w_NK, GRADIENT), by.turned(w_NK), dy_RN.dtype)
+    return by.product(by.quantize(dy_RN, w_NK, GRADIENT), by.transposed(w_NK), dy_RN.dtype)
 
 
 def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
-    """The gradient of w of `linear`: a sum in fp32, rounded last."""
+    """dw of `linear`: summed in fp32, rounded once."""
     by = KERNELS[recipe]
-    x = by.store(x_RK, w_NK, INPUT)
+    x = by.quantize(x_RK, w_NK, INPUT)
     if wgrad == "bf16":
         return dy_RN.t() @ by.values(x).to(dy_RN.dtype)
-    return rounded(by.wgrad(by.store(dy_RN, w_NK, GRADIENT), x), dy_RN.dtype)
+    return rounded(by.wgrad(by.quantize(dy_RN, w_NK, GRADIENT), x), dy_RN.dtype)
 
 
 _forward = torch.library.custom_op("graphmoe::fp8_linear", linear, mutates_args=())

@@ -1,4 +1,4 @@
-"""The routed experts in 8 bits, by `Steps`: those of a format on a device.
+"""Routed experts in fp8, built from the `MlpSteps` of a format on a device.
 
 Suffixes as in `ops.fp8_mlp`.
 """
@@ -14,38 +14,38 @@ from graphmoe.ops.grouped_mlp.reference import Plan
 
 
 class Known(NamedTuple):
-    """A scale [1] that is known before, and what takes up the largest number [1], in place."""
+    """A delayed scale [1], and the running maximum [1], which is updated in place."""
 
     scale: Tensor
     largest: Tensor
 
 
-class Steps(NamedTuple):
-    """Steps that differ between formats, and between kernels and their plain form.
+class MlpSteps(NamedTuple):
+    """Steps that differ between formats, and between kernels and reference.
 
-    ``more`` are weights of further experts, whose rows follow: replicas of those of other ranks.
+    ``more`` are quantized weights of replicas, whose rows follow those of own experts.
     """
 
     parts: Callable[[Plan, int], Any]
-    """Rows of the own experts, whose number is given, and of further ones, for the products of a layer."""
+    """(plan, number of own experts) -> rows of own experts and of replicas, per GEMM."""
     product: Callable[..., None]
-    """(x, weights, out, plan, parts, gathers) stores w[e(r)] @ x[r]; ``gathers`` if x has a row per token."""
+    """(x, weights, out, plan, parts, gathers): out[r] = w[e(r)] @ x[r]; ``gathers``: x [T, C], not [R, C]."""
     swiglu: Callable[..., tuple[Stored, Any]]
-    """(x, h_RH, weight_TK, plan, known) -> h for the backward, and, with weights, the weighted activation."""
+    """(x, h_RH, weight_TK, plan, known) -> h for the backward, and with weights the weighted activation."""
     swiglu_grad: Callable[..., tuple[Stored, Stored, Tensor]]
     """(dy, da_RF, h, weight_TK, plan, known_a, known) -> dh, the weighted activation, dweight_TK."""
     wgrad: Callable[..., tuple[Tensor, Tensor]]
     """(dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32.
 
-    They are stored in ``totals``, or on top of them with ``add``, if there are any. Those of further experts
-    are stored in the two of ``of_more``, where such without rows may be left as they are.
+    Written to ``totals`` if given, added if ``add``. Those of replicas are written to the two tensors
+    ``of_more``, except for replicas without rows.
     """
 
     def forward(
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """y_TD, and h; the scale of the activation may be ``known``."""
+        """Return y_TD and h; ``known`` is the activation's delayed scale."""
         parts = self.parts(plan, len(w_down[0]))
         y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
         h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
@@ -55,7 +55,6 @@ class Steps(NamedTuple):
     def hidden(
         self, x: Stored, w_gate_up: Stored, plan: Plan, dtype: torch.dtype, more: Sequence[Stored] = ()
     ) -> Stored:
-        """h, as `forward` makes it."""
         parts = self.parts(plan, len(w_gate_up[0]))
         return self._hidden(x, (w_gate_up, *more), None, plan, dtype, None, parts)[0]
 
@@ -72,9 +71,9 @@ class Steps(NamedTuple):
         dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
         more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """dx_TD, dweight_TK, dh with its scales, the weighted activation with its; weights lie transposed.
+        """Return dx_TD, dweight_TK, quantized dh and weighted activation; weights are transposed.
 
-        The scales of the activation and of dh may be ``known``.
+        ``known_a`` and ``known`` are delayed scales of the activation and of dh.
         """
         parts, R = self.parts(plan, len(w_down[0])), len(plan.slot_R)
         da_RF, dx_RD = (h[0].new_empty(R, w[0].shape[1], dtype=dtype) for w in (w_down, w_gate_up))

@@ -162,7 +162,7 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
     dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
     if precision.fp8 is Fp8Recipe.none:
         return "precision.fp8=none does not use fp8"
-    if not FORMATS[precision.fp8].travels:
+    if not FORMATS[precision.fp8].dispatched:
         return f"precision.fp8={precision.fp8.value} does not scale by row"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] do not use fp8"

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from graphmoe.config.schema import ConfigError, ContextMethod, ParallelConfig
+from graphmoe.config.choices import ContextMethod
+from graphmoe.config.parallel import ParallelConfig
+from graphmoe.config.ranges import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -50,7 +50,7 @@ from graphmoe.training.products import (
     skipped_layers,
     skips_experts,
 )
-from graphmoe.training.state import Chosen
+from graphmoe.training.saves import Chosen
 
 log = logging.getLogger(__name__)
 PUT_FP8 = ("fp8_linear", "fp8_experts")

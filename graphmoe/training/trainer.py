@@ -34,8 +34,7 @@ from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import StepLog
 from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
 from graphmoe.training.profile import PipelineProfile, StepTrace
-from graphmoe.training.saves import Saves
-from graphmoe.training.state import state_of
+from graphmoe.training.saves import Saves, state_of
 from graphmoe.training.step import Steps
 from graphmoe.training.step_rows import StepRow
 from graphmoe.training.validation import Validation

@@ -82,7 +82,8 @@ class CompileCache:
             except OSError as error:
                 problem = f"{self.folder} cannot be written ({error.strerror or error})"
                 log.warning("compile cache: %s; what is compiled is not kept", problem)
-        work = WorkFolder(self.blobs, self.entries, facts, *make_temporary_folder(TEMPORARY), keeps=False)
+        place = make_temporary_folder(TEMPORARY)
+        work = WorkFolder(self.blobs, self.entries, key_of(facts), facts, *place, keeps=False)
         try:
             work.fill(source, places)
         except OSError as error:
@@ -97,7 +98,7 @@ class CompileCache:
         remove_dead(folder / "work")
         make_folder(folder / "work")
         place = make_process_folder(folder / "work")
-        work = WorkFolder(self.blobs, self.entries, facts, *place, keeps=True)
+        work = WorkFolder(self.blobs, self.entries, key_of(facts), facts, *place, keeps=True)
         try:
             work.fill(source, places)
         except OSError:

@@ -14,7 +14,6 @@ from typing import Any
 from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
 from graphmoe.runtime.cache.entries import GRAPHS, INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
 from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
-from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
@@ -35,13 +34,14 @@ class WorkFolder:
         self,
         blobs: Blobs,
         entries: Entries,
+        key: str,
         facts: dict[str, Any],
         path: Path,
         lock: FileLock | None,
         *,
         keeps: bool,
     ) -> None:
-        self.path, self.key, self.facts = path, key_of(facts), facts
+        self.path, self.key, self.facts = path, key, facts
         # whether `publish` writes; not to a read-only, full or missing cache
         self.keeps = keeps
         self.found = False

@@ -22,7 +22,7 @@ from graphmoe.segments import profiler_range
 
 OPERATIONS = {
     name: getattr(torch.ops.graphmoe, name)
-    for pair in (*((each.weight.name, each.turned.name) for each in KERNELS.values()), (INPUT, GRADIENT))
+    for pair in (*((each.weight.name, each.transposed.name) for each in KERNELS.values()), (INPUT, GRADIENT))
     for name in pair
 }
 LARGEST = {

@@ -45,6 +45,7 @@ def test_a_bf16_step_that_is_not_read_never_syncs_the_device(warm, overrides, co
     assert all(math.isfinite(row.values["loss"]) and row.seconds > 0 for row in read)
 
 
+@pytest.mark.alone  # beside other tests the launches of an eager step take longer than the limit
 @COMPILED
 def test_the_host_is_back_from_a_step_while_the_device_is_still_asleep(warm, compiled):
     # One layer and one micro-batch: eager launches of more would take the host longer than the limit.

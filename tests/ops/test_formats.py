@@ -16,23 +16,21 @@ ops = torch.ops.graphmoe
 
 
 def coarser(stored: Stored) -> Stored:
-    """Leave two bits of the three behind the point."""
+    """Clear the last mantissa bit."""
     return (stored[0].view(torch.uint8) & 0xFE).view(stored[0].dtype), stored[1]
 
 
 @pytest.fixture
 def toy(monkeypatch):
-    by = KERNELS["rowwise"]
-    steps = by.experts(False)
+    steps = (by := KERNELS["rowwise"]).experts(False)
 
     def product(x: Stored, *rest: Any, **words: Any) -> None:
         steps.product(coarser(x), *rest, **words)
 
-    store, weight, turned = (lambda *given, of=of: coarser(of(*given)) for of in by[:3])
-    experts = steps._replace(product=product)
-    own = by._replace(store=store, weight=weight, turned=turned, experts=lambda _: experts)
+    own = {name: lambda *x, of=of: coarser(of(*x)) for name, of in zip(by._fields[:3], by[:3], strict=True)}
+    own["experts"] = lambda on_gpu: steps._replace(product=product)
     monkeypatch.setitem(FORMATS, "toy", FORMATS["rowwise"]._replace(rates="unknown"))
-    monkeypatch.setitem(KERNELS, "toy", own)
+    monkeypatch.setitem(KERNELS, "toy", by._replace(**own))
     return "toy"
 
 

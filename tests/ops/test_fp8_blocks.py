@@ -109,8 +109,8 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
     if recipe == "tensorwise":
         x, dy = x / 8, dy / 8  # for which the first scale has room
     w = (torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16).to(dtype)
-    stored, gradient = (by.store(each, w, INPUT) for each in (x, dy))
-    along, turned = by.weight(w), by.turned(w)
+    stored, gradient = (by.quantize(each, w, INPUT) for each in (x, dy))
+    along, turned = by.weight(w), by.transposed(w)
     plain = {
         "y": x.double() @ w.double().t(),
         "dx": dy.double() @ w.double(),
@@ -145,7 +145,7 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
 def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
     by, x, dy, w = formats.KERNELS[recipe], random(R, K), random(R, N, seed=1), torch.ones(N, K)
     found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "bf16", recipe)
-    torch.testing.assert_close(found, dy.t() @ by.values(by.store(x, w, INPUT)))
+    torch.testing.assert_close(found, dy.t() @ by.values(by.quantize(x, w, INPUT)))
 
 
 def products(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
@@ -234,8 +234,8 @@ def test_torch_is_given_scales_as_it_wants_them():
     by = formats.KERNELS["blockwise"]
     for rows, n, k in ((150, 256, 640), (256, 128, 128)):
         w = by.weight(plain := random(n, k))
-        x = by.store(random(rows, k), plain, INPUT)
-        gradient, back = turned(*by.store(random(rows, n), plain, INPUT)), turned(*x)
+        x = by.quantize(random(rows, k), plain, INPUT)
+        gradient, back = turned(*by.quantize(random(rows, n), plain, INPUT)), turned(*x)
         for one, other, of_squares in ((x, w, True), (gradient, back, False)):
             (q, scale), (q_w, of_w) = ([t.to("meta") for t in each] for each in (one, other))
             y = launches.product(q, scale, q_w, of_w, of_squares, torch.bfloat16)
@@ -292,8 +292,8 @@ def test_products_of_a_gpu_are_those_of_the_stored_numbers(recipe, rows):
         pytest.skip(f"this GPU has no {recipe}")
     by, x, dy = formats.KERNELS[recipe], random(rows, K), random(rows, N, seed=1)
     w = torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16
-    stored, gradient = (by.store(each, w, INPUT) for each in (x, dy))
-    along, back = by.weight(w), by.turned(w)
+    stored, gradient = (by.quantize(each, w, INPUT) for each in (x, dy))
+    along, back = by.weight(w), by.transposed(w)
 
     def on(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return pair[0].cuda(), pair[1].cuda()

@@ -22,6 +22,7 @@ from graphmoe.ops.fp8 import (
 )
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.fp8_steps import Known
+from graphmoe.ops.grouped_mlp import triton_backend
 from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.ahead_of_time import compiled, launches_of_layers
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
@@ -287,8 +288,8 @@ def test_experts_of_any_size_are_those_of_ordinary_size_times_it(recipe, power, 
 def test_dead_rows_full_of_nan_are_not_read(recipe, backend):
     plan, (x, *weights, weight_TK, dy) = small_layer(recipe, backend)
     by, room, live = formats.KERNELS[recipe], 24, int(plan.ends_E[-1])
-    rows, turned = ([store(w) for w in weights] for store in (by.weight, by.turned))
-    of_x, of_dy = (by.store(each, weights[0], INPUT) for each in (x, dy))
+    rows, turned = ([store(w) for w in weights] for store in (by.weight, by.transposed))
+    of_x, of_dy = (by.quantize(each, weights[0], INPUT) for each in (x, dy))
     # Behind the last row, slots are any.
     wider = plan._replace(slot_R=torch.cat([plan.slot_R, plan.slot_R.new_full((room,), 7)]))
 
@@ -322,7 +323,8 @@ def every_step(of: Any, stores: Sequence[Any], kind: str, D: int, F: int, E: int
     meta, R = functools.partial(torch.empty, device="meta"), E * 1536
     plan = Plan(*(meta(size, dtype=torch.int32) for size in ((R,), (R // K, K), (E,))))
     x, *experts = (meta(size, dtype=torch.bfloat16) for size in ((R // K, D), (E, 2 * F, D), (E, D, F)))
-    with mock.patch.multiple(of, kind_of=lambda device: kind, units_of=lambda device: 132):
+    fixed = {"kind_of": lambda device: kind, "units_of": lambda device: 132}
+    with mock.patch.multiple(of, **fixed), mock.patch.multiple(triton_backend, **fixed):
         steps, weight_TK, dtype = of.STEPS, meta(R // K, K), torch.bfloat16
         rows, weights, turned = stores[0](x), *([store(w) for w in experts] for store in stores)
         _, *h = steps.forward(rows, *weights, weight_TK, plan, dtype)

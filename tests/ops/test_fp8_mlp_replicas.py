@@ -50,10 +50,10 @@ def case_of(recipe: str, device: str = "cpu") -> Case:
     by, is_delayed = formats.KERNELS[recipe], FORMATS[recipe].is_delayed
 
     def tokens(of: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale = by.store(of.to("cpu"), w.to("cpu"), INPUT)
+        q, scale = by.quantize(of.to("cpu"), w.to("cpu"), INPUT)
         return q.to(device), (scale.expand(len(of), 1).contiguous() if is_delayed else scale).to(device)
 
-    rows, columns = ([store(w) for w in weights] for store in (by.weight, by.turned))
+    rows, columns = ([store(w) for w in weights] for store in (by.weight, by.transposed))
     known = [torch.tensor([2.0**n], device=device) for n in (-5, -9)] if is_delayed else []
     sides = tokens(x, weights[0]), tokens(dy, weights[1])
     return Case(*sides, rows, columns, weight_TK, plan, known)
@@ -148,7 +148,7 @@ def test_sums_hold_what_came_home_and_torch_accepts_the_operations(one_peer, rec
     inputs, _, places, dy = with_replicas(torch.float32)
     x, *weights, weight_TK = inputs
     by, is_delayed = formats.KERNELS[recipe], FORMATS[recipe].is_delayed
-    rows, columns = ([part for w in weights for part in store(w)] for store in (by.weight, by.turned))
+    rows, columns = ([part for w in weights for part in store(w)] for store in (by.weight, by.transposed))
     store = formats.KERNELS["rowwise" if is_delayed else recipe].store
     of_x, of_dy = (store(each, weights[0], INPUT) for each in (x, dy))
     dtype, one = torch.float32, functools.partial(torch.ones, 1)
@@ -173,5 +173,5 @@ def test_sums_hold_what_came_home_and_torch_accepts_the_operations(one_peer, rec
         (ops.fp8_mlp_wgrad_into, (*sides, *totals, recipe, True, EXPERT_RS)),
     ):  # fmt: skip
         opcheck(op.default, given, test_utils="test_faketensor")  # torch mutates no 8 bits
-    for form in (by.weight, by.turned):
+    for form in (by.weight, by.transposed):
         opcheck(getattr(ops, form.name).default, (weights[0],), test_utils="test_faketensor")

@@ -33,7 +33,7 @@ def two_products(x: Tensor, first: Tensor, second: Tensor, down: Tensor) -> Tens
 
 WIDTHS = {"rowwise": (32, 48), "tensorwise": (32, 48), "blockwise": (128, 256), "mxfp8": (64, 96)}
 """Inputs and outputs of the first two products."""
-WEIGHTS = {name: (each.weight.name, each.turned.name) for name, each in KERNELS.items()}
+WEIGHTS = {name: (each.weight.name, each.transposed.name) for name, each in KERNELS.items()}
 """Operations that store weights."""
 
 

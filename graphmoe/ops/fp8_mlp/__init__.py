@@ -1,17 +1,17 @@
-"""The routed experts of one layer in 8 bits: `ops.grouped_mlp` on stored numbers with scales.
+"""Routed experts of a layer in fp8: `ops.grouped_mlp` on quantized values with scales.
 
 Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F (gate, then up), B
-blocks of the columns of H; q are stored numbers, s their scales, as in `ops.fp8`.
+blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
 
-A token is stored once, before its rows are gathered; h by blocks, which a tile of the product can do alone;
-the activation, and the gradients of rows, by rows, unless their scale is known before. The products contract
-the last axis of both sides. Weight gradients contract rows: `ops.formats` says how their scales become
-one. In formats with a scale for each block, h, its gradient and the activation are stored block by block; for
-weight gradients both sides are stored anew along the rows of each expert, in blocks that begin at its first
-row, with zeros behind its last. ``recipe`` names one of `ops.formats.KERNELS`.
+A token is quantized once, before its rows are gathered. h has a scale per block, which one tile of the GEMM
+can compute; the activation and row gradients have one per row, or a delayed scale. GEMMs contract the last
+axis of both operands. wgrad contracts rows: `ops.formats` says how their scales become one. Formats with
+block scales quantize h, dh and the activation by blocks; for wgrad both operands are quantized again along
+each expert's rows, in blocks that begin at its first row and are padded with zeros. ``recipe`` is a key of
+`ops.formats.KERNELS`.
 
-With ``expert_RS`` they compute on replicas of experts of other ranks too, as `ops.grouped_mlp` does: numbers
-and scales of weights are got as their owners have stored them.
+With ``expert_RS`` they also compute on replicas of other ranks' experts, as `ops.grouped_mlp` does, whose
+quantized weights and scales are fetched from their owners.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from graphmoe.ops import register_gradient
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, rounded
 from graphmoe.ops.fp8_mlp import launches, reference
-from graphmoe.ops.fp8_steps import Known, Steps
+from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.replicas import exchange
 
@@ -37,7 +37,7 @@ def _rounding(w: Tensor) -> Any:
     return launches if w.is_cuda else reference
 
 
-def _steps(x: Tensor, recipe: str) -> Steps:
+def _steps(x: Tensor, recipe: str) -> MlpSteps:
     of_device = KERNELS[recipe].experts
     assert of_device is not None, FORMATS[recipe].why_no_experts
     return of_device(x.is_cuda)
@@ -48,7 +48,7 @@ def _known(scale: Tensor | None, largest: Tensor | None) -> Known | None:
 
 
 def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> list[Stored]:
-    """Numbers and scales of the experts in own slots, where there are replicas."""
+    """Fetch quantized weights of the experts in own slots, if there are replicas."""
     parts = [] if expert_RS is None else exchange.pull(weights, expert_RS)
     return [*zip(parts[::2], parts[1::2], strict=True)]
 
@@ -193,7 +193,7 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
     if carries:
         arrived: Stored = torch.ops.graphmoe.fp8_arrived(x_TD)
         return arrived
-    q, scale = KERNELS[recipe].store(x_TD, w, side)
+    q, scale = KERNELS[recipe].quantize(x_TD, w, side)
     return q, scale.expand(len(x_TD), 1).contiguous() if FORMATS[recipe].is_delayed else scale
 
 
@@ -226,7 +226,7 @@ def mlp_gradients(
     known = (None,) * 3
     if FORMATS[recipe].is_delayed:
         known = (getattr(ops, INPUT)(w_down)[0], *getattr(ops, GRADIENT)(w_gate_up))
-    weights = *by.turned(w_gate_up), *by.turned(w_down)
+    weights = *by.transposed(w_gate_up), *by.transposed(w_down)
     dx_TD, dweight_TK, *made, _ = ops.fp8_mlp_dgrad(
         *dy, hq_RH, hs_RB, *weights, weight_TK, *plan, dtype, recipe, *known, *replicas
     )

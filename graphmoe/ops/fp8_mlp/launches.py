@@ -12,9 +12,9 @@ from torch import Tensor
 
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK, Stored, fp8_dtype, rounding_of
-from graphmoe.ops.fp8_steps import Known, Steps
+from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
 ROWS = {
@@ -135,14 +135,9 @@ def _product(
 
     (q, scale), E = x, len(weights[0][0])
     tile = _with_height(in_8_bits(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
-    for (ends_E, tiles), (w_q, w_s) in zip(parts, weights, strict=True):
+    for programs, ends_E, table, max_tiles, (w_q, w_s) in grids(parts, weights, tile):
         _, N, C = w_q.shape
-        table = tiles(tile.block_m)
-        max_tiles = len(table) // 2
-        count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
-        if not count:
-            continue
-        rows_kernel[(count,)](
+        rows_kernel[(programs,)](
             q, scale, descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
             plan.slot_R, ends_E, table, max_tiles,
             C=C, N=N, K=plan.row_TK.shape[1], GATHER=gathers,
@@ -240,6 +235,6 @@ def descriptor(x: Tensor, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(x, block)
 
 
-STEPS = Steps(
+STEPS = MlpSteps(
     lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
 )

@@ -11,9 +11,9 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_steps import Known, Steps
+from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.grouped_mlp.triton_backend import Part, parts_of, row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
 COLUMNS = 128
@@ -100,14 +100,9 @@ def _product(
     from graphmoe.ops.fp8_mlp.mx_kernels import rows_kernel
 
     (q, scale), tile = x, in_8_bits(ROWS, kind_of(x[0].device))
-    for (ends_E, tiles), (w_q, w_s) in zip(parts, weights, strict=True):
+    for programs, ends_E, table, max_tiles, (w_q, w_s) in grids(parts, weights, tile):
         _, N, C = w_q.shape
-        table = tiles(tile.block_m)
-        max_tiles = len(table) // 2
-        count = min(max_tiles * -(-N // tile.block_n), units_of(q.device) * tile.per_unit)
-        if not count:
-            continue
-        rows_kernel[(count,)](
+        rows_kernel[(programs,)](
             q.contiguous(), scale.contiguous(), w_q, w_s, out, plan.slot_R, ends_E, table, max_tiles, C,
             N=N, K=plan.row_TK.shape[1], GATHER=gathers, EVEN=C % tile.block_k == 0,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, BLOCK=MX_BLOCK, GROUP=8,
@@ -149,6 +144,6 @@ def _weight_grad(
     )  # fmt: skip
 
 
-STEPS = Steps(
+STEPS = MlpSteps(
     lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
 )

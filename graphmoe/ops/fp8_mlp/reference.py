@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphmoe.ops.fp8 import SMALLEST, Stored, block_values, fp8_dtype, quantise, quantise_blocks, saturated
 from graphmoe.ops.fp8_blocks.reference import quantise_mx, turned, values
-from graphmoe.ops.fp8_steps import Known, Steps
+from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
 Parts = Sequence[tuple[int, slice]]
@@ -45,8 +45,8 @@ def columns(w_ENC: Tensor, *, whole: bool = False) -> Stored:
     return rows(w_ENC.mT, whole=whole)
 
 
-def _steps(by: Rounding) -> Steps:
-    return Steps(
+def _steps(by: Rounding) -> MlpSteps:
+    return MlpSteps(
         lambda plan, _: [*rows_of_experts(plan)],
         functools.partial(_product, by),
         functools.partial(_swiglu, by),

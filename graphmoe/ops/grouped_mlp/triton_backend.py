@@ -12,7 +12,7 @@ order. The module is a `reference.Backend`.
 
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -285,3 +285,15 @@ def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
     if step in ("up", "hidden"):  # the same columns of both halves in one load
         return _descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
     return _descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))
+
+
+def grids(
+    parts: Sequence[Part], weights: Sequence[tuple[Tensor, Tensor]], tile: Config
+) -> Iterator[tuple[int, Tensor, Tensor, int, tuple[Tensor, Tensor]]]:
+    """Yield (programs, ends_E, table of row tiles, its capacity, weights) of each part with row tiles."""
+    for (ends_E, tiles), weight in zip(parts, weights, strict=True):
+        table, columns = tiles(tile.block_m), weight[0].shape[1]
+        max_tiles = len(table) // 2
+        programs = _programs(tile, max_tiles * -(-columns // tile.block_n), table.device)
+        if programs:
+            yield programs, ends_E, table, max_tiles, weight

@@ -115,6 +115,7 @@ def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
 
 
 def only_user(node: Node) -> Node | None:
+    """Return the only user of a node, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -267,6 +268,7 @@ def viewed(before: Node, node: Node, *sizes: int) -> Node:
 
 
 def cast(before: Node, node: Node, kind: torch.dtype | None) -> Node:
+    """Return the node cast to a dtype; itself if it has that dtype."""
     return node if dtype(node) == kind else put(before, aten._to_copy.default, node, dtype=kind)
 
 

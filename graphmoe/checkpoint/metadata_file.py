@@ -29,8 +29,14 @@ from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
-    *((_DCP, f"{kind}Metadata") for kind in ("", "BytesStorage", "ChunkStorage", "TensorStorage")),
-    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    (_DCP, "BytesStorageMetadata"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "Metadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "TensorStorageMetadata"),
+    (_DCP, "_MEM_FORMAT_ENCODING"),
     (_FILES, "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),

@@ -250,9 +250,9 @@ def parse_size(key: str, text: str, *, least: int = 0) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     scale = {unit.lower(): size for unit, size in UNITS.items()}.get(match[2]) if match else None
     size = float(match[1]) * (scale or 1) if match else -1
-    if match is None or size < least or (scale is None and (match[2] or size)):
+    if match is None or not least <= size < math.inf or (scale is None and (match[2] or size)):
         units = ", ".join(UNITS)
-        raise ConfigError(f"{key}={text} is no size; use a number with one of {units}, e.g. {key}=20GB")
+        raise ConfigError(f"{key}={text} is not a size; use a number with one of {units}, e.g. {key}=20GB")
     return math.floor(size)
 
 

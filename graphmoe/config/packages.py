@@ -68,10 +68,12 @@ PACKAGES = (
 
 
 def is_installed(package: str) -> bool:
+    """Return True if a top-level package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

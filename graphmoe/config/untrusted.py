@@ -57,6 +57,7 @@ def require_regular(path: Path) -> None:
 
 
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
+    """Return the content of a regular UTF-8 file. *Raises* FileError."""
     try:
         return read_bytes(path, largest_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -64,6 +65,7 @@ def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
 
 def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
+    """Return a JSON file as a ``kind``. *Raises* FileError."""
     return from_json(read_text(path, largest_bytes), kind, str(path))
 
 

@@ -86,6 +86,7 @@ def cached(
 
 
 def sums_of(entry: Path) -> dict[str, str]:
+    """Return the sha256 of each file of a complete entry. *Raises* ConfigError."""
     return {name: found.sha256 for name, found in read_json(entry / META, _Document)["files"].items()}
 
 

@@ -47,6 +47,7 @@ class ContentCheck:
             self._thread.start()
 
     def raise_damage(self) -> None:
+        """Raise DataError if a damaged file has been found so far."""
         if self._found is not None:
             self._raised = True
             raise self._found

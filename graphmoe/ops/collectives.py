@@ -29,6 +29,7 @@ _in_use: Groups | None = None
 
 
 def use_groups(groups: Groups | None) -> None:
+    """Set the process groups of this process's collectives; None clears them."""
     global _in_use
     _in_use = groups
 

@@ -49,6 +49,7 @@ def begin(gradients: Sequence[Gradient]) -> None:
 
 
 def report_added(gradients: Sequence[Gradient]) -> None:
+    """Report that each ``total`` was added to in this step, once all are written."""
     # all were written before any is reported
     begin(gradients)
     for gradient in gradients:

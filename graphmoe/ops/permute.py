@@ -15,6 +15,8 @@ from graphmoe.ops import accumulator, has_kernel
 
 
 class RoutingPlan(NamedTuple):
+    """Row of each (token, slot): int32 tensors on the device."""
+
     counts_E: Tensor
     ends_E: Tensor
     """Inclusive prefix sum of the counts."""

@@ -19,6 +19,7 @@ LOW_LOGIT = -20.0  # below it a sigmoid is the exponential of its logit, to the 
 
 
 def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
+    """Softmax or sigmoid of the logits -> fp32 [T, E]."""
     if function is ScoreFunction.sigmoid:
         return logits_TE.float().sigmoid()
     return logits_TE.float().softmax(dim=-1)
@@ -47,6 +48,7 @@ def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
 
 
 def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
+    """Expert ids that load all experts equally, independent of scores -> int32 [T, K]."""
     slot_R = torch.arange(num_tokens * top_k, device=device, dtype=torch.int32)
     return (slot_R % num_experts).view(num_tokens, top_k)
 
@@ -253,6 +255,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, group_top: int) -> Tensor:
+    """The top_k experts of each token, best first -> int32 [T, K]; NaN ranks last."""
     # a NaN is the worst choice, so ids are valid and distinct
     choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
     if num_groups > 1:

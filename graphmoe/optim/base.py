@@ -29,6 +29,8 @@ COUNTERS = ("applied", "skipped", "skipped_in_row", "longest_skip")
 
 
 class StepResult(NamedTuple):
+    """Result of an optimizer step: fp32 scalars on the device."""
+
     grad_norm: Tensor
     lr: Tensor
     finite: Tensor
@@ -148,6 +150,7 @@ class StepOptimizer(ABC):
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together; fp64 on a CPU."""
     # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
     exact = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]

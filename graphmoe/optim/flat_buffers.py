@@ -100,6 +100,7 @@ class Family:
         return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
 
     def gather(self, bucket: Bucket) -> dist.Work:
+        """Start the all-gather of a bucket's weights."""
         shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 

@@ -65,6 +65,7 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
+        """Compile the update; on several ranks the norm is a separate function, with its collective."""
         arguments = self._arguments(self.applied)
         # with several ranks the norm is its own function, since they combine it
         if not self._alone:

@@ -116,6 +116,7 @@ def has_room(config: RunConfig) -> bool:
 
 
 def runs_pass(passes: PassesConfig, name: str) -> bool:
+    """Return True if a pass runs; an optional pass needs its parameters."""
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
 
 

@@ -74,14 +74,17 @@ class Plan:
 
     @functools.cached_property
     def balanced(self) -> Load:
+        """Rows and slots that a rank receives under balanced routing."""
         return balanced_load(self.config.model, self.layout, self.tokens)
 
     @property
     def worst(self) -> Load:
+        """Rows and slots that a rank receives if as many tokens as possible are routed to it."""
         return worst_load(self.config.moe, self.config.model, self.layout, self.tokens)
 
     @property
     def replica_slots(self) -> int:
+        """Replica slots per rank; 0 without replicas."""
         return replica_slots(self.config.moe, self.config.model, self.layout.ep)
 
     def replica_bytes(self, backends: str) -> int:

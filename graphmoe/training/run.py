@@ -187,6 +187,7 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
 
 
 def warn_of_unused_ids(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Warn of many embedding rows without a token, except for given weights."""
     model, there = config.model, num_ids(tokenizer) if tokenizer else 0
     enough = -(-there // ROUND_IDS) * ROUND_IDS
     given = config.checkpoint.init_from or config.checkpoint.resume_from

@@ -68,6 +68,7 @@ class Blobs:
         return self.path(digest).exists()
 
     def set_aside(self, digest: str) -> None:
+        """Move a blob to ``damaged/``; no effect if it is missing or the folder is read-only."""
         set_aside(self.path(digest), self._damaged)
 
     def remove(self, blob: Blob) -> bool:

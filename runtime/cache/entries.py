@@ -39,6 +39,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Entry(Document):
+    """Union of an entry's documents; notes and time are the newest."""
+
     key: str
     last_used: float
     documents: tuple[Path, ...]
@@ -88,6 +90,7 @@ class Entries:
             (self.folder(key) / USED).touch()
 
     def remove(self, key: str) -> None:
+        """Remove an entry's documents, except those published meanwhile."""
         for path in self._documents(key):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):

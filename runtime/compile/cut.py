@@ -166,6 +166,7 @@ def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
 
 
 def root_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a view shares; the node itself if it is not a view."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

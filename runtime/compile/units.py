@@ -64,6 +64,7 @@ def units_of(
 
 
 def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Unit]:
+    """Make each group of neighbouring segments a unit; ``keep``: tensors needed at the end."""
     units: list[Unit] = []
     wanted = set(keep)
     for group in reversed(groups):

@@ -164,6 +164,7 @@ class FileLock:
         return cls(None, held)
 
     def release(self) -> None:
+        """Close this process's file; the lock is free once no process has it open."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self.forget()

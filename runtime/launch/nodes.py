@@ -163,6 +163,7 @@ def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of an endpoint; an IPv6 address without its brackets."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -196,6 +197,7 @@ def listen_at(endpoint: str) -> socket.socket:
 
 
 def addresses_of(endpoint: str) -> list[str]:
+    """Return the IP addresses of an endpoint; empty if its name does not resolve."""
     return [place[0] for _, place in _places(endpoint)]
 
 

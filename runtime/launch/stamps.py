@@ -144,6 +144,7 @@ class Heartbeat:
         self._begun, self._has_read = 0, False
 
     def validation(self) -> None:
+        """Stamp the start of a validation; the first one has no time limit."""
         self._end()
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 

@@ -147,6 +147,7 @@ class TransferStream:
         return result
 
     def wait(self, keys: Iterable[Hashable]) -> None:
+        """Make the current stream wait for those tensors still being transferred. No device sync."""
         for key in keys:
             if key in self._under_way:
                 done, _ = self._under_way.pop(key)

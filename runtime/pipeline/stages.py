@@ -123,6 +123,7 @@ class Stage:
         return sent, kept.tape.gradients_of_received()
 
     def backward_weights(self, micro_batch: int) -> None:
+        """Run the wgrad that ``backward`` deferred."""
         later = self._later.pop(micro_batch)
         while later:
             later.pop(0)()  # frees what each wgrad has read

@@ -42,6 +42,7 @@ def import_compilers() -> None:
 
 
 def fake_mode() -> FakeTensorMode:
+    """Return a mode for tensors without data; torch's compile caches require its ShapeEnv."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # torch's compile caches refuse a mode without a ShapeEnv
@@ -113,10 +114,12 @@ def mark_recomputed(node: fx.Node) -> None:
 
 
 def mark_kept(node: fx.Node) -> None:
+    """Mark a forward node of a joint graph to be saved if the backward needs it."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def remove_marks(graph: fx.Graph) -> None:
+    """Remove the marks: torch would act on them when it compiles a graph without gradients."""
     # torch also acts on the marks when it compiles a graph without gradients
     for node in graph.nodes:
         node.meta.pop("recompute", None)

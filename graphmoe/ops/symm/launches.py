@@ -70,6 +70,7 @@ def put_records(
 def pack(
     peers: MemoryPeers, region: Region, x_TD: Tensor, plan: Plan, received_ND: Tensor, block: int
 ) -> None:
+    """Copy the first rows for each rank into its block; also store tokens that peers must fetch."""
     counts_P, ends_P, row_TW, _ = plan
     (tokens, columns), ranks = x_TD.shape, peers.size
     height, width = PACK.tile(columns, x_TD.element_size())
@@ -115,6 +116,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
+    """Copy the live rows of other ranks' tokens into this rank's region."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     kernels.put_kernel[(PUT.programs,)](

@@ -141,6 +141,7 @@ _in_use: Peers | None = None
 
 
 def use_peers(peers: Peers | None) -> None:
+    """Set the peers of this process's exchanges; None clears them."""
     global _in_use
     _in_use = peers
 

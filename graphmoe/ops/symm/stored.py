@@ -25,6 +25,7 @@ def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(q: Tensor) -> Tensor:
+    """View fp8 rows as int32, so that copying kernels never interpret the values."""
     # int32, so that copy kernels need no fp8 type
     return q.contiguous().view(torch.int32)
 

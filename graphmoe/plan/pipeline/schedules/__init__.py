@@ -83,6 +83,7 @@ SCHEDULES = {
 
 
 def schedule_of(name: str) -> Schedule:
+    """Return the schedule of a name or import path. *Raises* ConfigError if there is none."""
     return look_up(SCHEDULES, name, "pipeline.schedule", Schedule)
 
 

@@ -177,7 +177,7 @@ def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monk
 
     def found(folder: Path, number: int) -> str | None:
         got = outcome(opened, folder, None)
-        if large and isinstance(got, str) and "starts again" in got:
+        if large and isinstance(got, str) and "run the same command again" in got:
             got = outcome(opened, folder, None)
         if isinstance(got, str):
             return None if got.startswith(f"cannot make the cache entry {folder}") else got

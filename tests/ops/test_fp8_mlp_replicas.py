@@ -149,7 +149,7 @@ def test_sums_hold_what_came_home_and_torch_accepts_the_operations(one_peer, rec
     x, *weights, weight_TK = inputs
     by, is_delayed = formats.KERNELS[recipe], FORMATS[recipe].is_delayed
     rows, columns = ([part for w in weights for part in store(w)] for store in (by.weight, by.transposed))
-    store = formats.KERNELS["rowwise" if is_delayed else recipe].store
+    store = formats.KERNELS["rowwise" if is_delayed else recipe].quantize
     of_x, of_dy = (store(each, weights[0], INPUT) for each in (x, dy))
     dtype, one = torch.float32, functools.partial(torch.ones, 1)
     known_a, known_dh = (one(), one()) if is_delayed else (None, None)

@@ -27,8 +27,7 @@ class MadeBy(NamedTuple):
     """The operation, in another unit, that produced an input; ``meta["made_by"]``."""
 
     target: str
-    call: str
-    """Distinguishes calls of one operation."""
+    call: str  # distinguishes calls of one operation
     part: int
 
     def at(self, position: int) -> MadeBy:
@@ -38,12 +37,9 @@ class MadeBy(NamedTuple):
 
 class Rewrites(NamedTuple):
     matches: int
-    left: tuple[str, ...] = ()
-    """Why each similar candidate was left unchanged, one line each."""
-    absent: str = ""
-    """Description of the graph, if it has no candidate."""
-    expected: bool = True
-    """False if the graph is known to compute the same in a form that the pass does not handle."""
+    left: tuple[str, ...] = ()  # why each similar candidate was left unchanged
+    absent: str = ""  # description of a graph without candidates
+    expected: bool = True  # False if the graph computes the same in a form that the pass does not handle
 
 
 def rewrite(
@@ -81,12 +77,8 @@ class PassSpec:
     skips: frozenset[int] = frozenset()
     """Layers in which it does not run."""
 
-    def expects(self, segments: tuple[str, ...]) -> bool:
-        return bool(self.segments) and set(self.segments) <= set(segments)
-
     def fingerprint(self) -> bytes:
-        """Name, stage, knobs and source, for a hash. Raises TypeError for other than a plain function and
-        plain values."""
+        """Name, stage, knobs and source, for a hash. Raises TypeError for what is not plain."""
         plain = inspect.isfunction(self.run)
         source = Path(plain and inspect.getsourcefile(inspect.unwrap(self.run)) or "")
         if not source.is_file():
@@ -155,10 +147,7 @@ class PassRunner:
         segments: tuple[str, ...] = (),
         saved_bytes: Callable[[fx.GraphModule], int] | None = None,
     ) -> list[PassReport]:
-        """Run every pass of the stage over ``module`` in place.
-
-        ``saved_bytes`` measures the saved activations of a graph, before the passes and after each match.
-        """
+        """Run the passes of a stage over ``module`` in place; ``saved_bytes`` measures saved activations."""
         reports = []
         kept_bytes: int | None = None  # of the graph as it is now
         for spec in (spec for spec in self.specs if spec.stage == stage):
@@ -176,7 +165,7 @@ class PassRunner:
                 self._dump(spec.name, unit, before_text, self._text(module))
             after = _num_operations(module.graph)
             left, warning = rewrites.left, ""
-            if not rewrites.matches and spec.expects(segments):
+            if not rewrites.matches and spec.segments and {*spec.segments} <= {*segments}:
                 left = left or (rewrites.absent or "the graph has nothing that looks like its pattern",)
                 if rewrites.expected:
                     warning = f"pass {spec.name} changed nothing in {unit}: {'; '.join(left)}"
@@ -190,7 +179,7 @@ class PassRunner:
         return any(spec.stage == "backward" for spec in self.specs)
 
     def split_report(self, backward: fx.GraphModule, split: SplitBackward, unit: str) -> list[PassReport]:
-        """The report of split_backward, which the caller ran: number of operations moved to wgrad."""
+        """Return the report of split_backward, which the caller ran."""
         if not self.splits_backward:
             return []
         before = _num_operations(backward.graph)

@@ -1,8 +1,8 @@
 """fp8_linear, fp8_experts and fp8_quantise: fp8 GEMMs, and the quantization of their operands.
 
 The first two replace GEMMs by the differentiable `fp8_linear` and `fp8_mlp`. The last decomposes these, so
-that Inductor fuses each quantization with the operand's producer (a norm, an activation, its gradient),
-except a cat, and an operand of two GEMMs is quantized once.
+that Inductor fuses each quantization with the operand's producer, except a cat, and an operand of two GEMMs
+is quantized once.
 
 Suffixes: R rows, N outputs, K inputs of the weight.
 """
@@ -115,15 +115,12 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
 def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = False) -> Rewrites:
     """Decompose each `fp8_linear` and `fp8_mlp`, and their gradients.
 
-    ``travels``: dispatch and the gradient of combine quantize rows before sending, instead of the experts, in
-    other units. ``has_room``: experts get more rows than tokens; the rest is uninitialized.
+    ``travels``: dispatch and the gradient of combine quantize rows before they send them. ``has_room``:
+    experts get more rows than tokens; the rest is uninitialized.
     """
     # duplicate quantizations stay until the joint graph is partitioned, which merges equal operations
     # (torch/_functorch/partitioners.py: config.cse)
-    found, stored = (
-        calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad),
-        dict[tuple[Node, ...], tuple[Node, ...]](),
-    )
+    found, stored = calls(graph, *SPELT, ops.fp8_mlp, ops.fp8_mlp_grad), dict[tuple[Node, ...], Any]()
     sent = calls(graph, *SENT) if travels else []
     if travels:
         _check_readers(graph, found)
@@ -221,6 +218,5 @@ def _check_readers(graph: fx.Graph, found: Sequence[Node]) -> None:
         )
     for call in experts:
         came = origin(operand(call))
-        assert came.op == "placeholder" and dtype(came) == dtype(operand(call)), (
-            f"{name_of(came)} is no carrier"
-        )
+        is_carrier = came.op == "placeholder" and dtype(came) == dtype(operand(call))
+        assert is_carrier, f"{name_of(came)} is not a dispatched tensor"

@@ -32,8 +32,7 @@ from graphmoe.passes.matching import (
 )
 
 ops = torch.ops.graphmoe
-MEAN, SUM = 1, 2
-"""Reductions of nll_loss; 0 is none."""
+MEAN, SUM = 1, 2  # reductions of nll_loss; 0 is none
 
 
 def fuse_loss(graph: fx.Graph) -> Rewrites:

@@ -3,24 +3,29 @@
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K), D hidden.
 
 Matched by meaning:
-- the plan: sorted and counted expert ids, cumulative counts, inverse order (a scatter, or a second
-  argsort) -> `routing_plan`;
+- the plan: sorted and counted expert ids, cumulative counts, inverse order -> `routing_plan`;
 - the gather: rows x[slot // K], of tokens or of routing weights (K is 1) -> `permute`;
-- the return: rows by the inverse order and a sum over k, or an index_add by token, with weights or
-  without -> `unpermute`.
+- the return: rows by the inverse order and a sum over k, or an index_add by token -> `unpermute`.
 The plan may be another unit's. An unstable sort becomes a stable one. Sums are fp32, rounded once.
 """
 
+from __future__ import annotations
+
+import math
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from graphmoe.passes.base import Rewrites, rewrite
+import graphmoe.ops.permute  # noqa: F401  # registers the operations
+from graphmoe.passes.base import MadeBy, Rewrites, rewrite
 from graphmoe.passes.matching import (
     SAME_ELEMENTS,
+    argument,
     aten,
     axes,
     calls,
@@ -47,20 +52,9 @@ from graphmoe.passes.matching import (
     value,
     viewed,
 )
-from graphmoe.passes.routing import (
-    Plan,
-    counts_of,
-    divisor,
-    inverse_of,
-    narrow,
-    num_bins,
-    ops,
-    plan_of,
-    plans_from_outside,
-    rows_by,
-    slots_of_token,
-)
 
+ops = torch.ops.graphmoe
+COUNTS = (aten.scatter_add, aten.histc, aten.bincount)
 GATHERS = (aten.index, aten.index_select, aten.gather)
 ADDITIONS = (aten.index_add, aten.scatter_add)
 
@@ -101,7 +95,9 @@ def _plan(sort: Node) -> str | None:
     first, size = first_of([sort, *counts]), shape(ids)[0]
     k = slots_of_token(ids, slots)
     expert = cast(first, viewed(first, origin(ids), size // k, k), torch.int32)
-    plan = put_parts(first, ops.routing_plan.default, expert, num_bins(counts[0]), like=sort)
+    binned = is_op(counts[0], aten.bincount)
+    num_experts = argument(counts[0], 2, "minlength", 0) if binned else shape(counts[0])[0]
+    plan = put_parts(first, ops.routing_plan.default, expert, num_experts, like=sort)
     for old, new in zip((counts, ends, rows, slots), plan, strict=True):
         for node in old:
             flat = viewed(node, new, size) if old is rows else new
@@ -124,8 +120,7 @@ def _gather(node: Node, plan: Plan) -> str | None:
     return None
 
 
-Returned = tuple[Node, Node, int, Node | None]
-"""A node, and the rows, k and weights of its `unpermute`."""
+Returned = tuple[Node, Node, int, Node | None]  # a node, and the rows, k and weights of its `unpermute`
 
 
 def _return(node: Node, plan: Plan) -> str | None:
@@ -134,7 +129,7 @@ def _return(node: Node, plan: Plan) -> str | None:
         return found or ""
     before, rows, k, weight = found
     if weight is not None:
-        # fp32 as the operation wants it; in fp64 the weights stay what they are.
+        # fp32 as the operation wants it; fp64 weights stay fp64
         precise = torch.promote_types(value(rows).dtype, torch.float32)
         weight = cast(before, viewed(before, weight, plan.rows // k, k), precise)
     row = plan.row_of(before, k)
@@ -203,3 +198,128 @@ def _weight_of_rows(node: Node, plan: Plan) -> Node | None:
     if not is_op(node, ops.permute) or [origin(each) for each in operands(node)[1:]] != plan.parts:
         return None
     return operand(node) if shape(operand(node, 2))[1] == shape(node)[1] == 1 else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Results of a `routing_plan`."""
+
+    ends: Node
+    row: Node
+    slot: Node
+
+    @property
+    def parts(self) -> list[Node]:
+        return [self.slot, self.row, self.ends]  # the operations' argument order
+
+    @property
+    def rows(self) -> int:
+        return shape(self.slot)[0]
+
+    def row_of(self, before: Node, k: int) -> Node:
+        return viewed(before, self.row, self.rows // k, k)
+
+
+def plan_of(call: Node) -> Plan:
+    # unread results are added to the graph
+    read = {part(user, ops.routing_plan): user for user in call.users}
+    ends, row, slot = (read.get(i) or put(call.next, operator.getitem, call, i, like=call) for i in (1, 2, 3))
+    return Plan(ends, row, slot)
+
+
+def plans_from_outside(graph: fx.Graph) -> list[Plan]:
+    parts: dict[str, list[tuple[int, Node]]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        made: MadeBy | None = node.meta.get("made_by")
+        if made is not None and made.target == "graphmoe::routing_plan" and made.part in (1, 2, 3):
+            parts.setdefault(made.call, []).append((made.part, node))
+    read = [sorted(of, key=operator.itemgetter(0)) for of in parts.values()]
+    plans = [Plan(*(node for _, node in of)) for of in read if [part for part, _ in of] == [1, 2, 3]]
+    return [plan for plan in plans if math.prod(shape(plan.row)) == plan.rows]
+
+
+def counts_of(ids: Node) -> list[Node]:
+    return [node for node in calls(ids.graph, *COUNTS) if _counted(node) is origin(ids)]
+
+
+def _counted(node: Node) -> Node | None:
+    if is_op(node, aten.histc):
+        bins = argument(node, 1, "bins")
+        limits = argument(node, 2, "min"), argument(node, 3, "max")
+        return _unsorted(operand(node)) if limits == (0, bins - 1) else None
+    if is_op(node, aten.bincount):
+        plain = argument(node, 1, "weights") is None and argument(node, 2, "minlength", 0) > 0
+        return _unsorted(operand(node)) if plain else None
+    if len(shape(node)) != 1 or not adds_ones(node):
+        return None
+    return _unsorted(operand(node, 2))
+
+
+def adds_ones(node: Node) -> bool:
+    """Return whether a scatter_add adds ones to zeros."""
+    zeros, ones = constant(operand(node)), constant(operand(node, 3))
+    return zeros is not None and ones is not None and not zeros.any() and bool((ones == 1).all())
+
+
+def _unsorted(node: Node) -> Node:
+    node = origin(node)
+    if part(node, aten.sort) == 0:
+        return origin(operand(operand(node)))
+    rows = rows_by(node)
+    if rows is not None and part(origin(rows[1]), aten.sort) == 1:
+        return origin(rows[0])
+    return node
+
+
+def slots_of_token(ids: Node, slots: list[Node]) -> int:
+    # the width of the last [T, K] that the flat ids are a view of, else the divisor of slots
+    node = ids
+    while is_op(node, *SAME_ELEMENTS) or is_cast(node):
+        node = operand(node)
+        if len(shape(node)) > 1:
+            return shape(node)[-1]
+    return max([divisor(user, slots) or 1 for slot in slots for user in slot.users], default=1)
+
+
+def inverse_of(node: Node) -> Node | None:
+    if part(node, aten.sort) == 1:
+        call = operand(node)
+        return None if is_descending(call) else origin(operand(call))
+    if is_op(node, aten.scatter) and len(node.args) > 3:
+        target, source = origin(operand(node, 2)), operand(node, 3)
+    elif is_op(node, aten.index_put) and len(operand(node, 1)) == 1 and not argument(node, 3, "accumulate"):
+        target, source = origin(operand(node, 1)[0]), operand(node, 2)
+    else:
+        return None
+    values = constant(source)
+    counting = values is not None and torch.equal(values.long(), torch.arange(len(values)))
+    return target if counting and shape(node) == shape(target) else None
+
+
+def rows_by(node: Any) -> tuple[Node, Node] | None:
+    # x and index of x[index] along the first axis
+    if is_op(node, aten.index):
+        return (operand(node), operand(node, 1)[0]) if len(operand(node, 1)) == 1 else None
+    if is_op(node, aten.index_select, aten.gather) and operand(node, 1) == 0:
+        return operand(node), narrow(operand(node, 2))
+    return None
+
+
+def narrow(node: Any) -> Node:
+    return operand(node) if is_op(node, aten.expand) else node
+
+
+def divisor(index: Node, slots: list[Node]) -> int | None:
+    # k of an index slot // k, also if written as token_of_slot[slot]
+    node = origin(index)
+    if node in slots:
+        return 1
+    floors = is_op(node, aten.floor_divide) or node.kwargs.get("rounding_mode") in ("floor", "trunc")
+    if floors and origin(operand(node)) in slots and isinstance(operand(node, 1), int):
+        return operand(node, 1)
+    rows = rows_by(node)
+    tokens = constant(rows[0]) if rows is not None and origin(rows[1]) in slots else None
+    if tokens is None or tokens.dim() != 1:
+        return None
+    k = max(len(tokens) // (int(tokens[-1]) + 1), 1)
+    return k if torch.equal(tokens.long(), torch.arange(len(tokens)) // k) else None

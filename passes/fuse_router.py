@@ -18,6 +18,7 @@ from torch.fx import Node
 
 import graphmoe.ops.router  # noqa: F401  # registers the operation
 from graphmoe.passes.base import Rewrites
+from graphmoe.passes.fuse_permutation import adds_ones
 from graphmoe.passes.matching import (
     argument,
     aten,
@@ -44,11 +45,9 @@ from graphmoe.passes.matching import (
     viewed,
 )
 from graphmoe.passes.router_choice import SCORES, Choice, Weights, choices, scores_behind, weights_of
-from graphmoe.passes.routing import adds_ones
 
 ops = torch.ops.graphmoe
-LARGEST_FLOOR = 1e-8
-"""A share below this adds nothing to an fp32 entropy."""
+LARGEST_FLOOR = 1e-8  # a share below this adds nothing to an fp32 entropy
 
 
 def fuse_router(graph: fx.Graph) -> Rewrites:
@@ -153,23 +152,17 @@ def _replace_ids(old: Node, expert: Node) -> None:
 # Sums over tokens that the losses and statistics are made of.
 
 
-def _is_floor(node: Node) -> bool:
-    floor = argument(node, 1, "min")
-    return isinstance(floor, float) and 0 <= floor <= LARGEST_FLOOR
-
-
 class Sum(NamedTuple):
     """A sum in the graph: ``node`` is ``factor`` times the operation's result, in its shape."""
 
     node: Node
     result: Literal["counts", "share", "z", "entropy"]
     factor: float
-    sequences: int | None
-    """B if the sum is per sequence."""
+    sequences: int | None  # B if the sum is per sequence
 
 
 def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
-    """The sums over this router's tokens; ``counted``: whose slots are counted."""
+    """Sums over this router's tokens; ``counted``: whose slots are counted."""
     yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)
@@ -255,8 +248,10 @@ def _is_log_of(node: Node, share: Node) -> bool:
     if not is_op(log, aten.log):
         return False
     inner = origin(operand(log))
-    if is_op(inner, aten.clamp_min, aten.clamp, aten.add) and _is_floor(inner):
-        inner = origin(operand(inner))
+    if is_op(inner, aten.clamp_min, aten.clamp, aten.add):
+        floor = argument(inner, 1, "min")
+        if isinstance(floor, float) and 0 <= floor <= LARGEST_FLOOR:
+            inner = origin(operand(inner))
     return inner is origin(share)
 
 

@@ -25,12 +25,11 @@ FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_one
 """Constants that depend only on their operand's shape, and their value."""
 SIDE_META = ("custom", "stack_trace", "nn_module_stack")
 """Metadata that a new node copies from the node it replaces, such as the segment."""
-CONSTANT_LIMIT = 1 << 26
-"""Elements of the largest constant that is evaluated."""
+CONSTANT_LIMIT = 1 << 26  # elements of the largest constant that is evaluated
 
 
 def is_op(node: Any, *packets: Any) -> bool:
-    """Return whether this is a call of one of the operations, in any overload: ``is_op(n, aten.mul)``."""
+    """Return whether this is a call of an operation, in any overload: ``is_op(n, aten.mul)``."""
     target = getattr(node, "target", None)
     return (
         isinstance(node, Node)
@@ -60,13 +59,12 @@ def value(node: Any) -> Tensor:
 
 
 def shape(node: Any) -> tuple[int, ...]:
-    """Sizes of a node; () unless it is a single tensor."""
+    # () unless it is a single tensor
     val = node.meta.get("val")
     return tuple(val.shape) if isinstance(val, Tensor) else ()
 
 
 def dtype(node: Any) -> torch.dtype | None:
-    """Dtype of a node; None unless it is a single tensor."""
     val = node.meta.get("val")
     return val.dtype if isinstance(val, Tensor) else None
 
@@ -77,7 +75,6 @@ def is_float(node: Any) -> bool:
 
 
 def name_of(node: Node) -> str:
-    """Name a node in a reason."""
     return f"{node.name} ({node.target})" if node.op == "call_function" else node.name
 
 
@@ -115,7 +112,6 @@ def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
 
 
 def only_user(node: Node) -> Node | None:
-    """Return the only user of a node, or None."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 

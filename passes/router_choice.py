@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx import Node
 
 from graphmoe.ops.router import LOW_LOGIT
+from graphmoe.passes.fuse_permutation import counts_of
 from graphmoe.passes.matching import (
     argument,
     aten,
@@ -34,28 +35,22 @@ from graphmoe.passes.matching import (
     shape,
     value,
 )
-from graphmoe.passes.routing import counts_of
 
 SCORES = {aten._softmax: "softmax", aten.sigmoid: "sigmoid"}
-LARGEST_EPS = 1e-12
-"""A term below this in a denominator is lost in fp32 rounding."""
+LARGEST_EPS = 1e-12  # a term below this in a denominator is lost in fp32 rounding
 
 
 @dataclass(frozen=True)
 class Choice:
     """A choice of experts by a router."""
 
-    expert: Node
-    """Ids [T, K] of any integer type."""
-    scores: Node
-    """Softmax or sigmoid scores, before bias and groups, or the logits."""
-    ranking: Node | None = None
-    """The sort or topk; None if the ids do not depend on the logits."""
+    expert: Node  # ids [T, K] of any integer type
+    scores: Node  # softmax or sigmoid scores, before bias and groups, or the logits
+    ranking: Node | None = None  # the sort or topk; None if the ids do not depend on the logits
     values: Node | None = None
     """The chosen scores [T, K], if the topk returns them and gradients flow into them."""
     bias: Node | None = None
-    groups: tuple[int, int, int] = (1, 1, 1)
-    """num_groups, topk_groups, group_top."""
+    groups: tuple[int, int, int] = (1, 1, 1)  # num_groups, topk_groups, group_top
 
     @property
     def score(self) -> str | None:

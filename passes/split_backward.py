@@ -1,8 +1,7 @@
-"""Split a unit's backward into I, dgrad, and W, wgrad.
+"""Split a unit's backward into dgrad (I) and wgrad (W).
 
-A schedule may delay W: only I is on the path to the previous layer (Zero Bubble Pipeline Parallelism, arXiv
-2401.10241, section 2). W has what I does not compute; shared results are passed from I to W. W recomputes
-views and pointwise values if that saves storing them.
+A schedule may delay W (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2). I passes shared
+results to W, which recomputes views and pointwise values if that saves storing them.
 """
 
 import operator
@@ -35,24 +34,19 @@ VIEWS = {
 }
 """Operations that alias their input."""
 CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
-RECOMPUTED = VIEWS | CASTS
-"""Views and casts: W recomputes these from what I stores anyway."""
+RECOMPUTED = VIEWS | CASTS  # views and casts: W recomputes these from what I stores anyway
 SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 class SplitBackward(NamedTuple):
     """Two graphs in place of one. W reads ``handed``, then the inputs of ``weights_read``."""
 
-    inputs: fx.GraphModule
-    """I: placeholders ``inputs_read`` -> (gradients of inputs..., handed...)."""
-    inputs_read: tuple[int, ...]
-    """Positions among the backward's placeholders."""
-    weights: fx.GraphModule
-    """W: (handed..., placeholders ``weights_read``) -> gradients of weights."""
+    inputs: fx.GraphModule  # I: placeholders ``inputs_read`` -> (gradients of inputs..., handed...)
+    inputs_read: tuple[int, ...]  # positions among the backward's placeholders
+    weights: fx.GraphModule  # W: (handed..., placeholders ``weights_read``) -> gradients of weights
     weights_read: tuple[int, ...]
     num_handed: int
-    nodes_moved: int
-    """Operations that only W runs."""
+    nodes_moved: int  # operations that only W runs
     ms: float
 
 
@@ -110,13 +104,12 @@ def _summed_by_inputs(weights: Iterable[fx.Node | None], in_inputs: set[fx.Node]
         path = _ancestors([root], lambda node: node not in in_inputs or _is_cheap(node))
         own = [node for node in path - in_inputs if node.op == "call_function"]
         would_hand = any(node.op == "call_function" and not _is_cheap(node) for node in path & in_inputs)
-        is_sum = any(node.target in SUMS for node in own) and all(map(_is_elementwise_or_sum, own))
+        cheap = (
+            n.target in RECOMPUTED | SUMS or torch.Tag.pointwise in getattr(n.target, "tags", ()) for n in own
+        )
+        is_sum = any(node.target in SUMS for node in own) and all(cheap)
         found |= path if would_hand and is_sum else set()
     return found
-
-
-def _is_elementwise_or_sum(node: fx.Node) -> bool:
-    return node.target in RECOMPUTED | SUMS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -25,8 +25,7 @@ from graphmoe.runtime.cache.folders import TAG_FILE
 
 if TYPE_CHECKING:
     from graphmoe.runtime.cache.entries import Entry
-    from graphmoe.runtime.cache.store import CompileCache
-    from graphmoe.runtime.cache.upkeep import Held
+    from graphmoe.runtime.cache.store import CompileCache, Held
 
 Action = enum.StrEnum("Action", ("list", "verify", "prune"))
 
@@ -55,8 +54,7 @@ def main(argv: list[str]) -> None:
     is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_empty and not (folder / TAG_FILE).exists():
         raise ConfigError(f"{folder} is no compile cache: it has no {TAG_FILE}; set cache_dir=...")
-    from graphmoe.runtime.cache.store import CompileCache  # imports torch
-    from graphmoe.runtime.cache.upkeep import holdings, prune, verify
+    from graphmoe.runtime.cache.store import CompileCache, holdings, prune, verify  # imports torch
 
     cache = CompileCache(folder)
     if args.action is Action.list:
@@ -76,7 +74,7 @@ def main(argv: list[str]) -> None:
 def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
     """The entries as plain values, those used last first."""
     from graphmoe.runtime.cache.key import BASE
-    from graphmoe.runtime.cache.upkeep import total_bytes
+    from graphmoe.runtime.cache.store import total_bytes
 
     return {
         "cache_dir": str(cache.folder),

@@ -50,8 +50,7 @@ from graphmoe.runtime.host.signals import (
     ends_at_signals,
     exit_at_signals,
 )
-from graphmoe.runtime.launch.failures import RunFailed, write_failure
-from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
+from graphmoe.runtime.launch.failures import RunFailed, set_flight_recorder, write_failure
 from graphmoe.runtime.launch.nodes import num_ranks, run_name, set_meeting_place, started_by
 from graphmoe.runtime.launch.stamps import begin_stamps, name_log_dir
 

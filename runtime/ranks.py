@@ -17,17 +17,13 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
 T = TypeVar("T")
-# For tensors: the others wait in a collective while one rank compiles; hangs are detected sooner
+# of tensors: the others wait while one rank compiles; hangs are detected sooner
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# For objects: the others wait while one rank tokenizes a corpus or compiles
-PATIENCE = timedelta(hours=12)
+PATIENCE = timedelta(hours=12)  # of objects: the others wait while one rank tokenizes a corpus
 
 
 class Ranks:
-    """All ranks of the job, for object collectives over a dedicated gloo group.
-
-    Construction is collective. Use one ``Ranks`` per thread.
-    """
+    """Object collectives of all ranks over a dedicated gloo group. Collective; use one per thread."""
 
     def __init__(self, patience: timedelta = PATIENCE) -> None:
         spread = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -152,15 +148,11 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return action(), None
     except Exception as error:
-        return None, _portable(error)
-
-
-def _portable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return None, RuntimeError(f"{type(error).__name__}: {error}")
+        return None, error
 
 
 def backend_of(device: torch.device) -> str:

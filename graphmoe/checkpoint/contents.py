@@ -43,7 +43,7 @@ from graphmoe.checkpoint.entries import Entries
 from graphmoe.checkpoint.flat_shards import Box, FlatShard
 from graphmoe.checkpoint.folders import CheckpointError
 from graphmoe.checkpoint.metadata_file import read_metadata
-from graphmoe.runtime.host.checksums import FileSum
+from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
 
 _BUFFER_BYTES = 2**20

@@ -18,8 +18,7 @@ import psutil
 
 from graphmoe.config.arguments import near_path
 from graphmoe.config.untrusted import FileError, is_file_name, read_json
-from graphmoe.runtime.host.checksums import FileSum, difference
-from graphmoe.runtime.host.files import replace_text, sync_folder
+from graphmoe.runtime.host.files import FileSum, difference, replace_text, sync_folder
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from graphmoe.checkpoint.metadata_file import read_metadata
 from graphmoe.config.progress import working
 from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.config.schema import CheckpointConfig
-from graphmoe.runtime.host.checksums import FileSum
+from graphmoe.runtime.host.files import FileSum
 from graphmoe.runtime.ranks import Ranks
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from typing import Any, TypedDict
 
 from graphmoe.config.schema import ConfigError, cache_root
 from graphmoe.config.untrusted import FileError, read_json, typed
-from graphmoe.runtime.host.checksums import FileSum, difference, sum_of
-from graphmoe.runtime.host.files import FileLock, is_locked, replace_text
+from graphmoe.runtime.host.files import FileLock, FileSum, difference, is_locked, replace_text, sum_of
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from graphmoe.config.untrusted import FileError, read_text
 from graphmoe.data.cache import META, SMALL_BYTES, sums_of
 from graphmoe.data.errors import DataError
 from graphmoe.data.indexed import TokenFile, pair, read_token_file
-from graphmoe.runtime.host.checksums import sha256_of
+from graphmoe.runtime.host.files import sha256_of
 
 log = logging.getLogger(__name__)
 

@@ -150,7 +150,7 @@ def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
 def _first(w: Tensor) -> tuple[Tensor, Tensor]:
     """The delayed scale [1] of what a weight meets, and what takes up its largest number [1], as they begin.
 
-    Units of a run have those of `runtime.compile.delayed_scales` instead.
+    Units of a run have those of `runtime.compile.weight_forms` instead.
     """
     return w.new_full((1,), FIRST_SCALE, dtype=torch.float32), w.new_zeros(1, dtype=torch.float32)
 

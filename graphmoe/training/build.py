@@ -16,7 +16,7 @@ from graphmoe.optim.base import StepOptimizer
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.compile.delayed_scales import DelayedScales
+from graphmoe.runtime.compile.weight_forms import DelayedScales
 from graphmoe.runtime.ranks import Mesh
 
 log = logging.getLogger(__name__)

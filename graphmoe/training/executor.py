@@ -34,7 +34,7 @@ from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.compile.recompute import RecomputedSegments
-from graphmoe.runtime.compile.report import REPORT_FILE, to_json, to_text
+from graphmoe.runtime.compile.report import REPORT_FILE, cache_line, to_json, to_text
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.runtime.overlap.runner import Overlap
@@ -182,7 +182,7 @@ class Execution:
         """Describe passes, cache and kernels for the log."""
         if self.compiled is None:
             return ["none, compile.enabled=false"]
-        passes = len(self.compiled.passes())
+        passes = len(self.compiled.runner.names)
         kernels = self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._config, self.chosen.fp8)
@@ -240,8 +240,7 @@ class Execution:
             return
         for line in to_text(self.compiled.reports).splitlines():
             log.info(line, extra=FILE_ONLY)
-        for line in self._cache.lines(self.compiled.reports):
-            log.info(line)
+        log.info(cache_line(self.compiled.reports, self._cache.why))
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
             log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
         of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in PUT_FP8]
@@ -254,7 +253,7 @@ class Execution:
             )
 
     def _content(self, compiled: CompiledSegments) -> dict[str, Any]:
-        return to_json(compiled.reports, compiled.recompiled, compiled.passes_uuid(), self._cache.why)
+        return to_json(compiled.reports, compiled.recompiled, compiled.runner.uuid(), self._cache.why)
 
 
 def pass_runner(

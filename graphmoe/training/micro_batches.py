@@ -18,8 +18,7 @@ from graphmoe.plan.plan import Plan
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.overlap.runner import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
-from graphmoe.runtime.pipeline.engine import Pipeline, lanes_of
-from graphmoe.runtime.pipeline.stages import Deferring, Stage
+from graphmoe.runtime.pipeline.engine import Deferring, Pipeline, Stage, lanes_of
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor
 

@@ -13,8 +13,7 @@ from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.experts import Load
 from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.capture.capture import Capture
-from graphmoe.runtime.capture.step import CapturedStep
+from graphmoe.runtime.capture.capture import Capture, CapturedStep
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh

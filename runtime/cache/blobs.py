@@ -29,11 +29,9 @@ class DamagedBlob(Exception):
 
 @dataclass(frozen=True)
 class Blob:
-    """A stored file; ``written``: Unix time of the newest `put`."""
-
     digest: str
     num_bytes: int
-    written: float
+    written: float  # Unix time of the newest `put`
 
 
 class Blobs:
@@ -102,10 +100,7 @@ def read_or_damaged(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: bytes, *, first: bool = False) -> None:
-    """Write a file atomically. *Raises* OSError.
-
-    ``first`` keeps an existing file: of concurrent writers the first wins (the last without hard links).
-    """
+    """Write a file atomically; ``first``: unless it exists. *Raises* OSError."""
     make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:

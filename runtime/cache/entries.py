@@ -19,7 +19,7 @@ from graphmoe.runtime.host.files import age_s, process_name
 
 log = logging.getLogger(__name__)
 
-# Parts of a work folder: torch's, Triton's, and traced graphs of `runtime/compile/kept.py`
+# Parts of a work folder: torch's, Triton's, and our traced graphs
 INDUCTOR, TRITON, GRAPHS = "inductor", "triton", "graphs"
 # File whose time is the entry's last use
 USED = "used"
@@ -29,10 +29,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Document:
-    """One process's part of an entry. ``files``: path below the work folder -> SHA-256."""
+    """One process's part of an entry."""
 
     facts: dict[str, Any]
-    files: dict[str, str]
+    files: dict[str, str]  # path below the work folder -> SHA-256
     notes: dict[str, Any]
     created: float
 

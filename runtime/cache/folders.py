@@ -29,8 +29,7 @@ def check_trusted(folder: Path, *, shared: bool) -> None:
     """Reject a cache that other users can write to, since its files are executed. *Raises* ConfigError.
 
     As in sshd: the folder, its parents and links to it belong to this user or root and are not writable by
-    others, except sticky parents (/tmp). Files inside are checked if others may enter. ``shared`` allows
-    groups.
+    others, except sticky parents (/tmp); files inside too if others may enter. ``shared`` allows groups.
     """
     place = folder.resolve()
     for path in (*reversed(folder.absolute().parents), folder, *reversed(place.parents)):

@@ -1,8 +1,4 @@
-"""Facts that compiled code depends on, their key, and differences between sets of facts.
-
-Other values are not in compiled graphs or are tensors. Exception: shard sizes follow from the number of ranks
-and ``optim.bucket_mb``; if these change, only the update is compiled again.
-"""
+"""Facts that compiled code depends on, their key, and differences between sets of facts."""
 
 import functools
 import hashlib
@@ -25,12 +21,12 @@ from graphmoe.passes.base import PassSpec
 from graphmoe.passes.table import PASSES
 from graphmoe.plan.forced_loads import NO_LOAD
 
-Facts = Mapping[str, Any]
-"""Plain values by dotted names. ``base.*`` are device, versions and sources."""
+Facts = Mapping[str, Any]  # plain values by dotted names; base.* are device, versions and sources
 
 # Config sections whose keys are facts, except `NOT_COMPILED`
 WHOLE_SECTIONS = ("model", "precision", "recompute")
 NOT_COMPILED = ("model.name", "model.peak_lr", "model.init_std", "model.bias_update_rate")
+# not optim.bucket_mb, nor the number of ranks: only the update depends on them
 SINGLE_KEYS = (
     "data.seq_len",
     "train.micro_batch_size",
@@ -185,7 +181,6 @@ def _cpu_facts() -> dict[str, Any]:
 
 
 def _cpu_line(*names: str) -> str:
-    """First value of /proc/cpuinfo under one of the names; else empty."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from graphmoe.runtime.cache.blobs import Blobs, DamagedBlob
 from graphmoe.runtime.cache.entries import GRAPHS, INDUCTOR, TRITON, Document, Entries, Entry, union, unit_of
-from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_at, point_torch_away
+from graphmoe.runtime.cache.folders import VARIABLES, is_users, point_torch_away
 from graphmoe.runtime.host.files import FileLock
 
 log = logging.getLogger(__name__)
@@ -42,31 +42,22 @@ class WorkFolder:
         keeps: bool,
     ) -> None:
         self.path, self.key, self.facts = path, key, facts
-        # whether `publish` writes; not to a read-only, full or missing cache
-        self.keeps = keeps
+        self.keeps = keeps  # `publish` writes; not to a read-only, full or missing cache
         self.found = False
-        # if not found: to the nearest facts, possibly of another base
-        self.differences: list[str] = []
+        self.differences: list[str] = []  # if not found: to the nearest facts, possibly of another base
         self.shared_from: str | None = None
-        self.num_files = self.num_bytes = 0
-        """Files that were put here."""
+        self.num_files = self.num_bytes = 0  # copied here
         self.damaged: list[str] = []
         self._blobs, self._entries, self._lock, self._pid = blobs, entries, lock, os.getpid()
-        # of the entry, or of the one shared from, if they are here
-        self._files: dict[str, str] = {}
-        # stored, but in no document yet
-        self._new: dict[str, str] = {}
-        # known size and mtime of each file
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, str] = {}  # of the entry, or of the one shared from, if they are here
+        self._new: dict[str, str] = {}  # stored, but in no document yet
+        self._seen: dict[str, tuple[int, int]] = {}  # known size and mtime of each file
         self._refused: set[tuple[str, str]] = set()
         self.clear()
         atexit.register(self.close)
 
     def fill(self, source: Entry | None, places: Sequence[str] | None) -> None:
-        """Copy an entry's files here. *Raises* OSError.
-
-        ``places``: folders of graphs; None for an entry of other facts.
-        """
+        """Copy an entry's files here; ``places`` is None for other facts. *Raises* OSError."""
         if source is None:
             return
         self.found = places is not None
@@ -78,7 +69,11 @@ class WorkFolder:
             problems = list(threads.map(self._place, wanted, wanted.values()))
         for (path, digest), problem in zip(wanted.items(), problems, strict=True):
             if problem:
-                self._refuse(path, digest, source.key, problem)
+                words = path, source.key, problem
+                log.warning("compile cache: %s of entry %s %s; it is compiled again", *words)
+                self.damaged.append(path)
+                self._refused.add((path, digest))
+                self._blobs.set_aside(digest)
         broken = {unit_of(path) for path in self.damaged}
         broken |= {unit_of(path) for path in wanted if not self._has_its_group(path)}
         for path, digest in wanted.items():
@@ -96,10 +91,6 @@ class WorkFolder:
             shutil.rmtree(self.path / part, ignore_errors=True)
             (self.path / part).mkdir()
 
-    def activate(self) -> None:
-        """Point torch and Triton here. Call it before the first compilation."""
-        point_torch_at(self.path)
-
     def publish(self, notes: Mapping[str, Any] | None = None) -> int:
         """Store new files; return their number. Call it while nothing compiles. A full disk is a warning."""
         if not self.keeps:
@@ -107,7 +98,7 @@ class WorkFolder:
         try:
             return self._publish(dict(notes or {}))
         except OSError as error:
-            log.warning("compile cache: what was compiled is not kept: %s", error)
+            log.warning("compile cache: compiled code is not saved: %s", error)
             return 0
 
     def close(self) -> None:
@@ -121,7 +112,6 @@ class WorkFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _place(self, path: str, digest: str) -> str | None:
-        """Copy one file; return its fault, if any."""
         try:
             content = self._blobs.get(digest)
         except DamagedBlob:
@@ -143,12 +133,6 @@ class WorkFolder:
         if not place.name.startswith(GROUP_FILE) or not place.exists():
             return True
         return all(map(os.path.exists, json.loads(place.read_bytes())[CHILDREN].values()))
-
-    def _refuse(self, path: str, digest: str, key: str, problem: str) -> None:
-        log.warning("compile cache: %s of entry %s %s; it is compiled again", path, key, problem)
-        self.damaged.append(path)
-        self._refused.add((path, digest))
-        self._blobs.set_aside(digest)
 
     def _publish(self, notes: dict[str, Any]) -> int:
         self._take_what_changed()
@@ -189,14 +173,12 @@ class WorkFolder:
                 self._blobs.put(content)
 
     def _stored_form(self, path: Path) -> bytes | None:
-        """Content without the work folder's path; None for an incomplete group."""
         content = path.read_bytes()
         is_group = path.name.startswith(GROUP_FILE)
         return _moved_group(content, f"{self.path / TRITON}/", "") if is_group else content
 
 
 def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (path below the work folder, path) of complete files."""
     for part in (INDUCTOR, TRITON, GRAPHS):
         # unfinished files: .<pid>.<thread>.tmp (torch/_inductor/codecache.py), tmp.pid_<pid>_<uuid>/
         # (triton/runtime/cache.py)
@@ -211,7 +193,6 @@ def _kept_files(work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _moved_group(content: bytes, old: str, new: str) -> bytes | None:
-    """Move a Triton group file's paths from ``old`` to ``new``; None if invalid."""
     try:
         group = json.loads(content)
         children = {name: str(child) for name, child in group[CHILDREN].items()}

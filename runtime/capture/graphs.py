@@ -1,4 +1,4 @@
-"""Graphs of launches: CUDA and HIP graphs, and a stand-in on the host."""
+"""CUDA and HIP graphs, a stand-in on the host, and their replays from one memory pool."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import contextlib
 import ctypes
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from graphmoe.segments import profiler_range
+
 Run = Callable[[], tuple[Tensor, ...]]
+R = TypeVar("R", bound="Replay")
 
 
 class GraphMaker:
     """Makes graphs that share memory pools, whose results are never freed.
 
-    A later graph may place a result in memory that an earlier one uses internally. So between a graph and the
-    last reader of its results, no older graph of the pool may replay.
+    A later graph's result may be in memory that an earlier graph uses internally. So no older graph of the
+    pool may replay between a graph and the last reader of its results.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,7 +34,7 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Capture ``run``, which has run before and must not read ``given``. Nothing is executed."""
+        """Capture ``run`` without executing it. It has run before and must not read ``given``."""
         if self.on == "host":
             return HostGraph(run, given)
         if pool not in self._pools:
@@ -72,8 +77,6 @@ class GraphMaker:
 
 
 class DeviceGraph:
-    """A CUDA or HIP graph; the capture executes nothing."""
-
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)  # for counting nodes
         # "thread_local": other threads, such as NCCL's watchdog, may query events meanwhile.
@@ -91,7 +94,7 @@ class DeviceGraph:
         self._graph.instantiate()
 
     def replay(self) -> tuple[Tensor, ...]:
-        """Launch on the current stream; results stay in place."""
+        """Launch on the current stream; results keep their addresses."""
         self._graph.replay()
         return self._results
 
@@ -155,3 +158,96 @@ def static_copy(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
+
+
+@dataclass
+class Span:
+    """Neighbouring segments that replay together."""
+
+    unit: str
+    # empty for the whole step
+    segments: tuple[str, ...]
+    # positions in the model, each with graphs of its own
+    places: int = 0
+    graphs: int = 0
+    # kernels, copies and memsets; None if they cannot be counted
+    nodes: int | None = 0
+    # spent on making the graphs
+    seconds: float = 0.0
+
+    def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
+        """Make one more graph, as ``GraphMaker.make``."""
+        started = time.perf_counter()
+        graph = maker.make(run, given, pool)
+        self.graphs += 1
+        self.nodes = None if self.nodes is None or graph.nodes is None else self.nodes + graph.nodes
+        self.seconds += time.perf_counter() - started
+        return graph
+
+
+class Pool:
+    """Memory that the graphs of one micro-batch share; they replay in the order of their creation."""
+
+    def __init__(self, maker: GraphMaker, key: Hashable, addresses: set[int]) -> None:
+        self.maker, self.key = maker, key
+        self.addresses = addresses  # of results, which are fixed
+        # True if a backward of this micro-batch ran without a graph. A graph made after it would be older
+        # than the one that replaces it next time.
+        self.has_gap = False
+        self.num_left = 0  # backwards whose wgrad still has to replay
+        self.num_made = 0
+        self.newest = -1  # graph with results that replayed for this micro-batch
+
+    def begin(self) -> None:
+        self.newest, self.has_gap, self.num_left = -1, False, 0
+
+    def is_behind(self, replay: Replay) -> bool:
+        # results are read until the micro-batch ends, so by the rule of GraphMaker no older graph may replay
+        return replay.number <= self.newest
+
+    def find(self, replays: Sequence[R], given: Sequence[Tensor] = ()) -> R | None:
+        """Return the oldest graph that may replay now; None if the caller must make one."""
+        fit = (replay for replay in replays if not self.is_behind(replay) and replay.moved(given) is None)
+        return next(fit, None)
+
+
+class Replay:
+    """A graph of static tensors; those flagged in ``stays`` keep their addresses."""
+
+    def __init__(
+        self,
+        span: Span,
+        pool: Pool,
+        run: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None,
+        static: Sequence[Tensor] = (),
+        stays: Sequence[bool] = (),
+        *,
+        part: str,
+    ) -> None:
+        """Without ``run`` only inputs are copied."""
+        self._unit, self._part = span.unit, part
+        self.static, self._stays, self._pool = static, stays, pool
+        self.number = pool.num_made
+        pool.num_made += 1
+        self._graph = span.make(pool.maker, lambda: run(self.static), pool=pool.key) if run else None
+        self._is_new = True
+
+    def moved(self, given: Sequence[Tensor]) -> int | None:
+        """Return the index of a tensor that moved, if any."""
+        for i, (stays, static, tensor) in enumerate(zip(self._stays, self.static, given, strict=True)):
+            if stays and static.data_ptr() != tensor.data_ptr():
+                return i
+        return None
+
+    def __call__(self, given: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        with profiler_range(self._unit, self._part):
+            for static, tensor in zip(self.static, given, strict=True):
+                if static.data_ptr() != tensor.data_ptr():
+                    static.copy_(tensor.detach())
+            results = self._graph.replay() if self._graph else ()
+        if results:
+            self._pool.newest = self.number
+        if self._is_new:
+            self._pool.addresses.update(result.data_ptr() for result in results)
+            self._is_new = False
+        return results

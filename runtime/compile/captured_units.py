@@ -1,8 +1,8 @@
 """Compiled units whose forward and backward replay from graphs: segments named in ``graph.scope``.
 
-At each position in the model, each micro-batch slot (lane) has a forward graph and two backward graphs
-(dgrad, then wgrad): the first micro-batch's wgrad stores, later ones add. Tensors that dgrad passes to wgrad
-are internal to the graph, so the next layer reuses their memory. Deferred wgrad has a graph of its own.
+At each position in the model, each micro-batch slot has a forward graph and two backward graphs (dgrad, then
+wgrad): the first micro-batch's wgrad stores, later ones add. Tensors that dgrad passes to wgrad are internal
+to the graph, so the next layer reuses their memory. Deferred wgrad has a graph of its own.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
-from graphmoe.runtime.capture.capture import Capture, Span
-from graphmoe.runtime.capture.graphs import static_copy
-from graphmoe.runtime.capture.replays import Pool, Replay
-from graphmoe.runtime.compile.code import Gradients, UnitCode, UnitFunction
+from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.capture.graphs import Pool, Replay, Span, static_copy
+from graphmoe.runtime.compile.code import Gradients, UnitCode, call_unit
 from graphmoe.runtime.compile.weight_forms import NUM_TENSORS
 
 
 class UnitCapture:
     def __init__(self, names: frozenset[str], capture: Capture) -> None:
         self.names, self.capture = names, capture
-        self.lane_name: Hashable = None  # micro-batch slot that units run on now
+        self.slot: Hashable = None  # micro-batch slot of the current forward
         self.micro_batch = 0  # number of micro-batches that were assigned a slot
-        # By slot: one pool for each forward of the same unit in flight.
+        # by slot: one pool for each forward of the same unit in flight
         self._pools: dict[Hashable, list[Pool]] = {}
         self._scratch: dict[tuple[Any, ...], Tensor] = {}
         self._spans: dict[tuple[str, ...], Span] = {}
@@ -37,23 +36,23 @@ class UnitCapture:
 
     @contextmanager
     def lane(self, name: Hashable) -> Iterator[None]:
-        assert name is not None and self.lane_name is None, "a micro-batch has one lane"
+        assert name is not None and self.slot is None, "a micro-batch has one slot"
         self.micro_batch += 1
         for pool in self._pools.get(name, ()):
-            assert not pool.num_left, f"lane {name} is taken before its last weight gradients are made"
+            assert not pool.num_left, f"slot {name} is reused before its last wgrad has run"
             pool.begin()
-        self.lane_name = name
+        self.slot = name
         try:
             yield
         finally:
-            self.lane_name = None
+            self.slot = None
 
     def pool(self, number: int) -> Pool:
         """Return the pool of the ``number``-th forward of a unit in flight on this slot."""
-        pools = self._pools.setdefault(self.lane_name, [])
+        pools = self._pools.setdefault(self.slot, [])
         while len(pools) <= number:
             addresses = pools[0].addresses if pools else set[int]()
-            pools.append(Pool(self.capture.maker, (self.lane_name, len(pools)), addresses))
+            pools.append(Pool(self.capture.maker, (self.slot, len(pools)), addresses))
         return pools[number]
 
     def has_new_program(self) -> bool:
@@ -69,7 +68,7 @@ class UnitCapture:
         self, code: UnitCode, segments: tuple[str, ...], name: str, reads: tuple[str, ...]
     ) -> UnitCode | CapturedUnit:
         if not code.graphs.num_outputs:
-            self.capture.report.not_captured |= dict.fromkeys(segments, "it only hands on what it reads")
+            self.capture.report.not_captured |= dict.fromkeys(segments, "it only returns what it reads")
             return code
         segments = tuple(dict.fromkeys(segments))
         span = self._spans.get(segments)
@@ -95,8 +94,8 @@ class CapturedUnit:
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
         assert code.accumulates, "autograd would keep a gradient that the next replay overwrites"
         self.graphs, self._shared = code.graphs, shared
-        self._make = functools.partial(_UnitOnLane, code, shared, span, reads)
-        self._lanes: dict[tuple[Hashable, int], _UnitOnLane] = {}
+        self._make = functools.partial(_UnitInSlot, code, shared, span, reads)
+        self._in_slots: dict[tuple[Hashable, int], _UnitInSlot] = {}
 
     def __call__(
         self,
@@ -104,39 +103,25 @@ class CapturedUnit:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        assert self._shared.lane_name is not None, "units are captured, and the micro-batch has no lane"
-        lane = self._free()
-        lane.taken_by = self._shared.micro_batch
-        if self.graphs.backward is None:
-            results = lane.forward(tensors)[0]
-        else:
-            run = lane.forward, lane.backward
-            results = UnitFunction.apply(self.graphs, *run, gradients, pending, *tensors)
-        return self.graphs.views(tensors, results) if self.graphs.views else results
-
-    def _free(self) -> _UnitOnLane:
-        name, number = self._shared.lane_name, 0
-        while (lane := self._lanes.get((name, number))) and lane.taken_by == self._shared.micro_batch:
+        slot, micro_batch, number = self._shared.slot, self._shared.micro_batch, 0
+        assert slot is not None, "units are captured, and the micro-batch has no slot"
+        while (unit := self._in_slots.get((slot, number))) and unit.used_by == micro_batch:
             number += 1
-        if lane is None:
-            lane = self._lanes[name, number] = self._make(self._shared.pool(number))
-        return lane
+        if unit is None:
+            unit = self._in_slots[slot, number] = self._make(self._shared.pool(number))
+        unit.used_by = micro_batch
+        return call_unit(unit, tensors, gradients, pending)
 
 
-class _UnitOnLane:
+class _UnitInSlot:
     def __init__(
-        self,
-        code: UnitCode,
-        shared: UnitCapture,
-        span: Span,
-        reads: tuple[str, ...],
-        pool: Pool,
+        self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...], pool: Pool
     ) -> None:
         self.graphs = code.graphs
-        self.taken_by: int | None = None  # micro-batch that may still read the results
+        self.used_by: int | None = None  # micro-batch that may still read the results
         self._code, self._shared, self._span, self._reads, self._pool = code, shared, span, reads, pool
-        # Inputs of the last warm-up call that need no gradient. Holding them keeps the allocator from reusing
-        # their addresses, so an input found there again at capture is static.
+        # Inputs of the last warm-up call without gradient. While held, their addresses are not reused, so an
+        # input found there again at capture is static.
         self._held: Sequence[Tensor] = ()
         self._forward: Replay | None = None
         # dgrad and wgrad, by whether wgrad adds to existing gradients
@@ -155,15 +140,12 @@ class _UnitOnLane:
         moved = self._forward.moved(read)
         if moved is not None:
             raise RuntimeError(
-                f"{self._span.unit}: {self._reads[moved]} lies at another address than when the unit was "
-                f"captured; leave its segments out of graph.scope"
+                f"{self._span.unit}: {self._reads[moved]} moved after the unit was captured; leave its "
+                f"segments out of graph.scope"
             )
-        assert not self._pool.is_behind(self._forward), (
-            f"{self._span.unit}: two micro-batches are on one lane"
-        )
+        assert not self._pool.is_behind(self._forward), f"{self._span.unit}: two micro-batches in one slot"
         results = [result.detach() for result in self._forward(read)]
-        # A replay does not change version counters; bump them so that autograd detects overwritten saved
-        # tensors.
+        # a replay changes no version counter, by which autograd detects overwritten saved tensors
         torch.autograd.graph.increment_version(results)
         return self._code.outputs_and_kept([*own, *self._forward.static, *forms], results)
 
@@ -255,11 +237,11 @@ class _UnitOnLane:
             of_inputs, handed = self._code.backward_inputs(kept, static)
             return _apart_from(scratch, [*of_inputs, *handed[: split.num_handed]])
 
-        run_inputs = run if self._code.has_inputs else None
-        inputs = _Inputs(self._span, self._pool, run_inputs, static, stays, part="I")
+        run_inputs = run if self._code.inputs else None
         read = [*kept, *static]
-        inputs.read_by_weights = [read[i] for i in split.weights_read]
-        return inputs
+        by_weights = [read[i] for i in split.weights_read]
+        dgrad = self._span, self._pool, run_inputs, static, stays
+        return _Inputs(*dgrad, part="I", read_by_weights=by_weights)
 
     def _run_weights(self, inputs: _Inputs, handed: Sequence[Tensor], sums: Sequence[Gradient]) -> None:
         add = have_begun(sums)
@@ -283,12 +265,10 @@ class _UnitOnLane:
 class _Inputs(Replay):
     """Graph of dgrad, and the wgrad graphs that read its results in place."""
 
-    read_by_weights: Sequence[Tensor] = ()  # tensors that wgrad reads beside results of dgrad
-
-    @functools.cached_property
-    def weights(self) -> dict[bool, list[Replay]]:
-        # by whether wgrad adds to existing gradients
-        return {False: [], True: []}
+    def __init__(self, *arguments: Any, read_by_weights: Sequence[Tensor], **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.read_by_weights = read_by_weights  # beside results of dgrad
+        self.weights: dict[bool, list[Replay]] = {False: [], True: []}  # by whether wgrad adds
 
 
 def _apart_from(scratch: Sequence[Tensor], results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

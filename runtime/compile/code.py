@@ -38,15 +38,12 @@ def compile_graph(graph: fx.GraphModule) -> Compiled:
 
 @dataclass
 class Turn:
-    elsewhere: bool = False  # another rank has compiled the graph for this job
-    compiles: bool = True  # False if this rank is first and finds the graph in the cache
+    elsewhere: bool = False  # another rank has compiled the graph
+    compiles: bool = True  # False if this rank finds it in the cache
 
 
 class CompileTurns:
-    """A lock file for each graph in a folder of this job and node, held while the first rank compiles it.
-
-    Ranks that compile different graphs do not wait for each other, nor for a dead rank.
-    """
+    """Lock files of this job and node: the first rank compiles a graph, others with the same graph wait."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +56,7 @@ class CompileTurns:
         lock = wait_for(lambda: FileLock.acquire(path, wait=True))
         assert lock is not None
         try:
-            done = path.read_text()
-            if done:
+            if done := path.read_text():
                 lock.release()  # waiting ranks load the compiled code in parallel
             turn = Turn(elsewhere=done == _COMPILED)
             yield turn
@@ -87,19 +83,15 @@ class UnitCode:
         """``accumulates``: wgrad sums weight gradients itself; else autograd gets them."""
         self.graphs, self.accumulates, self._compiler = graphs, accumulates, compiler
         self._forward = compiler(graphs.forward) if graphs.num_outputs else lambda *_: ()
-        self._inputs: Compiled | None = None
+        self.inputs: Compiled | None = None  # dgrad, if it computes anything
         # wgrad that stores and wgrad that adds, each compiled at first use
         self._weights: dict[bool, Compiled] = {}
         self.weights_run: set[bool] = set()  # keys of _weights that have run, if wgrad accumulates
         if graphs.backward is not None:
             if graphs.input_gradients or graphs.backward.num_handed:
-                self._inputs = compiler(graphs.backward.inputs)
+                self.inputs = compiler(graphs.backward.inputs)
             if graphs.weight_gradients:
                 self._weights_code(add=False)
-
-    @property
-    def has_inputs(self) -> bool:
-        return self._inputs is not None
 
     def compile_rest(self) -> None:
         """Compile the wgrad that adds, otherwise compiled at first use."""
@@ -112,17 +104,8 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the outputs from (parameters, buffers, inputs), with gradients if the unit trains.
-
-        If the code accumulates, the backward adds to ``gradients``. With ``pending``, wgrad is appended
-        there.
-        """
-        if self.graphs.backward is None:
-            results = tuple(self.run_forward(tensors))
-        else:
-            run = self.forward, self.backward
-            results = UnitFunction.apply(self.graphs, *run, gradients, pending, *tensors)
-        return self.graphs.views(tensors, results) if self.graphs.views else results
+        """Compute the outputs from (parameters, buffers, inputs); ``pending`` collects wgrad."""
+        return call_unit(self, tensors, gradients, pending)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return results, from which ``graphs.views`` makes the outputs, and saved tensors."""
@@ -151,9 +134,9 @@ class UnitCode:
         if pending is None:
             return of_inputs, self.backward_weights(handed, gradients)
         assert self.accumulates, "autograd wants weight gradients at once"
-        assert all(i >= len(gradients) for i in self.graphs.input_gradients), "I makes weight gradients"
+        assert all(i >= len(gradients) for i in self.graphs.input_gradients), "dgrad has weight gradients"
         if self.graphs.weight_gradients:
-            # An input's grad_fn refers to other units' pending calls: without detach, a cycle that leaks.
+            # an input's grad_fn refers to other units' pending calls: without detach, a cycle that leaks
             handed = [tensor.detach() for tensor in handed]
             pending.append(functools.partial(self.backward_weights, handed, gradients))
         return of_inputs, [None] * len(self.graphs.weight_gradients)
@@ -166,9 +149,9 @@ class UnitCode:
         assert split is not None
         read = [*kept, *gradients]
         results: Sequence[Tensor] = ()
-        if self._inputs is not None:
+        if self.inputs is not None:
             with profiler_range(self.graphs.name, "I"):
-                results = self._inputs(*(read[i] for i in split.inputs_read))
+                results = self.inputs(*(read[i] for i in split.inputs_read))
         count = len(self.graphs.input_gradients)
         return list(results[:count]), [*results[count:], *(read[i] for i in split.weights_read)]
 
@@ -207,28 +190,31 @@ class UnitCode:
         return self._weights[add]
 
 
-Forward = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
-Backward = Callable[..., Gradients]
+def call_unit(
+    unit: Any, tensors: Sequence[Tensor], gradients: Sequence[Gradient], pending: PendingWeightGrads | None
+) -> tuple[Tensor, ...]:
+    """Compute the outputs by a unit's ``graphs``, ``forward`` and ``backward``."""
+    graphs: UnitGraphs = unit.graphs
+    if graphs.backward is None:
+        results, _ = unit.forward(tensors)
+    else:
+        results = UnitFunction.apply(unit, gradients, pending, *tensors)
+    return graphs.views(tensors, results) if graphs.views else results
 
 
 class UnitFunction(torch.autograd.Function):
-    """A unit as one autograd node; its outputs are views of what it returns."""
-
     @staticmethod
     def forward(
         ctx: Any,
-        graphs: UnitGraphs,
-        forward: Forward,
-        backward: Backward,
+        unit: Any,
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        outputs, kept = forward(tensors)
-        ctx.graphs, ctx.code, ctx.num_inputs = graphs, backward, len(tensors)
-        ctx.gradients, ctx.pending = gradients, pending
+        outputs, kept = unit.forward(tensors)
+        ctx.unit, ctx.num_inputs, ctx.gradients, ctx.pending = unit, len(tensors), gradients, pending
         ctx.save_for_backward(*kept)
-        fixed = [o for o, wanted in zip(outputs, graphs.differentiable, strict=True) if not wanted]
+        fixed = [o for o, wanted in zip(outputs, unit.graphs.differentiable, strict=True) if not wanted]
         ctx.mark_non_differentiable(*fixed)
         return outputs
 
@@ -236,15 +222,15 @@ class UnitFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("compiled segments have no gradients of gradients; use compile.enabled=false")
-        graphs: UnitGraphs = ctx.graphs
+        graphs: UnitGraphs = ctx.unit.graphs
         wanted = [g for g, w in zip(gradients, graphs.differentiable, strict=True) if w]
         wanted = [_with_strides(g, s) for g, s in zip(wanted, graphs.gradient_strides, strict=True)]
-        of_inputs, of_weights = ctx.code(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
+        of_inputs, of_weights = ctx.unit.backward(ctx.saved_tensors, wanted, ctx.gradients, ctx.pending)
         result: list[Tensor | None] = [None] * ctx.num_inputs
         places = (*graphs.input_gradients, *graphs.weight_gradients)
         for i, gradient in zip(places, (*of_inputs, *of_weights), strict=True):
             result[i] = gradient
-        return *[None] * 5, *result
+        return *[None] * 3, *result
 
 
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -254,7 +240,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
-    """Return the graph with an fp32 buffer for each output, which it stores there or adds to it."""
+    """Return the graph with an fp32 buffer for each output, stored there or added to it."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)
@@ -286,7 +272,7 @@ def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
 def _without_experts(
     graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]], add: bool
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Let the experts' kernels fill their buffers themselves; returns the other (value, buffer)."""
+    # the experts' kernels fill their buffers themselves; returns the other pairs
     into = {  # each with the number of tensors before the backend or recipe, and the replicas
         ops.grouped_mlp_wgrad.default: (ops.grouped_mlp_wgrad_into.default, 7),
         ops.fp8_mlp_wgrad.default: (ops.fp8_mlp_wgrad_into.default, 11),

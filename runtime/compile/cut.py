@@ -1,8 +1,8 @@
 """Cut a unit's joint graph into forward and backward, and take views off its outputs.
 
 torch's partitioner cuts; marks on nodes tell it what to recompute. A region, a run of segments, is recomputed
-whole; each value that leaves it passes a border, a node that is saved if a later backward needs it. A part, a
-piece of a segment, has no border: later operations read its recomputed results.
+whole: each value that leaves it has a border, a node that is saved if a later backward needs it. A part of a
+segment has none: later operations read its recomputed results.
 """
 
 import operator
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.passes.fuse_experts import hidden_only
+from graphmoe.passes.matching import operand
 from graphmoe.passes.split_backward import RECOMPUTED, VIEWS
 from graphmoe.plan.recompute import UnitRecompute
 from graphmoe.runtime.compile.recompute import refuse_random_numbers
-from graphmoe.runtime.torch_compat import is_recomputed, mark_kept, mark_recomputed, partition, remove_marks
+from graphmoe.runtime.torch_compat import is_recomputed, mark, partition, remove_marks
 
 aten = torch.ops.aten
 
@@ -28,8 +29,7 @@ BORDER = "border"
 class Halves(NamedTuple):
     forward: fx.GraphModule
     backward: fx.GraphModule
-    recomputed: int = 0
-    """Forward operations that the backward recomputes, views not counted."""
+    recomputed: int = 0  # forward operations that the backward recomputes, views not counted
 
 
 def cut_joint(
@@ -74,7 +74,7 @@ def _mark(graph: fx.Graph, wanted: UnitRecompute) -> None:
                 continue
             of_parts.add(node)
         refuse_random_numbers(f"segment {said_of(node, 'segment')}", node.target, node.args, node.kwargs)
-        mark_recomputed(node)
+        mark(node, recomputed=True)
     for number in range(len(wanted.regions)):
         inside = {node for node in graph.nodes if region(node) == number}
         for node in forward:
@@ -102,7 +102,7 @@ def _close(graph: fx.Graph, node: fx.Node, inside: set[fx.Node]) -> None:
     with graph.inserting_after(node):
         border = graph.call_function(aten.clone.default, (node,))
     border.meta = {**node.meta, BORDER: True}
-    mark_kept(border)
+    mark(border, recomputed=False)
     # views inside are copied onto the border, so that outside users read the saved value
     todo = [(node, border)]
     while todo:
@@ -138,8 +138,7 @@ class OutputViews(NamedTuple):
     """Views that make a unit's outputs: a compiled graph returns neither inputs nor views."""
 
     inputs: tuple[int, ...]
-    graph: fx.GraphModule
-    """(inputs at positions ``inputs``, results of the unit's graph) -> outputs."""
+    graph: fx.GraphModule  # (inputs at positions ``inputs``, results of the unit's graph) -> outputs
 
     def __call__(self, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return self.graph(*(inputs[i] for i in self.inputs), *results)
@@ -147,14 +146,14 @@ class OutputViews(NamedTuple):
 
 def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
     """Leave one result per storage that ``forward`` makes; None if nothing changes. In place."""
-    end = next(node for node in reversed(forward.graph.nodes) if node.op == "output")
-    outputs = [*end.args[0]]
+    end = forward.graph.output_node()
+    outputs = [*operand(end)]
     roots = dict.fromkeys(root_of(node) for node in outputs)
     results = [root for root in roots if root.op != "placeholder"]
     if results == outputs:
         return None
     # there are views: a router passes on its reshaped input, or a dispatch returns an input
-    placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    placeholders = forward.graph.find_nodes(op="placeholder")
     read = [node for node in placeholders if node in roots]
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in (*read, *results)}

@@ -23,16 +23,17 @@ from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
 from graphmoe.runtime.compile.kept import kept_graphs
 from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.report import UnitReport
-from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
-from graphmoe.runtime.compile.units import BoundUnit, Unit, owner_of, units_of
+from graphmoe.runtime.compile.units import BoundUnit, Unit, fakes_of, owner_of, trace_in_place, units_of
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.host.logs import FILE_ONLY
 from graphmoe.segments import Segment
 
 log = logging.getLogger(__name__)
 
-OVERLAPPED = frozenset({"shared_experts"})
-"""Segments that are units of their own, to overlap with transfers."""
+OVERLAPPED = frozenset({"shared_experts"})  # units of their own, to overlap with transfers
+
+
+UnitCall = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
 
 
 class UnitTurns(Protocol):
@@ -40,12 +41,7 @@ class UnitTurns(Protocol):
     def runs(self) -> bool:
         """Return whether a forward with interleaved units is running."""
 
-    def run_unit(
-        self,
-        unit: Unit,
-        read: Sequence[Tensor],
-        call: Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]],
-    ) -> tuple[Tensor, ...]:
+    def run_unit(self, unit: Unit, read: Sequence[Tensor], call: UnitCall) -> tuple[Tensor, ...]:
         """Return the unit's results, computed in its turn."""
 
 
@@ -58,11 +54,7 @@ class _PlacedUnit:
 
 
 class CompiledSegments:
-    """Called like ``graphmoe.segments.run_segments``; compiles each unit at its first call.
-
-    Units that compute the same function on the same shapes share one compilation. Other shapes compile again,
-    with a warning.
-    """
+    """Called like ``run_segments``; compiles each unit at its first call. Equal units share code."""
 
     def __init__(
         self,
@@ -74,21 +66,19 @@ class CompiledSegments:
         weight_forms: WeightForms | None = None,
     ) -> None:
         self.turns: CompileTurns | None = None
-        self.kept: Path | None = None
-        """Folder of earlier jobs' traced graphs; None traces all."""
-        self._runner = runner
+        self.kept: Path | None = None  # folder of earlier jobs' traced graphs; None traces all
+        self.runner = runner
         self._gradient_of = gradient_of  # None leaves gradients to autograd
         self._capture = capture
         self._recompute = recompute or Recompute()
         self._unit_turns = unit_turns
         self._weight_forms = weight_forms  # None: each forward and backward quantizes weights
-        # list to which backwards append wgrad; None: they run it
-        self._pending: PendingWeightGrads | None = None
+        self._pending: PendingWeightGrads | None = None  # backwards append wgrad here; None: they run it
         self._run_dynamic = executor_outside_graphs(self._recompute)
         # units of a list of segments; dynamic units run uncompiled
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
-        # Keys leave gradients out: inference runs the forward of code that was compiled for training.
+        # without gradients in the key: inference runs the forward of code that was compiled for training
         self._forwards: dict[tuple[Any, ...], UnitCode] = {}
         self.reports: list[UnitReport] = []
         self.num_expected = 0
@@ -102,12 +92,6 @@ class CompiledSegments:
         kinds = {(_kind_of(unit), self._runner_of(unit).names) for unit in units if not unit.dynamic}
         self.num_expected = 1 + len(kinds)
 
-    def passes(self) -> list[str]:
-        return [*self._runner.names]
-
-    def passes_uuid(self) -> str:
-        return self._runner.uuid()
-
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
     ) -> tuple[Tensor, ...]:
@@ -120,7 +104,7 @@ class CompiledSegments:
                 values.update(zip(place.writes, made, strict=True))
                 made_by |= dict.fromkeys(place.writes)
                 continue
-            # Code is compiled for strides; a slice would need code of its own.
+            # code is compiled for strides; a slice would need code of its own
             read = [values[name].contiguous() for name in place.bound.unit.reads]
             code = self._code(place, read, made_by)
             results = self._run(place, code, read)
@@ -131,10 +115,7 @@ class CompiledSegments:
 
     @contextmanager
     def deferring(self, pending: PendingWeightGrads) -> Iterator[None]:
-        """Append the wgrad of units whose forward runs inside to ``pending``, for the caller to run and drop.
-
-        A dynamic unit computes weight gradients with dgrad. Micro-batches of the overlap use its own list.
-        """
+        """Append wgrad of forwards inside to ``pending``, for the caller to run, except of dynamic units."""
         before, self._pending = self._pending, pending
         try:
             yield
@@ -148,9 +129,8 @@ class CompiledSegments:
     def lane(self, name: Hashable) -> AbstractContextManager[None]:
         """Assign the forward of a micro-batch to a micro-batch slot, for captured units.
 
-        Their results, and gradients of their inputs, are valid until the slot is reused; by then every
-        backward, wgrad and send must be complete. Each step's first micro-batch must use the same slot: its
-        wgrad stores.
+        Results and input gradients are valid until the slot is reused: by then every backward, wgrad and send
+        must be complete. Each step's first micro-batch must use the same slot: its wgrad stores.
         """
         return nullcontext() if self._capture is None else self._capture.lane(name)
 
@@ -170,16 +150,12 @@ class CompiledSegments:
         if not forms:
             return ()
         assert self._weight_forms is not None
-        # requantizes weights that have changed
         return self._weight_forms.of(forms, place.bound.tensors)
 
     def in_place(
         self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Tensor]]:
-        """Compile ``run(*tensors)``, which changes arguments in place, as one graph without gradients.
-
-        The graph is for the shapes of these tensors. No passes run.
-        """
+        """Compile ``run(*tensors)``, which changes arguments in place, without gradients and passes."""
         report = UnitReport(name)
         with self._compiling(report):
             with report.measured():
@@ -198,15 +174,14 @@ class CompiledSegments:
         if key not in self._places:
             captured = self._capture.names if self._capture and program is not None else frozenset[str]()
             units = units_of(segments, keep, captured, OVERLAPPED if self._unit_turns else frozenset())
-            self._places[key] = [unit if unit.dynamic else self._placed(unit) for unit in units]
+            self._places[key] = [unit if unit.dynamic else self._placed(BoundUnit.of(unit)) for unit in units]
         return self._places[key]
 
-    def _placed(self, unit: Unit) -> _PlacedUnit:
-        bound = BoundUnit.of(unit)
+    def _placed(self, bound: BoundUnit) -> _PlacedUnit:
         return _PlacedUnit(bound, self._gradients(bound.tensors[: bound.num_parameters]))
 
     def _runner_of(self, unit: Unit) -> PassRunner:
-        return self._runner.of_layer(unit.segments[0].layer)
+        return self.runner.of_layer(unit.segments[0].layer)
 
     def _gradients(self, parameters: Iterable[Tensor]) -> list[Gradient]:
         return [] if self._gradient_of is None else [self._gradient_of(each) for each in parameters]
@@ -220,8 +195,7 @@ class CompiledSegments:
 
     @functools.cached_property
     def _experts(self) -> str | None:
-        # None if the pass fuse_experts does not run
-        knobs = {spec.name: spec.knobs for spec in self._runner.specs}
+        knobs = {spec.name: spec.knobs for spec in self.runner.specs}
         return knobs["fuse_experts"].get("backend", "torch") if "fuse_experts" in knobs else None
 
     def _code(
@@ -314,23 +288,18 @@ class CompiledSegments:
             return report.compile(graph, self.turns)
         with working(f"compiling {report.unit} for later micro-batches, which add to the gradients"):
             code = report.compile(graph, self.turns)
-        found = report.from_cache == report.graphs
-        done = "loaded" if found else "compiled"
-        line = "%s %s for later micro-batches too, which add to the gradients"
-        log.info(line, done, report.unit, extra=FILE_ONLY if found else None)
+        _log_compiled(report, " for later micro-batches too, which add to the gradients")
         return code
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
-        loaded = report.from_cache == report.graphs
-        log.info(
-            "%s %s: %s in %.1f s",
-            "loaded" if loaded else "compiled",
-            report.unit,
-            number_of(report.graphs, "graph"),
-            report.seconds,
-            extra=FILE_ONLY if loaded else None,
-        )
+        _log_compiled(report, f": {number_of(report.graphs, 'graph')} in {report.seconds:.1f} s")
+
+
+def _log_compiled(report: UnitReport, rest: str) -> None:
+    loaded = report.source != "compiled"
+    done = "loaded" if loaded else "compiled"
+    log.info("%s %s%s", done, report.unit, rest, extra=FILE_ONLY if loaded else None)
 
 
 def _kind_of(unit: Unit) -> tuple[Any, ...]:
@@ -340,13 +309,8 @@ def _kind_of(unit: Unit) -> tuple[Any, ...]:
 
 def _identity(segment: Segment) -> tuple[Any, ...]:
     owner = getattr(segment.run, "__self__", None)
-    return (
-        segment.name,
-        segment.layer,
-        segment.reads,
-        segment.writes,
-        id(segment.run) if owner is None else (id(owner), segment.run.__name__),
-    )
+    run = id(segment.run) if owner is None else (id(owner), segment.run.__name__)
+    return segment.name, segment.layer, segment.reads, segment.writes, run
 
 
 def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:

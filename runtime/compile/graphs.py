@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.passes.base import MadeBy, PassReport, PassRunner
-from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op
+from graphmoe.passes.matching import SAME_ELEMENTS, is_cast, is_op, operand
 from graphmoe.passes.split_backward import SplitBackward, split_backward
 from graphmoe.plan.recompute import NOTHING, UnitRecompute
 from graphmoe.runtime.compile.cut import (
@@ -24,7 +24,7 @@ from graphmoe.runtime.compile.cut import (
     take_off_borders,
     take_off_views,
 )
-from graphmoe.runtime.compile.tracing import trace_forward
+from graphmoe.runtime.compile.units import trace_forward
 from graphmoe.runtime.compile.weight_forms import NUM_TENSORS, WeightForm, take_out_forms, take_up_largest
 from graphmoe.runtime.torch_compat import FakeTensorMode, joint_graph, lazy_graph_modules
 
@@ -33,30 +33,26 @@ WIDER_INTEGERS = (torch.int32, torch.int64)
 
 @dataclass
 class UnitGraphs:
-    """Graphs of one unit. All tensors are positional."""
-
-    forward: fx.GraphModule
-    """Inputs -> results, then saved activations."""
+    forward: fx.GraphModule  # inputs -> results, then saved activations
     num_outputs: int
     differentiable: tuple[bool, ...]
-    gradient_strides: tuple[tuple[int, ...], ...] = ()
-    """Strides of output gradients that the backward expects."""
+    gradient_strides: tuple[tuple[int, ...], ...] = ()  # of output gradients that the backward expects
     kept_inputs: tuple[int, ...] = ()
+    # reads (kept inputs, saved activations, gradients of the differentiable outputs)
     backward: SplitBackward | None = None
-    """Reads (kept inputs, saved activations, gradients of the differentiable outputs)."""
-    input_gradients: tuple[int, ...] = ()
-    """Inputs whose gradients dgrad returns, in order."""
+    input_gradients: tuple[int, ...] = ()  # inputs whose gradients dgrad returns, in order
     weight_gradients: tuple[int, ...] = ()
-    forms: tuple[WeightForm, ...] = ()
-    """Quantized weights, whose values and scales are the last inputs."""
-    views: OutputViews | None = None
-    """Makes the outputs from the results if some are inputs or share memory."""
-    made_by: tuple[MadeBy | None, ...] = ()
-    """The multi-result operation behind each output, if any."""
+    forms: tuple[WeightForm, ...] = ()  # quantized weights, whose values and scales are the last inputs
+    views: OutputViews | None = None  # makes the outputs from the results if some are inputs or share memory
+    made_by: tuple[MadeBy | None, ...] = ()  # the multi-result operation behind each output, if any
     name: str = "unit"
     reports: list[PassReport] = field(default_factory=list)
     kept_bytes: int = 0
     recomputed: int = 0
+
+    def modules(self) -> list[fx.GraphModule]:
+        backward = [self.backward.inputs, self.backward.weights] if self.backward else []
+        return [self.forward, *([self.views.graph] if self.views else []), *backward]
 
 
 @lazy_graph_modules()
@@ -74,9 +70,8 @@ def unit_graphs(
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
-    ``makers``: operations in other units that made the last inputs, for passes that match across units. With
-    ``lifts``, quantized parameters become inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute``
-    covers an operation that draws random numbers.
+    ``makers``: operations of other units that made the last inputs. ``lifts``: quantized parameters become
+    inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute`` covers random numbers.
     """
     forward = trace_forward(run, fakes)
     placeholders = forward.graph.find_nodes(op="placeholder")
@@ -168,7 +163,7 @@ def bytes_kept(forward: fx.GraphModule, num_outputs: int) -> int:
 
 
 def _outputs(module: fx.GraphModule) -> list[fx.Node]:
-    return [*next(node for node in reversed(module.graph.nodes) if node.op == "output").args[0]]
+    return [*operand(module.graph.output_node())]
 
 
 def _differentiable(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> tuple[bool, ...]:
@@ -185,13 +180,13 @@ def _joined(
     num_weights: int,
     runner: PassRunner,
 ) -> UnitGraphs:
-    inputs = {node: i for i, node in enumerate(n for n in forward.graph.nodes if n.op == "placeholder")}
+    inputs = {node: i for i, node in enumerate(forward.graph.find_nodes(op="placeholder"))}
     count = len(differentiable)
     results, kept = _outputs(forward)[:count], _outputs(forward)[count:]
     kept_inputs = [node for node in kept if node in inputs]
     kept_results = [node for node in kept if node not in inputs]
     _reorder_placeholders(backward, [node.name for node in (*kept_inputs, *kept_results)])
-    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    placeholders = backward.graph.find_nodes(op="placeholder")
     _set_outputs(forward, [*results, *kept_results])
     take_off_borders(forward)
     # A parameter that the unit's module holds and the unit does not use has no gradient.
@@ -214,14 +209,13 @@ def _joined(
 
 
 def _set_outputs(module: fx.GraphModule, outputs: list[fx.Node]) -> None:
-    node = next(node for node in reversed(module.graph.nodes) if node.op == "output")
-    node.args = (tuple(outputs),)
+    module.graph.output_node().args = (tuple(outputs),)
     module.graph.eliminate_dead_code()
     module.recompile()
 
 
 def _reorder_placeholders(module: fx.GraphModule, first: list[str]) -> None:
-    by_name = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    by_name = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     # gradients stay last
     rest = [node for name, node in by_name.items() if name not in set(first)]
     anchor = next(node for node in module.graph.nodes if node.op != "placeholder")

@@ -4,14 +4,13 @@ import dataclasses
 import enum
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import psutil
 import torch
-from torch import fx
 
 from graphmoe.runtime.cache.blobs import write_whole
 from graphmoe.runtime.cache.key import own_sources
@@ -35,7 +34,9 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     file = folder / hashlib.sha256((text or "").encode()).hexdigest()[:24]
     if text is not None and file.exists():
         try:
-            graphs = _loaded(file)
+            graphs: UnitGraphs = graphs_from_bytes(file.read_bytes())
+            for module in graphs.modules():
+                module.recompile()
         except Exception as error:  # any type: pickles of another environment
             log.warning("compile cache: %s cannot be read (%s); its unit is traced", file, error)
         else:
@@ -50,7 +51,7 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
             raise ValueError("a source was edited after this process had started")
         content = graphs_to_bytes(graphs)
     except Exception as error:  # any type: any object of a graph may refuse to be pickled
-        line = "the graphs of %s are not kept, so the next run traces it again: %s"
+        line = "the graphs of %s are not saved, so the next run traces it again: %s"
         log.info(line, graphs.name, error, extra=FILE_ONLY)  # a pickling error helps no user
         return graphs
     with dispensable(file):
@@ -58,25 +59,10 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     return graphs
 
 
-def _loaded(file: Path) -> UnitGraphs:
-    graphs: UnitGraphs = graphs_from_bytes(file.read_bytes())
-    for module in _modules(graphs):
-        module.recompile()
-    return graphs
-
-
 def _are_sources_edited() -> bool:
     # the facts hash files on disk, and this process runs what it imported at its start
     started = psutil.Process().create_time()
     return any(source.stat().st_mtime > started for source in own_sources())
-
-
-def _modules(graphs: UnitGraphs) -> Iterator[fx.GraphModule]:
-    yield graphs.forward
-    if graphs.views:
-        yield graphs.views.graph
-    if graphs.backward:
-        yield from (graphs.backward.inputs, graphs.backward.weights)
 
 
 def lasting_text(value: Any) -> str | None:

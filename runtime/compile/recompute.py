@@ -17,10 +17,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 
 class RecomputedSegments:
-    """Called like ``graphmoe.segments.run_segments``; saves only the inputs of the covered segments.
-
-    Recomputed values are bitwise equal. No device sync; can be captured.
-    """
+    """Called like ``run_segments``; saves only inputs of covered segments. Bitwise equal, capturable."""
 
     def __init__(self, recompute: Recompute) -> None:
         assert not recompute.parts, "parts are chosen in graphs"

@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -22,22 +23,25 @@ REPORT_FILE = "compile_report.json"
 @dataclass
 class UnitReport:
     unit: str
-    graphs: int = 0
-    """Compiled graphs: forward, dgrad, wgrad, and the wgrad that adds."""
+    graphs: int = 0  # compiled graphs: forward, dgrad, wgrad, and the wgrad that adds
     seconds: float = 0.0
-    cache: dict[str, int] = field(default_factory=dict)
+    cache: Counter[str] = field(default_factory=Counter)
     passes: list[PassReport] = field(default_factory=list)
-    shared_by: int = 1
-    """Positions in the model that run this code."""
+    shared_by: int = 1  # positions in the model that run this code
     kept_bytes: int = 0
     recomputed: int = 0
-    of_other_ranks: int = 0
-    """Graphs compiled by another rank while this one waited."""
+    of_other_ranks: int = 0  # graphs compiled by another rank while this one waited
 
     @property
     def from_cache(self) -> int:
-        """Graphs found in torch's caches, except those that another rank just compiled."""
-        return self.cache.get("fx_hits", 0) - self.of_other_ranks
+        # graphs found in torch's caches, except those that another rank just compiled
+        return self.cache["fx_hits"] - self.of_other_ranks
+
+    @property
+    def source(self) -> str:
+        if not self.graphs:
+            return "-"
+        return "cache" if self.from_cache == self.graphs else "compiled"
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -45,11 +49,10 @@ class UnitReport:
         with cache_counts() as counts:
             yield
         self.seconds += time.perf_counter() - started
-        for name, count in counts.items():
-            self.cache[name] = self.cache.get(name, 0) + count
+        self.cache.update(counts)
 
     def compile(self, graph: fx.GraphModule, turns: CompileTurns | None) -> Compiled:
-        hits, asked = self.cache.get("fx_hits", 0), time.perf_counter()
+        hits, asked = self.cache["fx_hits"], time.perf_counter()
         with nullcontext(Turn()) if turns is None else turns.turn(graph) as turn:
             # the wait for another rank counts as compile time
             self.seconds += time.perf_counter() - asked
@@ -64,11 +67,10 @@ class UnitReport:
 def to_json(
     reports: Sequence[UnitReport], recompiled: int, uuid: str, why_compiled: str = ""
 ) -> dict[str, Any]:
-    """Return the report: bytes per unit of each kind, ms or s; ``passes`` are sums over units."""
-    cache: dict[str, int] = {}
+    """Return the report; ``passes`` are sums over units."""
+    cache = Counter[str]()
     for report in reports:
-        for name, count in report.cache.items():
-            cache[name] = cache.get(name, 0) + count
+        cache.update(report.cache)
     return {
         "graphs": sum(report.graphs for report in reports),
         "breaks": 0,  # a segment that cannot be one graph is an error
@@ -82,8 +84,8 @@ def to_json(
                 "unit": report.unit,
                 "graphs": report.graphs,
                 "seconds": report.seconds,
-                "source": _source(report),
-                "why_compiled": why_compiled if _source(report) == "compiled" else None,
+                "source": report.source,
+                "why_compiled": why_compiled if report.source == "compiled" else None,
                 "used": report.shared_by,
                 "kept_bytes": report.kept_bytes,
                 "recomputed": report.recomputed,
@@ -95,8 +97,18 @@ def to_json(
     }
 
 
+def cache_line(reports: Sequence[UnitReport], why_compiled: str) -> str:
+    graphs, found = sum(r.graphs for r in reports), sum(r.from_cache for r in reports)
+    missed = Counter[str]()
+    for report in reports:
+        missed[report.unit] += report.graphs - report.from_cache
+    listed = [f"{unit} ({count})" for unit, count in missed.items() if count]
+    line = f"compile cache: {found} of {graphs} graphs found"
+    return f"{line}; compiled {', '.join(listed)}: {why_compiled}" if listed else line
+
+
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """Return tables of units (``again``: operations recomputed) and passes, then why a pass left a match."""
+    """Return tables of units and passes, then the reasons of unreplaced matches."""
     units = Table(title="compiled units", title_justify="left")
     for column in ("unit", "used", "graphs", "kept", "again", "seconds", "from"):
         units.add_column(column, justify="left" if column in ("unit", "from") else "right")
@@ -108,7 +120,7 @@ def to_text(reports: Sequence[UnitReport]) -> str:
             shown_size(report.kept_bytes),
             str(report.recomputed),
             f"{report.seconds:.1f}",
-            _source(report),
+            report.source,
         )
     passes = Table(title="passes", title_justify="left")
     for column in ("pass", "matches", "operations", "kept for backward", "ms"):
@@ -150,9 +162,3 @@ def _total(rows: Sequence[PassReport]) -> dict[str, Any]:
         "saved_bytes_after": sum(row.saved_bytes_after or 0 for row in measured) if measured else None,
         "ms": sum(row.ms for row in rows),
     }
-
-
-def _source(report: UnitReport) -> str:
-    if not report.graphs:
-        return "-"
-    return "cache" if report.from_cache == report.graphs else "compiled"

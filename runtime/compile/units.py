@@ -1,20 +1,30 @@
-"""Compile units: maximal runs of neighbouring segments, and the fingerprint by which they share code."""
+"""Compile units: maximal runs of neighbouring segments, their fingerprint, and their traced graphs.
+
+The forward is traced first, so that passes need not match a pattern's backward.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.compile.tracing import refuse_custom_gradients
+from graphmoe.runtime.torch_compat import (
+    FakeTensorMode,
+    custom_function_of,
+    fake_mode,
+    make_fx,
+    set_grad_enabled,
+    tree_map_only,
+)
 from graphmoe.segments import Segment
 
 
@@ -28,11 +38,9 @@ class Unit:
 
     segments: tuple[Segment, ...]
     reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    """Tensors that are read after it."""
+    writes: tuple[str, ...]  # tensors that are read after it
     captured: bool = False
-    dynamic: bool = False
-    """True if sizes differ from call to call: it runs uncompiled."""
+    dynamic: bool = False  # True if sizes differ from call to call: it runs uncompiled
 
     @property
     def name(self) -> str:
@@ -46,10 +54,7 @@ def units_of(
     captured: Set[str] = frozenset(),
     apart: Set[str] = frozenset(),
 ) -> list[Unit]:
-    """Cut a list of segments where the stream changes, and around captured, dynamic and ``apart`` segments.
-
-    ``keep``: tensors wanted at the end.
-    """
+    """Cut segments where the stream changes, and around captured, dynamic and ``apart`` ones."""
 
     def kind(segment: Segment) -> tuple[str, bool, bool, str]:
         own = segment.name if segment.name in apart else ""
@@ -76,8 +81,7 @@ def joined(groups: Sequence[Sequence[Segment]], keep: Sequence[str]) -> list[Uni
 
 
 def _reads(group: Sequence[Segment]) -> tuple[str, ...]:
-    reads: dict[str, None] = {}
-    written: set[str] = set()
+    reads, written = dict[str, None](), set[str]()
     for segment in group:
         reads.update((name, None) for name in segment.reads if name not in written)
         written.update(segment.writes)
@@ -90,8 +94,7 @@ class BoundUnit:
     owners: tuple[nn.Module | None, ...]
     names: tuple[tuple[int, str, int], ...]
     """(segment, name, position among ``tensors``) of each parameter and buffer."""
-    tensors: tuple[Tensor, ...]
-    """Parameters, then buffers; shared ones once."""
+    tensors: tuple[Tensor, ...]  # parameters, then buffers; shared ones once
     num_parameters: int
 
     @classmethod
@@ -116,29 +119,25 @@ class BoundUnit:
             own = {name: held[position] for j, name, position in self.names if j == i}
             given = [*own.items(), *((name, values[name]) for name in segment.reads)]
             versions = [tensor._version for _, tensor in given]
-            with torch.fx.traceback.annotate({"segment": segment.name}), self._named(segment):
-                results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
-                if isinstance(results, Tensor):
-                    results = (results,)
-                refuse_custom_gradients(results)
-                for (name, tensor), version in zip(given, versions, strict=True):
-                    if tensor._version != version:
-                        raise TypeError(f"it changes {name} in place")
+            try:
+                with fx.traceback.annotate({"segment": segment.name}):
+                    results = _call(segment.run, owner, own, [values[name] for name in segment.reads])
+                    if isinstance(results, Tensor):
+                        results = (results,)
+                    refuse_custom_gradients(results)
+                    for (name, tensor), version in zip(given, versions, strict=True):
+                        if tensor._version != version:
+                            raise TypeError(f"it changes {name} in place")
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise UntraceableSegment(
+                    f"segment {segment.name} of {self.unit.name} cannot be compiled: {error}; a compiled "
+                    f"segment is a function of tensors that neither reads their values on the host nor "
+                    f"changes them; compile.enabled=false runs it as it is"
+                ) from error
             values.update(zip(segment.writes, results, strict=True))
         return tuple(values[name] for name in self.unit.writes)
-
-    @contextmanager
-    def _named(self, segment: Segment) -> Iterator[None]:
-        try:
-            yield
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise UntraceableSegment(
-                f"segment {segment.name} of {self.unit.name} cannot be compiled: {error}; "
-                f"a compiled segment is a function of tensors that neither reads their values on the host "
-                f"nor changes them; compile.enabled=false runs it as it is"
-            ) from error
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for units that compute the same function."""
@@ -206,3 +205,91 @@ def _plain(value: Any, module: nn.Module) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return type(value), *(_plain(getattr(value, f.name), module) for f in dataclasses.fields(value))
     return Unique(id(module))
+
+
+def fakes_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    mode = fake_mode()
+    with mode:
+        return [
+            torch.empty_strided(
+                t.shape, t.stride(), dtype=t.dtype, device=t.device, requires_grad=t.requires_grad
+            )
+            for t in tensors
+        ]
+
+
+def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace ``run(*tensors)`` without gradients; mutations become copies at the end of the graph."""
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+    with mode, torch.no_grad():
+        return make_fx(torch.func.functionalize(run, remove="mutations"))(*fakes)
+
+
+def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace ``run(*tensors)`` into a functional ATen graph with one output tuple.
+
+    Composite operations are decomposed, ours and attention kernels are not; a custom autograd function is its
+    forward. ``node.meta`` has the fake value as "val", the annotation as "custom".
+    """
+    mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
+
+    def detaching(*tensors: Tensor) -> tuple[Tensor, ...]:
+        with _DetachWithoutGradients():
+            return run(*tensors)
+
+    with mode, torch.enable_grad(), fx.traceback.preserve_node_meta():
+        traced = make_fx(detaching)(*fakes)  # grad mode: attention saves what its backward reads
+
+    def again(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return fx.Interpreter(traced).run(*tensors)
+
+    with mode, torch.no_grad(), fx.traceback.preserve_node_meta():
+        functional = make_fx(torch.func.functionalize(again, remove="mutations"))(*fakes)
+    functional.graph.eliminate_dead_code()
+    functional.recompile()
+    return functional
+
+
+class _DetachWithoutGradients(TorchFunctionMode):
+    """Detaches results under ``torch.no_grad()``: a graph has no gradient mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        before = [a._version if isinstance(a, Tensor) and a.requires_grad else None for a in args]
+        result = func(*args, **(kwargs or {}))
+        if func is set_grad_enabled:
+            self.stopped = not args[0]
+        elif self.stopped or torch.is_inference_mode_enabled():
+            if any(v is not None and a._version != v for a, v in zip(args, before, strict=True)):
+                raise TypeError("a tensor with a gradient is changed in place under torch.no_grad()")
+            result = tree_map_only(Tensor, torch.detach, result)
+        return result
+
+
+def refuse_custom_gradients(outputs: Sequence[Tensor]) -> None:
+    """Raise TypeError for a custom autograd function without ``gradient_of_forward = True``."""
+    # a trace differentiates its forward instead
+    todo, seen = [output.grad_fn for output in outputs], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [earlier for earlier, _ in node.next_functions]
+        function = custom_function_of(node)
+        if function is not None and not getattr(function, "gradient_of_forward", False):
+            name = function.__name__
+            raise TypeError(
+                f"the backward of the torch.autograd.Function {name} cannot be compiled; make it a "
+                f"torch.library operation with register_autograd, or set {name}.gradient_of_forward = True "
+                f"if it is just the gradient of the forward"
+            )

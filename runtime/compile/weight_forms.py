@@ -1,23 +1,27 @@
-"""Quantized weights, made once a step for all micro-batches: lifted out of units' graphs, and their owner.
+"""Weight copies quantized once a step for all micro-batches, and delayed scales; both are inputs of units.
 
 Quantizing takes a fifth of the time of the experts' GEMMs. Forwards read row-scaled copies, backwards
-column-scaled ones, as unit inputs. So are delayed scales, which persist over steps.
+column-scaled ones.
+
+Suffixes: P scales, two per weight; S steps; W words, the first is used.
 """
+
+from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.formats import KERNELS
-from graphmoe.ops.fp8 import GRADIENT, INPUT, given
+from graphmoe.ops.fp8 import FIRST_SCALE, GRADIENT, INPUT, fp8_dtype, given, scales_of, wide_dtype
 from graphmoe.passes.matching import calls, is_op, operand, operands, put_graph
-from graphmoe.runtime.compile.delayed_scales import DelayedScales
 from graphmoe.segments import profiler_range
 
 OPERATIONS = {
@@ -33,23 +37,22 @@ LARGEST = {
 """Indices of the amax so far among an operation's arguments, and of the new amax among its results."""
 ALIGNED = 16  # bytes, for tensor descriptors
 NUM_TENSORS = 2  # values and scales
+STEPS = 16
+WORDS = 4  # fp32 words per scale: graph inputs must be 16-byte aligned, else each call copies them
+ROOM = 2.0  # headroom over amax; larger values saturate
+SIDES = (INPUT, GRADIENT)
 
 
 class WeightForm(NamedTuple):
     """A quantized copy of a parameter, scaled along rows or columns; or its delayed scales."""
 
     operation: str
-    parameter: int
-    """Position among the unit's inputs."""
-    alone: bool = False
-    """True if the unit reads the parameter only as forms."""
+    parameter: int  # position among the unit's inputs
+    alone: bool = False  # True if the unit reads the parameter only as forms
 
 
 def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) -> tuple[WeightForm, ...]:
-    """Turn a graph's quantized copies of parameters into inputs: values and scales of each form. In place.
-
-    They follow the first ``num_inputs`` inputs, of which the first ``num_weights`` are parameters.
-    """
+    """Replace quantized copies of parameters by new inputs, values and scales, after the others. In place."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     positions = {node: i for i, node in enumerate(placeholders[:num_weights])}
@@ -168,7 +171,7 @@ class WeightForms:
             key, held = (id(weight), form.operation), self._held.get((id(weight), form.operation))
             if held is not None and held.made_at in (None, self._number):
                 continue
-            assert form.operation not in (INPUT, GRADIENT), "delayed scales are kept, not made"
+            assert form.operation not in (INPUT, GRADIENT), "delayed scales are never stale"
             assert id(weight) not in self._within, f"{form} is read behind other forms of its weight"
             with profiler_range("weights", "8 bits"):
                 made[key] = tuple(OPERATIONS[form.operation](weight))
@@ -197,3 +200,62 @@ class WeightForms:
         return _Held(
             weight, (memory.view(numbers.dtype).view(numbers.shape), scale), self._number, within=True
         )
+
+
+class DelayedScales:
+    """Per-tensor fp8 scales from the amax history of earlier steps; equal on all ranks that share a layer.
+
+    Each weight has two: of its GEMM's input (e4m3) and its output's gradient (e5m2). A current scale would
+    need a second read of the tensor (arXiv 2209.05433; history as in Transformer Engine). Fixed addresses.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], tokens: int, group: dist.ProcessGroup | None) -> None:
+        """``tokens``: of a step, over which the loss is a mean; ``group``: ranks that share the layers."""
+        self._group = group
+        self._sides = {f"{name}.{side}": (weight, side) for name, weight in weights.items() for side in SIDES}
+        device, count = next(iter(weights.values())).device, len(weights) * len(SIDES)
+        self._scale_PW, self._largest_PW = torch.zeros(2, count, WORDS, device=device)
+        self.scale_P, self.largest_P = self._scale_PW[:, 0], self._largest_PW[:, 0]
+        # the loss is a mean over tokens, so output gradients start smaller by about that factor
+        first = FIRST_SCALE, FIRST_SCALE / 2 ** (tokens - 1).bit_length()
+        self.scale_P.copy_(torch.tensor(first).repeat(len(weights)))
+        self.history_SP = torch.zeros(STEPS, count, device=device)  # newest first; 0 if unknown
+
+    def tensors(self) -> Iterator[tuple[tuple[Tensor, str], tuple[Tensor, Tensor]]]:
+        """Yield each (weight, side) with its scale [1] and its amax [1] of this step."""
+        for i, key in enumerate(self._sides.values()):
+            yield key, (self._scale_PW[i, :1], self._largest_PW[i, :1])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        # drops the amax of forwards that no update followed
+        self._largest_PW.zero_()
+
+    @torch.no_grad()
+    def update(self, done: Tensor) -> None:
+        """Set the next scales if the step was ``done`` (1.0). A collective."""
+        if self._group is not None:
+            dist.all_reduce(self._largest_PW, op=dist.ReduceOp.MAX, group=self._group)
+        newest_P = self.largest_P.where(self.largest_P.isfinite(), 0.0)
+        moved_SP = torch.cat([newest_P[None], self.history_SP[:-1]])
+        # an overflowed or skipped step, or a tensor without amax, keeps its history
+        self.history_SP.copy_(moved_SP.where((done > 0) & (newest_P > 0), self.history_SP))
+        amax_P = self.history_SP.amax(0)
+        held_P = (ROOM * amax_P).clamp(max=torch.finfo(torch.float32).max)  # the scale of inf is NaN
+        sides = zip(held_P.view(-1, 2).unbind(-1), (fp8_dtype(), wide_dtype()), strict=True)
+        scale_P = torch.stack([scales_of(*side)[0] for side in sides], -1).view(-1)
+        self.scale_P.copy_(scale_P.where(amax_P > 0, self.scale_P))
+
+    def values(self) -> dict[str, list[float]]:
+        """Return scale and history by weight and side. Syncs with the device."""
+        columns = torch.cat([self.scale_P[None], self.history_SP]).t().tolist()
+        return dict(zip(self._sides, columns, strict=True))
+
+    @torch.no_grad()
+    def load(self, values: Mapping[str, list[float]]) -> None:
+        """Restore `values`; others keep their state."""
+        for i, name in enumerate(self._sides):
+            if name in values:
+                scale, *history = values[name]
+                self.scale_P[i] = scale
+                self.history_SP[:, i] = torch.tensor(history)

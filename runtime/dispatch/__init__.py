@@ -1,4 +1,4 @@
-"""Dispatchers, by which tokens travel between ranks of experts; the check of those of vendors."""
+"""Dispatchers of tokens to the ranks of their experts: choice, checks, shared memory."""
 
 import logging
 import os
@@ -32,27 +32,26 @@ log = logging.getLogger(__name__)
 
 Maker = Callable[[Plan, Mesh | None, float], Dispatcher | None]
 """(plan, mesh, factor of the receive budget) -> dispatcher; one that reads peers gets no mesh."""
+# torch reads it: blocks of an NVSHMEM exchange
 PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
-"""Variable of torch: programs of an exchange by NVSHMEM."""
 
 
 def make_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher | None:
-    """Make the dispatcher of a run; None where tokens stay on their rank."""
+    """Make the dispatcher of a run; None if tokens stay on their rank."""
     return _maker(plan.dispatcher)(plan, mesh, 1.0)
 
 
 def _maker(choice: str) -> Maker:
-    """The row of `MAKERS`; a user's object has it as ``make``."""
     return look_up(MAKERS, choice, "moe.dispatcher", attribute="make")
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
-    """Make the dispatcher with room for all arrivals, which handles them in parts of the receive budget."""
+    """Make a dispatcher without a limit, whose experts work on the receive budget at a time."""
     return AllToAll(mesh, plan.config.model.num_experts, chunk=plan.room())
 
 
 def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
-    """Make the dispatcher of a run that counts nothing, with room for ``factor`` times the budget."""
+    """Make the sync-free dispatcher of a run, with ``factor`` times its receive capacity."""
     assert plan.reads_peers, plan.dispatcher
     dispatcher = _maker(plan.dispatcher)(plan, None, factor)
     assert dispatcher is not None
@@ -73,7 +72,7 @@ def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
 
 
 def _deepep(plan: Plan, mesh: Mesh | None, factor: float) -> DeepEP:
-    """Make deepep or turbo, which have room for all rows, and heed the slots only."""
+    # its buffer always holds all rows, so only the slots are limited
     room = Load(plan.layout.size("ep_etp") * plan.tokens, plan.room(factor).slots)
     return DeepEP(room, plan.config.model.num_experts // plan.layout.ep)
 
@@ -91,11 +90,11 @@ MAKERS: dict[str, Maker] = {
     "deepep": _deepep,
     "turbo": _deepep,
 }
-"""Makers of dispatchers, with the facts of `graphmoe.plan.experts.FACTS`."""
+"""By the names of `graphmoe.plan.experts.FACTS`."""
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Open what a run's dispatcher needs beside process groups. A collective of all ranks."""
+    """Allocate what a run's dispatcher needs besides process groups. A collective of all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice == "symm" else None)
     replicas.forget()
@@ -104,7 +103,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     dispatcher = planned_dispatcher(plan)
     assert dispatcher.capacity is not None
     words = _in_words(plan, dispatcher)
-    log.info("%s: room for %d rows and %d slots at a time", words, *dispatcher.capacity)
+    log.info("%s: receive capacity of %d rows and %d slots", words, *dispatcher.capacity)
     if choice == "symm" and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
     if dispatcher_facts(choice).buffer:
@@ -114,10 +113,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
 
 
 def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.device) -> None:
-    """Let ranks have memory in common for what a dispatcher's capacity says, outside of captures.
-
-    A collective of all ranks, and a no-op for dispatchers whose memory does not depend on it.
-    """
+    """Grow the shared memory to a dispatcher's capacity. A collective of all ranks, not in a capture."""
     if isinstance(dispatcher, Symm):
         sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=torch.version.hip is None)
         of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
@@ -130,7 +126,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, config: RunConfig) -> int:
-    """Bytes that each rank of a run shares for symm: rows, and replicas of one layer; 0 with others."""
+    """Bytes that each rank shares for symm: rows, and replicas of one layer; 0 with other dispatchers."""
     if config.moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, config)
@@ -138,7 +134,7 @@ def shared_bytes(sizes: Sizes, config: RunConfig) -> int:
 
 
 def _shared(sizes: Sizes, config: RunConfig) -> tuple[Exchange, int]:
-    """Return what a rank shares for symm: sizes of an exchange, and bytes of replicas apart from it."""
+    # sizes of an exchange, and bytes of replicas apart from it
     model, weights, apart = sizes.model, 0, 0
     if sizes.replica_slots:
         experts, width = model.num_experts // sizes.layout.ep, model.expert_ffn_size
@@ -147,12 +143,12 @@ def _shared(sizes: Sizes, config: RunConfig) -> tuple[Exchange, int]:
         is_apart = not along or bool(segments_of(config.graph.scope))  # no graph takes weights from outside
         weights, apart = replicas.room_bytes(shapes, *of_slots, along=along, apart=is_apart)
     row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp
-    slots = model.top_k + sizes.fp8_rows  # a row's scale travels as the weight of one slot more
+    slots = model.top_k + sizes.fp8_rows  # a row's scale is sent as one more slot weight
     return Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights), apart
 
 
 def close_dispatcher() -> None:
-    """Give back what is open, at the end of a run that went well. A collective of all ranks."""
+    """Free shared memory and buffers after a successful run. A collective of all ranks."""
     use_peers(None)
     replicas.forget()
     deepep.close_buffer()
@@ -169,7 +165,7 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
-    """Open the buffer of deepep or turbo. A collective of all ranks."""
+    """Allocate the buffer of deepep or turbo. A collective of all ranks."""
     group = mesh.group("ep_etp")
     assert group is not None
     if choice == "turbo":
@@ -183,10 +179,7 @@ def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
 def open_rows(
     model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Open the memory that nvshmem needs for so many received rows, unless there is as much already.
-
-    A collective of all ranks, outside of a capture.
-    """
+    """Grow nvshmem's memory to ``rows`` received rows. A collective of all ranks, not in a capture."""
     group = mesh.group("ep_etp")
     assert group is not None
     places = model.top_k * mesh.layout.etp
@@ -196,14 +189,20 @@ def open_rows(
 
 
 def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: Ranks) -> None:
-    """Refuse a dispatcher whose package, or whose hardware, is not here. *Raises* ConfigError."""
+    """*Raises* ConfigError if package, hardware or layout of a dispatcher are missing here."""
     check_package(choice, device.type)
-    if choice != "auto" and dispatcher_facts(choice).one_node:
-        _check_node(f"moe.dispatcher={choice}", layout, ranks)
+    group = layout.group("ep_etp", ranks.rank)
+    spans = choice != "auto" and dispatcher_facts(choice).one_node
+    if spans and len({rank // ranks.local_size for rank in group}) > 1:
+        raise ConfigError(
+            f"moe.dispatcher={choice} exchanges between GPUs of one node, and the ranks "
+            f"{', '.join(map(str, group))} of a group of parallel.ep={layout.ep} are on several; use "
+            f"parallel.ep of {ranks.local_size} or a divisor, or moe.dispatcher=nvshmem or alltoall"
+        )
 
 
 def check_package(choice: str, device_type: str) -> None:
-    """Refuse a dispatcher that this machine cannot run, whatever the ranks. *Raises* ConfigError."""
+    """*Raises* ConfigError if this machine cannot run a dispatcher."""
     key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
     if facts is None or facts.platform is None:
         return
@@ -218,16 +217,6 @@ def check_package(choice: str, device_type: str) -> None:
         raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
 
 
-def _check_node(key: str, layout: Layout, ranks: Ranks) -> None:
-    group = layout.group("ep_etp", ranks.rank)
-    if len({rank // ranks.local_size for rank in group}) > 1:
-        raise ConfigError(
-            f"{key} exchanges between GPUs of one node, and the ranks {', '.join(map(str, group))} of a "
-            f"group of parallel.ep={layout.ep} are on several; use parallel.ep of {ranks.local_size} or a "
-            f"divisor, or moe.dispatcher=nvshmem or alltoall"
-        )
-
-
 def _check_nvshmem(key: str) -> None:
     if not has_nvshmem():
         raise ConfigError(
@@ -236,6 +225,6 @@ def _check_nvshmem(key: str) -> None:
         )
     if os.environ.get(PROGRAMS):
         raise ConfigError(
-            f"{key} shares out a row evenly to the programs that torch takes by itself, and "
+            f"{key} lays rows out for torch's own number of blocks, and "
             f"{PROGRAMS}={os.environ[PROGRAMS]} asks for others; unset {PROGRAMS}"
         )

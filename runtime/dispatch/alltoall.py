@@ -1,10 +1,8 @@
-"""The dispatcher ``alltoall``: torch.distributed on any backend, with sizes that the host knows.
+"""Dispatcher ``alltoall``: torch.distributed on any backend. The reference for the others.
 
-The reference: every other dispatcher must give the same. The host waits for the device once in each
-forward, for the counts of rows, so nothing here is traced or captured.
+Each forward syncs once for the row counts, so nothing here is traced or captured.
 
-Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the plan, S rows sent, N rows
-received, D hidden.
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W send slots, S rows sent, N rows received, D hidden.
 """
 
 from collections.abc import Sequence
@@ -21,25 +19,25 @@ from graphmoe.runtime.ranks import Mesh
 
 
 class AllToAll:
-    """Sends each token once to each rank that holds one of its experts, and sums what comes back."""
+    """Sends each token once to each rank of its experts, and sums the returned rows."""
 
     capacity = None
-    handle: tuple[str, ...] = ("sent", "arrived")
-    """Rows for and of each rank, int64 [P] on the host."""
+    handle: tuple[str, ...] = ("sent", "arrived")  # rows to and from each rank, int64 [P] on the host
 
     def __init__(self, mesh: Mesh, num_experts: int, chunk: Load | None = None) -> None:
         self.chunk = chunk
         self._group = mesh.group("ep_etp")
         self._etp = mesh.layout.etp
-        self._experts = num_experts // mesh.layout.ep
-        """Experts of each rank."""
+        self._experts = num_experts // mesh.layout.ep  # of each rank
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``. Waits for the device once."""
         counts_P, ends_P, row_TW, slot_R = SendPlan(*plan)
-        sent, arrived = self._exchange_counts(counts_P)
+        both_2P = torch.stack([counts_P, counts_P])
+        if self._group is not None:
+            dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
+        sent, arrived = self._on_host(both_2P)
         slot_S = slot_R[: sum(sent)]
         packed = [torch.ops.graphmoe.permute(x, slot_S, row_TW, ends_P) for x in (h_TD, weight_TK)]
         ranks_P = torch.arange(len(sent), device=counts_P.device)
@@ -51,28 +49,17 @@ class AllToAll:
         return *received, torch.tensor(sent), torch.tensor(arrived)
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """As ``Dispatcher.combine``."""
         *plan, sent_P, arrived_P = plan_and_handle
         _, ends_P, row_TW, slot_R = SendPlan(*plan)
         sent, arrived = self._on_host(sent_P), self._on_host(arrived_P)
         (y_SD,) = _Transfer.apply(arrived, sent, self._group, sum_ND)
         return torch.ops.graphmoe.unpermute(y_SD, slot_R[: sum(sent)], row_TW, ends_P, None)
 
-    def _exchange_counts(self, counts_P: Tensor) -> tuple[list[int], list[int]]:
-        both_2P = torch.stack([counts_P, counts_P])
-        if self._group is not None:
-            dist.all_to_all_single(both_2P[1], counts_P, group=self._group)
-        sent, arrived = self._on_host(both_2P)
-        return sent, arrived
-
     def _on_host(self, counts: Tensor) -> Any:
-        """Return counts of rows as lists of numbers. Waits for the device where the counts lie there."""
         return wait_for(counts.tolist)
 
 
 class _Transfer(torch.autograd.Function):
-    """Rows of some tensors to other ranks; the gradients of those that are no integers come back."""
-
     @staticmethod
     def forward(
         ctx: Any, sent: list[int], arrived: list[int], group: dist.ProcessGroup | None, *tensors: Tensor
@@ -85,7 +72,7 @@ class _Transfer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # One node for all, so that every rank sends them in the same order.
+        # one node for all tensors, so that every rank sends gradients in the same order
         pairs = zip(gradients, ctx.has_gradient, strict=True)
         return None, None, None, *(transfer(dx, *ctx.way_back) if has else None for dx, has in pairs)
 
@@ -93,10 +80,7 @@ class _Transfer(torch.autograd.Function):
 def transfer(
     x: Tensor, sent: Sequence[int], arrived: Sequence[int], group: dist.ProcessGroup | None
 ) -> Tensor:
-    """``sent[p]`` rows of x to rank p of a group, and ``arrived[p]`` rows from it, in the order of ranks.
-
-    Without a group this rank is alone, and gets its own rows.
-    """
+    """Send ``sent[p]`` rows to rank p and receive ``arrived[p]``, in rank order; copy without a group."""
     if group is None:
         return x.clone()
     received = x.new_empty(sum(arrived), *x.shape[1:])

@@ -1,16 +1,11 @@
-"""The dispatchers ``deepep`` and ``turbo``: rows travel through a ``Buffer`` of DeepEP, or of its port.
+"""Dispatchers ``deepep`` and ``turbo``: a ``Buffer`` of DeepEP, or of its ROCm port.
 
-The port, ``primus_turbo.pytorch.deep_ep.Buffer`` for ROCm, has DeepEP's calls and puts rows where DeepEP puts
-them; this is written against the source of its commit a6a16cdc, and not run with the package yet.
+The port, ``primus_turbo.pytorch.deep_ep``, has DeepEP's calls and row order; written against its commit
+a6a16cdc, not run with the package yet.
 
-Suffixes: T tokens, K slots, P ranks of ``ep``, C channels (pairs of programs that move rows), N = P * T rows
-that there is room for, D hidden.
+Suffixes: T tokens, K slots, P ranks of ``ep``, C channels, N = P * T received rows at most, D hidden.
 
-There is always room for the worst case, so the host waits for nothing, and a graph can hold all of it. With
-less room rows would be written past the end: a receiver puts each row behind the one before and looks at no
-limit (csrc/kernels/intranode.cu of 1.2.1; ``num_worst_tokens`` only says how many rows are allocated).
-
-A received row lies where ``alltoall`` has it. Sums are added in fp32, over ranks in order, and rounded once.
+Rows are in the order of ``alltoall``. Sums are fp32, over ranks in order, rounded once. No host sync.
 """
 
 from dataclasses import dataclass
@@ -24,35 +19,30 @@ from torch import Tensor
 from graphmoe.ops.dispatch import register_exchange
 from graphmoe.plan.experts import Load
 
+# DeepEP's default of 20 SMs: one of each pair sends, the other receives
 CHANNELS = 10
-"""A transfer runs on two programs for each, one of which sends: the 20 that DeepEP takes by default."""
 HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
-"""Tensors that a dispatch leaves behind for the way back, in the order of DeepEP's own handle."""
+"""Tensors that a dispatch leaves for combine, in the order of DeepEP's own handle."""
 
 _in_use: Any = None
 
 
 def use_buffer(buffer: Any) -> None:
-    """From now on the operations of this process move rows through it; None forgets it."""
+    """Set the buffer of this process's operations; None unsets it."""
     global _in_use
     _in_use = buffer
 
 
 def open_buffer(package: ModuleType, group: dist.ProcessGroup, hidden: int) -> Any:
-    """A package's buffer for bf16 rows of a size, for all layers. A collective of the group."""
+    """Allocate a package's buffer of bf16 rows for all layers. A collective of the group."""
     package.Buffer.set_num_sms(2 * CHANNELS)
-    configs = [
-        of(group.size()) for of in (package.Buffer.get_dispatch_config, package.Buffer.get_combine_config)
-    ]
-    size = max(config.get_nvl_buffer_size_hint(2 * hidden, group.size()) for config in configs)
+    makers = package.Buffer.get_dispatch_config, package.Buffer.get_combine_config
+    size = max(of(group.size()).get_nvl_buffer_size_hint(2 * hidden, group.size()) for of in makers)
     return package.Buffer(group, num_nvl_bytes=size, explicitly_destroy=True)
 
 
 def close_buffer() -> None:
-    """Give back the buffer in use, if there is one: a collective of its group.
-
-    For the end of a run that went well; a process that failed would wait for the others.
-    """
+    """Free the buffer in use, if any, after a successful run: a collective of its group."""
     if _in_use is not None:
         _in_use.destroy()
     use_buffer(None)
@@ -60,33 +50,29 @@ def close_buffer() -> None:
 
 @dataclass(frozen=True)
 class DeepEP:
-    """Sends each token once to each rank that holds one of its experts; the sums come back likewise."""
+    """Sends each token once to each rank of its experts, and sums the returned rows."""
 
     handle: ClassVar[tuple[str, ...]] = HANDLE
     chunk: ClassVar[None] = None
 
+    # All tokens of all ranks: a receiver checks no limit, it would write past the end of fewer rows
+    # (csrc/kernels/intranode.cu of 1.2.1; ``num_worst_tokens`` only says how many are allocated).
     capacity: Load
-    """Room for all tokens of each rank, and for so many slots of experts here."""
-    num_experts: int
-    """Experts of each rank."""
+    num_experts: int  # of each rank
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``. No device sync; the package makes a plan of its own."""
         rows = self.capacity.rows
         return torch.ops.graphmoe.buffer_dispatch(h_TD, weight_TK, expert_TK, rows, self.num_experts)
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """As ``Dispatcher.combine``. No device sync."""
         return torch.ops.graphmoe.buffer_combine(sum_ND, *plan_and_handle[-len(HANDLE) :])
 
 
 def _buffer(ranks: int) -> Any:
     if _in_use is None:
-        raise RuntimeError(
-            "this process has no buffer for rows to other ranks: call use_buffer(open_buffer(...))"
-        )
+        raise RuntimeError("no buffer for rows to other ranks: call use_buffer(open_buffer(...))")
     assert _in_use.group_size == ranks, (_in_use.group_size, ranks)
     return _in_use
 
@@ -95,12 +81,12 @@ def _buffer(ranks: int) -> Any:
 def _dispatch(
     h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, rows: int, experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Received tokens, weights, numbers of experts, how many rows came, and the handle."""
+    # tokens, weights, expert numbers, number of received rows, then the handle
     ranks, left = divmod(rows, len(h_TD))
     assert not left, f"{rows} rows are not a multiple of {len(h_TD)} tokens"
     buffer, chosen_TK = _buffer(ranks), expert_TK.long()
     to_rank_P, _, to_expert_E, in_rank_TP, _ = buffer.get_dispatch_layout(chosen_TK, ranks * experts)
-    # Primus-Turbo may put another tensor before the handle.
+    # Primus-Turbo may return another tensor before the handle
     received_ND, number_NK, weight_NK, *_, handle, _ = buffer.dispatch(
         h_TD.contiguous(),
         num_tokens_per_rank=to_rank_P,
@@ -110,13 +96,12 @@ def _dispatch(
         topk_weights=weight_TK.contiguous(),
         num_worst_tokens=rows,
     )
-    # Of the prefix sums over sources only the column of this rank is written.
+    # prefix sums over sources: only this rank's column is written
     room = handle[0][-1, buffer.rank].clone()
     return received_ND, weight_NK, number_NK.int(), room, *handle
 
 
 _HANDLE = ", ".join(f"Tensor {name}" for name in HANDLE)
-"""The handle among the arguments of an operation."""
 
 
 @torch.library.custom_op(
@@ -127,7 +112,7 @@ _HANDLE = ", ".join(f"Tensor {name}" for name in HANDLE)
 def _dispatch_grad(
     dreceived_ND: Tensor, dweight_NK: Tensor, number_NK: Tensor, *handle: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sums over ranks of both gradients; a slot of an expert elsewhere had weight 0, whatever it was."""
+    # the weight of another rank's expert was unused
     return _sum(dreceived_ND, handle, dweight_NK.masked_fill(number_NK < 0, 0))
 
 
@@ -135,7 +120,6 @@ def _dispatch_grad(
     "graphmoe::buffer_combine", mutates_args=(), schema=f"(Tensor rows, {_HANDLE}) -> Tensor"
 )
 def _combine(sum_ND: Tensor, *handle: Tensor) -> Tensor:
-    """The sum over ranks of each token's rows -> [T, D]."""
     return _sum(sum_ND, handle, None)[0]
 
 
@@ -143,15 +127,15 @@ def _combine(sum_ND: Tensor, *handle: Tensor) -> Tensor:
     "graphmoe::buffer_combine_grad", mutates_args=(), schema=f"(Tensor dy, {_HANDLE}) -> Tensor"
 )
 def _combine_grad(dy_TD: Tensor, *handle: Tensor) -> Tensor:
-    """The gradient of each token on the ranks that it went to -> [N, D]; dead rows are not written."""
+    # -> [N, D]; dead rows are not written
     return _buffer(len(handle[0])).dispatch(dy_TD.contiguous(), handle=handle)[0]
 
 
 def _sum(rows_ND: Tensor, handle: tuple[Tensor, ...], weight_NK: Tensor | None) -> tuple[Any, Any]:
-    """A ``combine`` of the package; it writes into the heads, which are an operation's input."""
     *before, send_head_TP = handle
     buffer = _buffer(send_head_TP.shape[1])
-    found = buffer.combine(rows_ND.contiguous(), (*before, send_head_TP.clone()), topk_weights=weight_NK)
+    handle = (*before, send_head_TP.clone())  # combine writes into the heads
+    found = buffer.combine(rows_ND.contiguous(), handle, topk_weights=weight_NK)
     return found[0], found[1]
 
 

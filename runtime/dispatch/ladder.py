@@ -1,8 +1,7 @@
-"""Room for rows that arrive at a rank: more in layers of a step that found too little.
+"""Receive capacity levels: a step that overflows is repeated with more capacity in its tightest layers.
 
-Each MoE layer has a level of room, and the levels of all layers make a program with graphs of its own. Levels
-only rise, so a program that is left is left for good. The last rung beside them has no limit, since the host
-counts there, and no token is ever dropped.
+The levels of all MoE layers make a program with its own graphs. Levels only rise, so a program never returns.
+The unlimited dispatcher, where the host counts rows, is the last resort: no token is ever dropped.
 """
 
 import logging
@@ -14,29 +13,25 @@ from graphmoe.plan.experts import Load
 
 log = logging.getLogger(__name__)
 
+# from one level to the next
 GROWTH = 1.25
-"""Room of a level over that of the level below."""
+# of a chosen level over the load
 MARGIN = 1.1
-"""Room for a load over the load."""
+# Steps; a rarer overflow is just repeated
 WINDOW = 50
-"""Steps: what happens once in as many is paid for as it comes."""
+# Most rises of some layers only
 MOST_ALONE = 8
-"""Programs in which some layers have more room than the one before gave them, and others have not."""
 
 
 class ReceiveLadder:
-    """Choose the room that steps run with. All ranks call it alike, with loads of all ranks.
+    """Capacity of later steps. All ranks call it alike, with the maximum loads over ranks.
 
-    A step that found too little room is void and runs again. Layers in which its load and a tenth more do
-    not fit rise to the first level where they do. So that few programs are made, all layers rise to the
-    highest of these levels where the last rise is less than `WINDOW` steps ago, and once `MOST_ALONE` rises
-    were of some layers only: a run has no more programs than `MOST_ALONE` plus the number of levels.
+    A layer rises to the first level with `MARGIN` over its load. All rise to the highest such level if the
+    last rise is less than `WINDOW` steps ago, or after `MOST_ALONE` rises of some layers: a run has at most
+    `MOST_ALONE` programs plus the number of levels.
 
-    Where a rank lacks the memory, the step runs on the last rung, slowly, and the step after it on planned
-    room again. If more than one of the last `WINDOW` steps needed the last rung, the run stays there until
-    one step in a row has fitted for every ten of the others, rounded up. So a load that does not fit once in
-    50 steps makes one of these slow; and whatever the loads are, behind a step that needed it no more than 5
-    are slow that would have fitted.
+    If a rank lacks the memory, the step runs without a limit, slowly. If n of the last `WINDOW` steps needed
+    that, the run stays there until (n - 1) / 10 steps in a row, rounded up, would have fitted: at most 5.
     """
 
     def __init__(
@@ -48,37 +43,32 @@ class ReceiveLadder:
         has_memory: Callable[[tuple[Dispatcher, ...], tuple[Dispatcher, ...]], bool],
         last_words: str = "the counts of the host",
     ) -> None:
-        """``levels`` rise to the worst case; ``last`` has no limit. Layers are all MoE layers of the model.
+        """``levels`` rise to the worst case; ``last`` has no limit. The first level, program 0, is in use.
 
-        ``use`` makes later steps run with these dispatchers of the layers, and their program's number, None
-        on the last rung; the first level, number 0, is in use. ``has_memory`` returns whether every rank has
-        the memory for the second dispatchers in place of the first; a collective.
+        ``use`` sets each layer's dispatcher and the program, None for ``last``. ``has_memory``: whether all
+        ranks can replace the first dispatchers by the second; a collective.
         """
         assert last.capacity is None
         self._levels, self._last, self._last_words = levels, last, last_words
         self._use, self._has_memory = use, has_memory
         self._at = (0,) * num_layers
         self._program, self._alone = 0, 0
-        self._risen = -WINDOW
-        """Step of the last rise."""
+        self._risen = -WINDOW  # step of the last rise
         self._refused: set[tuple[int, ...]] = set()
-        self.on_last = False
-        """True where the next step runs on the last rung."""
-        self._needed: set[int] = set()
-        """Steps that needed the last rung, of the last `WINDOW` ones."""
-        self._fitted = 0
-        """Steps in a row on the last rung that would have fitted."""
+        self.on_last = False  # for the next step
+        self._needed: set[int] = set()  # recent steps that needed the last dispatcher
+        self._fitted = 0  # steps in a row on it that would have fitted
 
     def climb(self, step: int, loads: Sequence[Load]) -> bool:
-        """Make room for a void step, at which these loads of layers arrived; True if its program is new."""
+        """Raise capacity for an overflowed step with these loads by layer; True if its program is new."""
         layer, load, room = self._tightest(loads)
         rises = self._rise(step, loads)
         if not rises:
             self.on_last, self._fitted = True, 0
             self._needed.add(step)
         log.warning(
-            "step %d: %d rows and %d slots arrived at a rank in MoE layer %d, which has room for %d and %d; "
-            "it runs again with %s",
+            "step %d: %d rows and %d slots arrived at a rank in MoE layer %d, over its capacity of %d and "
+            "%d; it runs again with %s",
             step,
             *load,
             layer,
@@ -89,10 +79,7 @@ class ReceiveLadder:
         return rises
 
     def passed(self, step: int, loads: Sequence[Load]) -> bool:
-        """Count a step that had room; True if the next one has a new program.
-
-        After a step on the last rung the loads are exact, and layers in which they do not fit may rise.
-        """
+        """Count a step without overflow; True if the next one has a new program."""
         if not self.on_last:
             return False
         fits = all(map(_fits, loads, self._rooms()))
@@ -100,6 +87,7 @@ class ReceiveLadder:
         if not fits:
             self._needed.add(step)
         self._needed = {each for each in self._needed if each > step - WINDOW}
+        # without a limit the loads are exact
         rises = not fits and self._rise(step, loads)
         if rises or self._fitted >= -(-(len(self._needed) - 1) // 10):
             self.on_last = False
@@ -109,7 +97,7 @@ class ReceiveLadder:
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
-        """Let the block run with room for everything."""
+        """Run the block with the unlimited dispatcher."""
         self._use((self._last,) * len(self._at), None)
         try:
             yield
@@ -117,7 +105,6 @@ class ReceiveLadder:
             self._use_current()
 
     def _rise(self, step: int, loads: Sequence[Load]) -> bool:
-        """Give layers more room, if there is memory for it; returns whether they have it."""
         wanted = tuple(max(at, self._level_for(load)) for at, load in zip(self._at, loads, strict=True))
         if wanted == self._at:
             return False

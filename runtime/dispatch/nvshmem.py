@@ -1,11 +1,10 @@
-"""The dispatcher ``nvshmem``: torch's exchange of rows on NVSHMEM, whose kernels read the counts.
+"""Dispatcher ``nvshmem``: torch's all-to-all on NVSHMEM, whose kernels read the counts.
 
-Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the plan, S rows sent, N rows that
-there is room for, D hidden.
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W send slots, S rows sent, N receive capacity, D hidden.
 
-A token, its weights and its experts travel as one row of bytes, once to each rank. The exchange itself would
-write past the end where more rows come than there is room for. So ranks first tell each other their counts,
-and where the rows of any rank do not fit, none are sent and all that arrives is 0: that step is void anyway.
+A token, its weights and its experts are sent as one row of bytes, once to each rank. The exchange checks no
+limit, so ranks first gather their counts: if any rank would overflow, nothing is sent and all received rows
+are 0, in a step that is repeated anyway.
 """
 
 from __future__ import annotations
@@ -24,46 +23,40 @@ from graphmoe.ops.dispatch import register_exchange
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.torch_compat import all_to_all_by_splits, nvshmem_empty
 
+# From 4 MiB torch exchanges by 64 blocks (16 between nodes), each with an equal part of a rank's rows;
+# `_row_of` makes rows divisible.
 MIN_BYTES = 8 << 20
-"""Least bytes of a region. From 4 MiB on torch moves the rows of one exchange by 64 programs (16 between
-nodes), and each takes an equal part of a rank's rows. The size of a row makes the parts come out even."""
 
 
 class PeerRows:
-    """Symmetric memory through which the ranks of a group exchange rows, for all layers.
-
-    Making one is a collective of all ranks of the job, with the same numbers everywhere.
-    """
+    """Symmetric memory of a group's ranks, for all layers. Construction is a collective of the job."""
 
     def __init__(self, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> None:
-        """``num_bytes`` are those of the largest exchange, by `bytes_of`."""
+        """``num_bytes``: `bytes_of` the largest exchange, the same on all ranks."""
         self.group, self.rank, self.size = group, group.rank(), group.size()
         assert self.size & (self.size - 1) == 0, self.size
         region = max(num_bytes, MIN_BYTES)
+        # sent, received
         self._regions = [nvshmem_empty((region,), torch.uint8, device, group) for _ in range(2)]
-        """Regions of what is sent, and of what has come."""
         self._splits = nvshmem_empty((self.size,), torch.int64, device, group)
         self._came_splits = nvshmem_empty((2, self.size), torch.int64, device, group)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, counts_P: Tensor) -> Tensor:
-        """Return rows from each rank to each rank, [P, P]; all ranks have then read all earlier rows."""
+        """Return rows from each rank to each rank, [P, P]. A barrier, as `wait`."""
         arrivals = counts_P.new_empty(self.size * self.size)
         all_gather_into(arrivals, counts_P.contiguous(), group=self.group)
         return arrivals.view(self.size, self.size)
 
     def wait(self) -> None:
-        """Let the device go on when all ranks have read all rows that were sent to them before."""
+        """Make the stream wait until all ranks have read all earlier rows."""
         dist.all_reduce(self._nothing, group=self.group)
 
     def exchange(self, columns: Sequence[Tensor], splits_P: Tensor, rows: int) -> list[Tensor]:
-        """Return the columns of received rows, room for ``rows``: views, to be read before the next call.
-
-        `gather` or `wait` must have run since the last.
-        """
+        """Return views of received columns, valid until the next call. Call `gather` or `wait` first."""
         places, width = _row_of([_bytes(column) for column in columns], self.size)
         sent, came = (region[: len(region) // width * width].view(-1, width) for region in self._regions)
-        assert max(rows, *map(len, columns)) <= len(came), "more rows than there is symmetric memory for"
+        assert max(rows, *map(len, columns)) <= len(came), "more rows than the symmetric memory holds"
         for column, place in zip(columns, places, strict=True):
             sent[: len(column), place].view(column.dtype).copy_(column)
         self._splits.copy_(splits_P)
@@ -74,7 +67,7 @@ class PeerRows:
 def bytes_of(
     tokens: int, places: int, rows: int, hidden: int, dtype: torch.dtype, top_k: int, ranks: int
 ) -> int:
-    """Bytes of the largest exchange of tokens with so many places each, and room for so many rows."""
+    """Bytes of an exchange of tokens with ``places`` send slots each, and capacity for ``rows``."""
     _, width = _row_of([hidden * dtype.itemsize, 4 * top_k, 4 * top_k], ranks)
     return max(rows, tokens * min(places, ranks)) * width
 
@@ -84,7 +77,7 @@ def _bytes(column: Tensor) -> int:
 
 
 def _row_of(sizes: Sequence[int], ranks: int) -> tuple[list[slice], int]:
-    """Lay columns of these bytes out in a row, which has 16 bytes, or more, for each program."""
+    # a row has a multiple of 16 bytes for each block
     places, end = [], 0
     for size in sizes:
         places.append(slice(end, end + size))
@@ -93,15 +86,11 @@ def _row_of(sizes: Sequence[int], ranks: int) -> tuple[list[slice], int]:
     return places, -(-end // step) * step
 
 
-_in_use: list[PeerRows] = []
-"""The last is used; those before it may be read by graphs."""
+_in_use: list[PeerRows] = []  # the last one; graphs may read earlier ones
 
 
 def use_rows(rows: PeerRows | None) -> None:
-    """From now on the operations of this process exchange through it; None forgets it and all before it.
-
-    Those before it stay: graphs that were captured with them hold their addresses.
-    """
+    """Set the memory of this process's operations; None frees it and all earlier ones."""
     if rows is None:
         _in_use.clear()
     else:
@@ -109,41 +98,35 @@ def use_rows(rows: PeerRows | None) -> None:
 
 
 def has_rows(group: dist.ProcessGroup, num_bytes: int) -> bool:
-    """Return whether what is used serves exchanges of this size in a group."""
+    """Return whether the memory in use serves exchanges of this size in a group."""
     return bool(_in_use) and _in_use[-1].group is group and len(_in_use[-1]._regions[0]) >= num_bytes
 
 
 @dataclass(frozen=True)
 class Nvshmem:
-    """Sends each token once to each rank that holds one of its experts, and sums what comes back."""
+    """Sends each token once to each rank of its experts, and sums the returned rows."""
 
-    handle: ClassVar[tuple[str, ...]] = ("arrivals",)
-    """Rows from each rank to each rank, int32 [P, P], the same on all of them."""
+    handle: ClassVar[tuple[str, ...]] = ("arrivals",)  # rows from rank to rank, int32 [P, P]
     chunk: ClassVar[None] = None
 
     capacity: Load
-    num_experts: int
-    """Experts of each rank."""
+    num_experts: int  # of each rank
     etp: int
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``. No device sync."""
         return torch.ops.graphmoe.nvshmem_dispatch(
             h_TD, weight_TK, expert_TK, *plan, self.capacity.rows, self.num_experts, self.etp
         )
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """As ``Dispatcher.combine``. No device sync."""
         return torch.ops.graphmoe.nvshmem_combine(sum_ND, *plan_and_handle)
 
 
 class _Way(NamedTuple):
-    """Rows of each rank for this one and of this one for each rank, and whether all of them fit."""
-
-    there_P: Tensor
-    here_P: Tensor
+    there_P: Tensor  # rows from this rank to each
+    here_P: Tensor  # rows from each to this rank
     fits: Tensor
 
     @classmethod
@@ -153,13 +136,12 @@ class _Way(NamedTuple):
         return cls(sent_PP[rank], sent_PP[:, rank], fits)
 
     def copy(self, column: Tensor) -> Tensor:
-        """Copy what came to memory of its own; 0 where nothing was sent."""
         return torch.where(self.fits, column, torch.zeros((), dtype=column.dtype, device=column.device))
 
 
 def _peers(ranks: int) -> PeerRows:
     if not _in_use:
-        raise RuntimeError("this process has no symmetric memory for rows to other ranks: call use_rows")
+        raise RuntimeError("no symmetric memory for rows to other ranks: call use_rows")
     assert _in_use[-1].size == ranks, (_in_use[-1].size, ranks)
     return _in_use[-1]
 
@@ -169,7 +151,6 @@ def _sent_slots(slot_R: Tensor, row_TW: Tensor, ranks: int) -> Tensor:
 
 
 _PLAN = "Tensor counts, Tensor ends, Tensor row, Tensor slot"
-"""The plan among the arguments of an operation."""
 
 
 def _operation(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
@@ -184,7 +165,7 @@ def _operation(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomO
 def _dispatch(
     h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan_and_numbers: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Received tokens, weights, numbers of experts, how many rows were sent here, and the handle."""
+    # tokens, weights, expert numbers, number of rows sent here, then the handle
     counts_P, ends_P, row_TW, slot_R, rows, experts, etp = plan_and_numbers
     peers = _peers(len(counts_P))
     arrivals_PP = peers.gather(counts_P)
@@ -209,13 +190,11 @@ def _dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Tensor) -> tu
 
 @_operation("combine", f"(Tensor rows, {_PLAN}, Tensor arrivals) -> Tensor")
 def _combine(sum_ND: Tensor, *way: Tensor) -> Tensor:
-    """The sum over ranks of each token's rows -> [T, D]."""
     return _back([sum_ND], *way)[0]
 
 
 @_operation("combine_grad", f"(Tensor dy, {_PLAN}, Tensor arrivals, int rows) -> Tensor")
 def _combine_grad(dy_TD: Tensor, *way_and_rows: Any) -> Tensor:
-    """The gradient of each token on the ranks that it went to -> [N, D]."""
     _, ends_P, row_TW, slot_R, arrivals_PP, rows = way_and_rows
     peers = _peers(len(arrivals_PP))
     way, slot_S = _Way.of(arrivals_PP, peers.rank, rows), _sent_slots(slot_R, row_TW, peers.size)
@@ -226,7 +205,7 @@ def _combine_grad(dy_TD: Tensor, *way_and_rows: Any) -> Tensor:
 
 
 def _back(columns: Sequence[Tensor], *way: Tensor) -> list[Tensor]:
-    """Columns of received rows to where these came from, summed for each token in the order of its places."""
+    # back to the senders, summed per token in the order of its send slots
     _, ends_P, row_TW, slot_R, arrivals_PP = way
     peers = _peers(len(arrivals_PP))
     way = _Way.of(arrivals_PP, peers.rank, len(columns[0]))

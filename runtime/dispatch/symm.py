@@ -1,8 +1,8 @@
-"""The dispatcher ``symm``: ranks of one node read each other's memory, and no host counts rows.
+"""Dispatcher ``symm``: ranks of one node read each other's memory. No host sync, so it can be captured.
 
-The operations are those of `graphmoe.ops.symm`. Nothing waits for the host, so a graph can hold all of it.
+Its operations are in `graphmoe.ops.symm`.
 
-Suffixes: T tokens, K slots, P ranks of ``ep_etp``, N rows that there is room for, D hidden.
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, N receive capacity, D hidden.
 """
 
 import logging
@@ -26,27 +26,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Symm:
-    """Each token is read once by each rank that holds one of its experts; the sums are read back."""
+    """Each rank of a token's experts reads it once; the token's rank reads the sums back."""
 
-    handle: ClassVar[tuple[str, ...]] = ("arrivals",)
-    """Rows from each rank to each rank, int32 [P, P], the same on all of them."""
+    handle: ClassVar[tuple[str, ...]] = ("arrivals",)  # rows from rank to rank, int32 [P, P]
 
     chunk: ClassVar[None] = None
     capacity: Load
-    num_experts: int
-    """Experts of each rank, those of its slots of replicas among them."""
+    num_experts: int  # of each rank, with its replica slots
     etp: int
-    block: int = 0
-    """Rows for each pair of ranks that copy engines move; what is beyond is pulled by a kernel."""
-    brings_weights: bool = False
-    """True where weights of replicas come along with rows."""
-    keeps_weights: bool = False
-    """True where they do not come once more in the backward."""
+    block: int = 0  # rows of each pair of ranks that copy engines send; a kernel fetches the rest
+    brings_weights: bool = False  # replica weights are sent with rows
+    keeps_weights: bool = False  # and saved for the backward
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``, with weights of own experts and experts of slots ``along``. No sync."""
+        """As ``Dispatcher.dispatch``; ``along``: own weights, and experts of replica slots. No sync."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along
@@ -58,53 +53,47 @@ class Symm:
         return h_ND, weight_NK, number_NK, room.int(), arrivals_PP
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor, along: Sequence[Tensor] = ()) -> Tensor:
-        """As ``Dispatcher.combine``; weights come ``along`` in the backward. No device sync."""
+        """As ``Dispatcher.combine``; ``along`` as in dispatch, for the backward. No device sync."""
         return torch.ops.graphmoe.symm_combine(sum_ND, *plan_and_handle, self.block, *along)
 
 
 def make_peers(mesh: Mesh, device: torch.device) -> Peers:
-    """Make the peers of this rank; without GPUs or alone, peers that need no memory in common."""
+    """Make the peers of this rank; on CPUs, or alone, peers without shared memory."""
     group = mesh.group("ep_etp")
     return CollectivePeers(group) if group is None or device.type != "cuda" else SymmetricPeers(group)
 
 
 class SymmetricMemory:
-    """GPUs of one node that read each other's memory: a `graphmoe.ops.symm.peers.SharedMemory`.
-
-    Multicast is not used.
-    """
+    """`graphmoe.ops.symm.peers.SharedMemory` on GPUs of one node, without multicast."""
 
     addresses: Tensor
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        """``purpose``: words for the log and for errors."""
+        """``purpose`` is for the log and errors."""
         self._group, self._purpose = group, purpose
         self.rank, self.size, self.num_bytes = dist.get_rank(group), group.size(), 0
         self._buffers: list[Tensor] = []
         self._meet: Callable[[], None] = lambda: None
-        self._captured = False
-        """True where a graph holds addresses of the region."""
+        self._captured = False  # a graph holds addresses of the region
+        # earlier regions whose addresses a graph holds
         self._of_graphs: list[tuple[list[Tensor], Callable[[], None], Tensor]] = []
-        """Earlier regions of which a graph holds addresses."""
 
     def reserve(self, num_bytes: int) -> None:
-        """As `SharedMemory.reserve`. Waits for the device where the region grows."""
+        """As `SharedMemory.reserve`. Syncs the device if the region grows."""
         if num_bytes > self.num_bytes:
             self.renew(num_bytes)
 
     def renew(self, num_bytes: int) -> None:
-        """Give each rank a new region, when no rank reads the old one any more. Collective, no capture."""
+        """Give each rank a new region. Collective, not in a capture. Syncs the device."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self._purpose} needs {num_bytes} bytes that ranks share, there are {self.num_bytes} in "
-                f"another layout, and no capture can make more; run it once before it is captured, or "
-                f"reserve the sizes at start"
+                f"{self._purpose} needs {num_bytes} shared bytes, there are {self.num_bytes} in another "
+                f"layout, and a capture cannot allocate; run it once before, or reserve the sizes at start"
             )
-        # No rank reads the old region when all have come to the rendezvous.
+        # after this and the rendezvous no rank reads the old region
         torch.cuda.synchronize()
         if self._captured:
             self._of_graphs.append((self._buffers, self._meet, self.addresses))
-        # Each has signals of its own for its barrier, and waits for no other.
         self._buffers, self._meet = symmetric_memory(num_bytes, self._group)
         self.addresses = torch.tensor(
             [buffer.data_ptr() for buffer in self._buffers], device=self._buffers[0].device
@@ -113,26 +102,21 @@ class SymmetricMemory:
         log.info("symm: %.0f MiB that %d ranks share for %s", num_bytes / 2**20, self.size, self._purpose)
 
     def forget_graphs(self) -> None:
-        """Give back earlier regions: the graphs that hold their addresses have ended."""
+        """Free earlier regions: the graphs that hold their addresses were released."""
         self._of_graphs.clear()
         self._captured = False
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `SharedMemory.view`."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._buffers[rank][offset_bytes : offset_bytes + num_bytes].view(dtype).view(shape)
 
     def barrier(self) -> None:
-        """As `SharedMemory.barrier`."""
         self._captured |= torch.cuda.is_current_stream_capturing()
         self._meet()
 
 
 class SymmetricPeers:
-    """Peers with two such memories: a `graphmoe.ops.symm.peers.MemoryPeers`.
-
-    One exchange at a time, on one stream or on streams that wait for each other.
-    """
+    """`graphmoe.ops.symm.peers.MemoryPeers` with two such memories; streams must order exchanges."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rows, self.replicas = (
@@ -146,20 +130,18 @@ class SymmetricPeers:
 
     @property
     def addresses(self) -> Tensor:
-        """As `MemoryPeers.addresses`."""
         return self._rows.addresses
 
     def forget_graphs(self) -> None:
-        """As `MemoryPeers.forget_graphs`."""
         self._rows.forget_graphs()
         self.replicas.forget_graphs()
 
     def reserve(self, sizes: Sizes) -> Region:
-        """As `MemoryPeers.reserve`. Waits for the device where the region grows."""
+        """As `MemoryPeers.reserve`. Syncs the device if the region grows."""
         joined = sizes if self._region is None else self._region.sizes.joined(sizes)
         if self._region is None or joined != self._region.sizes:
             region = Region.with_room_for(joined, self.size)
             self._rows.renew(region.num_bytes)
-            log.info("symm: room for %s", joined)
+            log.info("symm: shared memory for %s", joined)
             self._region = region
         return self._region

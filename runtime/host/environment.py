@@ -1,14 +1,11 @@
-"""Environment variables of ``host.*`` keys.
-
-GPU runtimes and communication libraries read them once at their start, so they are set before that.
-"""
+"""Environment variables of ``host.*`` keys, set before GPU runtimes and communication libraries read them."""
 
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,23 +14,16 @@ from graphmoe.config.schema import ConfigError, DeviceChoice, HostConfig
 
 # JSON of all variables that `set_environment` has set, for its next call here or in a child
 MARKER = "GRAPHMOE_ENVIRONMENT"
-MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-"""Variables that disable NVLink multicast in NCCL, torch's symmetric memory and NVSHMEM."""
+# disable NVLink multicast in NCCL, torch's symmetric memory and NVSHMEM
+MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
-@dataclass(frozen=True)
-class HostLine:
+class HostLine(NamedTuple):
     text: str
-    # a requested setting has no effect
-    warns: bool = False
+    warns: bool = False  # a requested setting has no effect
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     name: str
     value: str
     key: str
@@ -42,8 +32,8 @@ class Variable:
 def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
     """Set the variables for this process and its children; return log lines.
 
-    Call it before torch queries GPUs, and again in each worker with the resolved device, which updates the
-    first call's variables. Variables set by others stay. *Raises* ConfigError for an invalid name.
+    Call it before torch queries GPUs, and again in each worker with the resolved device. Variables set by
+    others stay. *Raises* ConfigError for an invalid name.
     """
     wanted = variables(host, device)
     ours = _set_earlier()
@@ -59,9 +49,8 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
         present = os.environ.get(variable.name)
         if present is None and variable.value == MASK:
             name = variable.name
-            lines.append(
-                HostLine(f"host.env.{name}={MASK} stands for a value: set {name} yourself", warns=True)
-            )
+            text = f"host.env.{name}={MASK} stands for a value: set {name} yourself"
+            lines.append(HostLine(text, warns=True))
         elif present is None:
             os.environ[variable.name] = variable.value
             taken.setdefault(variable.key, []).append(variable)
@@ -72,9 +61,8 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
         lines.append(HostLine(f"{shown} ({key})"))
     done = {variable.name: variable.value for group in taken.values() for variable in group}
     if done.items() - before.items() and _gpu_runtime_started():
-        lines.append(
-            HostLine("these were set after the GPU's runtime had started, maybe too late", warns=True)
-        )
+        text = "these were set after the GPU's runtime had started, maybe too late"
+        lines.append(HostLine(text, warns=True))
     os.environ.pop(MARKER, None)
     if done:
         os.environ[MARKER] = json.dumps(done)
@@ -127,10 +115,8 @@ def _without_effect(host: HostConfig, device: DeviceChoice) -> Iterator[str]:
 
 def _kept(variable: Variable, present: str) -> str:
     if variable.key == "host.env":
-        same = variable.value in (present, MASK)
-        return (
-            f"{variable.name} is set already{'' if same else ' and stays: host.env would set another value'}"
-        )
+        stays = "" if variable.value in (present, MASK) else " and stays: host.env would set another value"
+        return f"{variable.name} is set already{stays}"
     if present == variable.value:
         return f"{variable.name}={present} is set already ({variable.key} would do the same)"
     return f"{variable.name}={present} is set already and stays ({variable.key} would set {variable.value})"

@@ -1,7 +1,7 @@
-"""Files that several processes write or that must survive a crash; per-process folders.
+"""Files that several processes write or that must survive a crash; checksums; per-process folders.
 
-Without flock (Lustre mounted without it, NFS without lockd) a second file names the holder, and is void once
-that process has ended. Only the holder's own host can check that.
+Without flock (Lustre mounted without it, NFS without lockd) a second file names the holder. It is stale once
+that process has ended, which only the holder's own host can check.
 """
 
 from __future__ import annotations
@@ -11,42 +11,39 @@ import contextlib
 import errno
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.config.untrusted import open_at_once
 
 log = logging.getLogger(__name__)
 
-# Suffix of the file that replaces a lock without flock
-HELD = ".held"
+HELD = ".held"  # suffix of the file that replaces a lock without flock
 POLL_S = 0.1
-# Kept locked by the folder's process
-ALIVE = "alive"
-# A younger folder may not be locked yet
-YOUNG_S = 10.0
-# An unlocked folder of another host counts as dead after this time
-FOREIGN_AGE_S = 7 * 24 * 3600.0
+ALIVE = "alive"  # locked by the folder's process
+YOUNG_S = 10.0  # a younger folder may not be locked yet
+FOREIGN_AGE_S = 7 * 24 * 3600.0  # then an unlocked folder of another host counts as dead
 _NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _held: set[FileLock] = set()
 
 
 def replace_text(path: Path, text: str, *, durably: bool = False) -> None:
-    """Replace a file atomically; an error leaves no draft behind.
-
-    With ``durably`` it returns after the text is on disk: a power cut leaves the old or the new text.
-    """
+    """Replace a file atomically; ``durably``: a power cut leaves the old or the new text."""
     draft = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8", newline="\n") as stream:
@@ -68,8 +65,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # some file systems cannot sync folders
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
@@ -93,17 +89,18 @@ class LineFile:
                 self._tell(f"{self._path} takes no more lines ({why}): they are lost, and the run goes on")
             self._lost += len(lines)
             return
-        lost, self._lost = self._lost, 0
-        if lost:
-            self._tell(f"{self._path} takes lines again; lost are {lost}")
+        self._tell_lost("takes lines again; lost are {}")
 
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+        self._tell_lost("lacks the last lines, {} of them")
+
+    def _tell_lost(self, what: str) -> None:
         lost, self._lost = self._lost, 0
         if lost:
-            self._tell(f"{self._path} lacks the last lines, {lost} of them")
+            self._tell(f"{self._path} {what.format(lost)}")
 
     def _write(self, content: bytes) -> None:
         if self._descriptor is None:
@@ -116,9 +113,42 @@ class LineFile:
             while content:
                 content = content[os.write(self._descriptor, content) :]
         except OSError:
-            # half a line would corrupt the next one
-            os.ftruncate(self._descriptor, end)
+            os.ftruncate(self._descriptor, end)  # half a line would corrupt the next one
             raise
+
+
+@dataclass(frozen=True)
+class FileSum:
+    sha256: str
+    num_bytes: int
+
+
+def sha256_of(path: Path, stops: Callable[[], bool] = lambda: False) -> str:
+    """SHA-256 of a file in hexadecimal; of a prefix if ``stops`` becomes true while reading."""
+    digest = hashlib.sha256()
+    with open(path, "rb", opener=open_at_once) as file:
+        while not stops() and (block := file.read(4 << 20)):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sum_of(path: Path) -> FileSum:
+    return FileSum(sha256_of(path), path.stat().st_size)
+
+
+def difference(path: Path, written: FileSum, *, contents: bool = True) -> str | None:
+    """Describe how a file differs from its checksum; None if it matches."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # opening a FIFO would block until it has a writer
+            return f"{path.name}: not a regular file"
+        if found.st_size != written.num_bytes:
+            return f"{path.name}: {found.st_size} bytes, written with {written.num_bytes}"
+        if contents and (sha256 := sha256_of(path)) != written.sha256:
+            return f"{path.name}: sha256 {sha256[:12]}..., written with {written.sha256[:12]}..."
+    except OSError as error:
+        return f"{path.name}: cannot be read ({error})"
+    return None
 
 
 @contextmanager
@@ -140,10 +170,7 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path, *, wait: bool = False) -> FileLock | None:
-        """Return the lock; None if it is taken and ``wait`` is false.
-
-        *Raises* ConfigError if flock is unsupported and another host holds, or held, the lock.
-        """
+        """Return the lock; None if it is taken. *Raises* ConfigError if another host may hold it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -239,7 +266,6 @@ def _beside(held: Path) -> Path:
 
 
 def _holder(pid: int) -> dict[str, str | int | None]:
-    """Identity of a process in a lock file; ``started`` is None if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -262,17 +288,13 @@ def _say_once(folder: Path, why: str) -> None:
 
 @functools.cache
 def _release_in_children() -> None:
-    def forget_all() -> None:
+    def end_all(end: Callable[[FileLock], None]) -> None:
         for lock in list(_held):
-            lock.forget()
-
-    def release_all() -> None:
-        for lock in list(_held):
-            lock.release()
+            end(lock)
 
     # a forked child shares the locks and would keep them after this process has ended
-    os.register_at_fork(after_in_child=forget_all)
-    atexit.register(release_all)
+    os.register_at_fork(after_in_child=lambda: end_all(FileLock.forget))
+    atexit.register(end_all, FileLock.release)
 
 
 @contextmanager
@@ -321,7 +343,11 @@ def remove_dead(parent: Path, prefix: str = "") -> list[Path]:
 def is_dead(folder: Path, prefix: str = "") -> bool:
     """Return whether the process of a folder has ended."""
     host, pid, _ = folder.name.removeprefix(prefix).rsplit("-", 2)
-    if not pid.isdigit() or not _is_mine(folder) or age_s(folder) < YOUNG_S or is_locked(folder / ALIVE):
+    try:
+        is_mine = folder.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+    if not pid.isdigit() or not is_mine or age_s(folder) < YOUNG_S or is_locked(folder / ALIVE):
         return False
     if host == socket.gethostname():
         return not psutil.pid_exists(int(pid))
@@ -334,10 +360,3 @@ def age_s(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _is_mine(folder: Path) -> bool:
-    try:
-        return folder.stat().st_uid == os.getuid()
-    except OSError:
-        return False

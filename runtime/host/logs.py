@@ -1,7 +1,4 @@
-"""Logging: the console on stderr, and a file per rank and for the launcher.
-
-Write errors (closed pipe, full disk) never end a run.
-"""
+"""Logging to stderr, and a file per rank and launcher. Write errors (closed pipe, full disk) end no run."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ from graphmoe.runtime.host.files import LineFile
 log = logging.getLogger(__name__)
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
-# ``extra`` of a record that the console omits
-FILE_ONLY = {"file_only": True}
+FILE_ONLY = {"file_only": True}  # ``extra`` of a record that the console omits
 
 
 class ConsoleHandler(logging.Handler):

@@ -16,19 +16,14 @@ from types import FrameType
 from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A lost terminal (SIGHUP), and preemption notices of Slurm and other schedulers
+# a lost terminal, and preemption notices of Slurm and other schedulers
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Set in each worker by torch elastic, torchrun's or graphmoe's own
-ELASTIC = "TORCHELASTIC_RUN_ID"
-# Folder that the first node's launcher has claimed
-FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"
-# Start of the command or sweep job, seconds since the epoch
-LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"
-LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"
-"""Set in each worker by graphmoe's launcher, which reports signals and errors itself."""
-# Number of the worker's sweep job
-SWEEP_JOB = "GRAPHMOE_SWEEP_JOB"
-# A launcher forwards a signal that its workers may have received too: within this time it counts once
+ELASTIC = "TORCHELASTIC_RUN_ID"  # set in each worker by torch elastic, torchrun's or graphmoe's own
+FOLDER_HELD = "GRAPHMOE_FOLDER_HELD"  # folder that the first node's launcher has claimed
+LAUNCHED_AT = "GRAPHMOE_LAUNCHED_AT"  # start of the command or sweep job, seconds since the epoch
+LAUNCHER_PID = "GRAPHMOE_LAUNCHER_PID"  # in workers of graphmoe's launcher, which reports signals and errors
+SWEEP_JOB = "GRAPHMOE_SWEEP_JOB"  # number of the worker's sweep job
+# a launcher forwards a signal that its workers may have received too: within this time it counts once
 _ECHO_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
@@ -48,7 +43,7 @@ class StopSignal:
     _is_last_call = False
 
     def __enter__(self) -> Self:
-        self.received = raised()
+        self.received = _heard.raised  # torch and others may have dropped the Interrupted
         here = threading.current_thread() is threading.main_thread()  # Python handles signals only there
         self._previous = {number: signal.signal(number, self._handle) for number in heard() if here}
         return self
@@ -79,10 +74,7 @@ class StopSignal:
 
 @contextmanager
 def ends_at_signals() -> Iterator[None]:
-    """Raise Interrupted in the block at the first signal; end the process at the second.
-
-    No effect outside the main thread.
-    """
+    """Raise Interrupted at the first signal, exit at the second. No effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -113,8 +105,7 @@ def exit_at_signals() -> None:
     """Make signals end this process with one line of output."""
     for number in heard():
         signal.signal(number, _exit)
-    if _is_launched():
-        # the launcher handles notices
+    if _is_launched():  # the launcher handles notices
         for number in NOTICES:
             signal.signal(number, signal.SIG_IGN)
 
@@ -124,12 +115,6 @@ def heard() -> list[signal.Signals]:
     # a notice ignored at the start stays ignored (nohup)
     notices = [] if _is_launched() else NOTICES
     return [*SIGNALS, *(number for number in notices if signal.getsignal(number) is not signal.SIG_IGN)]
-
-
-def raised() -> str | None:
-    """Signal whose Interrupted was swallowed."""
-    # torch and others may drop an exception
-    return _heard.raised
 
 
 def awaited(number: int) -> bool:
@@ -184,8 +169,7 @@ def die_with_parent() -> None:
 class _Heard:
     _at = -_ECHO_S
     raised: str | None = None
-    # number of nested `ends_at_signals` blocks
-    blocks = 0
+    blocks = 0  # of `ends_at_signals`, nested
 
     def is_echo(self) -> bool:
         now = time.monotonic()

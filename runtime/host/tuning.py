@@ -67,9 +67,7 @@ def _threads(host: HostConfig, num_workers: int, cores: int) -> tuple[int, str]:
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given:
         number = int(given) if given.isdigit() and int(given) else torch.get_num_threads()
-        hint = (
-            "; torchrun sets 1 where nothing is set, host.threads goes before it" if num_workers > 1 else ""
-        )
+        hint = "; torchrun sets 1 if it is unset, host.threads overrides it" if num_workers > 1 else ""
         return number, f"OMP_NUM_THREADS={given}{hint}"
     bound = cores_here()
     if num_workers > 1:
@@ -95,9 +93,7 @@ class GarbageCollection:
         self._began = False
 
     def __enter__(self) -> GarbageCollection:
-        # a collection inside a step delays its kernel launches; the first one would take a quarter of the
-        # start
-        gc.disable()
+        gc.disable()  # a collection inside a step delays its kernel launches
         return self
 
     def after_step(self, step: int) -> None:
@@ -122,10 +118,7 @@ class Unbound(Exception):
 
 
 def cpus_near(device: torch.device) -> tuple[int, set[int]]:
-    """NUMA node of a GPU, and the CPUs there that this process may use. Starts CUDA, allocates no GPU memory.
-
-    *Raises* Unbound if there is no choice or the node is unknown.
-    """
+    """NUMA node of a GPU, and its CPUs that this process may use. Starts CUDA. *Raises* Unbound."""
     if device.type != "cuda":
         raise Unbound("the run has no GPU to be near to")
     nodes = cpus_of_nodes()

@@ -1,7 +1,7 @@
 """Start of this node's workers by torch elastic; signals are forwarded.
 
-Elastic runs in a thread: in the main thread it would handle signals and kill workers that need more than 30
-seconds to save.
+Elastic runs in a thread: in the main thread it would handle signals, and kill workers that need over 30 s to
+save.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ from graphmoe.runtime.launch.nodes import Nodes, interface_of
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-# Seconds to wait for elastic after a signal if it has no workers, as before all nodes have joined
-_IDLE_S = 2.0
-# Seconds to wait for errors of other nodes, which may have caused those here
-_OTHERS_S = 2.0
+_IDLE_S = 2.0  # to wait for elastic after a signal if it has no workers, as before all nodes have joined
+_OTHERS_S = 2.0  # to wait for errors of other nodes, which may have caused those here
 # Restarted workers would read addresses of the previous attempt (pytorch #135712), and elastic listens on all
 # interfaces for a shared store
 _OWN_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -70,10 +68,9 @@ def launch(
 ) -> str | None:
     """Run ``python -m <module> <resolved>`` on each rank of this node until all have ended.
 
-    ``environment`` is added to the workers'. ``log_dir`` receives errors, and on the first node the output of
-    local ranks above 0. With ``one_gpu_each`` a worker sees only its GPU, as cuda:0, so that all ranks
-    compile the same code. Returns the name of the signal that stopped the run. *Raises* ConfigError or
-    RunFailed with the first error.
+    ``environment`` is added to the workers'. ``log_dir`` gets errors, and on the first node the output of
+    local ranks above 0. With ``one_gpu_each`` a worker sees its GPU as cuda:0, so all ranks compile the same
+    code. Returns the signal that stopped the run. *Raises* ConfigError or RunFailed with the first error.
     """
     began = time.time()
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -205,8 +202,6 @@ class _Agent(threading.Thread):
 
 
 class _Forwarding(StopSignal):
-    """Forward the first signal to all workers; a second kills them."""
-
     def __init__(self, words: Sequence[str]) -> None:
         self._words = [*words]
         self._told: set[int] = set()

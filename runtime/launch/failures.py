@@ -1,6 +1,7 @@
-"""First error of a job: each worker writes its error to a file, the launcher reports the earliest.
+"""First error of a job, and dumps of torch's flight recorder of NCCL or RCCL collectives.
 
-The files have torch elastic's format, so torchrun shows them too.
+Each worker writes its error to a file in torch elastic's format, and the launcher reports the earliest. The
+recorder dumps after a collective's timeout, and on request by a pipe. Gloo has none.
 """
 
 import json
@@ -17,14 +18,24 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.runtime.launch.flight_recorder import dump_lines, dumps_since
+from graphmoe.runtime.launch.stamps import STAMPS
 
 _OURS = "graphmoe"
 _BROKEN_CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection (closed|reset) by peer|NCCL error|ncclRemoteError"
 )
-# Errors of torch.distributed by name: this module does not import torch
+# of torch.distributed, by name: this module does not import torch
 _OF_CONNECTIONS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+NAME = "flight_recorder.rank"
+_BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_PIPE = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE",)
+_PIPES = "flight_recorder."
+_ENTRIES = 2000
+_DUMP_S = 5.0  # torch polls its pipe once a second
+_TICK_S = 0.1  # file times may lag behind the clock
+_MOST = 8
 
 
 class RunFailed(RuntimeError):
@@ -33,30 +44,26 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """End of a worker that did not finish.
-
-    ``time``: seconds since the epoch; ``status``: exit status, or minus the signal; ``attempt``: by
-    ``attempt_of``; ``suffered``: caused by another rank that ended or is missing.
-    """
+    """End of a worker that did not finish."""
 
     rank: int
     host: str
     message: str
-    time: float
-    status: int
-    attempt: str
+    time: float  # seconds since the epoch
+    status: int  # exit status, or minus the signal
+    attempt: str  # by ``attempt_of``
     log: str | None = None
     wrong_config: bool = False
-    suffered: bool = False
+    suffered: bool = False  # caused by another rank that ended or is missing
 
     @property
     def was_stopped(self) -> bool:
-        """Return whether elastic asked it to end because another worker failed."""
+        # elastic asked it to end because another worker failed
         return self.status in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
     @property
     def was_killed(self) -> bool:
-        """Return whether it died by SIGKILL without an error; elastic kills 30 s after asking to end."""
+        # elastic kills 30 s after asking to end
         return self.status == -signal.SIGKILL and self.log is None
 
     @property
@@ -108,14 +115,12 @@ def attempt_of(environment: Mapping[str, str]) -> str:
 
 
 def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
-    """Earliest failure of this node's workers and of ranks with a file beside theirs.
-
-    ``of_agent``: torch's ``ProcessFailure`` by rank. Failures caused by other ranks come last.
-    """
+    """Earliest failure of this node's workers (``of_agent``, by rank) and of ranks that log beside them."""
     found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
     left = [failure for folder in folders for failure in _left_in(folder)]
     found += [failure for failure in left if failure.attempt == attempt]
+    # those caused by other ranks are last
     return min(found, key=lambda each: (each.was_stopped, each.suffered, each.time), default=None)
 
 
@@ -154,3 +159,62 @@ def _left_in(log_dir: Path) -> Iterator[Failure]:
             yield Failure(**json.loads(path.read_text(encoding="utf-8"))[_OURS])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # half written
+
+
+def set_flight_recorder(log_dir: Path | None) -> None:
+    """Set torch's variables before the process group is made, and again once the log folder is known."""
+    wanted = {_BUFFER: str(_ENTRIES), _ON_TIMEOUT: "1"}
+    if log_dir is not None:  # torch reads it at its first dump
+        wanted[_FILE] = str(log_dir.absolute() / NAME)
+    if stamps := os.environ.get(STAMPS):
+        wanted[_PIPE] = str(Path(stamps) / _PIPES)
+    for names, value in wanted.items():
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+
+
+def ask_for_dumps(stamps: Path, ranks: Iterable[int], log_dir: Path) -> None:
+    """Make workers dump, and wait some seconds for it."""
+    began, asked = time.time(), set[int]()
+    for rank in ranks:
+        with suppress(OSError):  # there is none, or nobody reads it
+            pipe = os.open(stamps / f"{_PIPES}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(pipe, b"1")
+                asked.add(rank)
+            finally:
+                os.close(pipe)
+    end, before = time.monotonic() + _DUMP_S, [0]
+    while asked and time.monotonic() < end:
+        time.sleep(0.2)
+        found = dumps_since(began, log_dir)  # in a folder that all nodes share
+        sizes = [found[rank].stat().st_size for rank in sorted(asked & found.keys())]
+        if len(sizes) == len(asked) and sizes == before and all(sizes):
+            return
+        before = sizes
+
+
+def dumps_since(began: float, log_dir: Path) -> dict[int, Path]:
+    """Dumps of all nodes since ``began`` (``time.time()``), by rank."""
+    named = next((os.environ[name] for name in _FILE if name in os.environ), None)
+    prefix = Path(named) if named else log_dir / NAME
+    found = {}
+    with suppress(OSError):
+        for path in prefix.parent.iterdir():
+            rank = re.fullmatch(re.escape(prefix.name) + r"(\d+)", path.name)
+            if rank and path.stat().st_mtime >= began - _TICK_S:
+                found[int(rank[1])] = path
+    return dict(sorted(found.items()))
+
+
+def dump_lines(dumps: Mapping[int, Path]) -> list[str]:
+    if not dumps:
+        return []
+    paths = [*dumps.values()]
+    names = ", ".join(path.name for path in paths[:_MOST])
+    more = f" and {len(paths) - _MOST} more" if len(paths) > _MOST else ""
+    folder, prefix = paths[0].parent, re.sub(r"\d+$", "", paths[0].name)
+    return [
+        f"torch's flight recorder has the last collectives of each rank: {names}{more} in {folder}",
+        f"to compare them: torchfrtrace {folder} --prefix {prefix}",
+    ]

@@ -1,4 +1,4 @@
-"""Detection of hung workers: reports the place in the code, ends the job (docs/launch.md).
+"""Detection of hung workers: reports the position in the code, ends the job (docs/launch.md).
 
 If one hangs, the others wait for it and exceed their limits at about the same time. The report names the
 worker that does not wait, else the one furthest behind.
@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from graphmoe.runtime.host.files import ALIVE, temporary_folder
-from graphmoe.runtime.launch.failures import Failure, leave_failure
-from graphmoe.runtime.launch.flight_recorder import ask_for_dumps
+from graphmoe.runtime.launch.failures import Failure, ask_for_dumps, leave_failure
 from graphmoe.runtime.launch.stamps import (
     LOG_DIR,
     STACK,
@@ -31,28 +30,21 @@ from graphmoe.runtime.launch.stamps import (
 )
 
 _FOLDERS = "graphmoe-stamps-"
-# Most time that counts between two looks: if the launcher was suspended, the workers were too
-_LONGEST_LOOK_S = 1.0
+_LONGEST_LOOK_S = 1.0  # more is not counted: if the launcher was suspended, the workers were too
 _STACKS_S = 3.0
 _MOST_OTHERS = 8
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+) in (.+)')
-# Files of torch whose functions wait for other ranks, or for the device, which may wait for them
+# files of torch whose functions wait for other ranks, or for the device, which may wait for them
 _WAITING = re.compile(r"torch/(distributed|cuda)/")
 _WAIT = wait_for.__code__.co_filename, wait_for.__name__
 
 
 @dataclass
 class _Watched:
-    """Newest heartbeat of a rank of this node.
-
-    ``late_s``: time since; ``stopped_s``: time its process has been stopped (SIGSTOP); ``stacks``:
-    faulthandler's, empty without an answer.
-    """
-
     stamp: Stamp
-    late_s: float = 0.0
-    stopped_s: float = 0.0
-    stacks: str = ""
+    late_s: float = 0.0  # since the heartbeat
+    stopped_s: float = 0.0  # since its process was stopped (SIGSTOP)
+    stacks: str = ""  # of faulthandler; empty without an answer
 
     def hangs(self, timeout_s: float) -> bool:
         return self.late_s > self.stamp.limit_s or self.stopped_s > timeout_s
@@ -70,17 +62,13 @@ class _Watched:
         frames = [frame for frame in newest_first if (frame[0], frame[2]) != _WAIT]
         if not frames:
             return "it does not say where"
-        ours = [
-            frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]
-        ]
+        ours = [each for each in frames if not re.search("site-packages|/lib/python", each[0])]
         named = dict.fromkeys([frames[0], *ours[:1]])
         how = "it waits for other ranks or the device" if self.waits else "it is"
         return f"{how} at {', called at '.join(f'{path}:{line} ({name})' for path, line, name in named)}"
 
 
 class HangWatch:
-    """Workers of this node, by their heartbeats."""
-
     def __init__(self, folder: Path, timeout_s: float) -> None:
         self._folder, self._timeout_s = folder, timeout_s
         self._watched: dict[int, _Watched] = {}
@@ -121,7 +109,9 @@ class HangWatch:
         for each in ranks:
             log = their_logs / f"rank{each.stamp.rank}.log"
             message = f"no progress for {each.late_s:.0f} s in {each.stamp.phase}: {each.place}"
-            _append(log, f"ERROR {message}\n{each.stacks}")
+            with suppress(OSError), log.open("a", encoding="utf-8") as file:
+                text = f"ERROR {message}\n{each.stacks}".rstrip()
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
             if each is first:
                 message = "\n  ".join([message, *_lines(others)])
             failure = Failure(
@@ -176,13 +166,7 @@ def _lines(others: Sequence[_Watched]) -> list[str]:
     return [*found, f"and {more} more"] if more else found
 
 
-def _append(log: Path, text: str) -> None:
-    with suppress(OSError), log.open("a", encoding="utf-8") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text.rstrip()}\n")
-
-
 def _status(pid: int) -> str | None:
-    """Status by psutil; None if the process has ended."""
     try:
         status = str(psutil.Process(pid).status())
     except psutil.Error:

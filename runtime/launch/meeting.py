@@ -19,10 +19,8 @@ from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 log = logging.getLogger(__name__)
 
-# Seconds that nodes, and ranks, wait for each other
-MEETING_S = 900
-# Seconds for a store to answer and name its run, which its host writes at once
-_ANSWER_S = 30.0
+MEETING_S = 900  # that nodes, and ranks, wait for each other
+_ANSWER_S = 30.0  # for a store to answer and name its run, which its host writes at once
 _SILENT_S = 5.0
 _TRY_S = 0.1
 _RUN = "graphmoe/run"
@@ -43,11 +41,7 @@ def store_of_nodes(nodes: Nodes) -> Iterator[None]:
 
 
 def store_of_ranks(rank: int, size: int, endpoint: str, run: str, instead: str) -> TCPStore:
-    """Return the store by which ranks find each other; rank 0 hosts it.
-
-    It has no password: anyone who reaches the address can write. ``instead``: advice on how to get another
-    endpoint. *Raises* RunFailed.
-    """
+    """Return the ranks' rendezvous store, hosted by rank 0, without a password. *Raises* RunFailed."""
     run = f"{run or 'without a name'} of {size} ranks"
     if rank == 0:
         store = _host(endpoint, run, f"rank 0 cannot listen at {endpoint}", instead)
@@ -91,7 +85,6 @@ def _wait(endpoint: str, who: str, own: str | None, *, says: bool) -> None:
 
 
 def _refusal(endpoint: str) -> str:
-    """Reason why no store answers; empty if one may."""
     try:
         with socket.create_connection(split_endpoint(endpoint), timeout=_SILENT_S / 2) as peer:
             peer.settimeout(_TRY_S)

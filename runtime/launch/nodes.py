@@ -34,13 +34,10 @@ _OPEN_MPIS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 @dataclass(frozen=True)
 class Nodes:
     count: int
-    # this launcher claims the run's folder and reports its end
-    is_first: bool
-    # host:port of the rendezvous
-    endpoint: str
+    is_first: bool  # this launcher claims the run's folder and reports its end
+    endpoint: str  # host:port of the rendezvous
     job: str
-    address: str | None
-    """Address for other nodes; None if the endpoint's name does not tell."""
+    address: str | None  # address for other nodes; None if the endpoint's name does not tell
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
@@ -52,7 +49,9 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
     if count == 1:
         return Nodes(1, True, f"{_LOOPBACK}:0", secrets.token_hex(4), _LOOPBACK)
     if in_step > 1 and not pods:
-        _check_step(count, in_step)
+        if count != in_step:
+            step = f"the Slurm step has {in_step} nodes"
+            raise ConfigError(f"launch.nodes={count}, but {step}; use auto, or srun --nodes={count}")
         first, endpoint = _of_slurm("NODEID") == "0", launch.endpoint or _slurm_endpoint()
         return Nodes(count, first, endpoint, _step_name(), address_towards(endpoint))
     endpoint = launch.endpoint or (f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if pods else "")
@@ -97,17 +96,13 @@ def run_name() -> str:
     if ELASTIC in environ or environ.get(_MPI_RUN):
         return attempt_of(environ) if ELASTIC in environ else environ[_MPI_RUN]
     # mpirun and others start one run's ranks from several steps
-    is_task = [environ.get(f"SLURM_{key}") for key in _SLURMS[:2]] == [
-        environ.get(key) for key in _TORCHS[:2]
-    ]
+    pairs = zip(_SLURMS[:2], _TORCHS[:2], strict=True)
+    is_task = all(environ.get(f"SLURM_{of_slurm}") == environ.get(of_torch) for of_slurm, of_torch in pairs)
     return _step_name() if is_task else ""
 
 
 def started_by() -> str | None:
-    """Program that started this process as a rank: torchrun, srun or mpirun.
-
-    Sets torch's rank variables. *Raises* ConfigError if the number of ranks per node is unknown or uneven.
-    """
+    """Return torchrun, srun or mpirun if it started this rank; set torch's variables. Raises ConfigError."""
     environ = os.environ
     if ELASTIC in environ or num_ranks() != 1:
         name, values = "torchrun", [environ.get(variable) for variable in _TORCHS]
@@ -134,10 +129,7 @@ def started_by() -> str | None:
 
 
 def set_meeting_place(launch: LaunchConfig) -> tuple[str, str]:
-    """Set torch's variables of the rendezvous, unless they are set.
-
-    Returns host:port, and advice if it cannot be used.
-    """
+    """Set torch's rendezvous variables unless set; return host:port, and advice if it cannot be used."""
     environ = os.environ
     if environ.get("MASTER_ADDR") and environ.get("MASTER_PORT"):
         again = "the port was free a moment ago, so start the same command again"
@@ -174,10 +166,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listen_at(endpoint: str) -> socket.socket:
-    """Listen at the endpoint's address; on all interfaces if its name resolves to none here.
-
-    *Raises* OSError if the port is taken.
-    """
+    """Listen at the endpoint, on all interfaces if it resolves to none here. *Raises* OSError."""
     for family, place in _places(endpoint):
         # some hosts resolve their own name to 127.0.1.1, which other nodes cannot reach
         if _is_usable(endpoint, place[0]):
@@ -231,13 +220,6 @@ def _places(endpoint: str) -> list[tuple[socket.AddressFamily, Any]]:
 def _is_usable(endpoint: str, address: str) -> bool:
     host, _ = split_endpoint(endpoint)
     return not ipaddress.ip_address(address).is_loopback or host == "localhost" or host == address
-
-
-def _check_step(count: int, in_step: int) -> None:
-    if count != in_step:
-        raise ConfigError(
-            f"launch.nodes={count}, but the Slurm step has {in_step} nodes; use auto, or srun --nodes={count}"
-        )
 
 
 def _check_pods(count: int, pods: int, nproc: int) -> None:

@@ -1,8 +1,7 @@
 """Heartbeats of a worker: its current phase and that phase's time limit.
 
-A heartbeat is a write to a memory-mapped file that the node's launcher reads (``hangs.py``): microseconds. A
-stalled collective stalls all ranks, so a rank over its limit counts as hung. The longest step so far gives
-the limit; the first steps compile and autotune.
+A heartbeat is a write to a memory-mapped file that the node's launcher reads: microseconds. The limit follows
+from the longest step so far, except in first steps, which compile and autotune.
 """
 
 import faulthandler
@@ -21,10 +20,9 @@ from typing import TypeVar
 from graphmoe.runtime.host.files import replace_text
 
 STAMPS = "GRAPHMOE_STAMPS"
-# One rank may tokenize a corpus before the first step; the others wait ``ranks.PATIENCE``
-BEFORE_TRAINING_S = 12 * 3600.0
-# Seconds to compile or write a checkpoint, during which other ranks may wait in a collective
-SLOW_S = 1800.0
+BEFORE_TRAINING_S = 12 * 3600.0  # one rank may tokenize a corpus; the others wait ``ranks.PATIENCE``
+SLOW_S = 1800.0  # to compile or write a checkpoint, while other ranks may wait in a collective
+TIMES_LONGEST = 3.0  # work counts as hung after this factor times the longest of its kind
 SUFFIX, STACK, LOG_DIR = ".stamp", ".stack", ".log_dir"
 T = TypeVar("T")
 _SIZE = 512
@@ -38,11 +36,9 @@ class Stamp:
     rank: int
     pid: int
     count: int
-    # current or last step; 0 before the first
-    step: int
+    step: int  # current or last one; 0 before the first
     phase: str
-    # hung without another heartbeat for so long
-    limit_s: float
+    limit_s: float  # hung without another heartbeat for so long
 
 
 class _Writer:
@@ -55,7 +51,6 @@ class _Writer:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._stack = (folder / f"{rank}{STACK}").open("wb")
-        # the stacks of all threads, at SIGUSR1
         faulthandler.register(_DUMP, file=self._stack, all_threads=True)
 
     def put(self, phase: str, limit_s: float, step: int) -> None:
@@ -83,10 +78,7 @@ def put_stamp(phase: str, limit_s: float, step: int) -> None:
 
 
 def wait_for(answer: Callable[[], T]) -> T:
-    """Return ``answer()``, which waits for other ranks or the device.
-
-    Marks the wait in hang reports, as Python functions of ``torch.distributed`` and ``torch.cuda`` do.
-    """
+    """Return ``answer()``, which waits for other ranks or the device; marks the wait in hang reports."""
     return answer()
 
 
@@ -110,16 +102,8 @@ def ask_for_stacks(pid: int) -> None:
     os.kill(pid, _DUMP)
 
 
-# Work counts as hung after this factor times the longest of its kind
-TIMES_LONGEST = 3.0
-
-
 class Heartbeat:
-    """Heartbeats at each step, validation and checkpoint. No device sync.
-
-    The host waits for the device when it reads metrics. So the longest step is known only after metrics of
-    steps that did not compile were read.
-    """
+    """Heartbeats at each step, validation and checkpoint. No device sync."""
 
     def __init__(self, hang_timeout_s: int | None, first_steps: int) -> None:
         """``first_steps`` compile, autotune or capture."""
@@ -127,7 +111,7 @@ class Heartbeat:
         self._first_steps, self._begun, self._step = first_steps, 0, 0
         self._longest: dict[str, float] = {}
         self._kind, self._since = "", 0.0
-        self._has_read = False
+        self._has_read = False  # metrics of a step that did not compile, so its time is known
 
     def step(self, number: int) -> None:
         self._end()
@@ -144,7 +128,7 @@ class Heartbeat:
         self._begun, self._has_read = 0, False
 
     def validation(self) -> None:
-        """Stamp the start of a validation; the first one has no time limit."""
+        """Mark the start of a validation; the first one has the limit of slow work."""
         self._end()
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 

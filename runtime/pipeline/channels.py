@@ -31,10 +31,7 @@ Arrival = Callable[[], tuple[Tensor, ...]]
 
 
 class Channels:
-    """A communicator for each ordered pair of ranks, so that a send never waits for a receive.
-
-    Construction is a collective of the job.
-    """
+    """A communicator for each ordered pair of ranks: no send waits for a receive. Collective construction."""
 
     def __init__(
         self, channels: Iterable[Channel], pipelines: Sequence[Sequence[int]], device: torch.device

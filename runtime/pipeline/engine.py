@@ -1,19 +1,135 @@
-"""Pipeline: runs one rank of a table."""
+"""Pipeline: runs one rank of a table with the stages of that rank."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
+from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
 from graphmoe.plan.pipeline.check import check, needs, result
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of
+from graphmoe.runtime.overlap.runner import Backward, OrderedUnit, Overlap, Tape
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
 from graphmoe.runtime.pipeline.recorder import StepRecorder
-from graphmoe.runtime.pipeline.stages import Stage, Tensors
+
+Tensors = tuple[Tensor, ...]
+# context whose forwards append wgrad to the list
+Deferring = Callable[[PendingWeightGrads], AbstractContextManager[object]]
+Run = Callable[[int, Tensors], tuple[Tensors, Tensor | None]]
+"""(micro-batch, received) -> (sent, addend of the loss, if any)."""
+
+
+@dataclass
+class _Kept:
+    received: Tensors  # leaves of autograd's graph; none if an Overlap ran the forward
+    # edges instead of tensors, which are free after the send; None: no gradient
+    sent: list[GradientEdge | None]
+    loss: Tensor | None
+    later: PendingWeightGrads
+    tape: Tape | None
+
+    def roots(self, gradients: Tensors) -> tuple[list[Tensor | GradientEdge], list[Tensor | None]]:
+        pairs = zip(self.sent, gradients, strict=True)
+        roots: list[tuple[Tensor | GradientEdge, Tensor | None]] = [(e, g) for e, g in pairs if e is not None]
+        if self.loss is not None:
+            roots.append((self.loss, None))
+        return [root for root, _ in roots], [gradient for _, gradient in roots]
+
+    def started(self, tape: Tape, gradients: Tensors) -> Backward:
+        tape.start(*self.roots(gradients))
+        return Backward(tape)
+
+
+class Stage:
+    """A part of the model; its backward is one autograd call, or interleaved by an `Overlap`. No sync."""
+
+    def __init__(
+        self,
+        run: Run,
+        received: Specs = (),
+        sent: Specs = (),
+        deferring: Deferring | None = None,
+        overlap: Callable[[], Overlap | None] = lambda: None,
+    ) -> None:
+        """``deferring``: for schedules with separate dgrad and wgrad."""
+        self.received, self.sent = received, sent
+        # overlap is called at each forward; its answer must not change within a step
+        self._run, self._overlap = run, overlap
+        self._deferring: Deferring = deferring or nullcontext
+        self._kept: dict[int, _Kept] = {}
+        self._later: dict[int, PendingWeightGrads] = {}
+        self._units: Sequence[OrderedUnit] = ()  # of the last forward that an Overlap ran
+
+    @property
+    def kept(self) -> set[int]:
+        return {*self._kept, *self._later}
+
+    def forward(self, micro_batch: int, received: Tensors, beside: Backward | None = None) -> Tensors:
+        """Return the tensors for the next stage, with all of the backward ``beside`` interleaved."""
+        if not torch.is_grad_enabled():
+            return self._run(micro_batch, received)[0]
+        assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still saved"
+        overlap, later, tape = self._overlap(), PendingWeightGrads(), None
+        if overlap is None:
+            leaves = tuple(tensor.detach().requires_grad_() for tensor in received)
+            with self._deferring(later):
+                sent, loss = self._run(micro_batch, leaves)
+        else:
+            leaves, of_step = (), overlap
+            (sent, loss), tape = overlap.record(
+                lambda: self._run(micro_batch, of_step.receive(received)), beside, self._units
+            )
+            self._units = tape.units
+            if sent or received:  # a transfer may have made what is sent, also by the backward
+                overlap.settle()
+        edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        loss = loss if loss is not None and loss.requires_grad else None
+        self._kept[micro_batch] = _Kept(leaves, edges, loss, later, tape)
+        return tuple(tensor.detach() for tensor in sent)
+
+    def backward(self, micro_batch: int, gradients: Tensors, *, weights: bool) -> Tensors:
+        """Return gradients of received tensors. Without ``weights``, wgrad is deferred."""
+        kept = self._kept.pop(micro_batch)
+        if kept.tape is not None:
+            overlap = self._overlap()
+            assert weights and overlap is not None, "a schedule with separate wgrad has no overlap"
+            overlap.run_backward(kept.started(kept.tape, gradients))
+            overlap.settle()
+            return kept.tape.gradients_of_received()
+        roots, values = kept.roots(gradients)
+        if roots:
+            torch.autograd.backward(roots, values)  # type: ignore[arg-type]
+        self._later[micro_batch] = kept.later
+        if weights:
+            self.backward_weights(micro_batch)
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
+
+    def together(
+        self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run ``forward`` and another micro-batch's ``backward``, interleaved by an overlap."""
+        kept = other._kept[other_micro_batch] if self._units else None
+        if kept is None or kept.tape is None:
+            sent = self.forward(micro_batch, received)
+            return sent, other.backward(other_micro_batch, gradients, weights=True)
+        del other._kept[other_micro_batch]
+        sent = self.forward(micro_batch, received, kept.started(kept.tape, gradients))
+        return sent, kept.tape.gradients_of_received()
+
+    def backward_weights(self, micro_batch: int) -> None:
+        """Run the wgrad that ``backward`` deferred."""
+        later = self._later.pop(micro_batch)
+        while later:
+            later.pop(0)()  # frees what each wgrad has read
 
 
 class Pipeline:
@@ -25,24 +141,21 @@ class Pipeline:
         rank: int,
         stages: Mapping[int, Stage],
         channels: Channels,
-        recorder: StepRecorder | None = None,
         *,
         copies: bool = False,
     ) -> None:
-        """``rank``: index in the pipeline; ``copies``: stages may overwrite results after their micro-batch.
-
-        Raises `TableError` for a table that cannot run.
-        """
+        """``rank`` in the pipeline; ``copies`` results, which stages may overwrite. Raises `TableError`."""
         check(table)
         assert tuple(sorted(stages)) == table.placement.stages_of(rank)
-        self.recorder = recorder  # may be exchanged between steps
+        self.recorder: StepRecorder | None = None  # may be set between steps
         self._table, self._rank, self._stages, self._channels = table, rank, stages, channels
         self._copies = copies
         self._arriving: dict[Action, Arrival] = {}
         self._handed: dict[Action, Tensors] = {}  # results for another stage of this rank
         self._training = table, transfers_of(table, rank)
         self._evaluating: dict[int, tuple[Table, Transfers]] = {}
-        self._transfers, self._recording = self._training[1], recorder
+        self._transfers = self._training[1]
+        self._recording: StepRecorder | None = None
 
     def train(self) -> None:
         assert torch.is_grad_enabled()
@@ -105,7 +218,7 @@ class Pipeline:
     def _deliver(self, action: Action, results: Tensors) -> None:
         content, stage = result(action), self._stages[action.stage]
         promised = stage.sent if action.kind == "F" else stage.received
-        assert specs_of(results) == promised, f"{action} made {specs_of(results)}, {promised} was said"
+        assert specs_of(results) == promised, f"{action} returned {specs_of(results)}, not {promised}"
         if self._copies and torch.is_grad_enabled():
             results = tuple(tensor.clone() for tensor in results)
         reader = action.stage + (1 if action.kind == "F" else -1)
@@ -122,8 +235,7 @@ class Pipeline:
         return self._recording.span(track, step) if self._recording else nullcontext()
 
 
-Lanes = dict[tuple[int, int], int]
-"""Micro-batch slot, from 0, by stage and micro-batch."""
+Lanes = dict[tuple[int, int], int]  # micro-batch slot, from 0, by stage and micro-batch
 
 
 def lanes_of(table: Table, rank: int) -> Lanes:

@@ -41,12 +41,9 @@ class StepRecorder(Protocol):
 
 
 class Recorder:
-    """Records one step: CUDA events on a GPU, the host's clock on a CPU. Not capturable.
+    """Records a step by CUDA events, or the host's clock; ``comm``: waits for messages. Not capturable."""
 
-    Track ``comm``: waits for messages.
-    """
-
-    def __init__(self, device: torch.device, barrier: Callable[[], object] | None = None) -> None:
+    def __init__(self, device: torch.device, barrier: Callable[[], object]) -> None:
         """``barrier`` of all ranks aligns their zeros."""
         self._on_gpu = device.type == "cuda"
         self._device, self._barrier = device, barrier
@@ -59,10 +56,9 @@ class Recorder:
         self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        if self._barrier:
-            self._barrier()
+        self._barrier()
         # Zeros of ranks differ by the exit from the barrier (0.1 ms with gloo), began_ns by the launch of an
-        # event (0.01 ms). On one host began_ns is the better common clock, across hosts clocks may be off.
+        # event (0.01 ms). On one host began_ns is the better common clock.
         self.began_ns = time.time_ns()
         self._origin = self._now()
 
@@ -72,15 +68,11 @@ class Recorder:
         yield
         self._marks.append((track, step, begin, self._now()))
 
-    def spans(self, rank: int, origin_ns: int | None = None) -> list[Span]:
-        """Return spans in microseconds from `start`, or from ``origin_ns``. Syncs with the device."""
+    def spans(self, rank: int) -> list[Span]:
+        """Return spans in microseconds from `start`. Syncs with the device."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
-        moved = 0.0 if origin_ns is None else (self.began_ns - origin_ns) / 1e3
-        return [
-            Span(rank, track, step, moved + self._us(begin), moved + self._us(end))
-            for track, step, begin, end in self._marks
-        ]
+        return [Span(rank, track, step, self._us(a), self._us(b)) for track, step, a, b in self._marks]
 
     def _now(self) -> torch.cuda.Event | int:
         if not self._on_gpu:
@@ -146,13 +138,13 @@ def read_timelines(path: Path) -> dict[int, Timeline]:
             timelines[step.step] = timeline_of(like, spans, step.peak_bytes)
         return timelines
     except ValueError as error:
-        raise ConfigError(f"{path} is no recording of a pipeline: {error}") from error
+        raise ConfigError(f"{path} is not a recording of a pipeline: {error}") from error
 
 
 def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
     rank, track, text, start, end = row
     if track not in get_args(Track):
-        raise ValueError(f"'{track}' is no track, which are {', '.join(get_args(Track))}")
+        raise ValueError(f"'{track}' is not a track: {', '.join(get_args(Track))}")
     if not 0 <= rank < placement.num_ranks:
         raise ValueError(f"a span of rank {rank} of a pipeline of {placement.num_ranks} ranks")
     if not 0 <= end - start < math.inf:
@@ -165,7 +157,7 @@ def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
 def _action(text: str, placement: Placement, num_micro_batches: int) -> Action:
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"'{text}' is no action such as 3F0")
+        raise ValueError(f"'{text}' is not an action such as 3F0")
     stage = int(match[1])
     if stage >= placement.num_stages:
         raise ValueError(f"'{text}' is of stage {stage} of {placement.num_stages} stages")

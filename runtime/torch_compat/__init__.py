@@ -42,7 +42,6 @@ def import_compilers() -> None:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return a mode for tensors without data; torch's compile caches require its ShapeEnv."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # torch's compile caches refuse a mode without a ShapeEnv
@@ -51,15 +50,15 @@ def fake_mode() -> FakeTensorMode:
 
 def lazy_graph_modules() -> ContextDecorator:
     """Generate Python code of traced graphs only when they run (torch/fx/_lazy_graph_module.py)."""
-    # most graphs never run: their code took a sixth of a run that traces and compiles nothing
+    # most never run: their code took a sixth of a run that traces and compiles nothing
     return cast(ContextDecorator, _use_lazy_graph_module(True))
 
 
 def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphModule:
     """Trace forward and backward of a functional graph in Inductor's ops (torch/_functorch/aot_autograd.py).
 
-    Inputs: ``primals_*`` per fake, ``tangents_*`` per output with gradient. Outputs: the forward's, then a
-    gradient or None per input. Keeps node metadata.
+    Inputs: fakes, then ``tangents_*`` of outputs with gradients. Outputs: the forward's, then a gradient or
+    None per input. Keeps node metadata.
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
@@ -80,47 +79,29 @@ def joint_graph(forward: fx.GraphModule, fakes: Sequence[Tensor]) -> fx.GraphMod
 def partition(
     joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Min-cut a joint graph into forward and backward (torch/_functorch/partitioners.py).
+    """Min-cut a joint graph (torch/_functorch/partitioners.py); ``static_inputs`` are saved for free."""
+    from unittest import mock
 
-    Cheap nodes and `mark_recomputed` ones are recomputed; ``static_inputs`` (parameters) are saved for free.
-    """
+    from torch._functorch import partitioners
     from torch._functorch.compile_utils import fx_graph_cse
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     joint.graph = fx_graph_cse(joint.graph)  # torch 2.15 does not merge forward with backward
-    with _without_generator_states():
-        return min_cut_rematerialization_partition(
+    # Attention is tagged as random, so the partition would save and set the generator's state, which can't be
+    # captured. `draws_random_numbers` rejects ops that do draw.
+    with mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda graph: False):
+        return partitioners.min_cut_rematerialization_partition(
             joint, None, num_fwd_outputs=num_outputs, static_lifetime_input_indices=list(static_inputs)
         )
 
 
-@contextmanager
-def _without_generator_states() -> Iterator[None]:
-    from torch._functorch import partitioners
-
-    # Attention is tagged as random, so the partition would save and set the generator's state, which can't be
-    # captured. `draws_random_numbers` rejects ops that do draw.
-    name = "has_recomputable_rng_ops"
-    saved = getattr(partitioners, name)
-    setattr(partitioners, name, lambda graph: False)
-    try:
-        yield
-    finally:
-        setattr(partitioners, name, saved)
-
-
-def mark_recomputed(node: fx.Node) -> None:
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-
-
-def mark_kept(node: fx.Node) -> None:
-    """Mark a forward node of a joint graph to be saved if the backward needs it."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+def mark(node: fx.Node, *, recomputed: bool) -> None:
+    """Mark a forward node of a joint graph to be recomputed, or to be saved if the backward needs it."""
+    policy = CheckpointPolicy.MUST_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
+    node.meta["recompute"] = policy
 
 
 def remove_marks(graph: fx.Graph) -> None:
-    """Remove the marks: torch would act on them when it compiles a graph without gradients."""
-    # torch also acts on the marks when it compiles a graph without gradients
+    # torch would act on the marks when it compiles a graph without gradients
     for node in graph.nodes:
         node.meta.pop("recompute", None)
 
@@ -144,10 +125,8 @@ def compile_inference(
     """Compile a graph without gradients by Inductor and its caches."""
     from torch._inductor.compile_fx import compile_fx
 
-    # Autotuning runs candidates on copies of mutated inputs, on the host if copies raise the peak memory,
-    # which
-    # takes minutes for an optimizer (torch/_inductor/runtime/triton_heuristics.py:
-    # copy_args_to_cpu_if_needed)
+    # Autotuning runs candidates on copies of mutated inputs, on the host if copies raise the peak memory:
+    # minutes for an optimizer (torch/_inductor/runtime/triton_heuristics.py: copy_args_to_cpu_if_needed)
     changes = any(map(_changes_tensors, graph.graph.nodes))
     patches = {"triton.autotune_pointwise": False} if changes else {}
     with torch.no_grad(), torch._guards.tracing(torch._guards.TracingContext(mode)):
@@ -284,11 +263,7 @@ def nvshmem_empty(
 def all_to_all_by_splits(
     rows: Tensor, out: Tensor, splits: Tensor, out_splits: Tensor, group: torch.distributed.ProcessGroup
 ) -> None:
-    """All-to-all of contiguous rows in symmetric memory; ``out`` must be long enough. No device sync.
-
-    splits int64 [P] -> out_splits [2, P]: counts and offsets of received rows
-    (torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu).
-    """
+    """All-to-all of rows in symmetric memory; splits int64 [P] -> counts, offsets [2, P]. No device sync."""
     torch.ops.symm_mem.all_to_all_vdev(rows, out, splits, out_splits, group.group_name)
 
 

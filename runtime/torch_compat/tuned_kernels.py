@@ -1,4 +1,4 @@
-"""Autotuning of Inductor's Triton kernels, checked with torch 2.11 to 2.15."""
+"""Autotuning of Inductor's Triton kernels (torch/_inductor/runtime), checked with torch 2.11 to 2.15."""
 
 import functools
 import os
@@ -10,10 +10,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 def tune_each_kernel_once() -> None:
-    """Reuse the first autotuning result for all instances of a generated kernel, across jobs.
-
-    (torch/_inductor/runtime/triton_heuristics.py; autotune_cache.py; codecache.py: StaticAutotunerFuture.)
-    """
+    """Reuse the first autotuning result for all instances of a generated kernel, across jobs."""
     recheck, tune = CachingAutotuner.recheck_autotune_cache, CachingAutotuner.autotune_to_one_config
     if getattr(tune, "once", False):
         return

@@ -197,7 +197,7 @@ def test_a_fifo_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path, caplog
         os.mkfifo(folder / name)
         with pytest.raises(CheckpointError, match="the checkpoints of steps .* are damaged"):
             load(folder)
-        assert f"{name}: no regular file" in caplog.text
+        assert f"{name}: not a regular file" in caplog.text
         (folder / name).unlink()
         (folder / name).write_bytes(content)
     assert load(folder)["value"] == VALUE

@@ -18,7 +18,7 @@ from graphmoe.data.contents import read_summed_file
 from graphmoe.data.indexed import read_token_file
 from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
-from graphmoe.runtime.host.checksums import sha256_of
+from graphmoe.runtime.host.files import sha256_of
 from tests.data.texts import sentences, write_jsonl
 from tests.runs import ROOT, refusal
 

@@ -24,7 +24,7 @@ from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile.units import Unit
 from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
-from graphmoe.runtime.pipeline.stages import Stage, Tensors
+from graphmoe.runtime.pipeline.engine import Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, REPLICATED, SCALARS

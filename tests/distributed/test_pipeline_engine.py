@@ -11,8 +11,7 @@ from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.runtime.pipeline.engine import Pipeline
-from graphmoe.runtime.pipeline.stages import Stage
+from graphmoe.runtime.pipeline.engine import Pipeline, Stage
 from tests.distributed.ranks import run_ranks
 from tests.distributed.toy_pipeline import Case, in_one_process
 

@@ -10,8 +10,7 @@ import torch
 from graphmoe.plan.pipeline.actions import Action, Table
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.runtime.pipeline.channels import Channels, Spec
-from graphmoe.runtime.pipeline.engine import Pipeline
-from graphmoe.runtime.pipeline.stages import Stage
+from graphmoe.runtime.pipeline.engine import Pipeline, Stage
 
 B, D = 3, 6
 MESSAGE = (Spec((B, D), torch.float64),)

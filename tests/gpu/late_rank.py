@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from graphmoe.runtime.launch.flight_recorder import set_flight_recorder
+from graphmoe.runtime.launch.failures import set_flight_recorder
 
 LATE_S = 60
 """Seconds, more than the other ranks wait."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe.runtime.launch.flight_recorder import NAME, dump_lines, dumps_since
+from graphmoe.runtime.launch.failures import NAME, dump_lines, dumps_since
 from tests.faults import HANG_AT
 from tests.faults import WORDS as FAULTY
 from tests.gpu.tiny import GPU

@@ -17,7 +17,7 @@ from graphmoe.optim.reduction import WeightGather
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.tracing import fakes_of, trace_in_place
+from graphmoe.runtime.compile.units import fakes_of, trace_in_place
 from graphmoe.segments import Segment, run_segments
 from tests.tolerances import TOLERANCES, relative_error
 

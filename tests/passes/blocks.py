@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.passes.base import Rewrites
 from graphmoe.passes.table import PASSES
-from graphmoe.runtime.compile.tracing import fakes_of, trace_forward
+from graphmoe.runtime.compile.units import fakes_of, trace_forward
 from tests.tolerances import TOLERANCES, relative_error
 
 T, K, E, D, WIDTH = 18, 2, 4, 16, 8

@@ -12,7 +12,7 @@ from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_loss import fuse_loss
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
-from graphmoe.runtime.compile.tracing import fakes_of
+from graphmoe.runtime.compile.units import fakes_of
 from graphmoe.runtime.torch_compat import joint_graph
 from tests.passes.blocks import (
     DTYPES,

@@ -18,7 +18,7 @@ from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts
 from graphmoe.passes.fuse_permutation import fuse_permutation
-from graphmoe.runtime.compile.tracing import fakes_of
+from graphmoe.runtime.compile.units import fakes_of
 from graphmoe.runtime.torch_compat import joint_graph
 from tests.passes.blocks import Traced, assert_left, call_of, operations, random, rewritten, traced
 from tests.passes.test_fuse_experts import block, inputs

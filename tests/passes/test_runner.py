@@ -12,7 +12,7 @@ from torch import fx
 from graphmoe.config.schema import ConfigError, PassesConfig
 from graphmoe.passes.base import PassRunner, PassSpec, Rewrites
 from graphmoe.passes.table import PASSES, select_passes
-from graphmoe.runtime.compile.tracing import fakes_of, trace_forward
+from graphmoe.runtime.compile.units import fakes_of, trace_forward
 from tests.runs import ROOT
 
 

@@ -9,8 +9,7 @@ from graphmoe.passes.matching import origin
 from graphmoe.passes.split_backward import SUMS, split_backward
 from graphmoe.passes.table import PASSES
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
-from graphmoe.runtime.compile.tracing import fakes_of
-from graphmoe.runtime.compile.units import BoundUnit, units_of
+from graphmoe.runtime.compile.units import BoundUnit, fakes_of, units_of
 from graphmoe.runtime.torch_compat import make_fx
 from tests.passes.blocks import assert_agrees
 from tests.runs import config

@@ -149,7 +149,7 @@ made = executor()
 with torch._functorch.config.patch(strict_autograd_cache=True):
     gradients(model_of("model.num_layers=4"), made)
 rows = [[r.unit, r.cache, [[p.name, p.matches, p.nodes_after] for p in r.passes]] for r in made.reports]
-print(json.dumps([made.passes_uuid(), rows]))
+print(json.dumps([made.runner.uuid(), rows]))
 """
 
 
@@ -159,7 +159,7 @@ def test_a_second_process_finds_everything_in_the_caches_and_reports_the_same_pa
     run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     uuid, rows = json.loads(run.stdout.splitlines()[-1])
-    assert uuid == compiled.passes_uuid()
+    assert uuid == compiled.runner.uuid()
     first = compiled.reports
     assert [unit for unit, _, _ in rows] == [report.unit for report in first]
     for (unit, cache, passes), report in zip(rows, first, strict=True):

@@ -17,9 +17,8 @@ from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
-from graphmoe.runtime.compile.delayed_scales import STEPS, DelayedScales
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.weight_forms import WeightForm, WeightForms
+from graphmoe.runtime.compile.weight_forms import STEPS, DelayedScales, WeightForm, WeightForms
 from graphmoe.runtime.overlap.runner import Backward, Overlap
 from graphmoe.training.executor import pass_runner
 from graphmoe.training.trainer import Trainer

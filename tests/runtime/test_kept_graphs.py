@@ -65,7 +65,7 @@ def test_what_cannot_be_stored_is_traced_by_each_run(tmp_path, caplog):
     made.reports.append(value for value in ())
     for _ in range(2):
         assert kept_graphs(tmp_path, ("embed",), lambda: made) is made
-    assert not [*tmp_path.iterdir()] and "graphs of embed are not kept" in caplog.text
+    assert not [*tmp_path.iterdir()] and "graphs of embed are not saved" in caplog.text
 
 
 def test_a_warning_of_a_pass_is_there_in_each_run(tmp_path, caplog, passes_may_miss):

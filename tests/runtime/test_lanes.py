@@ -318,7 +318,7 @@ def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():
                 stage.shift.fill_(0.25)
         assert all(map(torch.equal, captured.step(ONE, seed), plain.step(ONE, seed)))
     captured.shift = captured.shift.clone()
-    with pytest.raises(RuntimeError, match="attn: shift lies at another address"):
+    with pytest.raises(RuntimeError, match="attn: shift moved after the unit was captured"):
         captured.step(ONE, 4)
 
 
@@ -351,7 +351,7 @@ def test_what_a_micro_batch_on_another_lane_has_made_is_copied():
 def test_captured_units_run_on_a_lane_only():
     stage = Stage(ALL)
     values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
-    with pytest.raises(AssertionError, match="the micro-batch has no lane"):
+    with pytest.raises(AssertionError, match="the micro-batch has no slot"):
         stage.execute(stage.segments, values, ("x",))
 
 
@@ -365,5 +365,5 @@ def test_a_lane_is_not_taken_before_the_last_w_has_run():
                 later.pop()
             while later:
                 later.pop()()
-    with pytest.raises(AssertionError, match="lane 0 is taken before its last weight gradients are made"):
+    with pytest.raises(AssertionError, match="slot 0 is reused before its last wgrad has run"):
         stage.forward(0, 0, None)

@@ -11,14 +11,15 @@ from graphmoe.ops.symm import peers
 from graphmoe.ops.symm.peers import before_products
 from graphmoe.runtime.overlap.runner import (
     Backward,
+    OrderedUnit,
     Overlap,
+    Tape,
     TransferStream,
     backward_of,
     interleaved,
     transfers_first,
     turns,
 )
-from graphmoe.runtime.overlap.tape import OrderedUnit, Tape
 from tests.distributed.layouts import watched
 from tests.stand_in_streams import use_streams
 

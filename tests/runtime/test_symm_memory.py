@@ -90,7 +90,7 @@ def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, 
     assert pair.reserve(SIZES).sizes == SIZES
     pair.barrier()
     pair.replicas.barrier()
-    with pytest.raises(RuntimeError, match="no capture can make more"):
+    with pytest.raises(RuntimeError, match="a capture cannot allocate"):
         pair.reserve(dataclasses.replace(SIZES, rows=31))
     device.capturing = False
     pair.reserve(dataclasses.replace(SIZES, rows=31))
@@ -117,7 +117,7 @@ def test_replicas_have_a_memory_of_their_own_that_grows_where_it_must(pair, devi
     assert device.met == [1, 2] and pair.reserve(SIZES) is region
     device.capturing = True
     memory.reserve(100)
-    with pytest.raises(RuntimeError, match="the traffic of replicas needs 101 bytes"):
+    with pytest.raises(RuntimeError, match="the traffic of replicas needs 101 shared bytes"):
         memory.reserve(101)
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from graphmoe.runtime.cache import folders as work_folders
 from graphmoe.runtime.cache.key import Facts, key_of
-from graphmoe.runtime.cache.store import CompileCache, WorkFolder
+from graphmoe.runtime.cache.store import CompileCache
+from graphmoe.runtime.cache.work import WorkFolder
 
 FACTS = {"base.torch": "2.13.0", "model.num_experts": 8, "passes.enabled": ["fuse_loss"]}
 KERNEL = "triton/ABC/kernel.cubin"

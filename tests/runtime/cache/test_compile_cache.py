@@ -175,10 +175,11 @@ JOB = """
     import torch._inductor.config
     torch._inductor.config.cpp_cache_precompile_headers = False  # takes longer than what it would save here
     from graphmoe.runtime.torch_compat import cache_counts
+    from graphmoe.runtime.cache.folders import point_torch_at
     from graphmoe.runtime.cache.store import CompileCache
 
     work = CompileCache(Path("cache")).open({"base.torch": torch.__version__, "model.width": 8})
-    work.activate()
+    point_torch_at(work.path)
     with cache_counts() as counts, torch.no_grad():
         torch.compile(lambda x: (x.sin() * 2).cumsum(0))(torch.arange(6.0))
     num_kept = work.publish()
@@ -338,6 +339,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from graphmoe.runtime.cache.folders import point_torch_at
 from graphmoe.runtime.cache.store import CompileCache
 
 @triton.jit
@@ -349,7 +351,7 @@ def refuse(*arguments, **named):
     raise AssertionError("compiled again")
 
 work = CompileCache(Path("cache")).open({"base.triton": triton.__version__})
-work.activate()
+point_torch_at(work.path)
 if work.found:
     ASTSource.make_ir = refuse
 source = ASTSource(double, {"x": "*fp32", "BLOCK": "constexpr"}, {(1,): 64})

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from graphmoe.runtime.cache import folders as work_folders
-from graphmoe.runtime.cache.store import CompileCache, point_torch_at
+from graphmoe.runtime.cache.folders import point_torch_at
+from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.host.files import is_dead
 from tests.damage import dead_pid
 from tests.runtime.cache.cache_contents import (
@@ -48,7 +49,7 @@ def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, mon
         write(work, b="2")
         assert work.publish() == 0 and not work.keeps
         assert cache.remember("fastest", FACTS, "one") == "one"
-    assert "cannot be written (Read-only file system); what" in warnings_of(caplog)[0]
+    assert "cannot be written (Read-only file system); compiled" in warnings_of(caplog)[0]
     work.close()
     assert not work.path.exists()
 
@@ -80,8 +81,8 @@ def test_on_a_full_disk_the_work_folder_lies_elsewhere_or_is_empty(cache, monkey
         work = cache.open(FACTS)
     assert read(work) == ({} if nowhere else {"a": "1"}) and work.found != nowhere
     assert not work.path.is_relative_to(cache.folder) and not [*(cache.folder / "work").iterdir()]
-    assert ("1 MiB are free" in caplog.text) == (case == "nearly full") and "is not kept" in caplog.text
-    assert ("nothing can be taken" in caplog.text) == nowhere
+    assert ("1 MiB are free" in caplog.text) == (case == "nearly full") and "is not saved" in caplog.text
+    assert ("nothing can be read" in caplog.text) == nowhere
 
 
 @pytest.mark.parametrize("room", range(3))
@@ -92,7 +93,7 @@ def test_a_disk_that_fills_up_while_publishing_leaves_no_part(cache, monkeypatch
     with monkeypatch.context() as patch:
         fill(patch, Path("/"), room)
         assert work.publish() == 0
-    assert "not kept: [Errno 28] No space left" in caplog.text
+    assert "not saved: [Errno 28] No space left" in caplog.text
     assert not list((cache.folder / "blobs").rglob("*.draft"))
     assert work.publish() == 2  # there is room again
     assert read(cache.open(FACTS)) == {"a": "1", "b": "2", "c": "3"}
@@ -111,11 +112,11 @@ def test_a_cache_in_no_folder_keeps_nothing(cache):
 
 def test_torch_is_pointed_at_the_work_folder_until_it_is_closed(cache):
     work = cache.open(FACTS)
-    work.activate()
+    point_torch_at(work.path)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(work.path / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == str(work.path / "triton")
     other = cache.open(FACTS)  # of the same process, or of one that it has started
-    other.activate()
+    point_torch_at(other.path)
     work.close()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(other.path / "inductor")
     other.close()

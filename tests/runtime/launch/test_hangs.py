@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphmoe.runtime.launch.failures import Failure, error_file, first_failure
-from graphmoe.runtime.launch.flight_recorder import NAME, ask_for_dumps, dumps_since, set_flight_recorder
+from graphmoe.runtime.launch import failures
+from graphmoe.runtime.launch.failures import NAME, ask_for_dumps, dumps_since, set_flight_recorder
 from graphmoe.runtime.launch.hangs import HangWatch, watching
 from graphmoe.runtime.launch.stamps import SLOW_S, STAMPS, Heartbeat
 from tests.runs import ROOT
@@ -113,7 +113,7 @@ def test_the_hanging_rank_that_waits_for_nobody_is_named(tmp_path, stamps, worke
     while both[0].poll() is None:
         watch.look("job/0", logs)
     assert [worker.wait(10) for worker in both] == [-9, -9]
-    first = first_failure({}, logs, "job/0")
+    first = failures.first_failure({}, logs, "job/0")
     assert first is not None and first.rank == 1 and not first.suffered
     assert not first.was_killed  # which could be taken for the end of a job that was asked to stop
     one, other = first.message.splitlines()
@@ -130,7 +130,7 @@ def test_a_process_that_is_stopped_hangs_whatever_it_does(tmp_path, stamps, work
     watch = HangWatch(stamps, timeout_s=0.5)
     while worker.poll() is None:
         watch.look("job/0", logs)
-    first = first_failure({}, logs, "job/0")
+    first = failures.first_failure({}, logs, "job/0")
     assert first is not None and first.message.endswith(": its process is stopped, as SIGSTOP does")
 
 
@@ -143,7 +143,7 @@ def test_no_worker_counts_as_hanging_once_another_is_gone(tmp_path, stamps, work
     gone.wait()
     for _ in range(20):
         watch.look("job/0", logs)
-    assert late.poll() is None and not error_file(logs, 1).exists()
+    assert late.poll() is None and not failures.error_file(logs, 1).exists()
 
 
 def test_time_in_which_the_watch_was_suspended_counts_for_nobody(tmp_path, stamps, workers, monkeypatch):
@@ -260,7 +260,7 @@ def test_an_error_names_the_dumps_of_its_job_in_the_order_of_ranks(tmp_path):
         (tmp_path / f"{NAME}{rank}").write_bytes(b"dump")
     os.utime(tmp_path / f"{NAME}0", (100, 100))  # of a job before
     (tmp_path / f"{NAME}2.txt").touch()
-    failure = Failure(1, "node7", "killed by SIGABRT", 0.0, -6, "job/0", str(tmp_path / "rank1.log"))
+    failure = failures.Failure(1, "node7", "killed by SIGABRT", 0.0, -6, "job/0", str(tmp_path / "rank1.log"))
     assert str(failure.raised(tmp_path, 1000.0)).splitlines() == [
         "rank 1 on node7: killed by SIGABRT",
         f"  torch's flight recorder has the last collectives of each rank: {NAME}2, {NAME}10 in {tmp_path}",

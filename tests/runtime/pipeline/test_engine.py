@@ -7,8 +7,7 @@ import torch
 
 from graphmoe.plan.pipeline.actions import parts
 from graphmoe.runtime.pipeline.channels import Spec
-from graphmoe.runtime.pipeline.engine import lanes_of
-from graphmoe.runtime.pipeline.stages import Stage
+from graphmoe.runtime.pipeline.engine import Stage, lanes_of
 from tests.plan.pipeline.test_transfers import TABLES
 
 SPECS = (Spec((2, 3), torch.float64),)

@@ -29,9 +29,9 @@ def step(recorder):
 
 def test_spans_have_the_times_of_their_blocks_from_the_last_start_behind_the_barrier():
     calls = []
-    recorder, later = Recorder(CPU, lambda: calls.append(time.time_ns())), Recorder(CPU)
-    for made in (recorder, recorder, later):
-        step(made)
+    recorder = Recorder(CPU, lambda: calls.append(time.time_ns()))
+    for _ in range(2):
+        step(recorder)
     spans = recorder.spans(3)
     assert [(s.rank, s.track, s.step) for s in spans] == [
         (3, track, action) for action in (F0, B0) for track in ("comm", "compute")
@@ -40,8 +40,6 @@ def test_spans_have_the_times_of_their_blocks_from_the_last_start_behind_the_bar
     ends = [0.0, *(s.end for s in spans)]
     assert all(before <= s.start for before, s in zip(ends, spans, strict=False))
     assert len(calls) == 2 and recorder.began_ns >= calls[1]
-    assert recorder.spans(3, recorder.began_ns) == spans
-    assert spans[-1].end <= later.spans(1, recorder.began_ns)[0].start
 
 
 def simulated(name: str, *, overlap: bool = False) -> Timeline:
@@ -103,7 +101,7 @@ def with_span(*span: object) -> dict:
     return {**GOOD, "steps": [{"step": 1, "spans": [list(span)]}]}
 
 
-OTHER = " is no recording of a pipeline: "
+OTHER = " is not a recording of a pipeline: "
 
 
 @pytest.mark.parametrize(
@@ -116,9 +114,9 @@ OTHER = " is no recording of a pipeline: "
         ({**GOOD, "steps": [{"step": 1, "spans": []}]}, f"{OTHER}.*a step has no spans"),
         ({**GOOD, "steps": [{"spans": []}]}, r": steps.0.: object missing required field step"),
         (with_span(0, "compute", "0F0", 0.0), r": steps.0.\.spans.0.: expected array of length 5, found 4"),
-        (with_span(0, "gpu", "0F0", 0.0, 1.0), f"{OTHER}.*'gpu' is no track, which are compute, comm"),
-        (with_span(0, "compute", "F0", 0.0, 1.0), f"{OTHER}.*'F0' is no action such as 3F0"),
-        (with_span(0, "compute", "0F0+0B1+0W1", 0.0, 1.0), f"{OTHER}.*'0B1.0W1' is no action"),
+        (with_span(0, "gpu", "0F0", 0.0, 1.0), f"{OTHER}.*'gpu' is not a track: compute, comm"),
+        (with_span(0, "compute", "F0", 0.0, 1.0), f"{OTHER}.*'F0' is not an action such as 3F0"),
+        (with_span(0, "compute", "0F0+0B1+0W1", 0.0, 1.0), f"{OTHER}.*'0B1.0W1' is not an action"),
         (with_span(3, "compute", "0F0", 0.0, 1.0), f"{OTHER}.*rank 3 of a pipeline of 1 ranks"),
         (with_span(0, "compute", "4F0", 0.0, 1.0), f"{OTHER}.*'4F0' is of stage 4 of 1 stages"),
     ],

@@ -4,6 +4,7 @@ python -m graphmoe.info model=deepseek_v3
 python -m graphmoe.info model=mixtral_8x7b model.num_layers=4 data.seq_len=8192 format=json
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -28,6 +29,14 @@ EXAMPLES = [
     "python -m graphmoe.info model=deepseek_v2_lite model.num_layers=6 data.seq_len=8192",
     "python -m graphmoe.info model=qwen3_30b_a3b format=json",
 ]
+
+KINDS = {
+    "params": "weights_bf16",
+    "grads": "gradients_fp32",
+    "main_params": "main_weights_fp32",
+    "moments": "moments_fp32",
+}
+"""Names of the kinds of state in the document."""
 
 
 def main() -> None:
@@ -77,9 +86,12 @@ def describe(plan: Plan) -> dict[str, Any]:
     from graphmoe.optim import rule_of
 
     model, layout, pipeline = plan.config.model, plan.layout, plan.pipeline
-    dp_shard, num_moments = plan.config.parallel.dp_shard, len(rule_of(plan.config.optim.name).moments)
+    optim, dp_shard = plan.config.optim, plan.config.parallel.dp_shard
+    state = functools.partial(
+        state_bytes, model, bucket_mb=optim.bucket_mb, num_moments=len(rule_of(optim.name).moments)
+    )
     of_places = [
-        _whole_bytes(state_bytes(model, layout, stages, dp_shard=dp_shard, num_moments=num_moments))
+        _whole_bytes(state(layout, stages, dp_shard=dp_shard))
         for stages in map(plan.own_stages, range(layout.pp))
     ]
     assert plan.config.data.seq_len is not None  # filled when the configuration is resolved
@@ -87,7 +99,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         **_figures(model, plan.config.data.seq_len),
         "fp8": plan.config.precision.fp8.value,
         "num_ranks": layout.size("world"),
-        "memory_bytes": _whole_bytes(state_bytes(model, ALONE, num_moments=num_moments)),
+        "memory_bytes": _whole_bytes(state(ALONE)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
     }
     if pipeline:
@@ -102,7 +114,7 @@ def describe(plan: Plan) -> dict[str, Any]:
 
 
 def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
-    rounded = {name: round(size) for name, size in kinds.items()}
+    rounded = {KINDS[kind]: round(size) for kind, size in kinds.items() if size}
     return {**rounded, "total": sum(rounded.values())}
 
 

@@ -220,7 +220,7 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
 
 def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
     """Train, and on rank 0 write projected memory before and the run's page after; return the summary."""
-    from graphmoe.project.memory import write_projected_memory
+    from graphmoe.training.memory import write_projected_memory
     from graphmoe.training.run import run_worker
 
     if ranks.is_first:

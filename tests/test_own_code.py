@@ -32,9 +32,9 @@ from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
-from graphmoe.project.memory import exact_memory, projected_memory
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.training.memory import exact_memory, projected_memory
 from tests.distributed.layouts import FSDP, Case, assert_same
 from tests.distributed.ranks import run_ranks
 from tests.runs import COMPILED, ROOT, assert_same_state, config, final_state, metrics, train_in, trainer_in

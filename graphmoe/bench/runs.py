@@ -22,9 +22,9 @@ from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.resolve import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
-from graphmoe.project.memory import PlaceMemory, allocated_bytes
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise
+from graphmoe.training.memory import PlaceMemory, allocated_bytes
 
 DATA = ("data=synthetic", "optim.lr=1e-6")
 TINY = ("model=tiny", "model.num_layers=2", *DATA)

@@ -10,15 +10,16 @@ layer adds its projection, its MoE layer and one more pass through the head.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from graphmoe.config.schema import DpShard, ModelConfig, MoEConfig
 from graphmoe.model.transformer import Transformer
+from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
-from graphmoe.plan.layout import ALONE, Axis, Layout, layout_of
+from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 
 COMPONENTS = {
@@ -33,7 +34,8 @@ COMPONENTS = {
     "shared_experts.": "shared_experts",
 }
 """Component by the first of these parts in a parameter's name; others count as norms."""
-
+STATE_KINDS = ("params", "grads", "main_params", "moments")
+FP32 = 4
 
 BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 
@@ -97,34 +99,50 @@ def state_bytes(
     layout: Layout,
     stages: Sequence[StagePieces] = (),
     *,
-    rounded: bool = True,
+    bucket_mb: float,
+    element_bytes: int = 2,
     dp_shard: DpShard = DpShard.zero1,
     num_moments: int = 2,
 ) -> dict[str, float]:
-    """Bytes of state, by kind, on each rank that has these stages; activations not counted.
+    """Bytes of state by kind on each rank that has these stages, by default all.
 
-    ``rounded``: bf16 weights beside fp32 master weights. With zero1, gradients and weights are whole up to
-    tp, ep and etp; master weights, moments and a reduced gradient are sharded. With fsdp2 all is sharded; the
-    weights gathered for a layer are not counted. ``num_moments``: moments of the optimizer's rule.
+    Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have master weights
+    in fp32. With fsdp2 all is sharded; the weights gathered for a layer are not counted.
     """
-    assert stages or layout.pp == 1
+    found = dict.fromkeys(STATE_KINDS, 0.0)
     if dp_shard is DpShard.fsdp2:
         owned = count_parameters(model)["total"]["full"] / layout.size("world")
-        moments = {"moments_fp32": 4 * num_moments * owned} if num_moments else {}
-        return {"main_weights_fp32": 4 * owned, "gradients_fp32": 4 * owned, **moments}
-    kinds = ("weights_bf16" if rounded else "weights_fp32", "main_weights_fp32", "gradients_fp32")
-    found = dict.fromkeys((*kinds, "moments_fp32"), 0.0)
-    element_bytes = 2 if rounded else 4
-    held = Counter[Axis]()
+        return {
+            **found,
+            "grads": FP32 * owned,
+            "main_params": FP32 * owned,
+            "moments": num_moments * FP32 * owned,
+        }
+    for size, ranks in _flat_buffers(model, layout, stages, bucket_mb):
+        shard = size // ranks
+        found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
+        found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
+        found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
+        found["moments"] += num_moments * FP32 * shard
+    return found
+
+
+def owned_elements(
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
+) -> int:
+    """Elements of a rank's shards."""
+    return sum(size // ranks for size, ranks in _flat_buffers(model, layout, stages, bucket_mb))
+
+
+def _flat_buffers(
+    model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
+) -> Iterator[tuple[int, int]]:
+    families: dict[object, list[Tensor]] = {}
     for weight in rank_weights(model, layout, stages or [all_pieces(model.num_layers, model.mtp_depth)]):
-        held[layout_of(weight).summed_over] += weight.numel()
-    for axis, size in held.items():
-        owned, shared = size / layout.size(axis), layout.size(axis) > 1
-        found[kinds[0]] += element_bytes * (size + (owned if rounded and shared else 0))
-        found["main_weights_fp32"] += 4 * owned if rounded or shared else 0
-        found["gradients_fp32"] += 4 * size + (4 * owned if shared else 0)
-        found["moments_fp32"] += 4 * num_moments * owned
-    return {kind: size for kind, size in found.items() if size}
+        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
+    for members in families.values():
+        ranks = layout.size(layout_of(members[0]).summed_over)
+        yield BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size, ranks
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:

@@ -6,6 +6,7 @@ weights, PP x EDP x EP x ETP for routed experts. Ranks along the last dimension 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -145,6 +146,12 @@ class ParameterLayout:
 
 
 REPLICATED = ParameterLayout()
+
+
+@functools.lru_cache(maxsize=4096)
+def ranks_of(layout: Layout, axis: Axis) -> object:
+    """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
+    return None if layout.size(axis) == 1 else layout.groups(axis)[0]
 
 
 def layout_of(parameter: object) -> ParameterLayout:

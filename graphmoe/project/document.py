@@ -15,8 +15,8 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
-from graphmoe.project.memory import PlaceMemory, exact_memory
 from graphmoe.project.step_time import short_plan, step_time
+from graphmoe.training.memory import PlaceMemory, exact_memory
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",

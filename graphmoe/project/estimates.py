@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from graphmoe.config.schema import Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
-from graphmoe.model.sizes import rank_weights
+from graphmoe.model.sizes import owned_elements, state_bytes
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.rates import Speeds
@@ -21,7 +21,6 @@ from graphmoe.plan.pipeline.schedules.v_shaped import COMPARED
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.project.candidates import Candidate
-from graphmoe.project.memory import communication_bytes, own_buffer_bytes, owned_elements, state_bytes
 from graphmoe.project.step_time import (
     host_seconds,
     message_seconds,
@@ -29,6 +28,7 @@ from graphmoe.project.step_time import (
     stage_times,
     update_seconds,
 )
+from graphmoe.training.memory import communication_bytes, own_buffer_bytes
 
 FILLING = 2
 """Micro-batches for each rank of a pipeline after which no schedule keeps more than before."""
@@ -63,7 +63,7 @@ class ShortPipeline(NamedTuple):
 
 
 class _State(NamedTuple):
-    sizes: dict[str, int]
+    sizes: dict[str, float]
     reduction_s: float
     """Exchange of its gradients."""
     update_s: float
@@ -195,12 +195,19 @@ class Estimates:
         return _Stage(sum_of("", times), host_s, float(sum(part.total() for part in kept.values())))
 
     def _estimate_state(self, layout: Layout, stages: Stages) -> _State:
-        weights, optim = rank_weights(self.model, layout, stages), self.config.optim
-        num_moments = len(rule_of(optim.name).moments)
+        optim = self.config.optim
+        owned = owned_elements(self.model, layout, stages, optim.bucket_mb)
         return _State(
-            state_bytes(weights, layout, self._plain.element_bytes, optim.bucket_mb, num_moments),
+            state_bytes(
+                self.model,
+                layout,
+                stages,
+                bucket_mb=optim.bucket_mb,
+                element_bytes=self._plain.element_bytes,
+                num_moments=len(rule_of(optim.name).moments),
+            ),
             reduction_seconds(replace(self._plain, layout=layout), self.speeds, stages),
-            update_seconds(optim.name, owned_elements(weights, layout, optim.bucket_mb), self.speeds),
+            update_seconds(optim.name, owned, self.speeds),
         )
 
     def _estimate_buffers(self, like: Like, kind: str, stages: Stages, lanes: int) -> float:

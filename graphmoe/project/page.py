@@ -6,9 +6,9 @@ from typing import Any
 
 from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
-from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import COLUMNS, cells, listed, recommendation
 from graphmoe.report.charts import bar_chart
+from graphmoe.training.memory import MEMORY_KINDS
 from graphmoe.web_page import Chart, folds, grid, paragraph, table, tiles, write_page
 
 TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}

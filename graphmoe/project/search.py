@@ -17,7 +17,7 @@ from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
 from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision_of, project
 from graphmoe.project.estimates import Estimates
-from graphmoe.project.memory import refuse_unknown
+from graphmoe.training.memory import refuse_unknown
 
 PROJECTED = 5
 """Candidates that are projected whole beside as many as are listed."""

@@ -26,8 +26,8 @@ from graphmoe.plan.pipeline.schedules import make_table, schedule_of
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.recompute import Recompute
-from graphmoe.project.memory import PlaceMemory
 from graphmoe.segments import FULL_ITERATION, segments_of
+from graphmoe.training.memory import PlaceMemory
 
 
 def step_time(

@@ -14,8 +14,8 @@ from rich.text import Text
 from graphmoe.config.arguments import text_table
 from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
-from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.report.charts import KINDS
+from graphmoe.training.memory import MEMORY_KINDS
 
 WORDS = {**KINDS, "total": "total"}
 COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble", "tokens/s/GPU")

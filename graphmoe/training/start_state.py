@@ -5,25 +5,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from graphmoe.checkpoint import CHECKPOINTS, CheckpointError, saved_steps
 from graphmoe.checkpoint.store import check_fit
 from graphmoe.config.choices import LAYERS
-from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.data import DataError, open_data
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import count_parameters, state_bytes
-from graphmoe.ops.linear_cross_entropy import rows_per_chunk
-from graphmoe.optim import rule_of
+from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.activations import made_again, stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import runs_pass
-from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
 from graphmoe.plan.rules.check import check
@@ -31,6 +27,7 @@ from graphmoe.run.machine import free_memory_of, memory_of
 from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch
 from graphmoe.runtime.launch.failures import RunFailed
+from graphmoe.training.memory import chunk_bytes, in_flight, state_of_place
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +113,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 
 def state_of_places(plan: Plan) -> list[float]:
     """Bytes of weights, gradients and moments of a rank at each position along pp."""
-    config = plan.config
-    facts: dict[str, Any] = {
-        "rounded": config.precision.compute is ComputeDtype.bf16,
-        "dp_shard": config.parallel.dp_shard,
-        "num_moments": len(rule_of(config.optim.name).moments),
-    }
-    places = map(plan.own_stages, range(plan.layout.pp))
-    return [sum(state_bytes(config.model, plan.layout, each, **facts).values()) for each in places]
+    return [sum(state_of_place(plan, place).values()) for place in range(plan.layout.pp)]
 
 
 def _check_batches(plan: Plan) -> None:
@@ -176,7 +166,7 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
     sizes = Sizes.from_config(config, layout, on_nvidia=True)  # NVIDIA GPUs save least
     known = attention_facts(model).kept is not None and model.layer in LAYERS.names
     kept = [_kept_bytes(plan, sizes, stage) if known else sizes.state for stage in plan.stages]
-    in_flight = peaks(plan.pipeline.table, kept) if plan.pipeline else kept
+    most = in_flight(plan, kept)
     found = []
     fuses = config.compile.enabled and layout.tp == 1 and runs_pass(config.passes, FUSE_LOSS)
     logits = sizes.gathered * model.vocab_size // layout.tp
@@ -184,13 +174,11 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
         with_loss = [kept[number] for number in plan.stage_numbers(place) if plan.stages[number].loss]
         of_loss = 0.0
         if with_loss and fuses:  # the gradient of the head, and logits of a chunk
-            chunk = rows_per_chunk(sizes.tokens, model.vocab_size, sizes.element_bytes)
-            needed += 4 * model.vocab_size * model.hidden_size
-            needed += min(chunk, sizes.tokens) * model.vocab_size * sizes.element_bytes
+            needed += 4 * model.vocab_size * model.hidden_size + chunk_bytes(sizes)
         elif with_loss:  # of an eager run in fp32, with their logarithms
             of_loss = with_loss[0] + logits * (sizes.element_bytes if config.compile.enabled else 8)
         again = min(_again_bytes(plan, sizes, plan.stages[number]) for number in plan.stage_numbers(place))
-        found.append((needed, max(in_flight[place] + again * known, of_loss)))
+        found.append((needed, max(most[place] + again * known, of_loss)))
     return found
 
 

@@ -22,8 +22,8 @@ from graphmoe.bench.runs import RECORDED_STEPS, projected_run, projection_cases
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import H200
 from graphmoe.plan.costs.rates import CLASSES, default_rates, rates_of, share_at
-from graphmoe.project.memory import allocated_bytes
 from graphmoe.trace.events import read_trace
+from graphmoe.training.memory import allocated_bytes
 from tests.bench.test_bench import documented, table_of
 from tests.kineto import two_steps
 from tests.runs import ROOT

@@ -5,7 +5,7 @@ import torch
 
 import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import rank_weights
+from graphmoe.model.sizes import rank_weights, state_bytes
 from graphmoe.ops.symm.peers import Region, Sizes
 from graphmoe.optim.adamw import ADAMW
 from graphmoe.optim.flat_buffers import families_of
@@ -13,11 +13,11 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
-from graphmoe.project.memory import exact_memory, state_bytes
 from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_dispatcher
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
+from graphmoe.training.memory import exact_memory
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
 
@@ -197,11 +197,10 @@ CASES = {
 def test_state_is_what_a_dry_run_counts(words):
     run = config(*EIGHT, "model.num_dense_layers=1", *words)
     layout = Layout.of(run.parallel, 8)
-    weights = rank_weights(run.model, layout, [all_pieces(run.model.num_layers, run.model.mtp_depth)])
     element_bytes = 2 if run.precision.compute.value == "bf16" else 4
     found = dry_run(run)["memory"]["state_bytes"]
     names = {"params": "weights", "grads": "gradients", "main_params": "main_weights", "moments": "moments"}
-    projected = state_bytes(weights, layout, element_bytes, run.optim.bucket_mb)
+    projected = state_bytes(run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes)
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0
     assert {names[kind]: size for kind, size in projected.items() if size} == {
@@ -227,7 +226,7 @@ def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule,
                 rank=mesh.rank, dispatcher=make_dispatcher(plan, mesh), stages=stages,
             )  # fmt: skip
             families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4, ADAMW.moments)
-        found = state_bytes(rank_weights(run.model, layout, stages), layout, 2, run.optim.bucket_mb)
+        found = state_bytes(run.model, layout, stages, bucket_mb=run.optim.bucket_mb)
         assert found["moments"] == sum(8 * len(family.main) for family in families)
         assert found["grads"] == sum(
             4 * len(family.grad) + (4 * len(family.main) if family.group is not None else 0)

@@ -15,8 +15,8 @@ from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import ConfigError
 from graphmoe.project.__main__ import EXAMPLES, main
 from graphmoe.project.arguments import check_words
-from graphmoe.project.memory import MEMORY_KINDS
 from graphmoe.project.tables import verdict
+from graphmoe.training.memory import MEMORY_KINDS
 from tests.runs import ROOT, command
 from tests.test_docs import rows_below
 

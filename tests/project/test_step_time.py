@@ -15,8 +15,8 @@ from graphmoe.plan.costs.segment_times import REPLICA_PLAN
 from graphmoe.plan.resolve import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
-from graphmoe.project.memory import allocated_bytes
 from graphmoe.project.tables import render
+from graphmoe.training.memory import allocated_bytes
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import ROOT, config, text_of
 from tests.test_docs import rows_below

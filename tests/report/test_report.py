@@ -16,7 +16,6 @@ import graphmoe.runtime.pipeline.recorder
 from graphmoe import web_page
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
-from graphmoe.project.memory import allocated_bytes, exact_memory, projected_memory
 from graphmoe.report import __main__ as report
 from graphmoe.report import charts
 from graphmoe.report.charts import loads_chart, memory_remarks, projected_chart
@@ -26,6 +25,7 @@ from graphmoe.report.page import compile_section, segments_section, trace_of, wr
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run import files
+from graphmoe.training.memory import allocated_bytes, exact_memory, projected_memory
 from graphmoe.web_page import quoted
 from graphmoe.worker import leave_report
 from tests.kineto import FACTS, two_steps
@@ -166,7 +166,7 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     document = projected_memory(plan)
     (place,) = exact_memory(plan, on_nvidia=True)
     (kinds,) = document["places"]
-    assert tuple(charts.OUTSIDE_ALLOCATOR) == graphmoe.project.memory.OUTSIDE_ALLOCATOR
+    assert tuple(charts.OUTSIDE_ALLOCATOR) == graphmoe.training.memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*charts.KINDS, *charts.OUTSIDE_ALLOCATOR, "total"}
     assert sum(size for kind, size in kinds.items() if kind != "total") == pytest.approx(kinds["total"])
     run_in(tmp_path).joinpath("projection.json").write_text(json.dumps(document))

@@ -21,10 +21,10 @@ from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.resolve import resolve
-from graphmoe.project.memory import projected_memory, with_its_transport
 from graphmoe.runtime.dispatch import planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh
+from graphmoe.training.memory import projected_memory, with_its_transport
 from tests.runs import config
 
 SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)

@@ -23,7 +23,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.convert import ConvertArgs
 from graphmoe.convert.weights import convert
 from graphmoe.model.build import build_model
-from graphmoe.model.sizes import count_parameters, state_bytes
+from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.run.weights import load_weights
@@ -173,10 +173,7 @@ def test_with_a_pipeline_the_ranks_that_hold_most_are_those_that_count(memory):
     )  # fmt: skip
     plan = plan_of(run, 4)
     assert plan.pipeline is not None
-    needed = [
-        sum(state_bytes(run.model, plan.layout, stages, rounded=False).values())
-        for stages in map(plan.own_stages, range(4))
-    ]
+    needed = state_of_places(plan)
     assert max(needed) == needed[2] > 1.5 * sum(needed) / 4
     memory(0.99 * max(needed))
     with pytest.raises(ConfigError, match=r"on rank 2 of parallel.pp=4 \(t\*4\).* a pipeline.layout that"):

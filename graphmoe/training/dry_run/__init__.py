@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from graphmoe.config.progress import working
 from graphmoe.config.schema import AttentionBackend, RunConfig
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.plan.costs.activations import stage_activations
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis
-from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.transfers import moments_of
@@ -37,8 +35,8 @@ from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
+from graphmoe.training.memory import estimated_memory
 from graphmoe.training.micro_batches import Add, Pipelined, micro_batches_of
-from graphmoe.training.start_state import state_of_places
 from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -68,7 +66,12 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     for line in without_effect(plan, launch.fake_world):
         log.warning(line)
     layout, pipeline = plan.layout, plan.pipeline
-    projected = projected_bytes(plan, pipeline) if pipeline else []
+    projected = []
+    if pipeline:
+        padded = replace(model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
+        as_run = replace(plan, config=replace(plan.config, model=padded))
+        places = estimated_memory(as_run, on_nvidia=torch.version.hip is None)
+        projected = [round(place.total - place.buffers["communication"]) for place in places]
     rank = launch.fake_rank
     if rank is None:
         rank = projected.index(max(projected)) * layout.size("stage") if projected else 0
@@ -118,19 +121,6 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
         "fits": memory.peak_bytes <= card,
         "seconds": round(time.perf_counter() - started, 1),
     }
-
-
-def projected_bytes(plan: Plan, pipeline: PipelinePlan) -> list[int]:
-    """Estimate the peak bytes of each place along pp: state, activations kept, and what ranks share."""
-    padded = replace(plan.config.model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
-    config, on_nvidia = replace(plan.config, model=padded), torch.version.hip is None
-    sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
-    kept = [
-        sum(part.total() for part in stage_activations(sizes, plan.recompute, stage).values())
-        for stage in pipeline.stages
-    ]
-    places = zip(state_of_places(plan), peaks(pipeline.table, kept), strict=True)
-    return [round(sum(of_place)) + shared_bytes(sizes, config) for of_place in places]
 
 
 def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:

@@ -1,31 +1,28 @@
 """Bytes that each rank of a run needs, by kind: state, activations, and buffers by purpose."""
 
-import functools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphmoe.config.choices import ATTENTIONS, LAYERS
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
-from graphmoe.model.sizes import rank_weights
+from graphmoe.model.sizes import STATE_KINDS, owned_elements, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.buckets import BufferLayout
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import dispatcher_facts
-from graphmoe.plan.layout import AXES, Axis, Layout, layout_of
+from graphmoe.plan.layout import AXES, Axis, ranks_of
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
@@ -36,10 +33,9 @@ from graphmoe.segments import FULL_ITERATION, segments_of
 
 log = logging.getLogger(__name__)
 
-MEMORY_KINDS = ("params", "grads", "main_params", "moments", "activations", "buffers", "total")
+MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 """Buffers that torch's allocator does not hold: communicators', and memory that ranks share."""
-FP32 = 4
 COMMUNICATOR_BYTES = 128 * 2**20
 """Assumed for each communicator that a rank is in: NCCL and RCCL keep buffers per channel and peer, whose sum
 depends on topology and version. Not measured here."""
@@ -54,7 +50,7 @@ class PlaceMemory:
     """Bytes of the ranks at one place along pp; they are alike."""
 
     place: int
-    state: dict[str, int]
+    state: dict[str, float]
     activations: float
     """Most activations of all micro-batches in flight."""
     by_segment: Bytes
@@ -79,33 +75,53 @@ class PlaceMemory:
 
 def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     """Return the memory of each place along pp. *Raises* ConfigError if it is not known here."""
-    config, layout, pipeline = plan.config, plan.layout, plan.pipeline
-    refuse_unknown(config)
-    sizes = Sizes.from_config(config, layout, on_nvidia=on_nvidia)
+    refuse_unknown(plan.config)
+    return estimated_memory(plan, on_nvidia=on_nvidia)
+
+
+def estimated_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
+    """Return the memory of each place along pp, as if nothing changed it that `refuse_unknown` refuses."""
+    config = plan.config
+    sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
-    of_stage = [sum(kept.total() for kept in parts.values()) for parts in stages]
-    activations: Sequence[float] = peaks(pipeline.table, of_stage) if pipeline else of_stage
-    lanes: Sequence[float] = peaks(pipeline.table, [1] * len(stages)) if pipeline else [1]
-    places, bucket_mb = [], config.optim.bucket_mb
-    num_moments = len(rule_of(config.optim.name).moments)
-    for place in range(layout.pp):
+    activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
+    lanes = in_flight(plan, [1] * len(stages))
+    places, communication = [], communication_bytes(sizes)
+    for place in range(plan.layout.pp):
         own, by_part = plan.own_stages(place), dict[str, Bytes]()
         for part, kept in (item for number in plan.stage_numbers(place) for item in stages[number].items()):
             by_part[part] = by_part.get(part, Counter()) + kept
-        buffers = own_buffer_bytes(config, sizes, own, lanes[place])
-        weights = rank_weights(config.model, layout, own)
         places.append(
             PlaceMemory(
                 place,
-                state_bytes(weights, layout, sizes.element_bytes, bucket_mb, num_moments),
+                state_of_place(plan, place),
                 activations[place],
                 sum(by_part.values(), Counter()),
                 by_part,
-                {**buffers, "communication": communication_bytes(sizes)},
-                owned_elements(weights, layout, bucket_mb),
+                {**own_buffer_bytes(config, sizes, own, lanes[place]), "communication": communication},
+                owned_elements(config.model, plan.layout, own, config.optim.bucket_mb),
             )
         )
     return places
+
+
+def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
+    """Return the most at each place along pp; ``of_stages``: of one micro-batch on each stage."""
+    return peaks(plan.pipeline.table, of_stages) if plan.pipeline else of_stages
+
+
+def state_of_place(plan: Plan, place: int) -> dict[str, float]:
+    """Return bytes of weights, gradients and moments of a rank at a place along pp."""
+    config = plan.config
+    return state_bytes(
+        config.model,
+        plan.layout,
+        plan.own_stages(place),
+        bucket_mb=config.optim.bucket_mb,
+        element_bytes=plan.dtype.itemsize,
+        dp_shard=config.parallel.dp_shard,
+        num_moments=len(rule_of(config.optim.name).moments),
+    )
 
 
 def refuse_unknown(config: RunConfig) -> None:
@@ -128,36 +144,14 @@ def refuse_unknown(config: RunConfig) -> None:
         problems.append(f"model.layer={config.model.layer} keeps what is not known; use {LAYERS.names[0]}")
     if config.passes.enabled is not None or config.passes.disabled:
         problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
+    dispatcher = config.moe.dispatcher
+    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
+        problems.append(
+            f"the buffers of moe.dispatcher={dispatcher} are not known here; use moe.dispatcher=alltoall, or "
+            f"symm inside nodes"
+        )
     if problems:
         raise ConfigError("not projected: " + "; ".join(problems))
-
-
-def state_bytes(
-    weights: Sequence[Tensor], layout: Layout, element_bytes: int, bucket_mb: float, num_moments: int = 2
-) -> dict[str, int]:
-    """Return bytes by kind as flat buffers hold them: whole weights and gradients, and shards of all."""
-    found = dict.fromkeys(MEMORY_KINDS[:4], 0)
-    for size, ranks in _buffers(weights, layout, bucket_mb):
-        shard = size // ranks
-        found["params"] += element_bytes * (size + (shard if ranks > 1 else 0))
-        found["grads"] += FP32 * (size + (shard if ranks > 1 else 0))
-        found["main_params"] += FP32 * shard if element_bytes != FP32 else 0
-        found["moments"] += num_moments * FP32 * shard
-    return found
-
-
-def owned_elements(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> int:
-    """Return the elements of a rank's shards."""
-    return sum(size // ranks for size, ranks in _buffers(weights, layout, bucket_mb))
-
-
-def _buffers(weights: Sequence[Tensor], layout: Layout, bucket_mb: float) -> Iterator[tuple[int, int]]:
-    families: dict[object, list[Tensor]] = {}
-    for weight in weights:
-        families.setdefault(ranks_of(layout, layout_of(weight).summed_over), []).append(weight)
-    for members in families.values():
-        ranks = layout.size(layout_of(members[0]).summed_over)
-        yield BufferLayout.of(members, ranks, 0, bucket_mb * 1e6 / FP32).size, ranks
 
 
 def own_buffer_bytes(
@@ -176,7 +170,7 @@ def own_buffer_bytes(
     return {
         "tables": of_rotation + of_router * moe,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
-        "dispatch": dispatch_bytes(sizes, config),
+        "dispatch": shared_bytes(sizes, config),
         "working": working,
         "graph_pool": _graph_pool(scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), of_lane),
     }
@@ -217,17 +211,6 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     return max(found)
 
 
-def dispatch_bytes(sizes: Sizes, config: RunConfig) -> int:
-    """Bytes that a dispatcher keeps for a run. *Raises* ConfigError where its buffers are not known here."""
-    dispatcher = config.moe.dispatcher
-    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
-        raise ConfigError(
-            f"the buffers of moe.dispatcher={dispatcher} are not projected; use "
-            f"moe.dispatcher=alltoall, or symm inside nodes"
-        )
-    return shared_bytes(sizes, config)
-
-
 def _attention_work(sizes: Sizes) -> float:
     heads = sizes.heads(sizes.model.num_heads + sizes.kv_heads)
     width = heads * (sizes.attention.head + sizes.value_head)
@@ -253,9 +236,13 @@ def _loss_work(sizes: Sizes) -> float:
     model, tp = sizes.model, sizes.layout.tp
     if tp > 1:
         return 12 * sizes.gathered * model.vocab_size / tp
-    rows = min(rows_per_chunk(sizes.tokens, model.vocab_size, sizes.element_bytes), sizes.tokens)
-    logits = rows * model.vocab_size * sizes.element_bytes
-    return max(logits, 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
+    return max(chunk_bytes(sizes), 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
+
+
+def chunk_bytes(sizes: Sizes) -> int:
+    """Bytes of the logits that a fused loss has at a time."""
+    vocabulary, size = sizes.model.vocab_size, sizes.element_bytes
+    return min(rows_per_chunk(sizes.tokens, vocabulary, size), sizes.tokens) * vocabulary * size
 
 
 def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:
@@ -302,12 +289,6 @@ def communication_bytes(sizes: Sizes) -> float:
 def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
     of_mtp = [sizes.model.num_layers + k for stage in stages for k in stage.mtp]
     return [i for stage in stages for i in stage.layers] + of_mtp
-
-
-@functools.lru_cache(maxsize=4096)
-def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
-    return None if layout.size(axis) == 1 else layout.groups(axis)[0]
 
 
 def write_projected_memory(folder: Path, plan: Plan) -> None:

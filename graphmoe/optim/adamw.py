@@ -1,7 +1,4 @@
-"""AdamW over flat tensors: as ATen operations, which compile to one kernel, and as torch's fused kernel.
-
-(Decoupled Weight Decay Regularization, arXiv 1711.05101, algorithm 2.)
-"""
+"""AdamW (arXiv 1711.05101, algorithm 2): as ATen operations to compile, and as torch's fused kernel."""
 
 import math
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ def _update(
     new_average, log_beta1, kept_square, new_square, log_beta2, eps = scalars.numbers
     m = exp_avg + (g - exp_avg) * new_average
     v = exp_avg_sq * kept_square + g * g * new_square
-    bias1, bias2 = (_bias_correction(log, scalars.done + 1) for log in (log_beta1, log_beta2))
+    bias1, bias2 = (-torch.expm1((scalars.done + 1) * log) for log in (log_beta1, log_beta2))
     return decayed - scalars.lr / bias1 * m / ((v / bias2).sqrt() + eps), m, v
 
 
@@ -58,10 +55,6 @@ def _fused(
         eps=config.eps,
         maximize=False,
     )
-
-
-def _bias_correction(log_beta: Tensor, step: Tensor) -> Tensor:
-    return -torch.expm1(step * log_beta)
 
 
 ADAMW = UpdateRule(("exp_avg", "exp_avg_sq"), _numbers, _update, _fused)

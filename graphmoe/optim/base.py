@@ -1,8 +1,4 @@
-"""Interface of optimizers, and what they share: counters, schedule, norm and clipping.
-
-``graphmoe.optim.zero1`` keeps weights, gradients and moments in flat buffers, ``graphmoe.optim.fsdp`` in
-torch's ``fully_shard``. Both apply the same `UpdateRule`.
-"""
+"""Interface of optimizers, and what `zero1` and `fsdp` share: counters, schedule, norm and clipping."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -37,19 +33,16 @@ class StepResult(NamedTuple):
 
 
 class StepOptimizer(ABC):
-    """Owner of a model's master weights, gradients, moments and counters.
-
-    All ranks of the mesh call the same methods in the same order.
-    """
+    """Owner of master weights, gradients, moments and counters. All ranks call it in the same order."""
 
     weight_forms: WeightForms | None
-    """Quantized weight copies for compiled units; None if weights have no fixed addresses."""
+    """Quantized weight copies; None if weights have no fixed addresses."""
     gradient_of: Callable[[Tensor], Gradient] | None
-    """Return a parameter's gradient sum, in its shape; None if autograd gets the gradients."""
+    """Function to a parameter's gradient sum; None if autograd keeps the gradients."""
     model_is_whole: bool
-    """True if each rank has, after ``gather``, its whole part of the model."""
+    """True if each rank has its whole part of the model after ``gather``."""
     rounds: bool
-    """True if the model's weights are rounded from the master weights."""
+    """True if weights are rounded from the master weights."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.train, self.mesh, self.rule = optim, train, mesh, rule_of(optim.name)
@@ -57,26 +50,24 @@ class StepOptimizer(ABC):
             torch.zeros((), device=device) for _ in COUNTERS
         )
         self.void = torch.zeros((), device=device)
-        """1.0 while ``step`` must be a no-op, else 0.0; set and reset by the caller."""
+        """1.0 while ``step`` must be a no-op, else 0.0; set by the caller."""
         of_lr, of_rule = LrNumbers.of(optim, train.steps), self.rule.numbers(optim)
         numbers = [*of_lr, *of_rule, optim.weight_decay, train.clip_grad_norm]
-        self._numbers = torch.tensor(numbers, device=device)
-        """Settings of the update as a tensor: other values need no recompilation."""
+        self._numbers = torch.tensor(numbers, device=device)  # as a tensor: other values don't recompile
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
-        """Compile the update, an in-place function, by ``compiler(function, arguments)``; default: not
-        compiled."""
+        """Compile the in-place update by ``compiler(function, arguments)``; default: not compiled."""
 
     @abstractmethod
     def executor(self, execute: Executor) -> Executor:
-        """Return an executor that waits for the segments' weights before ``execute``."""
+        """Wrap an executor so that it waits for the segments' weights."""
 
     @property
     def scales(self) -> DelayedScales | None:
         return self.weight_forms.scales if self.weight_forms else None
 
     def start_gather(self) -> None:  # noqa: B027
-        """Begin a step: start to gather the weights of other ranks, if this optimizer prefetches them."""
+        """Begin a step: start to gather the weights of other ranks."""
 
     def gather(self) -> None:  # noqa: B027
         """Make the model's weights those of the last step. A collective."""
@@ -86,27 +77,21 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
-        """Apply the gradients since the last step, or count a skip if loss or norm is not finite.
-
-        A collective. ``loss`` must be that of all ranks. A no-op while ``void`` is 1.0.
-        """
+        """Apply the gradients; skip if the norm, or ``loss`` of all ranks, is not finite. A collective."""
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor | FlatShard]:
         """Return the model's state by name for a checkpoint. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return master weights and moments by parameter name, counters and delayed scales.
-
-        With several ranks, the parts that this rank owns. Tensors are not copied.
-        """
+        """Return this rank's master weights and moments by parameter name, counters and scales; no copies."""
         found = {moment: self._entries(moment) for moment in self.rule.moments}
         found["main"] = self._entries("main") if self.rounds else {}
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}
 
     @abstractmethod
     def _entries(self, kind: str) -> dict[str, Any]:
-        """Return a moment, or the master weights, for a checkpoint, by parameter name."""
+        """Return a moment, or the master weights ("main"), by parameter name."""
 
     def restored(self, state: Mapping[str, Any]) -> None:
         """Adopt a loaded ``state_dict``, whose tensors were filled in place, and ``model_state``."""
@@ -115,15 +100,15 @@ class StepOptimizer(ABC):
             self.scales.load(state.get("scales", {}))
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
-        """Return by name all tensors that a captured step uses besides its arguments."""
+        """Return all tensors that a captured step uses besides its arguments, by name."""
         raise AssertionError("a captured step needs fixed addresses")
 
     @abstractmethod
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        """Return the fp32 weights by parameter name, to be filled; then call ``adopt``."""
+        """Return the fp32 weights by parameter name; fill them, then call ``adopt``."""
 
     def adopt(self, weights: Mapping[str, Any]) -> None:  # noqa: B027
-        """Copy the values of ``weights_to_fill`` to the master weights."""
+        """Copy filled weights to the master weights."""
 
     def _counters(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in COUNTERS}

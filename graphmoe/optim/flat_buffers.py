@@ -1,7 +1,7 @@
-"""Flat buffers of parameters whose gradients are reduced over the same ranks, and each rank's part.
+"""Flat buffers of parameters whose gradients are reduced over the same ranks.
 
-Parameters are in model order, decayed ones first, split into buckets. Each of n ranks owns 1/n of every
-bucket, regardless of parameter boundaries. Of three ranks, the second owns what is marked::
+Parameters are in model order, decayed ones first. Each of n ranks owns 1/n of every bucket, regardless of
+parameter boundaries. The second of three ranks owns what is marked::
 
     whole    | bucket 0           | bucket 1     | bucket of norms |
                      ------             ----             -----
@@ -34,10 +34,7 @@ class Region(NamedTuple):
 
 
 class Family:
-    """Parameters reduced over one axis: whole buffers, and this rank's shards.
-
-    The parameters become views of ``weight``. Addresses are fixed.
-    """
+    """Whole buffers and shards of parameters reduced over one axis; parameters become views of ``weight``."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class Family:
         bucket_elements: float,
         moments: Sequence[str],
     ) -> None:
-        """``order``: indices of the weights in the model; ``moments``: names of moments."""
+        """``order``: indices of the weights in the model."""
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)
         """None if this rank owns all."""
@@ -62,10 +59,10 @@ class Family:
                 view.copy_(weight)
                 weight.data = view
         self.grad = torch.zeros(size, device=device)
-        """fp32, whole: this rank's gradients."""
+        """This rank's gradients, fp32, whole."""
         self.weight_shard = self._own(self.weight)
         self.main = self.weight_shard.float()
-        """fp32 weights: ``weight_shard`` itself if that is fp32, else it is rounded from them."""
+        """Master weights: ``weight_shard`` itself if that is fp32."""
         self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
         self.moments = {name: torch.zeros_like(self.main) for name in moments}
 
@@ -74,7 +71,7 @@ class Family:
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """Return this rank's parts of parameters: first element and part, [N], of each."""
+        """Return first element and values, [N], of this rank's part of each parameter."""
         found = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -105,10 +102,7 @@ class Family:
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Gather whole tensors by parameter name. A collective.
-
-        They are views of ``into``, a whole buffer; on one rank, of ``shard``.
-        """
+        """Gather whole tensors by parameter name, as views of ``into``; on one rank of ``shard``."""
         if self.group is None:
             return self.views(shard)
         for bucket in self.layout.buckets:
@@ -116,7 +110,7 @@ class Family:
         return self.views(into)
 
     def shard_weights(self) -> None:
-        """Copy this rank's part of the model's weights to the shard; master weights are unchanged."""
+        """Copy this rank's part of the model's weights to ``weight_shard``."""
         if self.group is not None:
             self.weight_shard.copy_(self._own(self.weight))
 
@@ -140,7 +134,6 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: S
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
     """Sort all shared buckets by the model index of their first parameter."""
-    # a forward needs them in this order, and a backward finishes them in reverse; communicators need one
-    # order on all ranks
+    # A forward needs this order, a backward the reverse; communicators need one order on all ranks.
     buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))

@@ -1,7 +1,6 @@
 """Updates with torch's ``fully_shard``: each rank has 1/n of weights, gradients and moments.
 
-For models whose dense part does not fit beside its gradients. The update is that of ``graphmoe.optim.zero1``;
-addresses are not fixed.
+The update is that of ``graphmoe.optim.zero1``; addresses are not fixed.
 """
 
 import functools
@@ -28,13 +27,10 @@ from graphmoe.segments import Executor, Segment
 
 
 class ShardedOptimizer(StepOptimizer):
-    """StepOptimizer over the local tensors of fp32 DTensors, which are the master weights.
-
-    With this optimizer's executor, ``model.loss`` gathers each layer in the compute dtype while it runs.
-    """
+    """StepOptimizer over fp32 DTensors, the master weights; its executor gathers each layer while it runs."""
 
     gradient_of = None
-    weight_forms = None  # as many bytes as all weights, of which a rank has a part
+    weight_forms = None  # would be as large as the whole weights
     model_is_whole = False
 
     def __init__(
@@ -46,7 +42,7 @@ class ShardedOptimizer(StepOptimizer):
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``model`` is this rank's part, on the meta device; ``fill`` materialises one block."""
+        """``model`` is on the meta device; ``fill`` materialises one block."""
         super().__init__(optim, train, mesh, device)
         self.model, self._dtype = model, next(model.parameters()).dtype
         self.rounds = self._dtype != torch.float32
@@ -85,7 +81,6 @@ class ShardedOptimizer(StepOptimizer):
         return StepResult(norm, scalars.lr, done)
 
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """Return copies of the model's state for a checkpoint, rounded to the compute dtype."""
         rounded = {name: main.to(self._dtype) for name, main in self.main.items()}
         state, shards = self.model.state_dict(keep_vars=True), self._shards(rounded)
         return {name: shards.get(name, tensor.detach()) for name, tensor in state.items()}
@@ -119,11 +114,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 Holder = tuple[nn.Module, str]
-"""The module that holds a parameter, and its name there; stable when the parameter object is replaced."""
+"""Module that holds a parameter, and its name there; stable when the parameter is replaced."""
 
 
 class _Gathering(nn.Module):
-    """Module that runs a function with gathered parameters: ``fully_shard`` hooks its call."""
+    # `fully_shard` hooks its call: a function runs with gathered parameters
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -134,11 +129,10 @@ class _Gathering(nn.Module):
 
 
 class ShardedWeights:
-    """Parameters of a model, each sharded by rows over the ranks with the same part.
+    """Parameters as fp32 DTensors, sharded by rows over the ranks with the same part.
 
-    They become fp32 DTensors. While a block runs they are whole plain tensors of their former dtype, always
-    the same objects. After a block's backward its gradients are reduce-scattered in fp32, without division,
-    and accumulated: no rank stores whole gradients.
+    While a block runs they are whole tensors of the compute dtype, always the same objects. After its
+    backward gradients are reduce-scattered in fp32, undivided, and accumulated.
     """
 
     def __init__(
@@ -160,7 +154,7 @@ class ShardedWeights:
         self._needs: dict[nn.Module, tuple[FSDPModule, ...]] = {}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward that calls the executor, so that it starts from the last update's weights."""
+        """Wrap a forward, so that it starts from the last update's weights."""
         return functools.partial(self._root, run)
 
     def gather_ahead(self, order: Sequence[int]) -> None:

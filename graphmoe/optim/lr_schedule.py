@@ -16,11 +16,11 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "cosine": lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
     "wsd": lambda progress: 1 - progress.sqrt(),
 }
-"""Position between floor and peak by the progress of the decay, a scalar tensor from 0 to 1."""
+"""Position between floor and peak by the progress of the decay, 0 to 1."""
 
 
 class LrNumbers(NamedTuple):
-    """Settings of a schedule, as floats or as fp32 device scalars: other values need no recompilation."""
+    """Settings of a schedule, as floats or fp32 device scalars."""
 
     peak: Any
     floor: Any
@@ -40,8 +40,8 @@ class LrNumbers(NamedTuple):
 def learning_rate(schedule: str, numbers: LrNumbers, done: Tensor) -> Tensor:
     """Return the learning rate of the step after ``done`` applied ones; fp32 scalar, no device sync.
 
-    Linear warm-up, then constant; or cosine to floor * peak at the last step (arXiv 1608.03983); or wsd:
-    stable, then a 1 - sqrt decay over the last steps (arXiv 2405.18392, section 4); or a plug-in's decay.
+    Linear warm-up, then constant; or cosine (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over
+    the last steps (arXiv 2405.18392, section 4); or a plug-in's decay. Decays end at floor * peak.
     """
     step = done.float() + 1
     factor = torch.ones_like(step)

@@ -17,10 +17,9 @@ from graphmoe.segments import Executor, Segment, profiler_range
 
 
 class GradientReduction:
-    """Reduction of each step's gradients, bucket by bucket, to their owners.
+    """Reduces a bucket to its owners when it has as many gradients as in the previous step.
 
-    A bucket is reduced as soon as its gradients are complete: as many as in the previous step. Ranks of a
-    group must run the same program, so that they agree on this.
+    Ranks of a group must run the same program, so that they agree on this.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
@@ -32,8 +31,7 @@ class GradientReduction:
 
     def finish(self) -> None:
         """Start the remaining buckets after the last backward; the current stream waits for all."""
-        # a changed number of gradients is still summed correctly: buckets with fewer, and those behind them,
-        # start here; buckets with more are reduced again
+        # Buckets with fewer gradients than before, and those behind them, start here; those with more again.
         late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
         for bucket in [*self._queue[self._num_started :], *late]:
             bucket.start()
@@ -55,7 +53,7 @@ class _BucketSum:
         self._gradients, self._on_complete = gradients, on_complete
         self._come = 0
         self._expected: int | None = None
-        """Gradients of a step, over all parameters and micro-batches; None in the first step."""
+        """Gradients of the previous step; None in the first."""
         self.incomplete = False
         self._work: dist.Work | None = None
         for gradient in gradients:
@@ -73,7 +71,6 @@ class _BucketSum:
             self._work = self._family.reduce(self._bucket)
 
     def finish(self) -> None:
-        """Wait on the current stream, and reset for the next step."""
         self._wait()
         self._expected, self._come, self.incomplete = self._come, 0, False
 
@@ -100,11 +97,11 @@ class WeightGather:
             for i in bucket.members
         }
         self._underway: dict[int, dist.Work] = {}
-        """Collectives that the current stream has not waited for, by queue index."""
+        """Collectives by queue index that the current stream has not waited for."""
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def start(self) -> None:
-        """Queue all collectives, after the update on the current stream."""
+        """Queue all collectives after the update."""
         self.wait()
         with profiler_range("weights", "gather"):
             self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}
@@ -127,13 +124,12 @@ class WeightGather:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments once their modules' weights have arrived; others may still be in flight."""
+        """Run segments when their modules' weights are gathered."""
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
                 if owner not in self._held:
                     self._held[owner] = tuple(owner.parameters())
-                # a wait of the stream: outside of compiled units and their graphs, and inside the graph of a
-                # captured step
+                # The stream waits: outside of captured units, inside a captured step.
                 self.wait(self._held[owner])
         return execute(segments, tensors, keep)

@@ -11,7 +11,7 @@ from graphmoe.config.schema import ConfigError, OptimConfig
 
 
 class StepScalars(NamedTuple):
-    """Device scalars that a step reads: other values need no recompilation."""
+    """Device scalars that a step reads."""
 
     lr: Tensor
     shrink: Tensor
@@ -24,20 +24,16 @@ class StepScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """A rule of `RULES`, or a plug-in. All tensors are fp32.
-
-    Shards are flat and start and end anywhere in a parameter, so a rule is elementwise.
-    """
+    """A rule of `RULES`, or a plug-in; elementwise, since tensors are flat fp32 shards of parameters."""
 
     moments: tuple[str, ...]
-    """Names of each parameter's moments, zero at first; checkpoints use them."""
+    """Names of a parameter's moments, zero at first; checkpoints use them."""
     numbers: Callable[[OptimConfig], Sequence[float]]
     """Settings that the update reads as device scalars."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars], Sequence[Tensor]]
-    """Function of decayed weights, clipped gradient, moments and scalars to new weights and moments; pure, no
-    device sync."""
+    """Pure function of decayed weights, clipped gradient, moments and scalars to new weights and moments."""
     fused: Callable[..., None] | None = None
-    """`apply` as one kernel, with decay, scaling and skipping; for uncompiled steps."""
+    """`apply` as one kernel, for uncompiled steps."""
 
     def __post_init__(self) -> None:
         if len({*self.moments, "main", "counters"}) < len(self.moments) + 2:

@@ -1,10 +1,7 @@
-"""Updates of fp32 master weights, with clipping, skipping and the schedule on the device.
+"""Updates of fp32 master weights in flat buffers, sharded as ZeRO-1 (arXiv 1910.02054). No device sync.
 
-Weights, gradients and moments are in flat buffers at fixed addresses, sharded over ranks that would compute
-the same update (ZeRO-1, arXiv 1910.02054): a step is reduce-scatter of gradients, norm of all shards, update
-of the shards, and, at the start of the next step, all-gather of weights.
-
-No device sync: a step that is not finite leaves everything unchanged, and counters are on the device.
+A step reduce-scatters gradients, takes the norm of all shards and updates them. The next step starts with
+the all-gather of weights.
 """
 
 import functools
@@ -29,18 +26,13 @@ from graphmoe.segments import Executor
 
 
 class Optimizer(StepOptimizer):
-    """StepOptimizer over flat buffers.
-
-    The model's parameters become views of buffers of their dtype: bf16, rounded from the fp32 master weights,
-    or on one rank in fp32 these themselves. After ``gather`` they are those of the last step.
-    """
+    """StepOptimizer over flat buffers; the model's parameters become views of them."""
 
     model_is_whole = True
 
     def __init__(
         self, model: nn.Module, optim: OptimConfig, train: TrainConfig, mesh: Mesh | None = None
     ) -> None:
-        """``model`` is this rank's part; by default the mesh has one rank."""
         super().__init__(optim, train, mesh or Mesh(ALONE), next(model.parameters()).device)
         self.model = model
         self.names = [name for name, _ in model.named_parameters()]
@@ -52,7 +44,7 @@ class Optimizer(StepOptimizer):
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
-        # Weakly: autograd's hooks are out of sight of the garbage collector, which else would free neither.
+        # Weakly: the garbage collector doesn't see autograd's hooks, and would free neither.
         collect = weakref.WeakMethod(self._collect)
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
@@ -65,9 +57,8 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update; on several ranks the norm is a separate function, with its collective."""
+        """Compile the update; on several ranks the norm is a function of its own, since they combine it."""
         arguments = self._arguments(self.applied)
-        # with several ranks the norm is its own function, since they combine it
         if not self._alone:
             self._norm = compiler(self._norm, self._gradient_shards())
             arguments.insert(0, self.applied)
@@ -114,10 +105,9 @@ class Optimizer(StepOptimizer):
         found: dict[str, TensorSlot] = {}
         for name, gradient in zip(self.names, self._gradients.values(), strict=True):
             found[f"the gradient of {name}"] = vars(gradient), "total"
-        several = len(self.families) > 1
         holders = [("", vars(self))]
         for family in self.families:
-            which = f" over {family.axis}" if several else ""
+            which = f" over {family.axis}" if len(self.families) > 1 else ""
             holders += [(which, vars(family)), (which, family.moments)]
         for which, holder in holders:
             for name in [name for name, value in holder.items() if isinstance(value, Tensor)]:
@@ -128,7 +118,6 @@ class Optimizer(StepOptimizer):
         return found
 
     def gradient_of(self, weight: Tensor) -> Gradient:
-        """Return a step's gradient sum, in the weight's shape."""
         return self._gradients[id(weight)]
 
     @property
@@ -136,14 +125,13 @@ class Optimizer(StepOptimizer):
         return list(self.weights_to_fill().values())
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather the whole fp32 weights by parameter name; call ``adopt`` after changes. A collective."""
-        # into the gradient buffer, which the next backward overwrites: no extra memory
+        """Gather the whole fp32 weights by parameter name, in the memory of gradients. A collective."""
         found = [family.gathered(family.main, into=family.grad) for family in self.families]
         return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy whole fp32 weights by parameter name, equal on all ranks, to the master weights."""
+        """Copy whole fp32 weights, equal on all ranks, to the master weights."""
         for family in self.families:
             for name, (start, own) in family.owned(family.main).items():
                 own.copy_(weights[name].reshape(-1)[start : start + own.numel()])
@@ -179,7 +167,7 @@ class Optimizer(StepOptimizer):
         return self._by_name(found) if self._alone else found
 
     def _collect(self, weight: Tensor) -> None:
-        if weight.grad is not None:  # None: whoever computed it has added it already
+        if weight.grad is not None:  # None: its kernel has added it already
             self.gradient_of(weight).add(weight.grad)
             weight.grad = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -170,6 +171,15 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
         pieces = whole.chunk(cut.pieces, dim=cut.dim)
         whole = torch.cat([piece.chunk(count, dim=cut.dim)[index] for piece in pieces], dim=cut.dim)
     return whole
+
+
+def ranks_of_axes(sizes: Mapping[str, int]) -> str:
+    """Format the sizes of the axes of dense parts and of experts."""
+    dense, experts = (
+        " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
+        for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+    )
+    return f"ranks of all that is dense: {dense}; of experts: {experts}"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.arguments import text_table
+from graphmoe.plan.layout import ranks_of_axes
 from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
 from graphmoe.report.charts import KINDS
@@ -24,11 +25,7 @@ COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble
 
 def render(document: dict[str, Any]) -> Group:
     """Show all tables of a projection."""
-    sizes, time = document["layout"], document["time_s"]
-    dense, experts = (
-        " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
-        for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-    )
+    time = document["time_s"]
     segments = [
         (name, f"{1e3 * forward:,.3f}", f"{1e3 * time['backward_by_segment'][name]:,.3f}")
         for name, forward in time["forward_by_segment"].items()
@@ -36,7 +33,7 @@ def render(document: dict[str, Any]) -> Group:
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}, "
         f"assumptions={document['assumptions']}",
-        f"ranks of all that is dense: {dense}; of experts: {experts}",
+        ranks_of_axes(document["layout"]),
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
         f"data-parallel rank has {document['micro_batches']} micro-batches of {document['micro_batch_size']}",
         f"{document['compute']}, {precision_words(document)}",

@@ -30,10 +30,9 @@ def build(
     *,
     has_values: bool = True,
 ) -> tuple[Transformer, StepOptimizer]:
-    """Build this rank's part of the model with its first weights, and the optimizer. A collective.
+    """Build this rank's part of the model with initial weights, and the optimizer. A collective.
 
-    Without ``has_values`` weights are as memory has them. *Raises* ConfigError where one rank alone is to
-    share its weights out.
+    Without ``has_values`` weights are uninitialized. *Raises* ConfigError for fsdp2 on one rank.
     """
     config = plan.config
     shards = config.parallel.dp_shard is DpShard.fsdp2

@@ -53,8 +53,6 @@ from graphmoe.training.products import (
 from graphmoe.training.saves import Chosen
 
 log = logging.getLogger(__name__)
-PUT_FP8 = ("fp8_linear", "fp8_experts")
-"""Passes that quantize GEMMs to fp8."""
 
 
 class Execution:
@@ -73,10 +71,8 @@ class Execution:
         config, scope = plan.config, plan.config.graph.scope
         self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
         self.device = device
-        report_folder = folder if ranks.is_first else None
-        self.capture = (
-            Capture(scope, device, config.graph.warmup_steps, report_folder) if scope != "none" else None
-        )
+        of_capture = scope, device, config.graph.warmup_steps, folder if ranks.is_first else None
+        self.capture = Capture(*of_capture) if scope != "none" else None
         self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
         self.chosen = chosen
         passes = select_passes(config.passes, fp8_passes(config))
@@ -182,8 +178,7 @@ class Execution:
         """Describe passes, cache and kernels for the log."""
         if self.compiled is None:
             return ["none, compile.enabled=false"]
-        passes = len(self.compiled.runner.names)
-        kernels = self.chosen.experts
+        passes, kernels = len(self.compiled.runner.names), self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
         in_fp8 = describe_products(self._config, self.chosen.fp8)
         rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and travels_in_fp8(self._config))
@@ -231,7 +226,9 @@ class Execution:
     def write_report(self) -> None:
         if self.compiled is not None:
             with dispensable(self._folder / REPORT_FILE):
-                text = json.dumps(self._content(self.compiled), indent=1)
+                compiled = self.compiled
+                facts = compiled.recompiled, compiled.runner.uuid(), self._cache.why
+                text = json.dumps(to_json(compiled.reports, *facts), indent=1)
                 (self._folder / REPORT_FILE).write_text(f"{text}\n")
 
     def report(self) -> None:
@@ -243,7 +240,8 @@ class Execution:
         log.info(cache_line(self.compiled.reports, self._cache.why))
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
             log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
-        of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in PUT_FP8]
+        quantizes = ("fp8_linear", "fp8_experts")
+        of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in quantizes]
         if of_fp8 and not any(of_fp8):
             recipe = self._config.precision.fp8.value
             log.warning(
@@ -252,19 +250,14 @@ class Execution:
                 REPORT_FILE,
             )
 
-    def _content(self, compiled: CompiledSegments) -> dict[str, Any]:
-        return to_json(compiled.reports, compiled.recompiled, compiled.runner.uuid(), self._cache.why)
-
 
 def pass_runner(
     config: RunConfig, experts: str, dump: Path | None = None, *, plain: InBf16 = ALL_IN_FP8
 ) -> PassRunner:
     """Return the passes of compiled units; ``experts`` names the experts' backends."""
-    knobs: dict[str, dict[str, Any]] = {
-        "fuse_experts": {"backend": experts, "keep": keeps_replicas(config)},
-    }
     in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)
-    specs = select_passes(config.passes, knobs | in_fp8)
+    of_experts = {"backend": experts, "keep": keeps_replicas(config)}
+    specs = select_passes(config.passes, {"fuse_experts": of_experts, **in_fp8})
     return PassRunner([replace(s, skips=skips) if s.name in in_fp8 else s for s in specs], dump)
 
 
@@ -275,8 +268,7 @@ def _warn(because: str, unused: dict[str, Any]) -> None:
 
 def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, remembered: str) -> str:
     """Return the experts' backends: a checkpoint's if they can run here."""
-    requested = plan.experts
-    shape = mlp_shape(plan)
+    requested, shape = plan.experts, mlp_shape(plan)
     sync_free = plan.config.moe.sync_free_stage >= EXPERTS_STAGE
     if requested == "auto" and ":" in remembered:
         log.warning(

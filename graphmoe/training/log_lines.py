@@ -84,17 +84,15 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
 
 
 def step_line(rows: Sequence[dict[str, Any]], total_steps: int, left_s: float | None) -> str:
-    """Format neighbouring steps on one line: values of the last, rate of all.
-
-    The least important parts are dropped if the line is too long.
-    """
+    """Format neighbouring steps on one line: values of the last, rate of all."""
     row = rows[-1]
     timed = _timed(rows)
     share = row["step_s"] * len(timed) / sum(each["step_s"] for each in timed)
-    rate, tflops, mfu = (None if row[key] is None else row[key] * share for key in _RATES)
+    rates = (row[key] for key in ("tokens_per_s", "tflops", "mfu"))
+    rate, tflops, mfu = (None if each is None else each * share for each in rates)
     assert rate is not None and tflops is not None
     skipped = sum(each["skipped"] for each in rows)
-    parts = (  # how readily it is left out, where it is there, text
+    parts = (  # how soon it is dropped from a long line, whether it is shown, text
         (0, True, f"step {row['step']:>{len(str(total_steps))}}/{total_steps}"),
         (0, True, f"loss {row['loss']:.4f}"),
         (4, row["mtp_loss"], f"mtp {row['mtp_loss']:.4f}"),
@@ -109,14 +107,8 @@ def step_line(rows: Sequence[dict[str, Any]], total_steps: int, left_s: float | 
     return _fitted(parts)
 
 
-_RATES = ("tokens_per_s", "tflops", "mfu")
-
-
 def experts_line(row: dict[str, Any], load_LE: Tensor, blocks: bool) -> str | None:
-    """Format mean expert loads; None without any. ``row`` is the last step's.
-
-    The bar shows the layer with the fullest expert.
-    """
+    """Format mean expert loads of the layer with the fullest expert; None without loads."""
     if not load_LE.numel():
         return None
     layer = int(load_LE.amax(dim=1).argmax())

@@ -37,12 +37,11 @@ MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
 """Buffers that torch's allocator does not hold: communicators', and memory that ranks share."""
 COMMUNICATOR_BYTES = 128 * 2**20
-"""Assumed for each communicator that a rank is in: NCCL and RCCL keep buffers per channel and peer, whose sum
-depends on topology and version. Not measured here."""
+"""Assumed, not measured: buffers of NCCL and RCCL per channel and peer depend on topology and version."""
 CHANNEL_BYTES = 32 * 2**20
-"""Assumed for each channel between two ranks of a pipeline, for the same reason."""
+"""Assumed for a channel between two ranks of a pipeline."""
 MESSAGES_UNDER_WAY = 2
-"""Messages of a channel: one that is sent and not answered yet, and one that is received ahead."""
+"""Messages of a channel: one sent, and one received ahead."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,14 @@ class PlaceMemory:
     place: int
     state: dict[str, float]
     activations: float
-    """Most activations of all micro-batches in flight."""
+    """Peak of all micro-batches in flight."""
     by_segment: Bytes
-    """Activations of one micro-batch on all stages of the place, by segment."""
+    """Activations of one micro-batch on all stages of the place."""
     by_part: dict[str, Bytes]
-    """Activations of one micro-batch by layer."""
+    """The same by layer."""
     buffers: dict[str, float]
     owned: int
-    """Elements of the parameters that each of the ranks updates."""
+    """Parameters that each rank updates."""
 
     @property
     def total(self) -> float:
@@ -76,10 +75,10 @@ class PlaceMemory:
 def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     """Return the memory of each place along pp. *Raises* ConfigError if it is not known here."""
     refuse_unknown(plan.config)
-    return estimated_memory(plan, on_nvidia=on_nvidia)
+    return memory_of_places(plan, on_nvidia=on_nvidia)
 
 
-def estimated_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
+def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     """Return the memory of each place along pp, as if nothing changed it that `refuse_unknown` refuses."""
     config = plan.config
     sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
@@ -191,11 +190,7 @@ def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
 
 
 def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePieces]) -> float:
-    """Return the most bytes that the backward of a layer, or the loss, needs for itself at a time.
-
-    A backward needs the gradients of what a segment keeps, and the part of the layer that is made again.
-    Compiled code that joins operations takes less.
-    """
+    # A backward needs gradients of saved activations and recomputed ones. Fused code needs less.
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
     layers = _layers(sizes, stages)
@@ -222,20 +217,17 @@ def _experts_work(sizes: Sizes) -> float:
     inner = model.expert_ffn_size // sizes.layout.etp
     travels = 2 * rows if sizes.layout.size("ep_etp") > 1 else 0
     work = e * model.hidden_size * (travels + slots) + e * slots * 3 * inner + 4 * sizes.state
-    if "experts" in sizes.fp8:  # as much, but that rows of each expert fill whole tiles of a weight gradient
+    if "experts" in sizes.fp8:  # rows of each expert fill whole tiles of a wgrad
         unused = (model.num_experts // sizes.layout.ep + sizes.replica_slots) * (BLOCK_R - 1)
         work += unused * (3 * inner + 2 * model.hidden_size)
     return work + sizes.replica_slots * sizes.pulled_bytes  # weights of the slots
 
 
 def _loss_work(sizes: Sizes) -> float:
-    """Bytes of all tokens' logits where ranks of tp share the head; else of a chunk's, or of the backward.
-
-    The backward scales the head's gradient, which the forward has made, and takes the norm's in fp32.
-    """
     model, tp = sizes.model, sizes.layout.tp
-    if tp > 1:
+    if tp > 1:  # logits of all tokens
         return 12 * sizes.gathered * model.vocab_size / tp
+    # The backward scales the head's gradient, which the forward computed; the norm's is in fp32.
     return max(chunk_bytes(sizes), 4 * model.vocab_size * model.hidden_size + 9 * sizes.state)
 
 
@@ -246,10 +238,7 @@ def chunk_bytes(sizes: Sizes) -> int:
 
 
 def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> float:
-    """Bytes of the embedding's gradient, less the activations that layers have freed by then.
-
-    Compiled code adds the rows of a micro-batch's tokens in fp32, before it adds them to the step's sum.
-    """
+    # The embedding's gradient of a micro-batch in fp32, less the activations that layers have freed by then.
     if stage.loss or not (stage.embed or len(stage.mtp)):
         return 0.0  # the head's gradient is as large
     model, tp = sizes.model, sizes.layout.tp
@@ -264,10 +253,8 @@ def _embedding_work(sizes: Sizes, recompute: Recompute, stage: StagePieces) -> f
 def _graph_pool(
     scope: str | list[str], sizes: Sizes, moe: int, dense: int, lanes: float, stages: int, working: float
 ) -> float:
-    """Bytes of captured graphs beside activations: each lane has its working memory and copies at borders.
-
-    At a border a captured segment reads a state, and a gradient of it, that no graph has made.
-    """
+    # Each lane has working memory, and copies of states and gradients that captured segments read from
+    # uncaptured ones.
     if scope == FULL_ITERATION or not segments_of(scope):
         return 0.0
     captured = segments_of(scope)
@@ -300,7 +287,7 @@ def write_projected_memory(folder: Path, plan: Plan) -> None:
 
 
 def projected_memory(plan: Plan) -> dict[str, Any]:
-    """Return GiB by kind for each place along pp as ``places``, or the reason against it as ``why_not``."""
+    """Return GiB by kind of each place along pp as ``places``, or the refusal as ``why_not``."""
     try:
         run = replace(plan, config=with_its_transport(plan))
         places = exact_memory(run, on_nvidia=torch.version.hip is None)
@@ -310,7 +297,7 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
 
 
 def with_its_transport(plan: Plan) -> RunConfig:
-    """Return the configuration with the transport that the run chooses on its own devices, never auto."""
+    """Return the configuration with the transport that the run chose on its devices."""
     config, transport = plan.config, plan.transport
     return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
 

@@ -101,14 +101,11 @@ class MetricsWriter:
         if cut := cut_metrics(folder / METRICS_FILE, done):
             log.info("%s of later steps cut from %s", number_of(cut, "row"), METRICS_FILE)
         self._file = LineFile(folder / METRICS_FILE)
-        self._file.append([])  # there from the start, for who follows it
+        self._file.append([])  # creates it at the start, for `tail -f`
         self._loads = ExpertLoads(folder, done, config.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
-        """Append rows and flush them to the operating system, so a kill loses none.
-
-        ``read`` are their steps, for rows of steps. Rows that don't fit the disk are lost.
-        """
+        """Append rows, of the steps ``read`` if they are steps. A kill loses none, a full disk does."""
         if read:
             self._loads.write(read)
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
@@ -151,10 +148,7 @@ MAX_LINES = 200
 
 
 class ExpertLoads:
-    """Writes mean expert loads of neighbouring steps.
-
-    A line ends at each multiple of a fixed number of steps, independent of resumes.
-    """
+    """Writes mean expert loads of neighbouring steps, a line at each multiple of a fixed number of steps."""
 
     def __init__(self, folder: Path, done: int, total_steps: int) -> None:
         """Continue after step ``done`` of ``total_steps``; later lines are cut."""
@@ -166,11 +160,7 @@ class ExpertLoads:
         self._written = self._read = done
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Add rows; write a line if they reach the next multiple or the last step.
-
-        A line has ``step``, the last of its ``steps`` steps, and ``load``: slots of each expert over the
-        mean of its MoE layer.
-        """
+        """Add rows; write a line if they reach the next multiple or the last step."""
         for row in rows:
             if not row.load_LE.numel():
                 return

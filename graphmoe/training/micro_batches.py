@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 Add = Callable[[StagePieces, LossOutput], None]
 """Called with each stage's output, per stage in the order of micro-batches."""
-
-
 Lane = Callable[[Hashable], AbstractContextManager[None]]
 """Context of a micro-batch slot's captured graphs."""
 

@@ -62,11 +62,6 @@ def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
     return {f"{'+'.join(names)} {N}x{K}": (N, K) for (N, K), names in shapes.items()}
 
 
-def measures(device: torch.device) -> bool:
-    """Return whether GEMMs are timed: on a CPU fp8 is slow and for trying out only."""
-    return device.type == "cuda"
-
-
 def measured(
     plan: Plan,
     dense: Mapping[str, tuple[int, int]],
@@ -85,8 +80,8 @@ def measured(
     found = {name: known[name] for name in wanted if name in known}
     if precision.fp8_measure is Fp8Measure.none:
         return {}
-    if not measures(device):
-        return found
+    if device.type != "cuda":
+        return found  # fp8 is slow on a CPU, and for trying out only
     # A weight meets the rows of all ranks of tp.
     rows, wgrad, recipe = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value, precision.fp8.value
     products: dict[str, Dense | Experts] = {

@@ -44,8 +44,7 @@ KEPT_STEPS = 20
 class StepTrace:
     """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks`` with torch's profiler.
 
-    All ranks wait until all profilers have started, and later until all files are written. The steps' clock
-    leaves both out, so other steps are measured as usual.
+    All ranks wait for starts and for writing. The steps' clock excludes both.
     """
 
     def __init__(
@@ -121,10 +120,8 @@ class StepTrace:
             start_memory_history()
         else:
             log.info("profile.steps: a CPU has no history of memory; times are those of the host")
-        with (
-            without_text(MARKERS),
-            warnings.catch_warnings(),
-        ):  # torch 2.11 says that of several windows the last one stays
+        # torch 2.11 warns that only the last of several windows stays
+        with without_text(MARKERS), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
             profiler.start()
         return profiler
@@ -146,8 +143,7 @@ class StepTrace:
         return written
 
     def _facts(self) -> dict[str, Any]:
-        name = device_name(self._device)
-        scope = self._config.graph.scope
+        name, scope = device_name(self._device), self._config.graph.scope
         return {
             "run": self._config.run.name,
             "rank": self._ranks.rank,
@@ -164,7 +160,7 @@ class StepTrace:
 class PipelineProfile:
     """Records timelines of logged pipeline steps; rank 0 writes them.
 
-    A recorded step begins with a device sync and a barrier, which the steps' clock leaves out.
+    A recorded step begins with a device sync and a barrier, which the steps' clock excludes.
     """
 
     earlier_peak_gib = 0.0
@@ -186,10 +182,8 @@ class PipelineProfile:
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
         self._pipeline, self._device = pipeline, device
         self._place = mesh.index("pp")
-        groups = mesh.layout.groups("pp")
-        self._group, _ = dist.new_subgroups_by_enumeration(
-            [list(group) for group in groups], backend="gloo", timeout=PATIENCE
-        )
+        groups = [list(group) for group in mesh.layout.groups("pp")]
+        self._group, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo", timeout=PATIENCE)
         self._is_wanted = 0 in mesh.layout.group("pp", mesh.rank)
         self._recorder = Recorder(self._device, lambda: dist.barrier(self._group))
         self._timelines = self._earlier(done) if mesh.rank == 0 else {}
@@ -249,10 +243,8 @@ class _Part(NamedTuple):
 
 
 def in_common_time(parts: Sequence[_Part]) -> list[Span]:
-    """Return the spans of all ranks from one zero.
-
-    Ranks of one host share its clock. Clocks of several hosts differ by more than the ends of a barrier.
-    """
+    """Return the spans of all ranks from one zero."""
+    # Clocks of several hosts differ by more than the ends of a barrier.
     first = parts[0]
     one_host = all(part.host == first.host for part in parts)
     found = []

@@ -45,8 +45,12 @@ def receive_ladder(
             make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
         model.use(dispatchers)
 
+    def num_bytes(dispatchers: tuple[Dispatcher, ...]) -> int:
+        rooms = [each.capacity for each in dispatchers if each.capacity is not None]
+        return room_bytes(rooms, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
+
     def has_memory(now: tuple[Dispatcher, ...], then: tuple[Dispatcher, ...]) -> bool:
-        more = _bytes(plan, then, fused=fused) - _bytes(plan, now, fused=fused)
+        more = num_bytes(then) - num_bytes(now)
         unused = capture.maker.pool_unused_bytes() if capture else 0
         found = ranks.gather(has_bytes(more, device, unused))
         if not all(found):
@@ -59,28 +63,19 @@ def receive_ladder(
 
 
 def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
-    """Return whether a step may take so many bytes more than those so far, once the graphs' pool is gone.
-
-    A step takes what it took at most so far; a replayed one, what lasts and all of the pool, of which
-    ``pool_unused`` bytes hold nothing between steps. Graphs of more room are made when those before them have
-    given theirs back, so what is in the pool now is theirs.
-    """
+    """Return whether ``more`` bytes than a step's peak fit; ``pool_unused``: bytes in the graphs' pool."""
     if device.type != "cuda":
         return True
+    # A replayed step needs all of the pool. The old graphs free it before larger ones are captured.
     lasting = torch.cuda.memory_allocated(device)
     so_far = max(memory_gib(device) * 2**30, lasting + pool_unused)
     return SPARE * so_far + more <= reachable_bytes(device)
 
 
 def levels_of(plan: Plan) -> list[Dispatcher]:
-    """Return dispatchers with the receive budget, `GROWTH` times as much, and so on to the worst case."""
+    """Return dispatchers with the configured capacity, then `GROWTH` times as much, to the worst case."""
     found, factor = [planned_dispatcher(plan)], 1.0
     while plan.room(factor) != plan.worst:
         factor *= GROWTH
         found.append(planned_dispatcher(plan, factor))
     return found
-
-
-def _bytes(plan: Plan, dispatchers: tuple[Dispatcher, ...], *, fused: bool) -> int:
-    rooms = [each.capacity for each in dispatchers if each.capacity is not None]
-    return room_bytes(rooms, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)

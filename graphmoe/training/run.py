@@ -78,9 +78,9 @@ def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
 
 
 def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
-    """Train to the end, or to a signal; return the summary on rank 0.
+    """Train to the end or to a signal; return the summary on rank 0.
 
-    *Raises* RunFailed, which needs no traceback, if data, checkpoints or losses end the run.
+    *Raises* RunFailed if data, checkpoints or losses end the run.
     """
     config = plan.config
     log_host(host_lines)
@@ -93,10 +93,9 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
         trainer = build_trainer(plan, folder, progress, ranks)
         if ranks.is_first:
-            facts = {
-                **describe(trainer.device), "num_workers": ranks.size, "workers_of_node": ranks.local_size
-            }  # fmt: skip
-            _write(folder / ENVIRONMENT_FILE, to_json(facts), "before the first step")
+            workers = {"num_workers": ranks.size, "workers_of_node": ranks.local_size}
+            text = to_json({**describe(trainer.device), **workers})
+            _write(folder / ENVIRONMENT_FILE, text, "before the first step")
             warn_of_unused_ids(config, trainer.corpus.tokenizer)
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
@@ -193,10 +192,8 @@ def warn_of_unused_ids(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     given = config.checkpoint.init_from or config.checkpoint.resume_from
     if tokenizer is None or given or model.vocab_size <= MANY_IDS * enough:
         return
-    data = config.data
-    key = (
-        f"data.tokenizer={data.tokenizer}" if data.tokenizer else f"data.bpe_vocab_size={data.bpe_vocab_size}"
-    )
+    data, name = config.data, config.data.tokenizer
+    key = f"data.tokenizer={name}" if name else f"data.bpe_vocab_size={data.bpe_vocab_size}"
     log.warning(
         "model.vocab_size=%d, and the tokenizer (%s) has %d ids: %d rows of the embedding and the head stand "
         "for no token; model.vocab_size=%d is enough",

@@ -18,7 +18,7 @@ PROMPT_TOKENS = 16
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
     """Return a model that shares the weights and runs on this rank alone; None if weights are sharded.
 
-    Ranks of cp hold all weights. The copy has no dispatcher, whose buffers are sized for a micro-batch.
+    It has no dispatcher, whose buffers are sized for a micro-batch.
     """
     layout = model.layout
     if layout.tp * layout.pp * layout.size("ep_etp") > 1:
@@ -48,7 +48,7 @@ def generate(
 def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """Return the first tokens of a validation document, else of a training one; '' without text.
 
-    A stream has no document boundaries: its first sample is used. *Raises* DataError if it is exhausted.
+    Of a stream they are those of the first sample. *Raises* DataError if it is exhausted.
     """
     samples = corpus.val or corpus.train
     documents = getattr(samples, "documents", None)

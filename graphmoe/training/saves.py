@@ -30,16 +30,16 @@ NOTHING = "nothing is saved (checkpoint.enabled=false)"
 
 
 class Chosen(NamedTuple):
-    """Choices by measured times. A checkpoint keeps them: other kernels would sum in another order."""
+    """Measured choices of kernels, which a checkpoint keeps: other kernels sum in another order."""
 
     experts: str = ""
-    """Backends of the experts' forward, dgrad and wgrad; empty where none run."""
+    """Backends of the experts' forward, dgrad and wgrad; empty if none run."""
     fp8: Mapping[str, float] = {}  # noqa: RUF012  # nobody changes it
-    """Speeds in 8 bits of the products that were timed."""
+    """Speeds of the timed GEMMs in fp8 over bf16."""
 
 
 def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen) -> dict[str, Any]:
-    """Return the state after ``step``, whose tensors are the run's own. A collective."""
+    """Return the state after ``step``; tensors are not copied. A collective."""
     return {
         "model": optimizer.model_state(),
         "optimizer": optimizer.state_dict(),
@@ -51,21 +51,21 @@ def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen
 
 
 class TrainingStopped(RuntimeError):
-    """End of a diverged run; the message names the checkpoint to resume."""
+    """A diverged run; the message names the checkpoint to resume."""
 
 
 class Saves:
-    """Checkpoints of a run. All ranks call its methods together."""
+    """Checkpoints of a run. Methods are collectives."""
 
     def __init__(self, store: CheckpointStore, config: RunConfig, ranks: Ranks) -> None:
         self.store, self._config, self._ranks = store, config, ranks
         self._good: Path | None = None
-        """The newest checkpoint known to be finite."""
+        """Newest checkpoint known to be finite."""
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, before: str = "") -> None:
         """Save a step's state if checkpoints are enabled. Syncs the device.
 
-        *Raises* TrainingStopped without writing, with the message ``before``, if the state is not finite.
+        *Raises* TrainingStopped, whose message begins with ``before``, if the state is not finite.
         """
         if name := self.not_finite(state):
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
@@ -75,10 +75,7 @@ class Saves:
             self._good = folder_of(self.store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
-        """Check a loaded ``state``.
-
-        *Raises* CheckpointError if it is not finite; the message names an earlier finite checkpoint, if any.
-        """
+        """Raise CheckpointError if a loaded ``state`` is not finite; it names an earlier finite one."""
         path = folder_of(store.folder, step)
         name = self.not_finite(state)
         if name is None:
@@ -106,7 +103,7 @@ class Saves:
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
     def not_finite(self, state: Mapping[str, Any]) -> str | None:
-        """Return the first tensor of model or optimizer that is not finite on any rank. One device sync."""
+        """Return a tensor of model or optimizer that is not finite on any rank. One device sync."""
         found = self._ranks.gather(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
         return next((name for name in found if name is not None), None)
 
@@ -147,7 +144,7 @@ def first_not_finite(state: dict[str, Any]) -> str | None:
 
 
 def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device) -> None:
-    """Seed Python and torch, and choose deterministic kernels: on a CPU always, else where asked for."""
+    """Seed Python and torch; select deterministic kernels on a CPU, and elsewhere if configured."""
     random.seed(seed)
     torch.manual_seed(seed)
     if precision.deterministic:
@@ -167,7 +164,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to a state of ``random_state``. *Raises* CheckpointError for any other."""
+    """Restore a state of ``random_state``. *Raises* CheckpointError if it is none."""
     try:
         random.setstate(ast.literal_eval(state["python"]))
         torch.set_rng_state(state["torch"])

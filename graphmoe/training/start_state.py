@@ -61,7 +61,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
 
 
 def with_epochs(config: RunConfig) -> RunConfig:
-    """Return the configuration with the steps of ``train.epochs``. Opens the data."""
+    """Return the configuration with steps in place of ``train.epochs``. Opens the data."""
     train, data = config.train, config.data
     if train.epochs is None:
         return config
@@ -86,10 +86,7 @@ def with_epochs(config: RunConfig) -> RunConfig:
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raise ConfigError if state or batches certainly exceed a rank's memory, on any device, compiled or not.
-
-    In a pipeline the rank that needs most is checked.
-    """
+    """Raise ConfigError if state, batches or activations certainly exceed the memory of a rank."""
     config, layout, pipeline, num_ranks = plan.config, plan.layout, plan.pipeline, plan.layout.size("world")
     parameters, needed_by_place = count_parameters(config.model)["total"]["full"], state_of_places(plan)
     needed, there = max(needed_by_place), memory_of(device)
@@ -177,13 +174,12 @@ def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]
             needed += 4 * model.vocab_size * model.hidden_size + chunk_bytes(sizes)
         elif with_loss:  # of an eager run in fp32, with their logarithms
             of_loss = with_loss[0] + logits * (sizes.element_bytes if config.compile.enabled else 8)
-        again = min(_again_bytes(plan, sizes, plan.stages[number]) for number in plan.stage_numbers(place))
-        found.append((needed, max(most[place] + again * known, of_loss)))
+        again = [
+            made_again(sizes, plan.recompute, stage.layers[-1]) if len(stage.layers) else 0.0
+            for stage in plan.own_stages(place)
+        ]
+        found.append((needed, max(most[place] + SURE * min(again) * known, of_loss)))
     return found
-
-
-def _again_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:
-    return SURE * made_again(sizes, plan.recompute, stage.layers[-1]) if len(stage.layers) else 0.0
 
 
 def _kept_bytes(plan: Plan, sizes: Sizes, stage: StagePieces) -> float:

@@ -27,11 +27,8 @@ from graphmoe.training.step_sums import StepSums, Totals
 class TrainStep:
     """The device's work of a step: forward and backward, reductions, update, metrics.
 
-    A step that overflowed a receive buffer is a no-op, and so is each one launched after it until
-    ``optimizer.void`` is zeroed.
-
-    Consuming batches is its only effect on the host, and it syncs only if the dispatcher does: it can be
-    captured.
+    A step that overflowed a receive buffer is a no-op, and so are later ones until ``optimizer.void`` is
+    zeroed. Consuming batches is the only host side effect, so a step can be captured.
     """
 
     def __init__(
@@ -42,19 +39,19 @@ class TrainStep:
         mesh: Mesh,
         backends: str = "",
     ) -> None:
-        """``backends`` of the fused experts say how many bytes a replica has, for the metrics."""
+        """``backends`` of the fused experts: they determine the bytes of a replica in the metrics."""
         self.plan, self.optimizer, self.micro_batches, self.mesh = plan, optimizer, micro_batches, mesh
         self._replica_gb = plan.replica_bytes(backends) / 1e9
         self.model = model = micro_batches.model
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
-        """Routers of this rank, by index among all MoE layers of the model."""
+        """Routers of this rank by index of their MoE layer."""
         self._capacities_of: tuple[Dispatcher, ...] = ()
         self._capacities_L2: Tensor
         self._forced = ForcedLoads(plan, self.routers) if plan.config.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
-        """Write what the host sets before step ``step``, counted from 1, outside of graphs."""
+        """Write what the host sets before a step, counted from 1, outside of graphs."""
         if self._forced:
             self._forced.set(step)
 
@@ -78,14 +75,14 @@ class TrainStep:
         return device_row(scalars, totals.counts_LE, self.mesh.layout.ep, totals.received_L2)
 
     def forward_backward(self, batches: Iterable[Tensor]) -> Totals:
-        """Run every own micro-batch, in a pipeline by its schedule; sum the results over ranks."""
+        """Run this rank's micro-batches; sum the results over ranks."""
         sums = StepSums(self.model, self.routers, self.micro_batches.device)
         self.optimizer.start_gather()
         self.micro_batches.train(batches, sums.add)
         return sums.reduce(self.plan, self.mesh)
 
     def _overflow(self, totals: Totals) -> dict[str, Tensor]:
-        """Make the step a no-op if a layer received more than its capacity; return the loads for the row."""
+        # A layer that received more than its capacity makes the step a no-op.
         if totals.received_L2 is None:
             return {}
         dispatchers, void = self.model.dispatchers, self.optimizer.void
@@ -112,10 +109,9 @@ class _Launched(NamedTuple):
 class Steps:
     """The host's side of a step: launches it as ``graph.scope`` says, keeps its row, reruns it on overflow.
 
-    With a ladder of receive capacities the host reads the overflow flag of a step after it launched the
-    next one, so that the device has work meanwhile. An overflowed step and the one after it were no-ops:
-    both run again on the same micro-batches. A step at the last level is confirmed at once, so that the
-    next need not run there.
+    The host reads a step's overflow flag after it launched the next step. An overflowed step and the one
+    after it were no-ops, and both run again on the same micro-batches. A step at the last level is confirmed
+    at once, so that the next can leave that level.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class Steps:
         self._unconfirmed: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
-        """Launch step ``step``, counted from 1, and confirm all before it."""
+        """Launch a step, counted from 1, and confirm all before it."""
         if self._ladder is None:  # receive buffers hold any routing
             self.step.prepare(step)
             self.rows.append(step, self.run(batches))
@@ -143,7 +139,7 @@ class Steps:
             self.settle(but=1)
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return the row of a step; a replay of the whole step overwrites the last one's."""
+        """Return the row of a step; a replayed step overwrites the row of the last one."""
         if self._capture is None:
             return self.step(batches)
         if self._captured is not None:
@@ -156,7 +152,7 @@ class Steps:
         return row
 
     def settle(self, but: int = 0) -> None:
-        """Confirm all launched steps except the last ``but``, before anybody reads their results."""
+        """Confirm all launched steps except the last ``but``; call before their results are read."""
         while len(self._unconfirmed) > but:
             assert self._ladder is not None
             step = self._unconfirmed[0].step

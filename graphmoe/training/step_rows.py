@@ -18,27 +18,23 @@ OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "l
 SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "void")
 """Scalars if receive buffers have a capacity: the largest load of any rank over a balanced one, and 1.0 if
-it overflowed.
-"""
+it overflowed."""
 REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
 """Scalars with replicas: the largest number of slots of any rank over the mean, the number of replicas in a
-micro-batch over all MoE layers and ranks of ep, and the GB that they move.
-"""
-
-
+micro-batch over all MoE layers and ranks of ep, and the GB that they move."""
 Mark = torch.cuda.Event | float
 """Device event, or the host's clock in seconds."""
 Interval = tuple[tuple[Mark, Mark], ...]
-"""Start and end of each part; pauses lie between parts."""
+"""Start and end of each part between pauses."""
 
 
 class StepRow(NamedTuple):
     step: int
     seconds: float
     values: dict[str, float]
-    """By name: ``SCALARS``, and ``RECEIVED`` and ``REPLICATED`` if the run has them."""
+    """``SCALARS`` by name, and ``RECEIVED`` and ``REPLICATED`` if the run has them."""
     load_LE: Tensor
-    """Load of each expert over the mean of its MoE layer, fp32."""
+    """Load of each expert over the mean of its layer, fp32."""
 
     @property
     def load(self) -> list[float]:
@@ -52,8 +48,8 @@ def device_row(
 ) -> Tensor:
     """Return a step's fp32 row: its scalars, expert loads [L, E], and ``received_L2`` if given.
 
-    A load is over the mean of its MoE layer. ``rank_load`` is the largest load of the ``ep`` ranks, averaged
-    over layers: other ranks wait for that one.
+    Loads are over the mean of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks, averaged
+    over layers.
     """
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)
@@ -64,7 +60,6 @@ def device_row(
 
 
 def over_mean(counts_LX: Tensor) -> Tensor:
-    """Divide counts by the mean of their layer, [L, X] fp32."""
     return counts_LX / counts_LX.float().mean(dim=1, keepdim=True).clamp_min(1e-9)
 
 
@@ -98,7 +93,7 @@ class StepRows:
         return len(self._steps)
 
     def append(self, step: int, row: Tensor) -> None:
-        """Start the copy of a step's row. No device sync."""
+        """Start to copy a step's row. No device sync."""
         assert len(self) < len(self._host)
         self.clock.mark()  # before the row: who has that has the time too
         self._host[self._next].copy_(row, non_blocking=True)
@@ -108,19 +103,19 @@ class StepRows:
         self._steps.append(step)
 
     def drop(self, count: int) -> None:
-        """Drop the last rows, of overflowed steps. Their time counts for the next row."""
+        """Drop the last rows, of overflowed steps; their time counts for the next row."""
         self._steps = self._steps[: len(self) - count]
         self._next = (self._next - count) % len(self._host)
         self.clock.drop(count)
 
     def received(self, step: int) -> tuple[bool, list[Load]]:
-        """Return whether a step overflowed, and each MoE layer's load. Waits for that step only."""
+        """Return whether a step overflowed, and each MoE layer's load. Waits for that step."""
         row = self._row(self._steps.index(step))
         loads = row[self._end :].view(-1, 2).tolist()
         return self._scalars(row)["void"] > 0, [Load(int(rows), int(slots)) for rows, slots in loads]
 
     def read(self, last: int | None = None) -> list[StepRow]:
-        """Return and drop the rows up to a step, or all. Waits for these steps only."""
+        """Return and drop the rows up to a step, or all. Waits for these steps."""
         count = len(self) if last is None else self._steps.index(last) + 1
         rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]
@@ -145,17 +140,17 @@ class StepRows:
 
 
 class StepClock:
-    """Intervals between marks without pauses, by device events on a GPU, else by the host's clock."""
+    """Intervals between marks, without pauses; device events on a GPU, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.restart()
 
     def restart(self) -> None:
-        """Start the next interval here; the time before counts for no step."""
+        """Start the next interval here."""
         self._ended: list[Interval] = []
         self._parts: Interval = ()
-        """Parts of the current interval before its last pause."""
+        """Of the current interval, before its last pause."""
         self._since = self._now()
 
     def mark(self) -> None:
@@ -166,10 +161,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the block from every step. No device sync.
-
-        On a GPU the pause lasts from the end of work queued before to the start of work queued after it.
-        """
+        """Exclude the block, on a GPU the work queued in it, from every step. No device sync."""
         self._parts = (*self._parts, (self._since, self._now()))
         try:
             yield
@@ -183,7 +175,7 @@ class StepClock:
         self._ended = self._ended[:kept]
 
     def hand_over(self, count: int) -> list[Interval]:
-        """Return the first intervals not handed over yet. No device sync."""
+        """Return and drop the first intervals. No device sync."""
         given, self._ended = self._ended[:count], self._ended[count:]
         return given
 
@@ -196,7 +188,6 @@ class StepClock:
 
 
 def seconds(interval: Interval) -> float:
-    """Seconds of a finished interval, without its pauses."""
     return sum(
         end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3  # type: ignore
         for start, end in interval

@@ -89,6 +89,6 @@ def _summed(mesh: Mesh, tensors: list[tuple[Axis, Tensor]]) -> list[Tensor]:
 
 
 def _one_of_all(received_L2: Tensor, mesh: Mesh) -> Tensor:
-    """Put a rank's loads among zeros [world, L, 2]: their sum over all ranks has the loads of each."""
+    # [world, L, 2], zeros of other ranks: the sum over ranks has the loads of each
     after = mesh.layout.size("world") - 1 - mesh.rank
     return F.pad(received_L2.unsqueeze(0), (0, 0, 0, 0, mesh.rank, after))

@@ -22,11 +22,10 @@ from graphmoe.runtime.host.files import dispensable
 log = logging.getLogger(__name__)
 
 MLFLOW_PARAMS = 100
-"""MLflow's limit of parameters per call."""
+MLFLOW_METRICS = 1000
+"""MLflow's limits of parameters and of values per call."""
 MLFLOW_LETTERS = 500
 """Length of a parameter that every MLflow store accepts."""
-MLFLOW_METRICS = 1000
-"""MLflow's limit of values per call."""
 
 Point = tuple[int, dict[str, float]]
 
@@ -141,9 +140,8 @@ def _mlflow(folder: Path, config: RunConfig, after: int | None) -> Tracker:
             id_file.write_text(run.info.run_id, encoding="utf-8")
         client = mlflow.MlflowClient()
     except Exception as error:
-        raise _cannot_begin(
-            "mlflow", error, "set MLFLOW_TRACKING_URI to a server or sqlite:///FILE"
-        ) from error
+        instead = "set MLFLOW_TRACKING_URI to a server or sqlite:///FILE"
+        raise _cannot_begin("mlflow", error, instead) from error
 
     def draw(points: list[Point]) -> None:
         now = time.time_ns() // 1_000_000

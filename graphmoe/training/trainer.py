@@ -1,8 +1,8 @@
 """The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
 
 Every rank of a job runs it, each on its own micro-batches; rank 0 writes the run's folder.
-The host never syncs the device inside a step. It reads the metrics of the last steps, and so learns of
-skipped ones, at logging steps; of captured steps one step later.
+The host never syncs the device inside a step. It reads metrics at logging steps, of captured steps one step
+later.
 """
 
 import itertools
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """The parts of one run, and the loop over them; `graphmoe.training.build.build_trainer` makes it."""
+    """The parts of one run and its loop; `graphmoe.training.setup.build_trainer` makes it."""
 
     plan: Plan
     folder: Path
@@ -63,7 +63,7 @@ class Trainer:
     steps: Steps
     validation: Validation
     trace: StepTrace | None
-    """Recorder of the steps of ``profile.steps``; None if no such step is left."""
+    """None if no step of ``profile.steps`` is left."""
     pipeline_profile: PipelineProfile | None
     metrics: MetricsWriter | None
     """Writer of rank 0."""
@@ -83,7 +83,7 @@ class Trainer:
         """Last step whose metrics are due to be written, and the epoch after it."""
 
     def run(self) -> bool:
-        """Train to the last step, or until a signal asks to stop; return whether the run is finished."""
+        """Train to the last step or to a signal; return whether the run is finished."""
         log.info(self.throughput.describe(), extra=FILE_ONLY)
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
@@ -156,8 +156,7 @@ class Trainer:
         self.progress.advance(self.step)
         self._report_pending()
         last = self.step == train.steps
-        due = last or self.step == 1 or _due(self.step, train.val_interval)
-        validates = train.val_batches > 0 and due
+        validates = train.val_batches > 0 and (last or self.step == 1 or _due(self.step, train.val_interval))
         saves = last or _due(self.step, checkpoint.interval)
         waits = validates or saves or self.execution.capture is None
         if validates or saves or self.step == self._first or _due(self.step, train.log_interval):
@@ -181,11 +180,7 @@ class Trainer:
             self._report_pending()
 
     def _report_pending(self) -> None:
-        """Write the metrics that are due, if any are, and stop a run that keeps failing.
-
-        A captured step is launched before those of the step before it are read, so that the device has
-        work meanwhile.
-        """
+        # A captured step is launched before the metrics of the one before are read: the device never idles.
         if self._pending is None:
             return
         config, (step, epoch), self._pending = self.config, self._pending, None
@@ -219,8 +214,8 @@ class Trainer:
             self.optimizer.restore_weights()  # a captured step begins with them
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
-        steps, of = self.config.train.steps, number_of(count, "micro-batch")
-        log.info("step %d/%d  validation loss %.4f (%s)", self.step, steps, mean, of)
+        of = number_of(count, "micro-batch")
+        log.info("step %d/%d  validation loss %.4f (%s)", self.step, self.config.train.steps, mean, of)
 
     def _state(self) -> dict[str, Any]:
         return state_of(self.step, self.optimizer, self.loader, self.execution.chosen)
@@ -236,10 +231,9 @@ class Trainer:
 
 
 class StopFlag:
-    """Flag that tells the other ranks of a signal between two steps, and reads the flags of the time before.
+    """Agreement of all ranks on a signal, over a gloo group of its own. All ranks call it at the same points.
 
-    So nobody waits for a message: it had a whole step to arrive. It travels between the hosts, in a group
-    of its own. Every rank builds it and calls it at the same points.
+    Flags are read a step after they were sent, so no rank waits for a message.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -247,10 +241,7 @@ class StopFlag:
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def signal(self, received: str | None) -> str | None:
-        """Name of the signal to stop for, the same on all ranks; ``received`` is what this one got.
-
-        It is a call later than ``received``; on one rank it is ``received``, at once.
-        """
+        """Return the signal to stop for, the same on all ranks, which several learn a call later."""
         if self._group is None:
             return received
         agreed = self.close()
@@ -261,13 +252,12 @@ class StopFlag:
         return agreed
 
     def close(self) -> str | None:
-        """Wait for the last message, which every rank has sent; return the signal that it names."""
+        """Wait for the last flags; return the signal that they name."""
         if self._sent is None:
             return None
         (flag, work), self._sent = self._sent, None
         wait_for(work.wait)
-        number = int(flag)
-        return signal.Signals(number).name if number else None
+        return signal.Signals(int(flag)).name if flag else None
 
 
 def _due(step: int, interval: int) -> bool:

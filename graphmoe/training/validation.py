@@ -83,7 +83,7 @@ class Validation:
         has_limit = model.dispatcher is not None and model.dispatcher.capacity is not None
         rooms_L2 = rooms_of(model.dispatchers, device) if has_limit else None
         numbers = range(index, index + len(batches), layout.dp)
-        # ranks that are through go on with the last one, since experts wait for tokens of all ranks
+        # ranks without batches left repeat the last one, since experts wait for tokens of all ranks
         mine = [batches[min(number, len(batches) - 1)] for number in numbers]
         counted = iter(numbers)
 

@@ -1,12 +1,8 @@
 """One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/projection.md.
 
-With a pipeline the rank runs its stages by the schedule's table, with all micro-batches of a step, or with
-fewer in which the rank has the same moments.
-
-Nothing is computed and nothing is sent. The process groups are those of the layout on torch's backend
-"fake"; weights, gradients, optimizer state and activations are fake tensors, on the CPU: autograd cannot run
-a backward of fake GPU tensors where torch was built without a GPU. Operations of the project have the same
-results on both.
+A rank of a pipeline runs its stages by the schedule's table. Nothing is computed or sent: process groups are
+of torch's backend "fake", and all tensors are fake ones on the CPU, since autograd needs a GPU build for a
+backward of fake GPU tensors.
 """
 
 import functools
@@ -35,14 +31,14 @@ from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.training.dry_run.collectives import CollectiveLog
 from graphmoe.training.dry_run.model import GraphSegments, fake_build, fake_executor, fake_mesh
 from graphmoe.training.dry_run.watch import MemoryLog, StepWatch, WatchedChannels, WatchedSteps
-from graphmoe.training.memory import estimated_memory
+from graphmoe.training.memory import memory_of_places
 from graphmoe.training.micro_batches import Add, Pipelined, micro_batches_of
 from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
 ROUNDS = (2, 3, 4, 6, 8, 16)
-"""Micro-batches for each rank of a pipeline with which shorter steps are tried."""
+"""Micro-batches per pipeline rank of the shorter steps that are tried."""
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
     "buffers of NCCL or RCCL, and of dispatchers other than symm",
@@ -53,10 +49,10 @@ NOT_COUNTED = (
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
-    """Run the step of a rank; return the collectives and memory that it would have, as plain values.
+    """Run the step of a rank; return its collectives and memory as plain values.
 
-    ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup where
-    a collective is not among the ranks that the layout says.
+    ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup for a
+    collective among other ranks than the layout's.
     """
     launch, started = config.launch, time.perf_counter()
     assert launch.fake_world is not None
@@ -70,7 +66,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     if pipeline:
         padded = replace(model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
         as_run = replace(plan, config=replace(plan.config, model=padded))
-        places = estimated_memory(as_run, on_nvidia=torch.version.hip is None)
+        places = memory_of_places(as_run, on_nvidia=torch.version.hip is None)
         projected = [round(place.total - place.buffers["communication"]) for place in places]
     rank = launch.fake_rank
     if rank is None:
@@ -124,9 +120,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
 
 def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
-    """Return the plan with the shortest table, of those tried, in which the place has the same moments.
+    """Return the plan with the shortest table of `ROUNDS` that has the same moments at the place.
 
-    It is the plan itself where there is none: where ranks keep all micro-batches, and for few of them.
+    If there is none, the plan is returned: ranks keep all micro-batches, or there are few.
     """
     asked, table, pp = plan.config.pipeline, pipeline.table, plan.layout.pp
     counts = [each * pp + plan.num_micro_batches % pp for each in ROUNDS]
@@ -164,7 +160,7 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
 
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
-    """Run the step with one micro-batch of zeros, with a pipeline with those of its table."""
+    """Run the step with one micro-batch of zeros, or with as many as a pipeline's table has."""
     config, optimizer, micro_batches = step.plan.config, step.optimizer, step.micro_batches
     assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
     for kind, tensors in _state(step.model, optimizer).items():

@@ -26,42 +26,37 @@ NAMES = {
     "alltoall_base_": "all_to_all",
     "recv_": "receive",
 }
-"""Our names of operations of c10d."""
 MESSAGES = ("send", "recv_")
-"""Operations of c10d between two ranks of a pipeline, whose group is their channel."""
+"""Operations of c10d between two ranks of a pipeline."""
 FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-"""Order of the ranks in docs/parallel.md, on purpose not taken from the layout."""
+"""Order of the ranks in docs/parallel.md; not taken from the layout, which it checks."""
 AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
-"""Operations of c10d that one axis alone uses: tokens travel between the ranks that share the experts."""
+"""Operations of c10d that only one axis uses: dispatch and combine."""
 LOCAL = frozenset({"index_along"})
-"""Our operations that name an axis and send nothing."""
+"""Our operations that name an axis but send nothing."""
 
 
 class WrongGroup(RuntimeError):
-    """Process group with other ranks, or another order of them, than the layout has."""
+    """A process group with other ranks, or another order, than in the layout."""
 
 
 class Collective(NamedTuple):
-    """Kind of calls."""
+    """Calls that are alike."""
 
     phase: str
     operation: str
     axes: tuple[Axis, ...]
-    """The axis; where the operation names only a process group, all that have its ranks."""
+    """The axis; all axes with the same ranks if the operation names a process group."""
     ranks: tuple[int, ...]
-    """In the order of the axis; of a message its source and its destination."""
+    """In the order of the axis; source and destination of a message."""
     shape: tuple[int, ...]
     """Shape of the larger of input and output on each rank."""
     dtype: str
     bytes: int
-    """Size of a tensor of that shape."""
 
 
 class CollectiveLog:
-    """Count of collectives by kind.
-
-    *Raises* WrongGroup for one whose group is not that of the mesh's layout.
-    """
+    """Count of collectives by kind. *Raises* WrongGroup if a group is not one of the mesh's layout."""
 
     def __init__(self, mesh: Mesh) -> None:
         check_groups(mesh)
@@ -74,7 +69,7 @@ class CollectiveLog:
                 self._axes[ranks] = *self._axes.get(ranks, ()), axis
 
     def saw(self, func: Any, args: tuple[Any, ...], result: Any, phase: str) -> None:
-        """Count an operation that ran, if it is a collective."""
+        """Count an operation if it is a collective."""
         layout, own = self._mesh.layout, self._mesh.rank
         namespace, _, name = func.name().partition("::")
         if namespace == "c10d":
@@ -123,18 +118,14 @@ class CollectiveLog:
         return (own, peer) if name == "send" else (peer, own)
 
     def to_json(self, times: Mapping[str, int | Fraction]) -> list[dict[str, Any]]:
-        """List each kind of call with its count in a step; phases happen as often as ``times`` says."""
+        """List each kind of call with its count in a step; ``times``: factor by phase."""
         counts = {call: Fraction(times.get(call.phase, 1)) * count for call, count in self.counts.items()}
         assert all(count.denominator == 1 for count in counts.values()), "micro-batches are not alike"
         return [{**call._asdict(), "count": int(count)} for call, count in counts.items()]
 
 
 def check_groups(mesh: Mesh) -> None:
-    """Raise WrongGroup unless all process groups of this rank are what the layout and its page say.
-
-    Of each axis: the ranks and their order. Of ``ep_etp``: that the ranks in their order hold the blocks of
-    experts in theirs, etp ranks each, as dispatchers send tokens.
-    """
+    """Raise WrongGroup unless this rank's process groups are those of the layout and docs/parallel.md."""
     layout, rank = mesh.layout, mesh.rank
     for axis in AXES:
         group = mesh.group(axis)
@@ -152,7 +143,7 @@ def check_groups(mesh: Mesh) -> None:
 
 
 def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
-    """Check that each rank's places along the axes are the digits of its number."""
+    """Check that each rank's positions along the axes are the digits of its number."""
     sizes = [getattr(layout, axis) for axis in folding]
     for i, axis in enumerate(folding):
         stride = math.prod(sizes[i + 1 :])
@@ -166,7 +157,7 @@ def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
 
 
 def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
-    """Check that these ranks hold the blocks of experts in their order, etp ranks each block."""
+    """Check that ranks own the experts' blocks in order, etp ranks each, as dispatchers assume."""
     blocks, parts = _places(layout, "ep"), _places(layout, "etp")
     for number, rank in enumerate(ranks):
         block, part = divmod(number, layout.etp)

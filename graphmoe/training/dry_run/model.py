@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 @contextmanager
 def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
-    """Give the mesh of a rank whose groups send nothing; tensors made inside have no data."""
+    """Yield the mesh of a rank whose groups send nothing; tensors made inside have no data."""
     with fake_process_group(plan.layout.size("world"), rank):
         mesh = Mesh(plan.layout)
         use_groups(mesh)
@@ -53,7 +53,7 @@ def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
 def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
     """Build a rank's part of the model and its optimizer without data, inside ``fake_mesh``.
 
-    The dispatcher assumes balanced experts where the host would count rows.
+    alltoall sends balanced rows, which the host can't count here.
     """
     model, dispatcher = plan.config.model, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
@@ -73,10 +73,7 @@ def fake_executor(
     gradient_of: Callable[[Tensor], Gradient] | None = None,
     weight_forms: WeightForms | None = None,
 ) -> Executor:
-    """Return an executor that keeps for the backward the tensors that the run's own keeps.
-
-    It tells the watch the segment of each operation.
-    """
+    """Return an executor that saves the same activations as the run's, and sets the watch's segment."""
     config, recompute = plan.config, plan.recompute
     if config.compile.enabled:
         runner = pass_runner(config, "triton")
@@ -97,10 +94,9 @@ def fake_executor(
 
 
 class GraphSegments(CompiledSegments):
-    """``CompiledSegments`` up to the compiler: traced, rewritten by passes, cut into F, I and W.
+    """``CompiledSegments`` without the compiler: traced, rewritten by passes, split into F, I and W.
 
-    So what is kept between forward and backward is what a compiled run keeps. Inside a graph each
-    operation has a result of its own, where a compiler would join several.
+    Saved activations are those of a compiled run. Inside a graph nothing is fused.
     """
 
     def __init__(self, watch: StepWatch, *arguments: Any, **named: Any) -> None:
@@ -143,10 +139,7 @@ _ADDS_ROWS = (  # torch makes one of these of an embedding's gradient, by its ve
 
 
 def _is_in_place(node: fx.Node) -> bool:
-    """Return True if Inductor lets a result take the memory of its first operand, as large as a weight.
-
-    The rows of an embedding's gradient are added into zeros, and a weight's gradient to its sum.
-    """
+    # Inductor adds an embedding's rows into zeros, and a weight's gradient into its sum, in place.
     into = node.args[0] if node.args else None
     if not isinstance(into, fx.Node):
         return False
@@ -157,14 +150,13 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 class BalancedAllToAll(AllToAll):
-    """`AllToAll` of equal rows for each rank, as if a token's experts were on as many ranks as can be.
+    """`AllToAll` of the most rows that balanced routing sends: a token's experts are on distinct ranks.
 
-    That is the most that a balanced routing sends. ``rows_P`` are sent to each rank of ``ep_etp``, as many
-    received; the first ranks have one more if they do not divide. ``expert_rows``: of this rank's experts.
+    ``rows_P`` rows are sent to, and received from, each rank of ``ep_etp``; ``expert_rows`` are those of this
+    rank's experts.
     """
 
     def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:
-        """``num_tokens`` is the number that each rank routes at once."""
         super().__init__(mesh, num_experts)
         layout = mesh.layout
         # Their sum is exact: a plan has no places for rows that rounding up would add.

@@ -7,7 +7,8 @@ from rich.console import Group
 from rich.table import Table
 
 from graphmoe.config.choices import compute_words
-from graphmoe.config.ranges import number_of
+from graphmoe.config.ranges import number_of, shown_size
+from graphmoe.plan.layout import ranks_of_axes
 
 FILE = "dry_run.json"
 KINDS = {
@@ -28,16 +29,11 @@ KINDS = {
 
 def render(document: dict[str, Any]) -> Group:
     """Show memory and collectives as tables, and whether the rank fits its device."""
-    sizes = document["layout"]
-    dense, experts = (
-        " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
-        for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-    )
     count, of_each = document["micro_batches"], document["micro_batch_size"]
     return Group(
         f"[bold]{document['model']}[/bold], rank {document['rank']} of {document['world']}",
         *_pipeline_lines(document),
-        f"ranks of all that is dense: {dense}; of experts: {experts}",
+        ranks_of_axes(document["layout"]),
         f"{number_of(document['global_batch_size'], 'sequence')} of {document['seq_len']} tokens in a step, "
         f"of which each data-parallel rank has {number_of(count, 'micro-batch')} of {of_each}; "
         f"{compute_words(document['compute'], document['fp8'])}, experts balanced",
@@ -138,7 +134,7 @@ def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
     order = ("forward", "backward", "update")
     for key, calls in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
         total = sum(call["bytes"] * call["count"] for call in calls)
-        table.add_row(*key, str(sum(call["count"] for call in calls)), _size(total))
+        table.add_row(*key, str(sum(call["count"] for call in calls)), shown_size(total))
     return table
 
 
@@ -155,10 +151,3 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:,.2f}"
-
-
-def _size(size: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:,.1f} {unit}"
-    return f"{size} B"

@@ -1,7 +1,7 @@
-"""Watch over a dry step: each operation goes to the counts of collectives and of bytes.
+"""Logs of a dry step: collectives and bytes of each operation.
 
-Counted are tensors, and what our operations take for themselves. A real allocator rounds up and leaves
-gaps, and libraries hold memory of their own.
+Bytes are those of tensors and of our operations' workspaces, without an allocator's rounding and gaps and
+without libraries' memory.
 """
 
 import math
@@ -24,9 +24,11 @@ from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs
 from graphmoe.runtime.torch_compat import in_backward, storage_of
 from graphmoe.training.dry_run.collectives import CollectiveLog
 
+_PHASES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
 
 class MemoryLog:
-    """Memory of tensors from their first sight to their end, by kind. Views of one memory count once."""
+    """Live bytes of storages by kind, from the first sight of a tensor to the end of its storage."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
@@ -48,13 +50,13 @@ class MemoryLog:
         return sum(self.peak.values())
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors, which are there all the time, as of this kind; before anything is seen."""
+        """Count tensors that live for the whole step; call before ``saw``."""
         for tensor in tensors:
             self._add(tensor, kind)
         self.held = dict(self.now)
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
-        """Count the result of a segment's operation; new memory is of the phase's kind."""
+        """Count the result of an operation; a new storage is of the kind ``phase``."""
         if isinstance(result, list | tuple):
             for item in result:
                 self.saw(item, phase, segment)
@@ -63,7 +65,7 @@ class MemoryLog:
         self._note(phase)
 
     def borrowed(self, size: int, phase: str) -> None:
-        """Count bytes that an operation took for itself: beside all live ones, and gone."""
+        """Count bytes that an operation allocates and frees while it runs."""
         self._change("inside", size)
         self._note(phase)
         self._change("inside", -size)
@@ -96,7 +98,7 @@ class MemoryLog:
 
 
 class StepWatch(TorchDispatchMode):
-    """Dispatch mode that logs each operation with its phase: forward, backward or update."""
+    """Dispatch mode that logs collectives and memory of each operation with its phase and segment."""
 
     def __init__(self, collectives: CollectiveLog, memory: MemoryLog, *, has_data: bool = False) -> None:
         """``has_data``: the tensors are real."""
@@ -109,9 +111,9 @@ class StepWatch(TorchDispatchMode):
 
     @contextmanager
     def message(self, message: Message) -> Iterator[None]:
-        """Count the block for the phase of what is sent or received."""
+        """Count the block for the phase of the message."""
         before = self.phase, self.segment
-        self.phase, self.segment = _phase(message.content.kind), "messages"
+        self.phase, self.segment = _PHASES[message.content.kind], "messages"
         yield
         self.phase, self.segment = before
 
@@ -133,11 +135,10 @@ class StepWatch(TorchDispatchMode):
 class WatchedSteps:
     """`graphmoe.runtime.pipeline.recorder.StepRecorder` that sets the watch's phase.
 
-    The two of a pair run one after the other; that the second has begun autograd tells.
+    The second of a pair begins with autograd, which sets its phase. ``say`` receives the progress in words.
     """
 
     def __init__(self, watch: StepWatch, num_moves: int, say: Callable[[str], None]) -> None:
-        """``say`` gets words on how many steps of the rank's table, moves to a user, have begun."""
         self._watch, self._num_moves, self._say = watch, num_moves, say
         self._begun = 0
 
@@ -146,7 +147,7 @@ class WatchedSteps:
 
     @contextmanager
     def span(self, track: Track, step: Step) -> Iterator[None]:
-        self._watch.phase = _phase(parts(step)[0].kind)
+        self._watch.phase = _PHASES[parts(step)[0].kind]
         if track == "compute":
             self._begun += 1
             self._say(f"move {self._begun} of {self._num_moves} of the schedule")
@@ -154,7 +155,7 @@ class WatchedSteps:
 
 
 class WatchedChannels(Channels):
-    """Channels whose messages count for the forward or the backward by their content."""
+    """Channels whose messages count for forward or backward by their content."""
 
     def __init__(
         self,
@@ -175,12 +176,8 @@ class WatchedChannels(Channels):
             return super().receive(message, specs)
 
 
-def _phase(kind: Kind) -> str:
-    return "forward" if kind == "F" else "backward"
-
-
 def bytes_inside(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that an operation of ours takes on a GPU while it runs: nobody sees its tensors."""
+    """Return the workspace of an operation of ours on a GPU, in bytes."""
     namespace, _, name = func.name().partition("::")
     return _OF_OURS[name](*args) if namespace == "graphmoe" and name in _OF_OURS else 0
 
@@ -226,10 +223,8 @@ def _fp8_row_gradients(dyq_TD: Tensor, _: Tensor, hq_RH: Tensor, *rest: Any) -> 
 
 
 def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH: Tensor, *rest: Any) -> int:
-    """Transposed copies of both sides of both products, whose rows of each expert fill whole tiles.
-
-    With a scale for each block those of one product after those of the other.
-    """
+    # Transposed copies of both operands of both GEMMs; rows of each expert fill whole tiles. GEMMs with block
+    # scales run one after the other.
     (R, H), D, E = dhq_RH.shape, xq_TD.shape[1], rest[5].shape[0]
     by = FORMATS[next(each for each in rest if isinstance(each, str))]
     columns = (H + D) * (by.block + by.scale_bytes) // by.block if by.block else H + H // 2 + 2 * D
@@ -237,7 +232,7 @@ def _fp8_sides(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, __: Tensor, dhq_RH
 
 
 def _scattered(x: Tensor, axis: str, size: int, dim: int) -> int:
-    """The parts of a sum one behind the other, where they do not lie so in the tensor."""
+    # a contiguous copy of the parts, unless the tensor has them so
     return x.nbytes if math.prod(x.shape[:dim]) > 1 else 0
 
 

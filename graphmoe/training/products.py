@@ -62,6 +62,10 @@ def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
     return {f"{'+'.join(names)} {N}x{K}": (N, K) for (N, K), names in shapes.items()}
 
 
+def measures(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def measured(
     plan: Plan,
     dense: Mapping[str, tuple[int, int]],
@@ -80,7 +84,7 @@ def measured(
     found = {name: known[name] for name in wanted if name in known}
     if precision.fp8_measure is Fp8Measure.none:
         return {}
-    if device.type != "cuda":
+    if not measures(device):
         return found  # fp8 is slow on a CPU, and for trying out only
     # A weight meets the rows of all ranks of tp.
     rows, wgrad, recipe = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value, precision.fp8.value

@@ -150,7 +150,7 @@ class StepClock:
         """Start the next interval here."""
         self._ended: list[Interval] = []
         self._parts: Interval = ()
-        """Of the current interval, before its last pause."""
+        """Parts of the current interval before its last pause."""
         self._since = self._now()
 
     def mark(self) -> None:

@@ -85,8 +85,8 @@ def describe(plan: Plan) -> dict[str, Any]:
     from graphmoe.model.sizes import state_bytes  # imports torch
     from graphmoe.optim import rule_of
 
-    model, layout, pipeline = plan.config.model, plan.layout, plan.pipeline
-    optim, dp_shard = plan.config.optim, plan.config.parallel.dp_shard
+    model, layout, pipeline = plan.model, plan.layout, plan.pipeline
+    optim, dp_shard = plan.optim, plan.parallel.dp_shard
     state = functools.partial(
         state_bytes, model, bucket_mb=optim.bucket_mb, num_moments=len(rule_of(optim.name).moments)
     )
@@ -94,10 +94,9 @@ def describe(plan: Plan) -> dict[str, Any]:
         _whole_bytes(state(layout, stages, dp_shard=dp_shard))
         for stages in map(plan.own_stages, range(layout.pp))
     ]
-    assert plan.config.data.seq_len is not None  # filled when the configuration is resolved
     document = {
-        **_figures(model, plan.config.data.seq_len),
-        "fp8": plan.config.precision.fp8.value,
+        **_figures(model, plan.seq_len),
+        "fp8": plan.precision.fp8.value,
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state(ALONE)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),

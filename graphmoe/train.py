@@ -255,7 +255,7 @@ def _train_here(config: RunConfig) -> dict[str, Any]:
 
 
 def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
-    from graphmoe.plan.experts import reads_peers
+    from graphmoe.plan.experts import experts_of
     from graphmoe.run.folder import write_config
     from graphmoe.run.machine import check_processes
     from graphmoe.runtime.dispatch import check_package
@@ -271,7 +271,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
     if (job := _sweep_job()) is not None:
         environment[SWEEP_JOB] = job
     on_gpu = config.run.device is DeviceChoice.cuda
-    one_gpu_each = on_gpu and not reads_peers(config.moe, config.parallel)
+    one_gpu_each = on_gpu and not experts_of(config).reads_peers
     with ExitStack() as stack:
         environment |= stack.enter_context(job_gpus(config))
         _check_gpus(config, environment)

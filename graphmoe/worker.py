@@ -226,7 +226,7 @@ def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     if ranks.is_first:
         write_projected_memory(folder, plan)
     summary = run_worker(plan, folder, ranks, host_lines)
-    if summary and plan.config.log.report:
+    if summary and plan.log.report:
         with StopSignal():  # a signal is for what comes after this run
             leave_report(folder)
     return summary

@@ -114,7 +114,7 @@ class Mine:
     @classmethod
     def make(cls, plan, mesh, factor):
         cls.made.append(factor)
-        return AllToAll(mesh, plan.config.model.num_experts)
+        return AllToAll(mesh, plan.model.num_experts)
 """,
     )
     theirs, ours = (

@@ -1,9 +1,10 @@
 """Decisions about routed experts: dispatcher, transport and receive capacity.
 
-`FACTS` is the table of dispatchers. Without a host count, a rank sets a receive capacity:
-``moe.receive_budget`` times what balanced routing sends, since no large run can afford the worst case, all
-tokens on one rank. A step that overflows it is re-run with more (docs/parallel.md).
+Without a host count a rank has capacity for ``moe.receive_budget`` times balanced routing, since the worst
+case, all tokens on one rank, is too large. A step that overflows it is re-run with more (docs/parallel.md).
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -31,8 +32,7 @@ INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
 """Dispatchers that need no package."""
 WORST_CASE = "worst_case"
 SLACK = 64
-"""A rank may exceed its share of rows by 1/SLACK before an expert is replicated: computing these rows is
-faster than sending the weights."""
+"""A rank may exceed its rows by 1/SLACK before replication: computing them is faster than sending weights."""
 BLOCK_STEP = 128
 """Rows: granularity of copy-engine blocks."""
 
@@ -53,18 +53,14 @@ class BufferLimits(NamedTuple):
 
 @dataclass(frozen=True)
 class DispatcherFacts:
-    """Needs and abilities of a dispatcher."""
-
     reads_peers: bool = True
     """Ranks access each other's GPU memory, and capacity needs no host count."""
     sync_free_stage: int = 3
     """The highest ``moe.sync_free_stage`` that it supports."""
     one_node: bool = False
-    """Communicating ranks must be on one node."""
     platform: Literal["cuda", "rocm", "gpu"] | None = None
     """GPUs that it supports: gpu for either vendor, None for any device."""
     package: str | None = None
-    """Its package in `graphmoe.config.packages.VENDORS`."""
     buffer: BufferLimits | None = None
     moves_fp8: bool = False
     """Rows can be dispatched in fp8."""
@@ -98,76 +94,85 @@ def has_experts(model: ModelConfig) -> bool:
 
 
 def dispatcher_of(moe: MoEConfig, parallel: ParallelConfig) -> str:
-    """Return the configured dispatcher; auto is resolved."""
     if moe.dispatcher != "auto":
         return moe.dispatcher
     alone = parallel.ep * parallel.etp == 1
     return "local" if alone else "alltoall"
 
 
-def reads_peers(moe: MoEConfig, parallel: ParallelConfig) -> bool:
-    """Return whether ranks access each other's GPU memory, so each must see all of them."""
-    return dispatcher_facts(dispatcher_of(moe, parallel)).reads_peers
-
-
-def has_room(config: RunConfig) -> bool:
-    """Return whether experts get more rows than tokens; the rest is uninitialized memory."""
-    return reads_peers(config.moe, config.parallel)
-
-
 def runs_pass(passes: PassesConfig, name: str) -> bool:
-    """Return True if a pass runs; an optional pass needs its parameters."""
     return (passes.enabled is None or name in passes.enabled) and name not in passes.disabled
 
 
-def fuses_experts(config: RunConfig) -> bool:
-    """Return whether a layer's experts run as one operation."""
-    return config.compile.enabled and runs_pass(config.passes, "fuse_experts")
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Decisions about the routed experts of a configuration, on any layout and device."""
+
+    dispatcher: str
+    """Never auto."""
+    reads_peers: bool
+    """Ranks access each other's GPU memory, and receive buffers have more rows than tokens."""
+    balance: Balance
+    """Never auto."""
+    fuses_experts: bool
+    """A layer's experts run as one operation."""
+    experts_in_fp8: bool
+    fp8_vendor: str | None
+    """Library that computes fp8 experts; None for our kernels."""
+    recomputes_experts: bool
+    fp8_rows: bool
+    """Rows are dispatched in fp8."""
+    no_fp8_rows: str | None
+    """Why rows cannot be dispatched in fp8; None if they can."""
+    no_replicas: str | None
+    """Why experts cannot be replicated; None if they can."""
+    keeps_replicas: bool
+    """Replica weights are saved for the backward."""
+    brings_weights: bool
+    """Replica weights are sent with the rows, to the operation of fuse_experts."""
 
 
-def travels_in_fp8(config: RunConfig) -> bool:
-    choice = config.moe.dispatch_dtype
-    return choice is DispatchDtype.fp8 or (choice is DispatchDtype.auto and why_no_fp8_rows(config) is None)
-
-
-def experts_in_fp8(config: RunConfig) -> bool:
-    return config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
-
-
-def fp8_vendor(config: RunConfig) -> str | None:
-    """Return the library that computes fp8 experts; None for our kernels."""
-    experts = config.moe.experts
-    return experts if experts_in_fp8(config) and experts == "turbo" else None
-
-
-def keeps_replicas(config: RunConfig) -> bool:
-    """Return whether replica weights are saved for the backward."""
-    kept = config.moe.replica_keep or not fuses_experts(config)
-    # fp8 reads other copies, and a recomputing backward fetches the weights again anyway
-    return kept and not (experts_in_fp8(config) or recomputes_experts(config))
-
-
-def brings_weights(config: RunConfig) -> bool:
-    """Return whether replica weights are sent with the rows, to the operation of fuse_experts."""
-    return config.moe.balance is Balance.replicas and fuses_experts(config) and not experts_in_fp8(config)
-
-
-def recomputes_experts(config: RunConfig) -> bool:
+def experts_of(config: RunConfig) -> ExpertPlan:
+    moe, dispatcher = config.moe, dispatcher_of(config.moe, config.parallel)
+    fused = config.compile.enabled and runs_pass(config.passes, "fuse_experts")
+    in_fp8 = config.precision.fp8 is not Fp8Recipe.none and "experts" in config.precision.fp8_products
+    vendor = moe.experts if in_fp8 and moe.experts == "turbo" else None
     recompute, model = Recompute.of(config.recompute), config.model
     layers = range(model.num_dense_layers, model.num_layers + model.mtp_depth)
-    return any(recompute.covers("moe_experts", layer) for layer in layers)
+    recomputed = any(recompute.covers("moe_experts", layer) for layer in layers)
+    no_fp8_rows = _why_no_fp8_rows(config, dispatcher, vendor)
+    no_replicas = _why_no_replicas(config, dispatcher, vendor)
+    balance = moe.balance
+    if balance is Balance.auto:
+        # no replicas if experts run in separate steps, which save their weights for the backward
+        balance = Balance.replicas if fused and no_replicas is None else Balance.none
+    chosen = moe.dispatch_dtype
+    return ExpertPlan(
+        dispatcher=dispatcher,
+        reads_peers=dispatcher_facts(dispatcher).reads_peers,
+        balance=balance,
+        fuses_experts=fused,
+        experts_in_fp8=in_fp8,
+        fp8_vendor=vendor,
+        recomputes_experts=recomputed,
+        fp8_rows=chosen is DispatchDtype.fp8 or (chosen is DispatchDtype.auto and no_fp8_rows is None),
+        no_fp8_rows=no_fp8_rows,
+        no_replicas=no_replicas,
+        # fp8 reads other copies, and a recomputing backward fetches the weights again anyway
+        keeps_replicas=(moe.replica_keep or not fused) and not (in_fp8 or recomputed),
+        brings_weights=balance is Balance.replicas and fused and not in_fp8,
+    )
 
 
-def why_no_fp8_rows(config: RunConfig) -> str | None:
-    """Return why rows cannot be dispatched in fp8; None if they can."""
-    dispatcher, precision = dispatcher_of(config.moe, config.parallel), config.precision
+def _why_no_fp8_rows(config: RunConfig, dispatcher: str, vendor: str | None) -> str | None:
+    precision = config.precision
     if precision.fp8 is Fp8Recipe.none:
         return "precision.fp8=none does not use fp8"
     if not FORMATS[precision.fp8].dispatched:
         return f"precision.fp8={precision.fp8.value} does not scale by row"
     if "experts" not in precision.fp8_products:
         return f"the experts of precision.fp8_products=[{','.join(precision.fp8_products)}] do not use fp8"
-    if vendor := fp8_vendor(config):
+    if vendor:
         return f"moe.experts={vendor} has its own quantized layout"
     if dispatcher == "local":
         return "no rows are dispatched, since each rank has all experts"
@@ -175,6 +180,20 @@ def why_no_fp8_rows(config: RunConfig) -> str | None:
         return f"moe.dispatcher={dispatcher} cannot send fp8 rows"
     if config.model.layer != "standard":
         return f"model.layer={config.model.layer} may not use fp8"
+    return None
+
+
+def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> str | None:
+    if config.parallel.ep <= 1:
+        return f"parallel.ep={config.parallel.ep} has all experts on every rank"
+    if dispatcher != "symm":
+        return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
+    if config.parallel.etp > 1:
+        return f"parallel.etp={config.parallel.etp} splits each expert over several ranks"
+    if vendor:
+        return f"moe.experts={vendor} in fp8 computes scales over weights of unused slots too"
+    if config.model.layer != "standard":
+        return f"model.layer={config.model.layer} may have other experts"
     return None
 
 
@@ -197,40 +216,10 @@ def transport_of_run(config: RunConfig) -> Transport | None:
     return transport_of(config, on_nvidia=on_gpu and torch.version.hip is None)
 
 
-def why_no_replicas(config: RunConfig) -> str | None:
-    """Return why experts cannot be replicated; None if they can."""
-    if config.parallel.ep <= 1:
-        return f"parallel.ep={config.parallel.ep} has all experts on every rank"
-    dispatcher = dispatcher_of(config.moe, config.parallel)
-    if dispatcher != "symm":
-        return f"moe.dispatcher={dispatcher} sends rows to the rank that owns their expert"
-    if config.parallel.etp > 1:
-        return f"parallel.etp={config.parallel.etp} splits each expert over several ranks"
-    if vendor := fp8_vendor(config):
-        return f"moe.experts={vendor} in fp8 computes scales over weights of unused slots too"
-    if config.model.layer != "standard":
-        return f"model.layer={config.model.layer} may have other experts"
-    return None
-
-
-def balance_of(config: RunConfig) -> Balance:
-    """Return the configured balance of ranks; auto is resolved."""
-    if config.moe.balance is not Balance.auto:
-        return config.moe.balance
-    # no replicas if experts run in separate steps, which save their weights for the backward
-    fits = fuses_experts(config) and why_no_replicas(config) is None
-    return Balance.replicas if fits else Balance.none
-
-
 def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:
     if moe.balance is not Balance.replicas:
         return 0
     return model.num_experts // ep if moe.replica_slots == "auto" else int(moe.replica_slots)
-
-
-def is_exact(moe: MoEConfig, model: ModelConfig, layout: Layout) -> bool:
-    """Return whether a replica plan has all slots that it can need."""
-    return replica_slots(moe, model, layout.ep) == model.num_experts // layout.ep
 
 
 def slack_of(slots: int) -> int:
@@ -250,16 +239,6 @@ class Load(NamedTuple):
 def routed_tokens(config: RunConfig, layout: Layout) -> int:
     assert config.data.seq_len is not None
     return config.train.micro_batch_size * config.data.seq_len // (layout.tp * layout.cp)
-
-
-def worst_load(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Load:
-    """Return the most that a rank can receive; with an exact replica plan its share and slack."""
-    rows = layout.size("ep_etp") * tokens
-    if is_exact(moe, model, layout):
-        slots = tokens * model.top_k
-        slots += slack_of(slots)
-        return Load(min(rows, slots), slots)
-    return Load(rows, rows * min(model.top_k, model.num_experts // layout.ep))
 
 
 def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
@@ -291,14 +270,50 @@ def room_bytes(
     return kept + largest.rows * (4 * width + 8 * model.top_k) + largest.slots * (2 * width + 5 * inner)
 
 
-def capacity(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int, factor: float = 1.0) -> Load:
-    """Capacity for ``factor`` times the receive budget, at most the worst case."""
-    worst = worst_load(moe, model, layout, tokens)
-    if moe.receive_budget == WORST_CASE or is_exact(moe, model, layout):
-        return worst
-    balanced, budget = balanced_load(model, layout, tokens), moe.receive_budget * factor
-    rows = min(math.ceil(balanced.rows * budget), worst.rows)
-    return Load(rows, min(math.ceil(balanced.slots * budget), rows * (worst.slots // worst.rows)))
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows and slots that a rank can receive in a micro-batch, and its capacity for them."""
+
+    balanced: Load
+    """Load of uniform routing."""
+    worst: Load
+    """Load if as many tokens as possible are routed to the rank; with an exact replica plan its share and
+    slack."""
+    budget: float | None
+    """``moe.receive_budget``; None if there is capacity for the worst case."""
+    replica_slots: int
+    """Replica slots per rank; 0 without replicas."""
+    exact_of: int | None
+    """Tokens of each rank if a replica plan has all slots that it can need; else None."""
+
+    def room(self, factor: float = 1.0) -> Load:
+        """Capacity for ``factor`` times the receive budget, at most the worst case."""
+        if self.budget is None:
+            return self.worst
+        budget = self.budget * factor
+        rows = min(math.ceil(self.balanced.rows * budget), self.worst.rows)
+        per_row = self.worst.slots // self.worst.rows
+        return Load(rows, min(math.ceil(self.balanced.slots * budget), rows * per_row))
+
+
+def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Arrivals:
+    """``tokens`` are those of one rank; ``moe`` is resolved."""
+    rows, owned = layout.size("ep_etp") * tokens, model.num_experts // layout.ep
+    replicas = replica_slots(moe, model, layout.ep)
+    is_exact = replicas == owned
+    if is_exact:
+        slots = tokens * model.top_k
+        slots += slack_of(slots)
+        rows = min(rows, slots)
+    else:
+        slots = rows * min(model.top_k, owned)
+    return Arrivals(
+        balanced_load(model, layout, tokens),
+        Load(rows, slots),
+        None if is_exact or moe.receive_budget == WORST_CASE else float(moe.receive_budget),
+        replicas,
+        tokens if is_exact else None,
+    )
 
 
 def blocks_of(balanced: Load, room: Load, ranks: int, exact_of: int | None = None) -> tuple[int, int]:

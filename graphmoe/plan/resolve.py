@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from graphmoe.config.schema import ComputeDtype, DeviceChoice, RunConfig, cache_root, compiled_folder
-from graphmoe.plan.experts import balance_of, dispatcher_of, has_experts
+from graphmoe.plan.experts import experts_of, has_experts
 from graphmoe.plan.rules import parallel, run
 from graphmoe.segments import lowest_stage
 
@@ -30,8 +30,8 @@ def resolve(config: RunConfig) -> RunConfig:
         on_gpu = config.run.device is DeviceChoice.cuda
         gpus = config.launch.gpus_per_job or max(torch.cuda.device_count(), 1)
         config.launch.nproc = gpus if on_gpu else 1
-    config.moe.dispatcher = dispatcher_of(config.moe, config.parallel)
-    config.moe.balance = balance_of(config)
+    experts = experts_of(config)
+    config.moe.dispatcher, config.moe.balance = experts.dispatcher, experts.balance
     config.parallel.cp_method = parallel.context_method(config.parallel, config.model)
     if config.moe.sync_free_stage == "auto":
         config.moe.sync_free_stage = lowest_stage(config.graph.scope) if has_experts(config.model) else 0

@@ -17,7 +17,7 @@ from graphmoe.config.schema import (
     RecomputeConfig,
     RunConfig,
 )
-from graphmoe.plan.experts import balance_of, dispatcher_of, has_experts
+from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
 from graphmoe.plan.rules.check import violations
@@ -46,7 +46,7 @@ class Candidates:
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.num_ranks, self.fixed = args.num_ranks, fixed
         free = replace(config, moe=replace(config.moe, balance=Balance.auto))
-        is_fixed = "moe.balance" in fixed or balance_of(free) is not config.moe.balance
+        is_fixed = "moe.balance" in fixed or experts_of(free).balance is not config.moe.balance
         self.config = config = config if is_fixed else free
         self._per_node, nodes = args.per_node, args.num_ranks // args.per_node
         self._launch = replace(config.launch, nproc=self._per_node, nodes=nodes)
@@ -74,7 +74,7 @@ class Candidates:
                 in_fp8 = f"{FP8}={precision.fp8.value}" if changed else ""
                 for moe, word in self._dispatchers(parallel, precision):
                     made = replace(self.config, parallel=parallel, moe=moe, train=train, precision=precision)
-                    made = replace(made, moe=replace(moe, balance=balance_of(made)))
+                    made = replace(made, moe=replace(moe, balance=experts_of(made).balance))
                     words = _joined(self._words(parallel), word, in_fp8)
                     yield Candidate(words, made, layout), self._problems(made, layout)
         if not count:

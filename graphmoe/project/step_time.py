@@ -93,7 +93,7 @@ def short_plan(config: RunConfig, num_ranks: int) -> Plan:
     batch = (most + count % layout.pp) * config.train.micro_batch_size * layout.dp
     pipeline = replace(config.pipeline, microbatches=None)
     short = replace(config, train=replace(config.train, global_batch_size=batch), pipeline=pipeline)
-    return replace(plan_of(short, num_ranks), config=config, num_micro_batches=count)
+    return replace(plan_of(short, num_ranks), config=config, train=config.train, num_micro_batches=count)
 
 
 def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.folders import locate, run_of, saved_steps, why_none
 from graphmoe.config.arguments import near_path
-from graphmoe.config.schema import CheckpointConfig, ConfigError, RunConfig
+from graphmoe.config.schema import CheckpointConfig, ConfigError, DataConfig, RunConfig
 from graphmoe.config.untrusted import read_yaml
 from graphmoe.data.tokenizer import (
     end_of_document,
@@ -133,10 +133,12 @@ def with_start_tokenizer(config: RunConfig) -> RunConfig:
     return replace(config, data=replace(data, tokenizer=str(path), eod_token=data.eod_token or end))
 
 
-def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+def refuse_other_tokenizer(
+    checkpoint: CheckpointConfig, data: DataConfig, tokenizer: Tokenizer | None
+) -> None:
     """Refuse data whose token ids stand for other text than those of the weights to start from."""
-    start = _start(config.checkpoint)
-    if start is None or tokenizer is None or config.checkpoint.other_tokenizer:
+    start = _start(checkpoint)
+    if start is None or tokenizer is None or checkpoint.other_tokenizer:
         return
     key, folder = start
     if not (path := _tokenizer_in(folder)).is_file():
@@ -146,7 +148,7 @@ def refuse_other_tokenizer(config: RunConfig, tokenizer: Tokenizer | None) -> No
     ours_by_token, theirs_by_token = (each.get_vocab(with_added_tokens=True) for each in (tokenizer, theirs))
     if ours_by_token != theirs_by_token:
         shared = len(ours_by_token.items() & theirs_by_token.items())
-        ours = config.data.tokenizer or f"trained by data={config.data.source}"
+        ours = data.tokenizer or f"trained by data={data.source}"
         raise ConfigError(
             f"{key}={folder} has another tokenizer than the data ({ours}): of its {num_ids(theirs)} ids "
             f"{shared} stand for the same text; use data.tokenizer={path}, or to go on anyway "

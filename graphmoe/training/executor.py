@@ -15,7 +15,7 @@ import torch
 
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.ranges import number_of, own_code
-from graphmoe.config.schema import ConfigError, PassesConfig, RunConfig
+from graphmoe.config.schema import ConfigError, PassesConfig
 from graphmoe.ops.fp8 import reason_against
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, Experts, InBf16
 from graphmoe.ops.grouped_mlp import row_of
@@ -24,7 +24,7 @@ from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.table import select_passes
-from graphmoe.plan.experts import fp8_vendor, has_experts, keeps_replicas, travels_in_fp8
+from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
@@ -47,7 +47,6 @@ from graphmoe.training.products import (
     keeps_experts,
     measured,
     plain_products,
-    skipped_layers,
     skips_experts,
 )
 from graphmoe.training.saves import Chosen
@@ -68,22 +67,22 @@ class Execution:
         chosen: Chosen,
     ) -> None:
         """``chosen`` is a checkpoint's, or empty. On a GPU this may measure kernels. *Raises* ConfigError."""
-        config, scope = plan.config, plan.config.graph.scope
-        self._plan, self._config, self._ranks, self._folder = plan, config, ranks, folder
+        scope = plan.graph.scope
+        self._plan, self._ranks, self._folder = plan, ranks, folder
         self.device = device
-        of_capture = scope, device, config.graph.warmup_steps, folder if ranks.is_first else None
+        of_capture = scope, device, plan.graph.warmup_steps, folder if ranks.is_first else None
         self.capture = Capture(*of_capture) if scope != "none" else None
-        self.overlap = Overlap(device) if config.pipeline.ep_overlap else None
+        self.overlap = Overlap(device) if plan.ep_overlap else None
         self.chosen = chosen
-        passes = select_passes(config.passes, fp8_passes(config))
-        names = [spec.name for spec in passes] if config.compile.enabled else []
+        passes = select_passes(plan.passes, fp8_passes(plan))
+        names = [spec.name for spec in passes] if plan.compile.enabled else []
         self.fuses = "fuse_experts" in names
         """True if the routed experts run as one operation."""
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
         """Weights of GEMMs that may run in fp8, by name."""
-        self._in_fp8 = "fp8_experts" in names and has_experts(config.model) and keeps_experts(config)
+        self._in_fp8 = "fp8_experts" in names and has_experts(plan.model) and keeps_experts(plan)
         """True if experts run in fp8, except in skipped layers."""
-        self._times_experts = self._in_fp8 and fp8_vendor(config) is None
+        self._times_experts = self._in_fp8 and plan.fp8_vendor is None
         """True if fp8 experts are timed against bf16: only our kernels are."""
         self._counts: tuple[int, int] | None = None
         """Number of fp8 GEMMs, and of those left in bf16."""
@@ -92,57 +91,57 @@ class Execution:
         if self._recompute:
             log.info("the backward computes again: %s", self._recompute.words())
         refuse_waiting_experts(plan, device, fuses=self.fuses)
-        if plan.experts != "auto":
-            row_of(plan.experts)  # raises for an unknown backend, even if nothing runs on it
-        log.info("moe.sync_free_stage=%d", config.moe.sync_free_stage, extra=FILE_ONLY)
+        if plan.moe.experts != "auto":
+            row_of(plan.moe.experts)  # raises for an unknown backend, even if nothing runs on it
+        log.info("moe.sync_free_stage=%d", plan.moe.sync_free_stage, extra=FILE_ONLY)
         self.execute: Executor = run_segments
-        if config.compile.enabled:
+        if plan.compile.enabled:
             self._compile(device, optimizer)
         elif self._recompute:
             self.execute = RecomputedSegments(self._recompute)
         self._warn_of_unused()
 
     def _warn_of_unused(self) -> None:
-        config, requested = self._config, self._plan.experts
+        plan, requested = self._plan, self._plan.moe.experts
         unused = {} if requested == "auto" else {"moe.experts": requested}
-        if not config.compile.enabled:
+        if not plan.compile.enabled:
             default = asdict(PassesConfig())
-            changed = {k: v for k, v in asdict(config.passes).items() if v != default[k]}
+            changed = {k: v for k, v in asdict(plan.passes).items() if v != default[k]}
             _warn("compile.enabled=false", {f"passes.{key}": v for key, v in changed.items()} | unused)
             return
         if not self.fuses:
             _warn("the pass fuse_experts off", unused)
-        elif self._times_experts and not skips_experts(config):
-            recipe = config.precision.fp8.value
+        elif self._times_experts and not skips_experts(plan):
+            recipe = plan.precision.fp8.value
             _warn(f"precision.fp8={recipe} of experts, which runs kernels of its own", unused)
         if self.fuses and "moe_act" in self._recompute.parts:
             _warn("the pass fuse_experts, which recomputes it anyway", {"recompute.ops": "moe_act"})
 
     def _compile(self, device: torch.device, optimizer: StepOptimizer) -> None:
-        config, ranks, capture = self._config, self._ranks, self.capture
+        plan, ranks, capture = self._plan, self._ranks, self.capture
         if device.type == "cpu":
             _need_compiler()
-        in_fp8 = fp8_passes(config)
+        in_fp8 = fp8_passes(plan)
         if in_fp8:
-            recipe = config.precision.fp8.value
+            recipe = plan.precision.fp8.value
             # A library may multiply without the instructions that ours need.
             needed = recipe if "fp8_quantise" in in_fp8 else FORMATS[recipe].turbo.needs or recipe
             if reason := reason_against(device, needed):
                 raise ConfigError(f"precision.fp8={recipe} {reason}")
-        assert config.compile.cache_dir is not None
-        folder = Path(config.compile.cache_dir) if config.compile.cache else None
-        store = CompileCache(folder, shared=config.compile.cache_shared)
-        dump = self._folder / "graphs" if config.passes.dump and ranks.is_first else None
+        assert plan.compile.cache_dir is not None
+        folder = Path(plan.compile.cache_dir) if plan.compile.cache else None
+        store = CompileCache(folder, shared=plan.compile.cache_shared)
+        dump = self._folder / "graphs" if plan.passes.dump and ranks.is_first else None
         # Before the choice of kernels, which compiles those that it measures.
-        facts = facts_of(config, select_passes(config.passes, in_fp8), device)
-        traces = config.passes.dump or any(own_code(config))  # whose sources are no facts
+        facts = facts_of(plan.config, select_passes(plan.passes, in_fp8), device)
+        traces = plan.passes.dump or any(own_code(plan.config))  # whose sources are no facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
         self.chosen, plain = ranks.on_first(lambda: self._choose(store))
         if in_fp8:
             left = len(plain.shapes) + plain.experts
             self._counts = len(self._dense) + self._in_fp8 - left, left
         self._in_fp8 &= not plain.experts
-        runner = pass_runner(config, self.chosen.experts or "torch", dump, plain=plain)
+        runner = pass_runner(plan, self.chosen.experts or "torch", dump, plain=plain)
         units = UnitCapture(self._plan.captured, capture) if capture and self._plan.captured else None
         self.compiled = CompiledSegments(
             runner, optimizer.gradient_of, units, self._recompute, self.overlap, optimizer.weight_forms
@@ -160,12 +159,12 @@ class Execution:
             return chosen_experts(plan, self.device, store, experts)
 
         def timed() -> Experts:
-            return Experts(mlp_shape(plan), backends(), self._config.precision.fp8.value)
+            return Experts(mlp_shape(plan), backends(), self._plan.precision.fp8.value)
 
         found = measured(plan, self._dense, timed if self._times_experts else None, known, self.device, store)
         plain = plain_products(self._dense, found)
-        in_fp8 = self._times_experts and not plain.experts and not skips_experts(plan.config)
-        if self.fuses and has_experts(plan.config.model) and not in_fp8:
+        in_fp8 = self._times_experts and not plain.experts and not skips_experts(plan)
+        if self.fuses and has_experts(plan.model) and not in_fp8:
             experts = backends()
         return Chosen(experts, found), plain
 
@@ -180,14 +179,14 @@ class Execution:
             return ["none, compile.enabled=false"]
         passes, kernels = len(self.compiled.runner.names), self.chosen.experts
         experts = [f"experts run on {kernels} (forward,dgrad,wgrad)"] if kernels else []
-        in_fp8 = describe_products(self._config, self.chosen.fp8)
-        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and travels_in_fp8(self._config))
+        in_fp8 = describe_products(self._plan, self.chosen.fp8)
+        rows = ["rows travel to experts in 8 bits"] * (self._in_fp8 and self._plan.fp8_rows)
         return [f"{number_of(passes, 'pass')}", self._cache.found, *experts, *in_fp8, *rows]
 
     def precision(self) -> dict[str, Any]:
         """Return the fp8 entries of summary.json."""
         in_fp8, in_bf16 = self._counts or (None, None)
-        recipe = self._config.precision.fp8.value
+        recipe = self._plan.precision.fp8.value
         return {"fp8": recipe, "products_in_fp8": in_fp8, "products_in_bf16": in_bf16}
 
     def compile_update(self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]]) -> None:
@@ -203,7 +202,7 @@ class Execution:
         graphs = sum(report.graphs for report in self.compiled.reports)
         if any(self._ranks.gather(graphs > self._published)):
             scope = self.capture.report.scope if self.capture else "none"
-            notes = {"model": self._config.model.name, "device": device_name(self.device), "scope": scope}
+            notes = {"model": self._plan.model.name, "device": device_name(self.device), "scope": scope}
             self._cache.publish({**notes, "graphs": graphs})
         self._published = graphs
 
@@ -243,7 +242,7 @@ class Execution:
         quantizes = ("fp8_linear", "fp8_experts")
         of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in quantizes]
         if of_fp8 and not any(of_fp8):
-            recipe = self._config.precision.fp8.value
+            recipe = self._plan.precision.fp8.value
             log.warning(
                 "precision.fp8=%s has no effect: no product can be in 8 bits, and %s says why",
                 recipe,
@@ -252,13 +251,12 @@ class Execution:
 
 
 def pass_runner(
-    config: RunConfig, experts: str, dump: Path | None = None, *, plain: InBf16 = ALL_IN_FP8
+    plan: Plan, experts: str, dump: Path | None = None, *, plain: InBf16 = ALL_IN_FP8
 ) -> PassRunner:
     """Return the passes of compiled units; ``experts`` names the experts' backends."""
-    in_fp8, skips = fp8_passes(config, plain), skipped_layers(config)
-    of_experts = {"backend": experts, "keep": keeps_replicas(config)}
-    specs = select_passes(config.passes, {"fuse_experts": of_experts, **in_fp8})
-    return PassRunner([replace(s, skips=skips) if s.name in in_fp8 else s for s in specs], dump)
+    in_fp8, of_experts = fp8_passes(plan, plain), {"backend": experts, "keep": plan.keeps_replicas}
+    specs = select_passes(plan.passes, {"fuse_experts": of_experts, **in_fp8})
+    return PassRunner([replace(s, skips=plan.fp8_skips) if s.name in in_fp8 else s for s in specs], dump)
 
 
 def _warn(because: str, unused: dict[str, Any]) -> None:
@@ -268,8 +266,8 @@ def _warn(because: str, unused: dict[str, Any]) -> None:
 
 def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, remembered: str) -> str:
     """Return the experts' backends: a checkpoint's if they can run here."""
-    requested, shape = plan.experts, mlp_shape(plan)
-    sync_free = plan.config.moe.sync_free_stage >= EXPERTS_STAGE
+    requested, shape = plan.moe.experts, mlp_shape(plan)
+    sync_free = plan.moe.sync_free_stage >= EXPERTS_STAGE
     if requested == "auto" and ":" in remembered:
         log.warning(
             "moe.experts=auto imports no code that a checkpoint names, so sums may change: its experts ran "
@@ -288,7 +286,7 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
 
 def mlp_shape(plan: Plan) -> MlpShape:
     """Return the shape of a rank's experts under balanced routing."""
-    model, layout = plan.config.model, plan.layout
+    model, layout = plan.model, plan.layout
     top_k = max(model.top_k // layout.ep, 1)
     return MlpShape(
         plan.tokens * layout.etp * model.top_k // top_k,
@@ -302,13 +300,12 @@ def mlp_shape(plan: Plan) -> MlpShape:
 
 def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> None:
     """Raise ConfigError if the experts' GEMMs would sync although their stage forbids it."""
-    config, dtype = plan.config, plan.dtype
-    stage, scope = config.moe.sync_free_stage, config.graph.scope
+    stage, scope, dtype = plan.moe.sync_free_stage, plan.graph.scope, plan.dtype
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
-    if stage < EXPERTS_STAGE or not waits or not has_experts(config.model):
+    if stage < EXPERTS_STAGE or not waits or not has_experts(plan.model):
         return
     needed = [] if fuses else ["compile.enabled=true with the pass fuse_experts"]
-    if plan.experts == "torch":
+    if plan.moe.experts == "torch":
         needed.append("moe.experts=auto")
     if not needed:
         return

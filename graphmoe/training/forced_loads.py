@@ -13,7 +13,7 @@ class ForcedLoads:
     """Writer of a step's loads to ``Router.load_ends``, whose addresses captured graphs keep."""
 
     def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
-        moe, model = plan.config.moe, plan.config.model
+        moe, model = plan.moe, plan.model
         self._name, self._ranks, self._routers = moe.expert_load, plan.layout.ep, routers
         self._sizes = model.num_experts, model.top_k
         recorded = moe.expert_load not in LOADS

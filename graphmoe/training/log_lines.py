@@ -28,8 +28,8 @@ AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
 
 class StepLog:
     def __init__(self, plan: Plan) -> None:
-        self._steps = plan.config.train.steps
-        self._watch = LoadWatch(plan.config.model.top_k)
+        self._steps = plan.train.steps
+        self._watch = LoadWatch(plan.model.top_k)
         self._blocks = _takes(console().encoding, BLOCKS)
 
     def write(self, rows: Sequence[dict[str, Any]], read: Sequence[StepRow]) -> None:
@@ -49,7 +49,7 @@ class StepLog:
 
 def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]) -> str:
     """Return the description of the run, one line per topic."""
-    config, model, layout = plan.config, plan.config.model, plan.layout
+    model, layout = plan.model, plan.layout
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
     size = f"{quantity(total)} parameters, {quantity(active)} active"
@@ -57,26 +57,26 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
     experts = f"{number_of(model.num_experts, 'expert')}, {model.top_k} a token"
     ranks = layout.size("world")
     axes = " ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1)
-    unit = "GPU" if config.run.device is DeviceChoice.cuda else "process"
+    unit = "GPU" if plan.run.device is DeviceChoice.cuda else "process"
     threads, cores = torch.get_num_threads(), cores_here()
     used = f"{number_of(threads, 'thread')}{' each' * (ranks > 1)} on {number_of(cores, 'core')}"
     cpu = "" if unit == "GPU" else f", {used}"
-    of_step = config.train.global_batch_size * (config.data.seq_len or 1)
-    steps, there = config.train.steps, corpus.counts.get("train_tokens")
+    of_step = plan.train.global_batch_size * plan.seq_len
+    steps, there = plan.train.steps, corpus.counts.get("train_tokens")
     tokens = quantity(steps * of_step)
     epochs = f", {steps * of_step / there:.2g} epochs of {quantity(there)}" if there else ""
     travel = plan.dispatcher if layout.size("ep_etp") > 1 else "none, experts are on each rank"
-    scope, optim = config.graph.scope, config.optim
+    scope, optim = plan.graph.scope, plan.optim
     warmup = number_of(optim.warmup_steps, "step")
     rising = f"after {warmup} of warm-up" if optim.warmup_steps else "without warm-up"
     lines = {
         "model": f"{model.name}, {size}; {layers}; {experts}",
         "layout": f"{number_of(ranks, unit)} ({device}{cpu}){f': {axes}' if axes else ''}",
-        "precision": compute_words(config.precision.compute.value, config.precision.fp8.value),
+        "precision": compute_words(plan.precision.compute.value, plan.precision.fp8.value),
         "graphs": f"graph.scope={scope if isinstance(scope, str) else f'[{chr(44).join(scope)}]'}",
         "dispatcher": travel,
         "compile": "; ".join(compiled),
-        "data": f"{config.data.source}, sequences of {config.data.seq_len} tokens",
+        "data": f"{plan.data.source}, sequences of {plan.seq_len} tokens",
         "optimizer": f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule} {rising}",
         "run": f"{number_of(steps, 'step')} of {quantity(of_step)} tokens: {tokens} tokens{epochs}",
     }

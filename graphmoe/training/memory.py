@@ -169,7 +169,7 @@ def own_buffer_bytes(
     return {
         "tables": of_rotation + of_router * moe,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
-        "dispatch": shared_bytes(sizes, config),
+        "dispatch": shared_bytes(sizes, config.moe, config.graph),
         "working": working,
         "graph_pool": _graph_pool(scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), of_lane),
     }

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import RunConfig
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.costs.hardware import peak_tflops
@@ -41,12 +40,10 @@ class Throughput(NamedTuple):
 
     @classmethod
     def of_run(cls, plan: Plan, device: torch.device) -> Throughput:
-        config, seq_len = plan.config, plan.config.data.seq_len
-        assert seq_len is not None
         return cls(
-            config.train.global_batch_size * seq_len,
-            flops_per_token(config.model, seq_len),
-            config.log.peak_tflops or peak_tflops(device_name(device)),
+            plan.train.global_batch_size * plan.seq_len,
+            flops_per_token(plan.model, plan.seq_len),
+            plan.log.peak_tflops or peak_tflops(device_name(device)),
             plan.layout.size("world"),
         )
 
@@ -94,15 +91,15 @@ class HostTimes:
 
 
 class MetricsWriter:
-    def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
+    def __init__(self, folder: Path, plan: Plan, done: int) -> None:
         """Continue after step ``done``; later rows are cut."""
-        self._trackers = Trackers(folder, config, done)
+        self._trackers = Trackers(folder, plan, done)
         # After the trackers: if a kill comes between, the next start still sees which steps were taken back.
         if cut := cut_metrics(folder / METRICS_FILE, done):
             log.info("%s of later steps cut from %s", number_of(cut, "row"), METRICS_FILE)
         self._file = LineFile(folder / METRICS_FILE)
         self._file.append([])  # creates it at the start, for `tail -f`
-        self._loads = ExpertLoads(folder, done, config.train.steps)
+        self._loads = ExpertLoads(folder, done, plan.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
         """Append rows, of the steps ``read`` if they are steps. A kill loses none, a full disk does."""

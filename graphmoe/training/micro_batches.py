@@ -12,7 +12,6 @@ from torch import Tensor
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.pipeline.layouts import StagePieces
-from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.capture.capture import Capture
@@ -104,7 +103,7 @@ class Pipelined(MicroBatches):
         open_channels: Callable[..., Channels],
     ) -> None:
         super().__init__(plan, model, execute, overlap, lane)
-        config, pipeline = plan.config, plan.pipeline
+        pipeline = plan.pipeline
         assert pipeline is not None
         log.info(pipeline.describe())
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
@@ -116,16 +115,15 @@ class Pipelined(MicroBatches):
         table, place = pipeline.table, mesh.index("pp")
         self.stages = {number: pipeline.stages[number] for number in plan.stage_numbers(place)}
         self._lanes = lanes_of(table, place)
-        splits = schedule_of(config.pipeline.schedule).splits_backward
-        runs = self._runs(plan, next(model.parameters()).dtype, deferring if splits else None)
+        runs = self._runs(plan, next(model.parameters()).dtype, deferring if plan.splits_backward else None)
         self.channels = open_channels(channels_of(table), mesh.layout.groups("pp"), self.device)
         self.pipeline = Pipeline(table, place, runs, self.channels, copies=self._lane is not None)
 
     def _runs(self, plan: Plan, dtype: torch.dtype, deferring: Deferring | None) -> dict[int, Stage]:
-        config, pipeline = plan.config, plan.pipeline
-        assert pipeline is not None and config.data.seq_len is not None
-        positions = config.data.seq_len // plan.layout.size("cp_tp")
-        message = Spec((config.train.micro_batch_size, positions, config.model.hidden_size), dtype)
+        pipeline = plan.pipeline
+        assert pipeline is not None
+        positions = plan.seq_len // plan.layout.size("cp_tp")
+        message = Spec((plan.train.micro_batch_size, positions, plan.model.hidden_size), dtype)
         # A stage receives a hidden state, and one more for each MTP depth of the stages before it.
         counts = [0, *(1 + stage.mtp.stop for stage in pipeline.stages[:-1]), 0]
         return {

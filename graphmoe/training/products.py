@@ -6,20 +6,19 @@ from typing import Any
 import torch
 
 from graphmoe.config.formats import FORMATS
-from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe, RunConfig
+from graphmoe.config.schema import DispatchDtype, Fp8Measure, Fp8Recipe
 from graphmoe.model.sizes import layer_weights
 from graphmoe.ops.fp8_choice import ALL_IN_FP8, EXPERTS, Dense, Experts, InBf16, slower, speeds, to_text
 from graphmoe.ops.grouped_mlp.choice import Memory
-from graphmoe.plan.experts import fp8_vendor, has_room, travels_in_fp8
 from graphmoe.plan.plan import Plan
 
 
-def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, Any]]:
+def fp8_passes(plan: Plan, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[str, Any]]:
     """Return the fp8 passes with their parameters; empty without fp8."""
-    precision = config.precision
+    precision, vendor = plan.precision, plan.fp8_vendor
     if precision.fp8 is Fp8Recipe.none:
         return {}
-    dense, vendor = [name for name in precision.fp8_products if name != EXPERTS], fp8_vendor(config)
+    dense = [name for name in precision.fp8_products if name != EXPERTS]
     passes: dict[str, dict[str, Any]] = {} if vendor and not dense else {"fp8_quantise": {}}
     if dense:
         shapes = [[*shape] for shape in plain.shapes]
@@ -28,35 +27,28 @@ def fp8_passes(config: RunConfig, plain: InBf16 = ALL_IN_FP8) -> dict[str, dict[
     if EXPERTS in precision.fp8_products and not plain.experts:
         passes["fp8_experts"] = {"recipe": precision.fp8.value, "vendor": vendor}
         if vendor is None:
-            passes["fp8_quantise"] = {"travels": travels_in_fp8(config), "has_room": has_room(config)}
+            passes["fp8_quantise"] = {"travels": plan.fp8_rows, "has_room": plan.reads_peers}
     return passes
 
 
-def skipped_layers(config: RunConfig) -> frozenset[int]:
-    """Return the indices of layers without fp8."""
-    count = config.model.num_layers + config.model.mtp_depth
-    return frozenset(layer % count for layer in config.precision.fp8_skip_layers)
+def keeps_experts(plan: Plan) -> bool:
+    model = plan.model
+    return bool({*range(model.num_dense_layers, model.num_layers + model.mtp_depth)} - plan.fp8_skips)
 
 
-def keeps_experts(config: RunConfig) -> bool:
-    count = config.model.num_layers + config.model.mtp_depth
-    return bool({*range(config.model.num_dense_layers, count)} - skipped_layers(config))
-
-
-def skips_experts(config: RunConfig) -> bool:
-    return any(layer >= config.model.num_dense_layers for layer in skipped_layers(config))
+def skips_experts(plan: Plan) -> bool:
+    return any(layer >= plan.model.num_dense_layers for layer in plan.fp8_skips)
 
 
 def dense_products(plan: Plan) -> dict[str, tuple[int, int]]:
     """Return the dense weights [N, K] that may run in fp8, one per shape, by name."""
-    config, shapes = plan.config, dict[tuple[int, int], dict[str, None]]()
-    if config.precision.fp8 is Fp8Recipe.none:
+    precision, model, shapes = plan.precision, plan.model, dict[tuple[int, int], dict[str, None]]()
+    if precision.fp8 is Fp8Recipe.none:
         return {}
-    aligned = FORMATS[config.precision.fp8].aligned
-    count = config.model.num_layers + config.model.mtp_depth
-    for layer in sorted({*range(count)} - skipped_layers(config)):
-        for path, weight in layer_weights(config.model, plan.layout, layer).items():
-            product = next((name for name in config.precision.fp8_products if f".{name}." in path), None)
+    aligned = FORMATS[precision.fp8].aligned
+    for layer in sorted({*range(model.num_layers + model.mtp_depth)} - plan.fp8_skips):
+        for path, weight in layer_weights(model, plan.layout, layer).items():
+            product = next((name for name in precision.fp8_products if f".{name}." in path), None)
             if product and weight.dim() == 2 and not any(size % aligned for size in weight.shape):
                 shapes.setdefault((weight.shape[0], weight.shape[1]), {})[product] = None
     return {f"{'+'.join(names)} {N}x{K}": (N, K) for (N, K), names in shapes.items()}
@@ -79,7 +71,7 @@ def measured(
     ``experts`` makes the experts' case; None if they are not fp8 or a library's. A forced fp8 dispatch forces
     fp8 experts.
     """
-    precision, travels = plan.config.precision, plan.config.moe.dispatch_dtype is DispatchDtype.fp8
+    precision, travels = plan.precision, plan.moe.dispatch_dtype is DispatchDtype.fp8
     wanted = [*[EXPERTS] * (experts is not None and not travels), *dense]
     found = {name: known[name] for name in wanted if name in known}
     if precision.fp8_measure is Fp8Measure.none:
@@ -104,17 +96,17 @@ def plain_products(dense: Mapping[str, tuple[int, int]], found: Mapping[str, flo
     return InBf16(tuple(dense[name] for name in left if name in dense), EXPERTS in left)
 
 
-def describe_products(config: RunConfig, found: Mapping[str, float]) -> list[str]:
-    precision, skipped = config.precision, sorted(skipped_layers(config))
+def describe_products(plan: Plan, found: Mapping[str, float]) -> list[str]:
+    precision, skipped = plan.precision, sorted(plan.fp8_skips)
     if precision.fp8 is Fp8Recipe.none:
         return []
     products = to_text(found) if found else f"fp8 in {', '.join(precision.fp8_products)}"
-    vendor, timed = fp8_vendor(config), precision.fp8_measure is Fp8Measure.auto
+    vendor, timed = plan.fp8_vendor, precision.fp8_measure is Fp8Measure.auto
     if not found and timed and not (vendor and {*precision.fp8_products} == {EXPERTS}):
         products += "; what gains by it is timed on a GPU only"
     if vendor is not None:
         products += f"; experts by moe.experts={vendor}, not timed"
-    if EXPERTS in slower(found) and travels_in_fp8(config):
+    if EXPERTS in slower(found) and plan.fp8_rows:
         products += "; so rows travel to experts in bf16"
     layers = f"no fp8 in layer{'s' * (len(skipped) > 1)} {', '.join(map(str, skipped))}"
     words = f"{precision.fp8.value} {products}".replace("fp8 fp8", "fp8")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 from graphmoe.plan.plan import Plan
@@ -49,19 +49,19 @@ class StepTrace:
 
     def __init__(
         self,
-        config: RunConfig,
+        plan: Plan,
         folder: Path,
         ranks: Ranks,
         device: torch.device,
         heartbeat: Heartbeat,
         clock: StepClock,
     ) -> None:
-        steps = config.profile.steps
+        steps = plan.profile.steps
         self._first, self._last = steps[0], steps[-1]
-        self._config, self._ranks, self._device, self._heartbeat = config, ranks, device, heartbeat
+        self._plan, self._ranks, self._device, self._heartbeat = plan, ranks, device, heartbeat
         self._clock, self._on_gpu = clock, device.type == "cuda"
         self._folder = folder / PROFILE_FOLDER
-        self._is_wanted = ranks.rank in config.profile.ranks
+        self._is_wanted = ranks.rank in plan.profile.ranks
         self._is_open = False
         self._profiler: profile | None = None
         self._done: list[int] = []
@@ -143,16 +143,16 @@ class StepTrace:
         return written
 
     def _facts(self) -> dict[str, Any]:
-        name, scope = device_name(self._device), self._config.graph.scope
+        name, scope = device_name(self._device), self._plan.graph.scope
         return {
-            "run": self._config.run.name,
+            "run": self._plan.run.name,
             "rank": self._ranks.rank,
             "num_ranks": self._ranks.size,
             "steps": self._done,
             "device": name,
-            "peak_tflops": self._config.log.peak_tflops or peak_tflops(name),
+            "peak_tflops": self._plan.log.peak_tflops or peak_tflops(name),
             "graph_scope": scope if isinstance(scope, str) else [*scope],
-            "compiled": self._config.compile.enabled,
+            "compiled": self._plan.compile.enabled,
             "torch": torch.__version__,
         }
 
@@ -178,7 +178,7 @@ class PipelineProfile:
     ) -> None:
         """Keep the file's steps up to ``done``. A collective."""
         assert plan.pipeline is not None
-        self._interval, self._last = plan.config.train.log_interval, plan.config.train.steps
+        self._interval, self._last = plan.train.log_interval, plan.train.steps
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
         self._pipeline, self._device = pipeline, device
         self._place = mesh.index("pp")

@@ -7,7 +7,7 @@ import torch
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.symm import forget_graphs
-from graphmoe.plan.experts import experts_in_fp8, room_bytes
+from graphmoe.plan.experts import room_bytes
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import memory_gib, reachable_bytes
 from graphmoe.runtime.capture.capture import Capture
@@ -57,7 +57,7 @@ def receive_ladder(
             log.warning("more room needs %.2f GiB, which not every rank has left", more / 2**30)
         return all(found)
 
-    last, in_fp8 = bounded_dispatcher(plan, mesh), experts_in_fp8(plan.config)
+    last, in_fp8 = bounded_dispatcher(plan, mesh), plan.experts_in_fp8
     words = f"the counts of the host{', where experts are not in 8 bits' * in_fp8}"
     return ReceiveLadder(levels, last, model.num_moe_layers, use, has_memory, words)
 

@@ -19,7 +19,6 @@ from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes.table import select_passes
 from graphmoe.plan.forced_loads import NO_LOAD
-from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import doubtful, without_effect
 from graphmoe.run.expert_loads import summary_of
@@ -82,21 +81,20 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
 
     *Raises* RunFailed if data, checkpoints or losses end the run.
     """
-    config = plan.config
     log_host(host_lines)
     warn_of_unused(plan, ranks)
-    wanted = config.log.progress and ranks.is_first
-    ranks.on_first(lambda: check_start(config, folder))
-    if config.compile.enabled:
+    wanted = plan.log.progress and ranks.is_first
+    ranks.on_first(lambda: check_start(plan.config, folder))
+    if plan.compile.enabled:
         import_compilers()
     gc.freeze()  # what imports made stays: the first collection would look through it for half a second
-    with _known_errors(), Progress(console(), config.train.steps, wanted=wanted) as progress:
+    with _known_errors(), Progress(console(), plan.train.steps, wanted=wanted) as progress:
         trainer = build_trainer(plan, folder, progress, ranks)
         if ranks.is_first:
             workers = {"num_workers": ranks.size, "workers_of_node": ranks.local_size}
             text = to_json({**describe(trainer.device), **workers})
             _write(folder / ENVIRONMENT_FILE, text, "before the first step")
-            warn_of_unused_ids(config, trainer.corpus.tokenizer)
+            warn_of_unused_ids(plan, trainer.corpus.tokenizer)
             if trainer.corpus.tokenizer is not None:
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
@@ -107,25 +105,23 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
 
 
 def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
-    config = plan.config
-    if config.moe.force_balance:
+    if plan.moe.force_balance:
         log.warning("MOE.FORCE_BALANCE IS ON: THE ROUTER IS IGNORED. This is for benchmarks only")
-    if config.moe.expert_load != NO_LOAD:
+    if plan.moe.expert_load != NO_LOAD:
         log.warning(
             "MOE.EXPERT_LOAD=%s IS ON: THE ROUTER IS IGNORED. This is for benchmarks only",
-            config.moe.expert_load,
+            plan.moe.expert_load,
         )
-    on_gpu, in_fp32 = config.run.device is DeviceChoice.cuda, config.precision.compute is ComputeDtype.fp32
-    if on_gpu and in_fp32 and not config.compile.enabled:
+    on_gpu, in_fp32 = plan.run.device is DeviceChoice.cuda, plan.precision.compute is ComputeDtype.fp32
+    if on_gpu and in_fp32 and not plan.compile.enabled:
         log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
-    for line in (*without_effect(plan, ranks.size), *doubtful(config)):
+    for line in (*without_effect(plan, ranks.size), *doubtful(plan.config)):
         log.warning(line)
-    splits = plan.pipeline is not None and schedule_of(config.pipeline.schedule).splits_backward
-    if splits and not config.compile.enabled:
+    if plan.pipeline and plan.splits_backward and not plan.compile.enabled:
         log.warning(
             "pipeline.schedule=%s splits the backward, which compile.enabled=false does not: weight "
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
-            config.pipeline.schedule,
+            plan.pipeline.table.schedule,
         )
     if ranks.is_first and (slower := plan.slower_than_1f1b()):
         log.warning("pipeline.schedule=%s", slower)
@@ -152,7 +148,7 @@ def _summarise(
         "folder": str(folder),
         **sums,
         **trainer.execution.precision(),
-        **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.config.model.top_k),
+        **summary_of(read_lines(folder / EXPERT_LOADS_FILE, ExpertLoad), trainer.plan.model.top_k),
         "peak_memory_gib": peak,
         "device_memory_gib": taken,
         "time_to_first_step_s": trainer.first_step_s,
@@ -165,14 +161,14 @@ def _summarise(
 
 def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
     """Return a prompt and the model's continuation; None without a tokenizer."""
-    count, tokenizer = trainer.config.log.sample_tokens, trainer.corpus.tokenizer
-    prompt, none = trainer.config.log.sample_prompt, (None, None)
+    count, tokenizer = trainer.plan.log.sample_tokens, trainer.corpus.tokenizer
+    prompt, none = trainer.plan.log.sample_prompt, (None, None)
     if count and not trainer.optimizer.model_is_whole:
         log.info("log.sample_tokens=%d: no text is written, since no rank has all weights", count)
         return none
     if not count or tokenizer is None:
         return none
-    model = model_of_one_rank(trainer.model, trainer.config.moe)
+    model = model_of_one_rank(trainer.model, trainer.plan.moe)
     if model is None:
         log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
         return none
@@ -185,14 +181,14 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
         return none
 
 
-def warn_of_unused_ids(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+def warn_of_unused_ids(plan: Plan, tokenizer: Tokenizer | None) -> None:
     """Warn of many embedding rows without a token, except for given weights."""
-    model, there = config.model, num_ids(tokenizer) if tokenizer else 0
+    model, there = plan.model, num_ids(tokenizer) if tokenizer else 0
     enough = -(-there // ROUND_IDS) * ROUND_IDS
-    given = config.checkpoint.init_from or config.checkpoint.resume_from
+    given = plan.checkpoint.init_from or plan.checkpoint.resume_from
     if tokenizer is None or given or model.vocab_size <= MANY_IDS * enough:
         return
-    data, name = config.data, config.data.tokenizer
+    data, name = plan.data, plan.data.tokenizer
     key = f"data.tokenizer={name}" if name else f"data.bpe_vocab_size={data.bpe_vocab_size}"
     log.warning(
         "model.vocab_size=%d, and the tokenizer (%s) has %d ids: %d rows of the embedding and the head stand "

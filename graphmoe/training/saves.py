@@ -16,9 +16,10 @@ from graphmoe.checkpoint.entries import flatten, local_part
 from graphmoe.checkpoint.folders import folder_of
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import PrecisionConfig, RunConfig
+from graphmoe.config.schema import PrecisionConfig
 from graphmoe.data import Loader
 from graphmoe.optim.base import StepOptimizer
+from graphmoe.plan.plan import Plan
 from graphmoe.runtime.launch.stamps import wait_for
 from graphmoe.runtime.ranks import Ranks
 
@@ -57,8 +58,8 @@ class TrainingStopped(RuntimeError):
 class Saves:
     """Checkpoints of a run. Methods are collectives."""
 
-    def __init__(self, store: CheckpointStore, config: RunConfig, ranks: Ranks) -> None:
-        self.store, self._config, self._ranks = store, config, ranks
+    def __init__(self, store: CheckpointStore, plan: Plan, ranks: Ranks) -> None:
+        self.store, self._plan, self._ranks = store, plan, ranks
         self._good: Path | None = None
         """Newest checkpoint known to be finite."""
 
@@ -69,7 +70,7 @@ class Saves:
         """
         if name := self.not_finite(state):
             raise TrainingStopped(f"{before}{self._lost(step, name)}. {ADVICE}")
-        if self._config.checkpoint.enabled:
+        if self._plan.checkpoint.enabled:
             skipped = int(state["optimizer"]["counters"]["skipped_in_row"].item())
             self.store.save(step, state, wait=wait, skipped=skipped)
             self._good = folder_of(self.store.folder, step)
@@ -98,7 +99,7 @@ class Saves:
     def diverged(self, step: int, skipped: int) -> TrainingStopped:
         """Return the error that ends a run after too many skipped steps."""
         saved = f"the weights before them are saved at step {step} in {self.store.folder}"
-        if not self._config.checkpoint.enabled:
+        if not self._plan.checkpoint.enabled:
             saved = NOTHING + (f"; the run began from {self._good}" if self._good else "")
         return TrainingStopped(f"{self._skips(skipped)}{saved}. {ADVICE}")
 
@@ -114,7 +115,7 @@ class Saves:
         return False
 
     def _skips(self, skipped: int) -> str:
-        limit = self._config.train.max_nonfinite
+        limit = self._plan.train.max_nonfinite
         return (
             f"{number_of(skipped, 'step')} in a row had a loss or gradient that is not finite "
             f"(train.max_nonfinite={limit}); "
@@ -122,7 +123,7 @@ class Saves:
 
     def _lost(self, step: int, name: str) -> str:
         self.store.wait()  # for one that is being written, or its error
-        instead = "no step before it is saved" if self._config.checkpoint.enabled else NOTHING
+        instead = "no step before it is saved" if self._plan.checkpoint.enabled else NOTHING
         if self._good is not None:
             instead = (
                 f"the newest checkpoint with finite weights is {self._good}, from which this run goes on"

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from graphmoe.checkpoint.store import CheckpointStore
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError
 from graphmoe.data import Corpus, Loader, open_data
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
@@ -39,34 +39,34 @@ log = logging.getLogger(__name__)
 
 def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> Trainer:
     """Build all parts of a run and load the state to start from. A collective, as all that follows."""
-    config, ranks, mesh = plan.config, ranks or Ranks(), Mesh(plan.layout)
+    ranks, mesh = ranks or Ranks(), Mesh(plan.layout)
     use_groups(mesh)
-    device = open_device(config.run.device)
+    device = open_device(plan.run.device)
     open_dispatcher(plan, mesh, device)
-    seed_everything(config.train.seed, config.precision, device)
+    seed_everything(plan.train.seed, plan.precision, device)
     corpus, loader = _open_data(plan, ranks, device)
     model, optimizer = build(plan, device, mesh, make_dispatcher(plan, mesh))
-    saves = Saves(CheckpointStore(folder / "checkpoints", config.checkpoint), config, ranks)
+    saves = Saves(CheckpointStore(folder / "checkpoints", plan.checkpoint), plan, ranks)
     step, chosen = restore(plan, saves, ranks, model, optimizer, loader, corpus.tokenizer)
     execution = Execution(plan, device, optimizer, ranks, folder, chosen)
     capture = execution.capture
     log.info(start_block(plan, corpus, device_name(device), execution.describe()))
     execution.compile_update(optimizer, model.segment_lists())
     first_steps = capture.warmup_steps + 1 if capture else 1
-    heartbeat = Heartbeat(config.launch.hang_timeout_s, first_steps)
+    heartbeat = Heartbeat(plan.launch.hang_timeout_s, first_steps)
     micro_batches = _micro_batches(plan, model, optimizer, mesh, execution)
     if capture:  # graphs keep the addresses of these tensors
         capture.watch({**tensors_of(model), **optimizer.fixed_tensors()})
     ladder = receive_ladder(plan, mesh, ranks, model, device, capture, fused=execution.fuses)
     train_step = TrainStep(plan, optimizer, micro_batches, mesh, execution.backends)
     steps = Steps(train_step, _rows(plan, model, device), heartbeat, capture, ladder)
-    validation = Validation(config.train, corpus, micro_batches, mesh, heartbeat, ladder)
-    trace = _trace(config, step, folder, ranks, steps, heartbeat)
+    validation = Validation(plan.train, corpus, micro_batches, mesh, heartbeat, ladder)
+    trace = _trace(plan, step, folder, ranks, steps, heartbeat)
     profile = None
-    if isinstance(micro_batches, Pipelined) and config.profile.pipeline:
+    if isinstance(micro_batches, Pipelined) and plan.profile.pipeline:
         profile = PipelineProfile(plan, micro_batches.pipeline, device, mesh, steps.rows.clock, folder, step)
     writers: list[MetricsWriter] = []
-    ranks.on_first(lambda: writers.append(MetricsWriter(folder, config, step)))
+    ranks.on_first(lambda: writers.append(MetricsWriter(folder, plan, step)))
     return Trainer(
         plan, folder, progress, ranks, device, corpus, loader, model, optimizer, saves, step, execution,
         heartbeat, steps, validation, trace, profile, writers[0] if writers else None,
@@ -74,10 +74,9 @@ def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | N
 
 
 def _open_data(plan: Plan, ranks: Ranks, device: torch.device) -> tuple[Corpus, Loader]:
-    data, train = plan.config.data, plan.config.train
-    assert data.seq_len is not None
+    data, train = plan.data, plan.train
     corpus = open_data(
-        data, seq_len=data.seq_len, vocab_size=plan.config.model.vocab_size, check=ranks.local_index == 0
+        data, seq_len=plan.seq_len, vocab_size=plan.model.vocab_size, check=ranks.local_index == 0
     )
     loader = Loader(
         corpus.train,
@@ -108,7 +107,7 @@ def _micro_batches(
 
 
 def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
-    train, dispatcher = plan.config.train, model.dispatcher
+    train, dispatcher = plan.train, model.dispatcher
     return StepRows(
         min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
         (model.num_moe_layers, model.config.num_experts),
@@ -119,14 +118,14 @@ def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
 
 
 def _trace(
-    config: RunConfig, step: int, folder: Path, ranks: Ranks, steps: Steps, heartbeat: Heartbeat
+    plan: Plan, step: int, folder: Path, ranks: Ranks, steps: Steps, heartbeat: Heartbeat
 ) -> StepTrace | None:
-    asked = config.profile.steps
+    asked = plan.profile.steps
     if asked and step >= asked[-1]:
         log.info("profile.steps=%s: the run continues after step %d, nothing is recorded", asked, step)
     elif asked:
         device = steps.step.micro_batches.device
-        return StepTrace(config, folder, ranks, device, heartbeat, steps.rows.clock)
+        return StepTrace(plan, folder, ranks, device, heartbeat, steps.rows.clock)
     return None
 
 
@@ -143,27 +142,27 @@ def restore(
 
     *Raises* ConfigError for a checkpoint or weights of another model, TrainingStopped for a diverged run.
     """
-    config, store, chosen = plan.config, saves.store, Chosen()
+    store, chosen = saves.store, Chosen()
     state = state_of(0, optimizer, loader, chosen)
-    source = None if store.latest() else config.checkpoint.resume_from
+    source = None if store.latest() else plan.checkpoint.resume_from
     if not store.latest():
-        refuse_other_tokenizer(config, tokenizer)
+        refuse_other_tokenizer(plan.checkpoint, plan.data, tokenizer)
     del state["experts"], state["fp8"], state["loader"]["contents"], state["optimizer"]["scales"]
     with named_source("resume_from", source):
         store = CheckpointStore.open_any(source) if source else store
-        with explained_mismatch(store.folder, config.model):
+        with explained_mismatch(store.folder, plan.model):
             found = store.load(state)
     if found is None:
         _import_weights(plan, saves, ranks, model, optimizer)
         return 0, chosen
     saves.taken(store, found, state)
     step, chosen = state["step"], Chosen(state.get("experts", ""), state.get("fp8", {}))
-    if step > (steps := config.train.steps):
+    if step > (steps := plan.train.steps):
         raise ConfigError(
             f"train.steps={steps}, but {store.folder} is at step {step} already; use more steps"
         )
     skipped = int(optimizer.skipped_in_row.item())
-    if step == steps and skipped >= config.train.max_nonfinite:
+    if step == steps and skipped >= plan.train.max_nonfinite:
         raise saves.diverged(step, skipped)  # no step is left that could show it again
     optimizer.restored(state["optimizer"])
     loader.load_state_dict(state["loader"])
@@ -175,7 +174,7 @@ def restore(
 def _import_weights(
     plan: Plan, saves: Saves, ranks: Ranks, model: Transformer, optimizer: StepOptimizer
 ) -> None:
-    folder = plan.config.checkpoint.init_from
+    folder = plan.checkpoint.init_from
     if not folder:
         return
     weights = optimizer.weights_to_fill()

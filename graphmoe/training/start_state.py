@@ -57,7 +57,7 @@ def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if name := config.data.tokenizer:
-        refuse_other_tokenizer(config, load_tokenizer(find_tokenizer(name)))
+        refuse_other_tokenizer(checkpoint, config.data, load_tokenizer(find_tokenizer(name)))
 
 
 def with_epochs(config: RunConfig) -> RunConfig:

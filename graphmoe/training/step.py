@@ -48,7 +48,7 @@ class TrainStep:
         """Routers of this rank by index of their MoE layer."""
         self._capacities_of: tuple[Dispatcher, ...] = ()
         self._capacities_L2: Tensor
-        self._forced = ForcedLoads(plan, self.routers) if plan.config.moe.expert_load != NO_LOAD else None
+        self._forced = ForcedLoads(plan, self.routers) if plan.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
         """Write what the host sets before a step, counted from 1, outside of graphs."""
@@ -66,8 +66,8 @@ class TrainStep:
             result = optimizer.step(scalars["loss"])
             if scales:
                 scales.update(result.finite)
-        if self.plan.config.model.selection_bias:
-            rate = self.plan.config.model.bias_update_rate
+        if self.plan.model.selection_bias:
+            rate = self.plan.model.bias_update_rate
             for layer, router in self.routers.items():
                 update_selection_bias(router.selection_bias, totals.counts_LE[layer], rate, result.finite)
         scalars |= {"grad_norm": result.grad_norm, "lr": result.lr, "skipped": 1 - result.finite}

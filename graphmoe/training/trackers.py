@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphmoe.config.masking import to_plain
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError
+from graphmoe.plan.plan import Plan
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.run.metrics_file import Row, read_rows
 from graphmoe.runtime.host.files import dispensable
@@ -41,15 +42,15 @@ class Tracker(NamedTuple):
 
 
 class Trackers:
-    def __init__(self, folder: Path, config: RunConfig, done: int) -> None:
+    def __init__(self, folder: Path, plan: Plan, done: int) -> None:
         """Continue after step ``done``. Call before metrics.jsonl is cut. *Raises* ConfigError."""
-        rows = read_rows(folder / METRICS_FILE) if config.log.wandb or config.log.mlflow else []
+        rows = read_rows(folder / METRICS_FILE) if plan.log.wandb or plan.log.mlflow else []
         kept = [row for row in rows if row["step"] <= done]
         after = done if len(kept) < len(rows) else None
         wanted = [
-            (config.log.wandb, lambda: _wandb(folder, config, after)),
-            (config.log.mlflow, lambda: _mlflow(folder, config, after)),
-            (config.log.tensorboard, lambda: _tensorboard(folder, done)),
+            (plan.log.wandb, lambda: _wandb(folder, plan, after)),
+            (plan.log.mlflow, lambda: _mlflow(folder, plan, after)),
+            (plan.log.tensorboard, lambda: _tensorboard(folder, done)),
         ]
         self._trackers = [begin() for is_wanted, begin in wanted if is_wanted]
         self._send(kept, [tracker for tracker in self._trackers if tracker.is_empty])
@@ -92,7 +93,7 @@ def _tensorboard(folder: Path, done: int) -> Tracker:
     return Tracker("TensorBoard", draw, board.close, (OSError,))  # its thread has ended and takes no more
 
 
-def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
+def _wandb(folder: Path, plan: Plan, after: int | None) -> Tracker:
     try:
         import wandb
     except ImportError as error:
@@ -102,10 +103,10 @@ def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
     run_id = earlier if earlier and after is None else secrets.token_hex(8)
     try:
         run = wandb.init(
-            project=config.log.wandb_project,
-            name=config.run.name,
+            project=plan.log.wandb_project,
+            name=plan.run.name,
             dir=str(folder),
-            config=to_plain(config),
+            config=to_plain(plan.config),
             id=run_id,
             resume="allow",
             tags=None if earlier in (None, run_id) else [f"{earlier} up to step {after}"],
@@ -121,7 +122,7 @@ def _wandb(folder: Path, config: RunConfig, after: int | None) -> Tracker:
     return Tracker("W&B", draw, run.finish, is_empty=run_id != earlier)
 
 
-def _mlflow(folder: Path, config: RunConfig, after: int | None) -> Tracker:
+def _mlflow(folder: Path, plan: Plan, after: int | None) -> Tracker:
     try:
         import mlflow
     except ImportError as error:
@@ -131,10 +132,10 @@ def _mlflow(folder: Path, config: RunConfig, after: int | None) -> Tracker:
     run_id = earlier if after is None else None
     tags = None if earlier == run_id else {"graphmoe.continues": f"{earlier} up to step {after}"}
     try:
-        mlflow.set_experiment(config.log.mlflow_experiment)
-        run = mlflow.start_run(run_id=run_id, run_name=config.run.name, tags=tags)
+        mlflow.set_experiment(plan.log.mlflow_experiment)
+        run = mlflow.start_run(run_id=run_id, run_name=plan.run.name, tags=tags)
         if run_id is None:
-            pairs = list(_flat(to_plain(config)))
+            pairs = list(_flat(to_plain(plan.config)))
             for start in range(0, len(pairs), MLFLOW_PARAMS):
                 mlflow.log_params(dict(pairs[start : start + MLFLOW_PARAMS]))
             id_file.write_text(run.info.run_id, encoding="utf-8")

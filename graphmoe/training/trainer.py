@@ -75,8 +75,7 @@ class Trainer:
     """Peak of this rank, and memory in use on its device after the last step, in GiB."""
 
     def __post_init__(self) -> None:
-        self.config, self.rows = self.plan.config, self.steps.rows
-        self.host_times, self.step_log = HostTimes(), StepLog(self.plan)
+        self.rows, self.host_times, self.step_log = self.steps.rows, HostTimes(), StepLog(self.plan)
         self.throughput, self.stop_flag = Throughput.of_run(self.plan, self.device), StopFlag(self.ranks)
         self._first = self.step + 1
         self._pending: tuple[int, float] | None = None
@@ -87,7 +86,7 @@ class Trainer:
         log.info(self.throughput.describe(), extra=FILE_ONLY)
         with ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
-            garbage = stack.enter_context(GarbageCollection(self.config.host))
+            garbage = stack.enter_context(GarbageCollection(self.plan.host))
             stack.callback(self.corpus.bad_records.log_total, "this run's data")
             for end in (self.corpus.check, self.metrics, self.saves.store, self.loader):
                 if end is not None:
@@ -101,7 +100,7 @@ class Trainer:
                 self.trace.finish()
             self._flush()
             self.memory = self._peak_gib(), taken_gib(self.device)
-            finished = self.step >= self.config.train.steps
+            finished = self.step >= self.plan.train.steps
             if self.step not in self.saves.store.latest():
                 self._save(wait=True)
             self.saves.store.wait()
@@ -118,14 +117,14 @@ class Trainer:
                 stopped_by,
                 self.step,
                 f", which is saved in {display_path(self.folder)}: the same command goes on from there"
-                if self.config.checkpoint.enabled
+                if self.plan.checkpoint.enabled
                 else "; nothing is saved (checkpoint.enabled=false)",
             )
         return finished
 
     def _loop(self, stop: StopSignal, garbage: GarbageCollection) -> str | None:
         self.rows.clock.restart()
-        while self.step < self.config.train.steps:
+        while self.step < self.plan.train.steps:
             if stopped_by := self.stop_flag.signal(stop.received):
                 return stopped_by
             self.corpus.check.raise_damage()
@@ -136,7 +135,7 @@ class Trainer:
         return None
 
     def _train_step(self) -> None:
-        train, checkpoint = self.config.train, self.config.checkpoint
+        train, checkpoint = self.plan.train, self.plan.checkpoint
         self.heartbeat.step(self.step + 1)
         batches = itertools.islice(self.host_times.waited(self.loader), self.plan.num_micro_batches)
         with ExitStack() as recorded:
@@ -183,9 +182,9 @@ class Trainer:
         # A captured step is launched before the metrics of the one before are read: the device never idles.
         if self._pending is None:
             return
-        config, (step, epoch), self._pending = self.config, self._pending, None
+        (step, epoch), self._pending = self._pending, None
         read = self._write(step, epoch)
-        if read[-1].values["longest_skip"] >= config.train.max_nonfinite:
+        if read[-1].values["longest_skip"] >= self.plan.train.max_nonfinite:
             self.steps.settle()
             if len(self.rows):
                 self._write(self.step, self.loader.place.epochs)
@@ -214,8 +213,8 @@ class Trainer:
             self.optimizer.restore_weights()  # a captured step begins with them
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
-        of = number_of(count, "micro-batch")
-        log.info("step %d/%d  validation loss %.4f (%s)", self.step, self.config.train.steps, mean, of)
+        steps, of = self.plan.train.steps, number_of(count, "micro-batch")
+        log.info("step %d/%d  validation loss %.4f (%s)", self.step, steps, mean, of)
 
     def _state(self) -> dict[str, Any]:
         return state_of(self.step, self.optimizer, self.loader, self.execution.chosen)

@@ -9,14 +9,14 @@ import torch
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.packages import require_package
-from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig, Transport
+from graphmoe.config.schema import ConfigError, GraphConfig, ModelConfig, MoEConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm import Sizes as Exchange
 from graphmoe.ops.symm import reserve, use_peers
 from graphmoe.ops.symm.peers import Region
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import INSTEAD, Load, blocks_of, brings_weights, dispatcher_facts, keeps_replicas
+from graphmoe.plan.experts import INSTEAD, Load, blocks_of, dispatcher_facts
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.dispatch import deepep, nvshmem
@@ -47,7 +47,7 @@ def _maker(choice: str) -> Maker:
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
     """Make a dispatcher without a limit, whose experts work on the receive budget at a time."""
-    return AllToAll(mesh, plan.config.model.num_experts, chunk=plan.room())
+    return AllToAll(mesh, plan.model.num_experts, chunk=plan.room())
 
 
 def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
@@ -59,27 +59,27 @@ def planned_dispatcher(plan: Plan, factor: float = 1.0) -> Dispatcher:
 
 
 def _symm(plan: Plan, mesh: Mesh | None, factor: float) -> Symm:
-    model, layout, room, block = plan.config.model, plan.layout, plan.room(factor), 0
+    model, layout, room, block = plan.model, plan.layout, plan.room(factor), 0
     if plan.transport is Transport.copy_engine:
         block, rows = blocks_of(plan.balanced, room, layout.size("ep_etp"), plan.exact_of)
         room = room._replace(rows=rows)
     experts = model.num_experts // layout.ep + plan.replica_slots
-    return Symm(room, experts, layout.etp, block, brings_weights(plan.config), keeps_replicas(plan.config))
+    return Symm(room, experts, layout.etp, block, plan.brings_weights, plan.keeps_replicas)
 
 
 def _nvshmem(plan: Plan, mesh: Mesh | None, factor: float) -> Nvshmem:
-    return Nvshmem(plan.room(factor), plan.config.model.num_experts // plan.layout.ep, plan.layout.etp)
+    return Nvshmem(plan.room(factor), plan.model.num_experts // plan.layout.ep, plan.layout.etp)
 
 
 def _deepep(plan: Plan, mesh: Mesh | None, factor: float) -> DeepEP:
     # its buffer always holds all rows, so only the slots are limited
     room = Load(plan.layout.size("ep_etp") * plan.tokens, plan.room(factor).slots)
-    return DeepEP(room, plan.config.model.num_experts // plan.layout.ep)
+    return DeepEP(room, plan.model.num_experts // plan.layout.ep)
 
 
 def _alltoall(plan: Plan, mesh: Mesh | None, factor: float) -> AllToAll:
     assert mesh is not None
-    return AllToAll(mesh, plan.config.model.num_experts)
+    return AllToAll(mesh, plan.model.num_experts)
 
 
 MAKERS: dict[str, Maker] = {
@@ -107,7 +107,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     if choice == "symm" and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
     if dispatcher_facts(choice).buffer:
-        open_buffer(choice, mesh, plan.config.model.hidden_size)
+        open_buffer(choice, mesh, plan.model.hidden_size)
     else:
         make_room(plan, mesh, dispatcher, device)
 
@@ -115,32 +115,32 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
 def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.device) -> None:
     """Grow the shared memory to a dispatcher's capacity. A collective of all ranks, not in a capture."""
     if isinstance(dispatcher, Symm):
-        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=torch.version.hip is None)
+        sizes = plan.sizes(on_nvidia=torch.version.hip is None)
         of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
-        exchange, apart = _shared(of_dispatcher, plan.config)
+        exchange, apart = _shared(of_dispatcher, plan.graph)
         if plan.replica_slots:
             replicas.reserve(apart, plan.layout.ep)
         reserve(exchange)
     elif isinstance(dispatcher, Nvshmem):
-        open_rows(plan.config.model, mesh, plan.tokens, dispatcher.capacity.rows, plan.dtype, device)
+        open_rows(plan.model, mesh, plan.tokens, dispatcher.capacity.rows, plan.dtype, device)
 
 
-def shared_bytes(sizes: Sizes, config: RunConfig) -> int:
+def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
     """Bytes that each rank shares for symm: rows, and replicas of one layer; 0 with other dispatchers."""
-    if config.moe.dispatcher != "symm":
+    if moe.dispatcher != "symm":
         return 0
-    exchange, apart = _shared(sizes, config)
+    exchange, apart = _shared(sizes, graph)
     return Region.with_room_for(exchange, sizes.layout.size("ep_etp")).num_bytes + apart
 
 
-def _shared(sizes: Sizes, config: RunConfig) -> tuple[Exchange, int]:
+def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
     # sizes of an exchange, and bytes of replicas apart from it
     model, weights, apart = sizes.model, 0, 0
     if sizes.replica_slots:
         experts, width = model.num_experts // sizes.layout.ep, model.expert_ffn_size
         shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
         along, of_slots = sizes.brings_weights, (sizes.element_bytes, sizes.replica_slots)
-        is_apart = not along or bool(segments_of(config.graph.scope))  # no graph takes weights from outside
+        is_apart = not along or bool(segments_of(graph.scope))  # no graph takes weights from outside
         weights, apart = replicas.room_bytes(shapes, *of_slots, along=along, apart=is_apart)
     row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp
     slots = model.top_k + sizes.fp8_rows  # a row's scale is sent as one more slot weight

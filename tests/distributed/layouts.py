@@ -146,7 +146,7 @@ def check(change: Change | None, trainer: Trainer) -> None:
         check_who_carries_messages(trainer)
         if overlap is not None:
             check_that_units_take_turns(trainer)
-    elif overlap is not None and trainer.config.graph.scope == "none":
+    elif overlap is not None and trainer.plan.graph.scope == "none":
         check_that_backwards_run_inside_forwards(trainer, overlap)
     if isinstance(trainer.optimizer, ShardedOptimizer):
         check_that_weights_are_shared_out(trainer, trainer.optimizer)
@@ -158,7 +158,7 @@ def check_that_weights_are_shared_out(trainer: Trainer, optimizer: ShardedOptimi
     All shares together are each element once: where four ranks have six experts too, and the last none.
     """
     step, parameters = trainer.steps.run, dict(trainer.model.named_parameters())
-    expected = state_bytes(trainer.config.model, trainer.plan.layout, bucket_mb=1, dp_shard=DpShard.fsdp2)
+    expected = state_bytes(trainer.plan.model, trainer.plan.layout, bucket_mb=1, dp_shard=DpShard.fsdp2)
 
     def check_layer(*_: Any) -> None:
         held = trainer.model.named_parameters()
@@ -173,7 +173,7 @@ def check_that_weights_are_shared_out(trainer: Trainer, optimizer: ShardedOptimi
         mean = expected["main_params"]
         assert {sum(kind) / len(sizes) for kind in zip(*sizes, strict=True)} == {mean}
         assert (
-            max(max(kinds) for kinds in sizes) < (1.6 if trainer.config.model.num_experts % 4 else 1.1) * mean
+            max(max(kinds) for kinds in sizes) < (1.6 if trainer.plan.model.num_experts % 4 else 1.1) * mean
         )
         assert not any(bool(whole.isnan().any()) for whole in gathered(trainer, "main").values())
         return row
@@ -270,7 +270,7 @@ def check_who_carries_messages(trainer: Trainer) -> None:
     """The hosts, in a program's steps that compile, warm up or capture units: there no stream may wait."""
     micro_batches = trainer.steps.step.micro_batches
     assert isinstance(micro_batches, Pipelined)
-    captures_units = trainer.config.graph.scope not in ("none", FULL_ITERATION)
+    captures_units = trainer.plan.graph.scope not in ("none", FULL_ITERATION)
     by_host = [True, captures_units, False]  # each program's first steps, with graph.warmup_steps=1
     train, begun = micro_batches.pipeline.train, Counter[tuple[Dispatcher, ...]]()
 

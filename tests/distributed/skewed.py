@@ -64,7 +64,7 @@ class Skew:
             biases = [router.selection_bias for n, router in routers if self.layer in (None, n)]
             kept = [bias.clone() for bias in biases]
             for bias in biases:
-                bias.zero_()[: trainer.config.model.top_k] = 9.0
+                bias.zero_()[: trainer.plan.model.top_k] = 9.0
             try:
                 return whole(*arguments)
             finally:

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from graphmoe.ops.grouped_mlp import vendor
-from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import travels_in_fp8
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
 from graphmoe.training import executor
 from graphmoe.training.products import describe_products, fp8_passes
 from tests.ops import grouped_mlp_fakes
@@ -71,14 +69,14 @@ def test_each_gradient_has_the_signal_of_8_bits(recipe, turbo):
 
 def test_passes_hand_experts_to_the_library_and_dense_products_stay_ours():
     words = (*COMPILED, *SIZES, "moe.experts=turbo", "precision.fp8=rowwise")
-    passes = fp8_passes(config(*words))
+    passes = fp8_passes(plan_of(config(*words), 1))
     assert passes["fp8_experts"] == {"recipe": "rowwise", "vendor": "turbo"}
     assert passes["fp8_quantise"] == {} and "fp8_linear" in passes
-    alone = config(*words, EXPERTS)
+    alone = plan_of(config(*words, EXPERTS), 1)
     assert [*fp8_passes(alone)] == ["fp8_experts"]
     assert describe_products(alone, {}) == ["rowwise fp8 in experts; experts by moe.experts=turbo, not timed"]
-    assert not travels_in_fp8(config(*words, "parallel.ep=2", "moe.dispatcher=symm"))
-    assert Sizes.from_config(alone, Layout(), on_nvidia=False).fp8 == frozenset()
+    assert not plan_of(config(*words, "parallel.ep=2", "moe.dispatcher=symm"), 2).fp8_rows
+    assert alone.sizes(on_nvidia=False).fp8 == frozenset()
 
 
 @pytest.mark.parametrize("products, needed", [("experts", "rowwise"), ("experts,attn", "blockwise")])

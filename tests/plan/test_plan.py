@@ -1,13 +1,14 @@
 """Decisions of a plan, which all that builds and runs a model asks."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from graphmoe.config.schema import Transport
-from graphmoe.plan.experts import blocks_of, keeps_replicas, travels_in_fp8
+from graphmoe.plan.experts import blocks_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
@@ -17,22 +18,19 @@ from tests.runs import ROOT, config
 
 COMPILED = "compile.enabled=true"
 DECISIONS = {
-    "Layout.of", "balanced_load", "capacity", "dispatcher_of", "num_micro_batches", "pipeline_of",
-    "Recompute.of", "reads_peers", "routed_tokens", "transport_of_run", "worst_load",
+    "Layout.of", "arrivals_of", "balanced_load", "dispatcher_of", "experts_of", "num_micro_batches",
+    "pipeline_of", "Recompute.of", "routed_tokens", "transport_of_run",
 }  # fmt: skip
 
 
 def test_one_rank_alone_has_the_local_dispatcher_and_no_pipeline():
     plan = plan_of(config("train.global_batch_size=12", "data.seq_len=16"), 1)
-    assert (
-        plan.layout == Layout()
-        and plan.pipeline is None
-        and plan.own_stages(0) == [all_pieces(plan.config.model.num_layers, 0)]
-    )
+    assert plan.layout == Layout() and plan.pipeline is None
+    assert plan.own_stages(0) == [all_pieces(plan.model.num_layers, 0)]
     assert (plan.dispatcher, plan.transport, plan.reads_peers) == ("local", None, False)
     assert (plan.num_micro_batches, plan.global_micro_batches, plan.tokens) == (6, 6, 32)
     assert plan.dtype == torch.float32 and not plan.captured and not plan.captures_step
-    assert plan.recompute == Recompute() and plan.experts == "auto"
+    assert plan.recompute == Recompute() and plan.moe.experts == "auto"
 
 
 def test_a_plan_is_of_ranks_that_share_experts_layers_and_matrices():
@@ -53,7 +51,7 @@ def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
     words = "parallel.ep=2", "model.expert_ffn_size=16", "compile.enabled=true", "moe.dispatcher=symm"
 
     def travels(*more: str) -> bool:
-        return travels_in_fp8(plan_of(config(*words, *more), 2).config)
+        return plan_of(config(*words, *more), 2).fp8_rows
 
     fp8 = "precision.fp8=rowwise"
     assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
@@ -129,7 +127,7 @@ def test_weights_of_replicas_are_kept_as_asked_for_or_by_separate_steps_unless_t
     ):
         plan = plan_of(config(*words, "model.num_dense_layers=1", *more), 2)
         said = [line for line in without_effect(plan, 2) if line.startswith("moe.replica_keep=true")]
-        assert (keeps_replicas(plan.config), not said) == (kept, has_effect), more
+        assert (plan.keeps_replicas, not said) == (kept, has_effect), more
     plan = plan_of(config("parallel.ep=2", "moe.dispatcher=symm", "moe.replica_slots=2"), 2)
     why = "with moe.balance=none: auto makes no replicas without the pass fuse_experts"
     assert f"moe.replica_slots=2 has no effect {why}" in without_effect(plan, 2)
@@ -145,3 +143,5 @@ def test_modules_that_build_and_run_a_model_ask_the_plan_for_decisions():
     files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
     asking = {str(file.relative_to(ROOT)): found for file in files if (found := called_in(file) & DECISIONS)}
     assert len(files) > 50 and asking == {}
+    whole = [file for file in files if re.search(r"\bRunConfig\b|plan\.config\b", file.read_text())]
+    assert len(whole) <= 6

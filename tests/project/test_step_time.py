@@ -7,7 +7,7 @@ import pytest
 
 from graphmoe.bench.jobs import compose_config
 from graphmoe.bench.runs import projected_run
-from graphmoe.config.schema import ConfigError, ParallelConfig, RunConfig
+from graphmoe.config.schema import ConfigError, Fp8Recipe, ParallelConfig, RunConfig
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Speeds, default_rates, rates_of
@@ -186,7 +186,7 @@ def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_pat
 
 def test_a_recipe_of_8_bits_that_is_not_known_is_refused():
     run = config(*MODEL, *EIGHT, "compile.enabled=true")
-    run.precision.fp8 = "blockwise"  # type: ignore[assignment]
+    run.precision.fp8 = Fp8Recipe.blockwise
     with pytest.raises(ConfigError, match="rates of precision.fp8=blockwise are not known here; use none or"):
         project(completed(run, ProjectArgs("h200")), ProjectArgs("h200"))
 

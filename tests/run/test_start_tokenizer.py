@@ -98,9 +98,9 @@ def test_a_tokenizer_that_is_trained_anew_is_compared_when_the_data_are_open(tmp
     start = f"checkpoint.init_from={tmp_path}/first"
     run = config(start)
     trained = train_bpe(iter(sentences(50)), 300, 50)
-    refuse_other_tokenizer(run, trained)
+    refuse_other_tokenizer(run.checkpoint, run.data, trained)
     assert "has no tokenizer.json: is the data's tokenizer the same?" in caplog.text
     trained.save(str(tmp_path / "first" / "tokenizer.json"))
-    refuse_other_tokenizer(run, trained)
+    refuse_other_tokenizer(run.checkpoint, run.data, trained)
     with pytest.raises(ConfigError, match=r"than the data \(trained by data=synthetic\): of its 300 ids"):
-        refuse_other_tokenizer(run, train_bpe(iter(["another text"]), 300, 1))
+        refuse_other_tokenizer(run.checkpoint, run.data, train_bpe(iter(["another text"]), 300, 1))

@@ -14,6 +14,7 @@ from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_mlp import reference
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.zero1 import Optimizer
+from graphmoe.plan.plan import plan_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
@@ -51,7 +52,7 @@ Made = tuple[dict[str, Tensor], CompiledSegments, tuple[str, ...]]
 def of_fp8(request) -> Made:
     """Gradients in 8 bits, what computed them, and the words of the run."""
     words = *COMPILED, *SIZES, f"precision.fp8={request.param}"
-    made = CompiledSegments(pass_runner(config(*words), "torch"))
+    made = CompiledSegments(pass_runner(plan_of(config(*words), 1), "torch"))
     with units_unmeasured():
         return gradients(model_of(), made)[1], made, words
 
@@ -72,7 +73,7 @@ def test_gradients_by_blocks_are_close_to_those_of_the_plain_model():
     words = (*(f"{word.partition('=')[0]}=128" for word in SIZES[1:]), "precision.fp8_products=[attn,mlp]")
     run = config(*COMPILED, "model.mtp_depth=0", *words, "precision.fp8=blockwise")
     forms = WeightForms()
-    made = CompiledSegments(pass_runner(run, "torch"), weight_forms=forms)
+    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)
     given = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, "execution": run.moe}
     models = [build_model(run.model, **given) for _ in range(2)]
     found, wanted = gradients(models[0], made)[1], gradients(models[1])[1]
@@ -90,7 +91,7 @@ def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
     model = model_of()
     sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
     run, forms = config(*of_fp8[2]), WeightForms()
-    made = CompiledSegments(pass_runner(run, "torch"), lambda p: sums[id(p)], weight_forms=forms)
+    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), lambda p: sums[id(p)], weight_forms=forms)
     for _ in range(2):
         model.loss(*batch(), made).total.backward()
     for name, parameter in model.named_parameters():
@@ -104,7 +105,7 @@ def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8):
 @pytest.mark.slow  # compiles a model
 def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8):
     again = config(*of_fp8[2], "recompute.segments=[attn,mlp,moe_experts,shared_experts]")
-    made = CompiledSegments(pass_runner(again, "torch"), recompute=Recompute.of(again.recompute))
+    made = CompiledSegments(pass_runner(plan_of(again, 1), "torch"), recompute=Recompute.of(again.recompute))
     _, found = gradients(model_of(), made)
     assert all(gradient.equal(of_fp8[0][name]) for name, gradient in found.items())
     kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, of_fp8[1])]
@@ -119,7 +120,7 @@ def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8
 def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp8():
     words = (*COMPILED, *SIZES, "model.num_layers=4", "model.num_dense_layers=0", "precision.fp8=rowwise")
     runs = {"skips": config(*words, "precision.fp8_skip_layers=[0,-1]"), "plain": config(*words[:-1])}
-    made = {name: CompiledSegments(pass_runner(run, "torch")) for name, run in runs.items()}
+    made = {name: CompiledSegments(pass_runner(plan_of(run, 1), "torch")) for name, run in runs.items()}
     cpu = torch.device("cpu")
     model = build_model(
         runs["skips"].model, device=cpu, dtype=torch.float32, seed=0, execution=runs["skips"].moe
@@ -300,7 +301,7 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
 def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
     run = config(*COMPILED, *SIZES, "precision.fp8=tensorwise")
     model, forms = model_of(), WeightForms()
-    made = CompiledSegments(pass_runner(run, "torch"), weight_forms=forms)
+    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)
     matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
     forms.keep(scales := DelayedScales(matrices, batch()[0].numel(), None))
     wanted, levels = gradients(model_of())[1], []
@@ -369,7 +370,7 @@ def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path,
         model, overlap = model_of(), Overlap(cpu)
         sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
         made = CompiledSegments(
-            pass_runner(RUN, "torch"),
+            pass_runner(plan_of(RUN, 1), "torch"),
             lambda p, sums=sums: sums[id(p)],
             unit_turns=overlap,
             weight_forms=forms,

@@ -117,8 +117,8 @@ def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     close_dispatcher()
     asked = peers.num_bytes, peers.replicas.num_bytes
     if plan.captured:  # a graph may have to pull the weights of all own experts
-        of_expert = 3 * plan.config.model.hidden_size * plan.config.model.expert_ffn_size
-        assert asked[1] > plan.config.model.num_experts // 2 * of_expert * plan.dtype.itemsize
+        of_expert = 3 * plan.model.hidden_size * plan.model.expert_ffn_size
+        assert asked[1] > plan.model.num_experts // 2 * of_expert * plan.dtype.itemsize
     assert (asked[1] > 0) == (words != SYMM) and asked[0] > 0
     assert dry_run(config(*MODEL, *words))["memory"]["state_bytes"]["shared"] == sum(asked)
     assert SEPARATE in words or memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)

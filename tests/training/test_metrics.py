@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from graphmoe.model.moe import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.layout import Layout
+from graphmoe.plan.plan import plan_of
 from graphmoe.run.files import EXPERT_LOADS_FILE, ExpertLoad
 from graphmoe.run.metrics_file import read_lines, read_rows, render, summarise
 from graphmoe.training import profile as pipeline_profile
@@ -161,7 +162,7 @@ def test_a_run_that_began_elsewhere_says_of_which_steps_its_validations_are(tmp_
 def writer(folder, done: int, **log) -> MetricsWriter:
     folder.mkdir(parents=True, exist_ok=True)
     words = (f"log.{key}={value}" for key, value in {"tensorboard": True, **log}.items())
-    return MetricsWriter(folder, config("train.steps=6", *words), done)
+    return MetricsWriter(folder, plan_of(config("train.steps=6", *words), 1), done)
 
 
 def test_values_that_are_not_finite_are_written_as_null(tmp_path):
@@ -346,7 +347,7 @@ def test_bringing_a_recorded_pipeline_together_is_in_the_time_of_no_step(fake_ti
     mesh = SimpleNamespace(rank=0, layout=layout, index=lambda axis: 0)
     clock = StepClock(torch.device("cpu"))
     run = config("train.steps=4", "train.log_interval=2")
-    plan = SimpleNamespace(config=run, pipeline=SimpleNamespace(table=None))
+    plan = SimpleNamespace(train=run.train, pipeline=SimpleNamespace(table=None))
     profile = PipelineProfile(plan, SimpleNamespace(), torch.device("cpu"), mesh, clock, tmp_path, 0)
     kept: list[int] = []
     monkeypatch.setattr(profile, "_keep", lambda number, part: kept.append(number))

@@ -1,6 +1,7 @@
 """Products of a run in 8 bits: which there are, the choice among them, and what a checkpoint keeps of it."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,14 +65,13 @@ def test_all_but_known_products_are_timed_on_a_gpu_alone(timer, monkeypatch):
     assert speeds() == {"attn 16x64": 0.5}
 
 
-def test_rows_that_are_told_to_travel_in_8_bits_keep_their_experts_so(timer, monkeypatch):
+def test_rows_that_are_told_to_travel_in_8_bits_keep_their_experts_so(timer):
     timer.ms, run = [SLOW], config(*WORDS)
     experts = Experts(MlpShape(32, 64, 32, 4, 2), "torch,torch,torch")
     for dtype, speeds in ((DispatchDtype.fp8, {}), (DispatchDtype.auto, {"experts": 1 / 1.25})):
         run.moe.dispatch_dtype = dtype
         assert measured(plan_of(run, 1), {}, lambda: experts, {}, CPU, None) == speeds
-    monkeypatch.setattr(products, "travels_in_fp8", lambda config: True)
-    (line,) = describe_products(run, speeds)
+    (line,) = describe_products(replace(plan_of(run, 1), fp8_rows=True), speeds)
     assert line == (
         "rowwise fp8 in 0 of 1 products; bf16 for: experts (0.80x); so rows travel to experts in bf16"
     )
@@ -80,9 +80,9 @@ def test_rows_that_are_told_to_travel_in_8_bits_keep_their_experts_so(timer, mon
 def test_a_slow_product_is_left_by_its_pass_and_slow_experts_have_none():
     plain = plain_products(DENSE, {"attn 64x16": 1.0, "mlp 128x64": 1.5, "experts": 1.0})
     assert plain == InBf16(((64, 16),), experts=True)
-    passes = fp8_passes(config(*WORDS), plain)
+    passes = fp8_passes(plan_of(config(*WORDS), 1), plain)
     assert passes["fp8_linear"]["plain"] == [[64, 16]] and "fp8_experts" not in passes
-    assert "fp8_experts" in fp8_passes(config(*WORDS))
+    assert "fp8_experts" in fp8_passes(plan_of(config(*WORDS), 1))
 
 
 def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplog):
@@ -105,12 +105,10 @@ def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplo
 
 
 @pytest.mark.parametrize("speed", [FAST, SLOW])
-def test_rows_to_experts_are_named_once_it_is_known_whether_these_are_in_8_bits(
-    tmp_path, timer, monkeypatch, speed
-):
+def test_rows_to_experts_are_named_once_it_is_known_whether_these_are_in_8_bits(tmp_path, timer, speed):
     timer.ms = [speed]
     execution = trainer_in(tmp_path, *SHORT).execution
-    monkeypatch.setattr("graphmoe.training.executor.travels_in_fp8", lambda config: True)
+    execution._plan = replace(execution._plan, fp8_rows=True)
     assert (execution.describe()[-1] == "rows travel to experts in 8 bits") == (speed == FAST)
 
 

@@ -42,7 +42,7 @@ from tests.runs import ROOT, TINY, config, slow_but, train_in
 def first(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "first"
     trainer = train_in(folder)
-    (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.config)))
+    (folder / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.plan.config)))
     return folder
 
 
@@ -85,7 +85,7 @@ def test_another_model_is_refused_by_its_keys_and_tensors(first, key):
 def test_another_kind_of_head_is_refused_from_a_run_and_from_folders_of_weights(tmp_path, ties):
     words = [f"model.tie_embeddings={str(kind).lower()}" for kind in (ties, not ties)]
     trainer = train_in(tmp_path / "run", words[0], "train.steps=1", "train.val_batches=0")
-    (tmp_path / "run" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.config)))
+    (tmp_path / "run" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(trainer.plan.config)))
     resumed = refusal(f"checkpoint.resume_from={tmp_path}/run", words[1])
     assert f"another model (model.tie_embeddings: {ties} -> {not ties}; its own -> this run's)" in resumed
     assert "loss_head.head.weight" in resumed

@@ -257,10 +257,10 @@ def test_a_sample_goes_on_with_the_beginning_of_a_validation_document_or_with_wh
     )
     streamed = prompt_of(replace(corpus, val=stream), tokenizer)
     assert streamed == tokenizer.decode(corpus.val.sample(0)[:PROMPT_TOKENS].tolist())
-    trainer.config.log.sample_prompt = "the cat"
+    trainer.plan.log.sample_prompt = "the cat"
     prompt, text = sample_of(trainer)
     assert prompt == "the cat" and text is not None and text.startswith("the cat")
-    trainer.config.log.sample_prompt = ""
+    trainer.plan.log.sample_prompt = ""
     assert sample_of(trainer) == (None, None)
 
 
@@ -276,12 +276,12 @@ def test_a_sample_goes_on_with_the_beginning_of_a_validation_document_or_with_wh
 def test_a_vocabulary_with_many_rows_that_stand_for_no_token_is_warned_of(text_words, words, said, caplog):
     run = config(*text_words, *words)
     assert run.data.tokenizer
-    warn_of_unused_ids(run, load_tokenizer(run.data.tokenizer))
+    warn_of_unused_ids(plan_of(run, 1), load_tokenizer(run.data.tokenizer))
     assert len(caplog.messages) == said
     if said:
         assert "model.vocab_size=512, and the tokenizer (data.tokenizer=" in caplog.text
         assert "192 rows" in caplog.text and "model.vocab_size=384 is enough" in caplog.text
-    warn_of_unused_ids(run, None)
+    warn_of_unused_ids(plan_of(run, 1), None)
     assert len(caplog.messages) == said
 
 

@@ -16,20 +16,7 @@ from graphmoe.config.schema import (
     Transport,
 )
 from graphmoe.plan.attention import AttentionFacts, attention_facts
-from graphmoe.plan.experts import (
-    Load,
-    balanced_load,
-    blocks_of,
-    brings_weights,
-    capacity,
-    fp8_vendor,
-    is_exact,
-    keeps_replicas,
-    replica_slots,
-    routed_tokens,
-    transport_of,
-    travels_in_fp8,
-)
+from graphmoe.plan.experts import Load, arrivals_of, blocks_of, experts_of, routed_tokens, transport_of
 from graphmoe.plan.layout import Layout
 
 
@@ -72,14 +59,13 @@ class Sizes:
         facts = attention_facts(config.model)
         asked = backend is AttentionBackend.padded_flash
         model, tokens, block = config.model, routed_tokens(config, layout), 0
+        experts, arrivals = experts_of(config), arrivals_of(config.moe, model, layout, tokens)
         if travels:
-            room = capacity(config.moe, model, layout, tokens)
+            room = arrivals.room()
         else:  # a balanced routing that spreads each token as widely as it can, as in a dry run
             room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
-            exact_of = tokens if is_exact(config.moe, model, layout) else None
-            balanced, ranks = balanced_load(model, layout, tokens), layout.size("ep_etp")
-            block, rows = blocks_of(balanced, room, ranks, exact_of)
+            block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)
             room = room._replace(rows=rows)
         precision, num_layers = config.precision, model.num_layers + model.mtp_depth
         in_fp8 = precision.fp8 is not Fp8Recipe.none
@@ -93,13 +79,13 @@ class Sizes:
             travels,
             facts.head != facts.value and (asked or (not on_nvidia and backend is AttentionBackend.auto)),
             block,
-            frozenset(precision.fp8_products if in_fp8 else ()) - {"experts" if fp8_vendor(config) else ""},
+            frozenset(precision.fp8_products if in_fp8 else ()) - {"experts" if experts.fp8_vendor else ""},
             frozenset(layer % num_layers for layer in precision.fp8_skip_layers if in_fp8),
             precision.fp8_wgrad is Fp8WeightGrad.bf16,
-            travels_in_fp8(config),
-            replica_slots(config.moe, model, layout.ep),
-            keeps_replicas(config),
-            brings_weights(config),
+            experts.fp8_rows,
+            arrivals.replica_slots,
+            experts.keeps_replicas,
+            experts.brings_weights,
         )
 
     @functools.cached_property

@@ -19,12 +19,9 @@ from graphmoe.plan.experts import (
     BufferLimits,
     dispatcher_facts,
     dispatcher_of,
-    experts_in_fp8,
+    experts_of,
     has_experts,
-    reads_peers,
     runs_pass,
-    why_no_fp8_rows,
-    why_no_replicas,
 )
 from graphmoe.plan.forced_loads import LOADS, NO_LOAD, UNIT, read_counts
 from graphmoe.plan.layout import divisors
@@ -63,14 +60,14 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
             "moe.dispatcher=symm exchanges between ranks that share the experts, and parallel.ep * "
             "parallel.etp is 1; use moe.dispatcher=auto or local"
         )
-    if moe.experts == "te" and experts_in_fp8(config) and has_experts(model):
+    if moe.experts == "te" and experts_of(config).experts_in_fp8 and has_experts(model):
         yield (
             f"moe.experts=te computes in bf16 only, not by precision.fp8={config.precision.fp8.value}: "
             f"Transformer Engine has no row scales, and blockwise needs multiples of 128 rows of each "
             f"expert, made from counts on the host; use moe.experts=auto, or precision.fp8_products without "
             f"experts"
         )
-    if moe.dispatch_dtype is DispatchDtype.fp8 and (why := why_no_fp8_rows(config)):
+    if moe.dispatch_dtype is DispatchDtype.fp8 and (why := experts_of(config).no_fp8_rows):
         yield (
             f"moe.dispatch_dtype=fp8 sends fp8 rows to fp8 experts, but {why}; use "
             f"moe.dispatch_dtype=auto or bf16"
@@ -108,7 +105,7 @@ def load_rules(config: RunConfig) -> Iterator[str]:
 def _replica_rules(config: RunConfig) -> Iterator[str]:
     moe, slots = config.moe, config.moe.replica_slots
     owned = config.model.num_experts // max(config.parallel.ep, 1)
-    if moe.balance is Balance.replicas and (why := why_no_replicas(config)):
+    if moe.balance is Balance.replicas and (why := experts_of(config).no_replicas):
         needed = "moe.dispatcher=symm, or " if dispatcher_of(moe, config.parallel) != "symm" else ""
         if config.parallel.ep <= 1:
             needed = "parallel.ep=2 or more, or "
@@ -195,7 +192,7 @@ def overlap_rules(config: RunConfig) -> Iterator[str]:
     if not config.pipeline.ep_overlap:
         return
     choice, scope = dispatcher_of(config.moe, config.parallel), config.graph.scope
-    if not reads_peers(config.moe, config.parallel):
+    if not dispatcher_facts(choice).reads_peers:
         instead = (
             "moe.dispatcher=symm" if config.parallel.ep * config.parallel.etp > 1 else "parallel.ep=2 or more"
         )

@@ -22,7 +22,7 @@ from graphmoe.config.schema import (
     TrainConfig,
 )
 from graphmoe.plan.attention import attention_facts
-from graphmoe.plan.experts import dispatcher_of, fp8_vendor, has_experts, runs_pass
+from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts, runs_pass
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
@@ -189,7 +189,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
             f"{key} has scales beside whole weights, but parallel.dp_shard=fsdp2 shards them; "
             f"use precision.fp8=rowwise, or parallel.dp_shard=zero1"
         )
-    vendor = fp8_vendor(config)
+    vendor = experts_of(config).fp8_vendor
     if in_fp8 and by.why_no_experts and vendor is None:
         yield f"{key} {by.why_no_experts}; use precision.fp8=rowwise{without}"
         in_fp8 = False

@@ -9,7 +9,6 @@ from graphmoe.config.choices import OPTIMIZERS
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import AuxLoss, Balance, DpShard, Fp8Recipe, RopeScaling, RunConfig
 from graphmoe.plan.attention import keys_of_others
-from graphmoe.plan.experts import experts_in_fp8, fuses_experts, recomputes_experts, why_no_replicas
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 
@@ -68,19 +67,19 @@ def _unused(plan: Plan, num_ranks: int) -> Iterator[_Unused]:
     if plan.dispatcher != "symm":
         yield _Unused("moe", ("transport",), f"with moe.dispatcher={plan.dispatcher}")
     if config.moe.balance is Balance.none:
-        of_auto = "" if fuses_experts(config) else "auto makes no replicas without the pass fuse_experts"
-        why = why_no_replicas(config) or of_auto or "use moe.balance=replicas"
+        of_auto = "" if plan.fuses_experts else "auto makes no replicas without the pass fuse_experts"
+        why = plan.no_replicas or of_auto or "use moe.balance=replicas"
         yield _Unused("moe", ("replica_slots", "replica_keep"), f"with moe.balance=none: {why}")
     elif plan.exact_of:
         yield _Unused("moe", ("receive_budget",), "with moe.balance=replicas: all that can arrive has room")
-    if config.moe.balance is Balance.replicas and experts_in_fp8(config):
+    if config.moe.balance is Balance.replicas and plan.experts_in_fp8:
         recipe = config.precision.fp8.value
         yield _Unused(
             "moe", ("replica_keep",), f"with precision.fp8={recipe}: the backward reads other weight copies"
         )
-    elif config.moe.balance is Balance.replicas and recomputes_experts(config):
+    elif config.moe.balance is Balance.replicas and plan.recomputes_experts:
         yield _Unused("moe", ("replica_keep",), "if recompute covers moe_experts, which fetches them again")
-    elif config.moe.balance is Balance.replicas and not fuses_experts(config):
+    elif config.moe.balance is Balance.replicas and not plan.fuses_experts:
         yield _Unused("moe", ("replica_keep",), "without the pass fuse_experts: separate steps save them")
     if config.parallel.dp_shard is not DpShard.zero1:
         yield _Unused("optim", ("bucket_mb",), "with parallel.dp_shard=fsdp2")

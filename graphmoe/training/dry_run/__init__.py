@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from graphmoe.config.progress import working
 from graphmoe.config.schema import AttentionBackend, RunConfig
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.plan import PipelinePlan
 from graphmoe.plan.pipeline.schedules import make_table
@@ -143,8 +142,8 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
         collectives = CollectiveLog(mesh)
         watch = StepWatch(collectives, memory)
         model, optimizer = fake_build(plan, mesh)
-        sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=torch.version.hip is None)
-        shared = torch.empty(shared_bytes(sizes, plan.config), dtype=torch.uint8)
+        sizes = plan.sizes(on_nvidia=torch.version.hip is None)
+        shared = torch.empty(shared_bytes(sizes, plan.moe, plan.graph), dtype=torch.uint8)
         memory.hold("shared", [shared])
         segments = fake_executor(plan, watch, optimizer.gradient_of, optimizer.weight_forms)
         micro_batches = micro_batches_of(

@@ -55,7 +55,7 @@ def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
 
     alltoall sends balanced rows, which the host can't count here.
     """
-    model, dispatcher = plan.config.model, make_dispatcher(plan, mesh)
+    model, dispatcher = plan.model, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
         dispatcher = BalancedAllToAll(mesh, model.num_experts, plan.tokens, model.top_k)
     built, optimizer = build(plan, torch.device("cpu"), mesh, dispatcher, has_values=False)
@@ -74,9 +74,9 @@ def fake_executor(
     weight_forms: WeightForms | None = None,
 ) -> Executor:
     """Return an executor that saves the same activations as the run's, and sets the watch's segment."""
-    config, recompute = plan.config, plan.recompute
-    if config.compile.enabled:
-        runner = pass_runner(config, "triton")
+    recompute = plan.recompute
+    if plan.compile.enabled:
+        runner = pass_runner(plan, "triton")
         return GraphSegments(watch, runner, gradient_of, recompute=recompute, weight_forms=weight_forms)
     execute: Executor = RecomputedSegments(recompute) if recompute else run_segments
 

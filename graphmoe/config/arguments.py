@@ -1,8 +1,4 @@
-"""Command-line arguments in each usual form, output and errors.
-
-A key is given as ``key=value``, ``--key=value`` or ``--key value``, also for Hydra applications
-(``graphmoe.command.hydra``).
-"""
+"""Command-line arguments (``key=value``, ``--key=value``, ``--key value``), output and errors."""
 
 import ast
 import dataclasses
@@ -54,13 +50,13 @@ COMMANDS = {
     "doctor": "this machine: versions, devices, and optional packages that are missing",
     "worker": "one rank of a run, for a torchrun of your own",
 }
-"""All commands, ``graphmoe <name>`` or ``python -m graphmoe.<name>``, with a line each."""
+"""All commands, with a line each."""
 WIDTH, LONG_KEY = 100, 44
 """Columns of a help; a longer key has a line of its own."""
 MOST_NAMED = 50
-"""Most keys that an error lists."""
+"""Keys that an error lists."""
 MOST_COMPARED = 10_000
-"""Most names of a folder that are compared with a missing one."""
+"""Names of a folder compared with a missing one."""
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
@@ -79,7 +75,7 @@ def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = Non
 
 
 def print_error(error: object) -> None:
-    """Print ``error: ...`` on stderr with control characters escaped and long lines shortened."""
+    """Print ``error: ...`` on stderr, escaped and shortened."""
     half = LONGEST_LINE // 2
     lines = [
         "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in str(error).split("\n")
@@ -92,11 +88,10 @@ def print_error(error: object) -> None:
 
 
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str, places: Sequence[str] = ()) -> Args:
-    """Fill the dataclass from arguments; values are taken verbatim.
+    """Fill the dataclass from arguments; ``--help`` and ``--version`` exit. *Raises* ConfigError.
 
-    Lists are split at commas, ``none`` clears an optional value, fields of nested dataclasses have dotted
-    keys. Words without a key are assigned to the keys ``places``, in order. ``--help`` and ``--version``
-    exit. *Raises* ConfigError naming each unknown, malformed or missing key.
+    Lists are split at commas, ``none`` clears a value, nested fields have dotted keys; words without a key
+    are assigned to ``places``.
     """
     if wants_help(argv):
         emit({}, usage(cls, prog, places), OutputFormat.text)
@@ -128,10 +123,9 @@ def key_value_words(
     as_they_are: re.Pattern[str] = _KEY,
     listed: Callable[[list[str]], str] = ",".join,
 ) -> tuple[list[str], list[str]]:
-    """Return the words as ``key=value`` each, and the problems of others.
+    """Return the words as ``key=value``, and the problems of others.
 
-    ``hints``: types of the keys; a list takes several words, and true may be omitted. Words without a key are
-    assigned to ``places``, in order.
+    ``hints``: types of the keys; a list takes several words, true may be omitted.
     """
     words, problems, rest, free = list[str](), list[str](), deque(argv), deque(places)
 
@@ -184,7 +178,7 @@ def answer_version(argv: Sequence[str]) -> None:
 
 
 def typed_as(prog: str) -> str:
-    """Return ``graphmoe.<name>`` as it was typed: as the console script or with ``python -m``."""
+    """Return the command as it was typed, as console script or with ``python -m``."""
     is_console = Path(sys.argv[0]).name == "graphmoe" or sys.argv[0].endswith("graphmoe/__main__.py")
     return prog.replace(".", " ", 1) if is_console else f"python -m {prog}"
 
@@ -208,7 +202,6 @@ def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
 
 
 def key_lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines of a help with each ``key=value`` and its documentation side by side."""
     width = max(len(word) for word, _ in rows if len(word) < LONG_KEY)
     for word, doc in rows:
         lines = textwrap.wrap(doc, WIDTH - width - 4) or [""]
@@ -217,7 +210,7 @@ def key_lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """'; did you mean ...?', or the list of choices if none is similar."""
+    """'; did you mean ...?', or the list of choices."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f"; did you mean '{close[0]}'?"
@@ -225,7 +218,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def near_path(path: str | Path) -> str:
-    """'; did you mean ...?' for a missing path, if a similar name exists; else nothing."""
+    """'; did you mean ...?' for a missing path with a similar sibling; else nothing."""
     parts = Path(os.path.expanduser(path)).parts
     if not parts or os.path.exists(Path(*parts)) or glob.glob(str(Path(*parts)), recursive=True):
         return ""
@@ -246,7 +239,7 @@ def near_path(path: str | Path) -> str:
 
 
 def parse_size(key: str, text: str, *, least: int = 0) -> int:
-    """Return the bytes of '20GB', '1.5GiB' or '0', in any case of letters. *Raises* ConfigError."""
+    """Return the bytes of '20GB', '1.5GiB' or '0'. *Raises* ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     scale = {unit.lower(): size for unit, size in UNITS.items()}.get(match[2]) if match else None
     size = float(match[1]) * (scale or 1) if match else -1
@@ -257,7 +250,7 @@ def parse_size(key: str, text: str, *, least: int = 0) -> int:
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
-    """Yield why ``key=path`` is not a writable file name with the suffix of ``example``."""
+    """Yield why the path is not a writable file name with the suffix of ``example``."""
     if path is None:
         return
     suffix = Path(example).suffix
@@ -270,7 +263,7 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
 
 
 def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "\n") -> None:
-    """Print a JSON document or the text form on stdout; a string verbatim, then ``end``."""
+    """Print a JSON document or the text form on stdout."""
     output_begins()
     try:
         if output is OutputFormat.json:
@@ -295,10 +288,8 @@ def text_table(
     styles: Sequence[str | None] = (),
     **options: Any,
 ) -> Table:
-    """A table for a terminal; columns ``names``, by index, may wrap, the others are numbers.
-
-    ``styles``: of the first rows; ``options``: of rich's Table.
-    """
+    """A table for a terminal; columns ``names`` may wrap, the others are numbers; ``options`` of rich's
+    Table."""
     table = Table(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
     for place, column in enumerate(columns):
         is_name = place in names
@@ -312,11 +303,9 @@ def text_table(
 class _Key:
     word: str
     path: tuple[str, ...]
-    """Names of fields, from the tool's dataclass inwards."""
     hint: Any
     doc: str
     default: Any
-    """``MISSING`` if required."""
 
 
 def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
@@ -333,7 +322,7 @@ def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Documentation of each field of a dataclass, by name, on one line."""
+    """Documentation of each field of a dataclass, on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

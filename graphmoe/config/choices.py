@@ -1,4 +1,4 @@
-"""Choices of the schema's keys; each member is spelled as on the command line."""
+"""Choices of the schema's keys, spelled as on the command line."""
 
 import enum
 import importlib
@@ -19,7 +19,7 @@ class SourceFacts(NamedTuple):
     needs: tuple[str, ...] = ()
     """Required keys of ``data``."""
     reads: tuple[str, ...] | None = None
-    """Other keys of ``data`` that it reads, besides `EVERY_SOURCE`; None: possibly any."""
+    """Other keys of ``data`` that it reads; None: possibly any."""
     endless: bool = True
 
     def ignores(self, key: str) -> bool:
@@ -27,7 +27,7 @@ class SourceFacts(NamedTuple):
 
 
 EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")
-"""Keys of ``data`` that are valid with every source."""
+"""Keys of ``data`` that every source reads."""
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
@@ -49,19 +49,15 @@ LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
 CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"
-"""Environment variable with the folders of --config-dir, whose modules can be named."""
+"""Variable with the folders of --config-dir."""
 
 
 def compute_words(compute: str, fp8: str, share: str = "products") -> str:
-    """Name the formats of a run's GEMMs, by the values of ``precision``."""
     return compute if fp8 == "none" else f"{compute}, {share} in 8 bits ({fp8})"
 
 
 def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
-    """Return the row of a table, or the object (or its ``attribute``) named as ``package.module:NAME``.
-
-    *Raises* ConfigError if there is no such row, or nothing of this ``kind`` to import.
-    """
+    """Return the row, or the object (its ``attribute``) of ``package.module:NAME``. *Raises* ConfigError."""
     if choice in table:
         return table[choice]
     # imports code, so graphmoe.command.hydra.load_config rejects files that name code unless its reader does
@@ -75,7 +71,7 @@ def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object,
 def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str] = ()) -> Any:
     """Return what ``package.module:NAME`` names, or an ``attribute`` of it. *Raises* ConfigError.
 
-    Modules are searched on Python's path, then in the working folder and the folders of --config-dir.
+    Searches Python's path, the working folder, then the folders of --config-dir.
     """
     if not OWN_CODE.fullmatch(path):
         raise ConfigError(no_such_choice(key, path, choices))
@@ -115,16 +111,7 @@ OutputFormat = enum.StrEnum("OutputFormat", ("text", "json"))
 
 
 SEGMENT_NAMES = (
-    "embed",
-    "attn",
-    "mlp",
-    "moe_router",
-    "moe_preprocess",
-    "moe_dispatch",
-    "shared_experts",
-    "moe_experts",
-    "moe_combine",
-    "loss",
-    "optimizer",
-)
-"""Names of segments, in model order."""
+    "embed", "attn", "mlp", "moe_router", "moe_preprocess", "moe_dispatch", "shared_experts", "moe_experts",
+    "moe_combine", "loss", "optimizer",
+)  # fmt: skip
+"""In model order."""

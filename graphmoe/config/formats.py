@@ -1,8 +1,4 @@
-"""Number formats of fp8 GEMMs: `FORMATS` has a row of facts for each, without kernels.
-
-``graphmoe.ops.formats.KERNELS`` has the kernels under the same name. To add a format, add both rows and the
-name in `Fp8Recipe`; docs/precision.md describes the formats.
-"""
+"""Facts of the number formats of fp8 GEMMs; ``graphmoe.ops.formats.KERNELS`` has their kernels."""
 
 import enum
 from collections.abc import Callable
@@ -12,17 +8,15 @@ Fp8Recipe = enum.StrEnum("Fp8Recipe", ("none", "rowwise", "tensorwise", "blockwi
 
 
 class Gpu(NamedTuple):
-    """Facts of a GPU that decide which formats it supports."""
-
     gfx: str = ""
-    """AMD architecture, such as gfx942; empty on NVIDIA."""
+    """Such as gfx942; empty on NVIDIA."""
     major: int = 0
-    """NVIDIA compute capability, and the CUDA version; 0 and empty on AMD."""
+    """NVIDIA compute capability; 0 on AMD."""
     cuda: tuple[int, ...] = ()
 
 
 class TurboScales(NamedTuple):
-    """The format's ``Float8QuantConfig`` in Primus-Turbo."""
+    """Its ``Float8QuantConfig`` in Primus-Turbo."""
 
     granularity: str
     block_size: int | None = None
@@ -30,31 +24,29 @@ class TurboScales(NamedTuple):
     transposes: bool = True
     """False if its GEMMs take weights only as [E, N, C]."""
     needs: str = ""
-    """Format whose devices Turbo supports for this one; empty: its own."""
+    """Format whose devices it supports; empty: its own."""
 
 
 class Format(NamedTuple):
-    """Scale layout, supported devices and costs of a format."""
-
     needs: str
-    """Supported GPUs in words, for errors; `runs_on` decides."""
+    """Supported GPUs, for errors."""
     runs_on: Callable[[Gpu], bool]
     turbo: TurboScales
     aligned: int = 16
-    """Both sizes of a weight must be multiples of it. (aten/src/ATen/native/cuda/ScaledBlas.cpp)"""
+    """Sizes of a weight are multiples of it (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
     block: int | None = None
-    """Elements of a row per scale; None: one scale for the row."""
+    """Elements of a row per scale; None: all."""
     hidden_block: int = 128
-    """Elements per scale of gate and up, which experts save for the backward."""
+    """Elements per scale of saved gate and up."""
     scale_bytes: int = 4
     is_delayed: bool = False
-    """True if activations use the per-tensor scale of earlier steps, stored beside the weight."""
+    """Activations use the scales of earlier steps."""
     dispatched: bool = False
-    """True if dispatchers can send rows in this format."""
+    """Dispatchers can send rows in it."""
     rates: Literal["measured", "assumed", "unknown"] = "unknown"
-    """assumed: rowwise's rates; unknown: `graphmoe.project` refuses the format."""
+    """assumed: rowwise's; unknown: projections refuse it."""
     why_no_experts: str = ""
-    """Reason why routed experts cannot use it; empty if they can."""
+    """Why experts cannot use it; empty if they can."""
 
 
 _HOPPER_OR_MI300 = "a GPU of compute capability 9.0 or more, or an MI300 or newer"
@@ -66,18 +58,10 @@ def _is_hopper_or_mi300(gpu: Gpu) -> bool:
 
 FORMATS = {
     "rowwise": Format(
-        _HOPPER_OR_MI300,
-        _is_hopper_or_mi300,
-        TurboScales("ROWWISE"),
-        dispatched=True,
-        rates="measured",
+        _HOPPER_OR_MI300, _is_hopper_or_mi300, TurboScales("ROWWISE"), dispatched=True, rates="measured"
     ),
     "tensorwise": Format(
-        _HOPPER_OR_MI300,
-        _is_hopper_or_mi300,
-        TurboScales("TENSORWISE"),
-        is_delayed=True,
-        rates="assumed",
+        _HOPPER_OR_MI300, _is_hopper_or_mi300, TurboScales("TENSORWISE"), is_delayed=True, rates="assumed"
     ),
     "blockwise": Format(
         "a GPU of compute capability 9.0 and CUDA 12.9 or newer, the only ones with its products",
@@ -97,4 +81,3 @@ FORMATS = {
         scale_bytes=1,
     ),
 }
-"""Formats by their name in `Fp8Recipe`."""

@@ -1,8 +1,4 @@
-"""Values that are never written: those of host.env, and of ${oc.env:NAME}.
-
-Run folders, reports and logs are shared. They have the names of host.env, and interpolations as written, to
-be resolved by the reader.
-"""
+"""Values that are never written to files or logs: those of host.env, and of ${oc.env:NAME}."""
 
 import dataclasses
 import hashlib
@@ -17,18 +13,17 @@ from omegaconf.resolvers import oc
 from graphmoe.config.schema import RunConfig
 
 MASK = "***"
-"""Replaces a value of host.env."""
 _WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
 _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
 _GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="
-"""An override of host.env: host.env.A=b, host.env={A:b} or host={env:{A:b}}."""
+"""An override of host.env in any form."""
 
 _written: dict[str, tuple[Any, Any]] = {}
 
 
 def note_interpolations(cfg: DictConfig) -> None:
-    """Record the source text of interpolated values, for `to_plain`. *Raises* OmegaConfBaseException."""
+    """Record the source of interpolated values, for `to_plain`. *Raises* OmegaConfBaseException."""
     _written.clear()
     if "oc.env" not in str(OmegaConf.to_container(cfg)):
         return
@@ -46,7 +41,7 @@ def note_interpolations(cfg: DictConfig) -> None:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain values for files, enums by name: ``resolved.yaml``."""
+    """Return plain values for ``resolved.yaml``, enums by name."""
     found = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(found, dict)
     plain = {str(key): value for key, value in found.items()}
@@ -61,17 +56,15 @@ def to_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def prints() -> dict[str, str]:
-    """Return a salted hash of each interpolated value, by key: it tells runs apart without the value."""
+    """Return a salted hash of each interpolated value, by key."""
     salt = os.urandom(8).hex()
     values = {key: value for key, (_, value) in _written.items() if not key.startswith("host.env.")}
     return {key: f"{salt}:{_hash(salt, value)}" for key, value in values.items()}
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Return another run's configuration, in place, as `to_plain` writes ours if values are equal.
-
-    ``prints`` are theirs.
-    """
+    """Return another run's configuration as `to_plain` writes ours where values are equal; ``prints`` are
+    theirs."""
     for key in {**_written, **prints}:
         their_place, our_place = _place(theirs, key), _place(ours, key)
         name = key.rpartition(".")[2]
@@ -91,7 +84,6 @@ def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]
 
 
 def masked_overrides(words: Sequence[str]) -> list[str]:
-    """Return overrides without values of host.env, in any form."""
     masked = [re.sub(rf"^(--)?{_GIVEN}.*", rf"\1\2={MASK}", word, flags=re.DOTALL) for word in words]
     for place, word in enumerate(words[:-1]):
         if re.fullmatch(r"--host\.env[^=]*", word):  # the value is the next word
@@ -100,7 +92,6 @@ def masked_overrides(words: Sequence[str]) -> list[str]:
 
 
 def masked_line(text: str) -> str:
-    """Return a log line of overrides without values of host.env."""
     sections = "|".join([field.name for field in dataclasses.fields(RunConfig)])
     quoted = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
     end = rf" [+~]*(?:{sections}|hydra)[.=/@]|$"

@@ -20,15 +20,15 @@ class ModelConfig:
     """Shape, router and losses of the model."""
 
     name: str = "custom"
-    """Name of the preset, used in logs and as the default run name."""
+    """Name of the preset, and the default run name."""
     vocab_size: Size = 4096
     """Rows of the embedding and of the head, > 0."""
     hidden_size: Size = 256
     """Width of the residual stream, > 0."""
     tie_embeddings: bool = False
-    """Share the embedding's weight with the head; its gradient is the sum of both."""
+    """Share the embedding's weight with the head."""
     num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
-    """Transformer layers, dense ones included, multi-token-prediction layers not, > 0."""
+    """Layers, dense ones included, multi-token-prediction layers not, > 0."""
     num_dense_layers: CountOrZero = 1
     """Leading layers whose MLP is dense, 0 to num_layers."""
     dense_ffn_size: Size = 704
@@ -36,27 +36,27 @@ class ModelConfig:
     attention: Annotated[str, ATTENTIONS] = "mla"
     """Attention: mla (multi-head latent), gqa (grouped query), or package.module:NAME."""
     layer: Annotated[str, LAYERS] = "standard"
-    """Order of norms, attention, experts and sums of a MoE layer: standard, or package.module:NAME."""
+    """Order of the parts of a MoE layer: standard, or package.module:NAME."""
     num_heads: Size = 4
     """Query heads, > 0."""
     num_kv_heads: Annotated[int, INT32] = 4
-    """Key-value heads of gqa, a divisor of num_heads; mla ignores it."""
+    """gqa: key-value heads, a divisor of num_heads."""
     head_dim: Size = 64
-    """Head size of gqa, even; mla uses the three sizes below."""
+    """gqa: head size, even, > 0."""
     qk_norm: bool = False
-    """RMSNorm on the query and key heads of gqa (Qwen3)."""
+    """gqa: RMSNorm on query and key heads (Qwen3)."""
     q_lora_rank: Annotated[int, NOT_NEGATIVE, INT32] = 0
-    """Rank of mla's query compression; 0 projects queries directly."""
+    """mla: rank of query compression, >= 0; 0: none."""
     kv_lora_rank: Size = 128
-    """Rank of mla's key-value compression, > 0."""
+    """mla: rank of key-value compression, > 0."""
     qk_nope_head_dim: Size = 32
-    """Part of an mla query or key head without rotary embedding, > 0."""
+    """mla: part of a query or key head without rotary embedding, > 0."""
     qk_rope_head_dim: Size = 16
-    """Part of an mla query or key head with rotary embedding, even, > 0."""
+    """mla: part of a query or key head with rotary embedding, even, > 0."""
     v_head_dim: Size = 32
-    """Size of an mla value head, > 0."""
+    """mla: size of a value head, > 0."""
     attention_backend: AttentionBackend = AttentionBackend.auto
-    """Attention kernel: auto, sdpa, padded_flash, turbo (Primus-Turbo), te."""
+    """Kernel: auto, sdpa, padded_flash, turbo (Primus-Turbo), te (Transformer Engine)."""
     rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
     """Base of the rotary embedding, > 0."""
     rope_scaling: RopeScaling = RopeScaling.none
@@ -70,9 +70,9 @@ class ModelConfig:
     yarn_beta_slow: Annotated[float, POSITIVE] = 1.0
     """YaRN: rotations below which a frequency is divided by the factor, > 0."""
     yarn_mscale: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
-    """YaRN: coefficient of the magnitude correction of rotated parts, >= 0."""
+    """YaRN: coefficient of the magnitude of rotated parts, >= 0."""
     yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
-    """YaRN: coefficient of the magnitude correction of the softmax scale, >= 0."""
+    """YaRN: coefficient of the softmax scale, >= 0."""
     context_length: Size = 4096
     """Longest supported sequence in tokens, > 0."""
     norm_eps: Annotated[float, POSITIVE, FP32] = 1e-6
@@ -96,24 +96,24 @@ class ModelConfig:
     routed_scale: Annotated[float, POSITIVE, FP32] = 1.0
     """Factor on the selected scores, > 0."""
     num_groups: Size = 1
-    """Expert groups for group-limited selection, a divisor of num_experts; 1: no limit."""
+    """Expert groups, a divisor of num_experts; 1: no limit."""
     topk_groups: Size = 1
-    """Groups that a token may choose experts from, 1 to num_groups."""
+    """Groups that a token may choose from, 1 to num_groups."""
     group_score: GroupScore = GroupScore.max
-    """Score of a group: max (DeepSeek-V2), topk_sum (sum of its best top_k / topk_groups, V3's report), or
-    top2_sum (sum of its best two, V3's code)."""
+    """Group score: max (DeepSeek-V2), topk_sum (best top_k / topk_groups), top2_sum (best two, V3's
+    code)."""
     selection_bias: bool = False
-    """Add a per-expert bias to the scores for selection only (aux-loss-free balancing)."""
+    """Add a per-expert bias for selection only (aux-loss-free balancing)."""
     bias_update_rate: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
-    """Step of the selection bias towards balance in each optimizer step, >= 0."""
+    """Change of the selection bias in each step, >= 0."""
     aux_loss: AuxLoss = AuxLoss.sequence
     """Balance loss over: none, sequence, micro_batch, or global_batch."""
     aux_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
     """Weight of the balance loss, >= 0."""
     z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
-    """Weight of the router's z-loss (mean squared logsumexp of the logits), >= 0."""
+    """Weight of the router's z-loss (mean squared logsumexp of logits), >= 0."""
     peak_lr: Annotated[float, POSITIVE] = 3e-4
-    """Recommended peak learning rate of this model, used by optim=adamw, > 0."""
+    """Recommended peak learning rate, used by optim=adamw, > 0."""
     mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3

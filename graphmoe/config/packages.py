@@ -1,4 +1,4 @@
-"""Optional packages: import names, uses and installation; read by the doctor, env.json and errors."""
+"""Optional packages: import names, uses and installation."""
 
 import importlib.metadata
 import importlib.util
@@ -16,9 +16,9 @@ class Package(NamedTuple):
     """Values of keys that need it."""
     install: str
     is_native: bool = False
-    """Built against torch or a driver, so it may be installed but fail to load."""
+    """Built against torch or a driver, so it may fail to load."""
     plugin: str | None = None
-    """Distribution that offers the package to Hydra and depends on it."""
+    """Distribution that offers it to Hydra."""
 
 
 _BUILT = "pip install --no-build-isolation"
@@ -32,7 +32,6 @@ VENDORS = {
     "turbo": Package("primus_turbo", "primus-turbo", _TURBO_KEYS, f"{_BUILT} {_TURBO}", True),
     "deepep": Package("deep_ep", "deep_ep", "moe.dispatcher=deepep", _DEEPEP, True),
 }
-"""Packages of backends and dispatchers, by name."""
 TRITON = Package(
     "triton", "triton", "compile.enabled=true on a GPU, moe.experts=triton", "pip install triton", True
 )
@@ -49,7 +48,6 @@ PLUGINS = {
     "launcher/submitit_slurm": _SUBMITIT,
     "launcher/submitit_local": _SUBMITIT,
 }
-"""Packages of Hydra's options."""
 _EXTRAS = {
     "datasets": ("data=hf", "hf"),
     "pyarrow": ("data=files with .parquet files", "hf"),
@@ -68,12 +66,12 @@ PACKAGES = (
 
 
 def is_installed(package: str) -> bool:
-    """Return True if a top-level package can be imported, without importing it."""
+    """Return whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None if it is missing."""
+    """None if it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -81,14 +79,14 @@ def version_of(distribution: str) -> str | None:
 
 
 def require_package(key: str, value: str, instead: str | None = None) -> None:
-    """Raise ConfigError if ``key`` names a backend or dispatcher whose package is missing."""
+    """Raise ConfigError if the package of a backend or dispatcher is missing."""
     package = VENDORS.get(value)
     if package is not None and not is_installed(package.module):
         raise ConfigError(_missing(package, f"{key}={value}", instead or f"{key}=auto"))
 
 
 def missing_packages(config: Any) -> Iterator[str]:
-    """Yield a line for each missing package that a configuration needs."""
+    """Yield a line for each missing package that the configuration needs."""
     for package in PACKAGES:
         for word in package.enables.split(", "):
             key, _, value = word.partition("=")

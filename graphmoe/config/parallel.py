@@ -17,73 +17,64 @@ from graphmoe.config.ranges import MANY_RANKS, POSITIVE, Count, OneOf, RankCount
 
 @dataclass
 class ParallelConfig:
-    """Layout of the ranks, docs/parallel.md: dp * cp * tp * pp; experts fold the same ranks as edp * ep * etp
-    * pp."""
+    """Ranks, docs/parallel.md: dp * cp * tp * pp; experts split the same ranks as edp * ep * etp * pp."""
 
     dp: RankCount | None = None
-    """Copies of the dense weights, each with its own batches; default: the remaining factor, > 0."""
+    """Copies of the dense weights, each with its own batches, > 0; default: the remaining factor."""
     tp: RankCount = 1
-    """Ranks that split each matrix of attention, dense and shared MLPs, embedding and head, > 0."""
+    """Ranks that split each dense matrix, embedding and head, > 0."""
     cp: RankCount = 1
     """Ranks that split each sequence, > 0."""
     cp_method: ContextMethod = ContextMethod.auto
-    """Attention over cp: alltoall (heads for positions), ring (keys and values circulate), or auto: alltoall
-    if cp divides the heads of a tp rank, else ring."""
+    """Attention over cp: alltoall (heads), ring (keys and values), or auto (alltoall if cp divides the
+    heads)."""
     pp: RankCount = 1
-    """Pipeline ranks, which split the layers by pipeline.schedule, > 0."""
+    """Ranks that split the layers, by pipeline.schedule, > 0."""
     ep: RankCount = 1
-    """Ranks that split the experts; may exceed dp, > 0."""
+    """Ranks that split the experts, > 0; may exceed dp."""
     etp: RankCount = 1
     """Ranks that split each expert's matrices, > 0."""
     dp_shard: DpShard = DpShard.zero1
-    """State sharded over ranks with the same weights: zero1 (master weights and moments), or fsdp2 (weights
-    and gradients too, with more communication and without graph.scope)."""
+    """State sharded over equal ranks: zero1 (master weights, moments), fsdp2 (weights and gradients
+    too)."""
 
 
 @dataclass
 class MoEConfig:
-    """Execution of MoE layers; the model section defines what they compute."""
+    """Execution of MoE layers."""
 
     force_balance: bool = False
-    """Route round robin instead of by the router. For benchmarks only."""
+    """For benchmarks only: route round robin instead of by the router."""
     expert_load: str = "none"
-    """Forced expert loads, for benchmarks only: none (the router chooses), balanced, hot_experts, hot_rank,
-    one_expert, rotating, burst, idle_rank (docs/model.md), or a .json of counts, steps x MoE layers x
-    experts."""
+    """For benchmarks only: none, balanced, hot_experts, hot_rank, one_expert, rotating, burst, idle_rank
+    (docs/model.md), or a .json of counts, steps x MoE layers x experts."""
     experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
-    """Kernels of the routed experts in compiled runs: auto (on a GPU the fastest installed by measurement, on
-    a CPU torch), one by name, or package.module:NAME. fp8 experts have their own kernels; turbo uses
-    Primus-Turbo's."""
+    """Expert kernels of compiled runs: auto (on a GPU the fastest, on a CPU torch), a name, or
+    package.module:NAME."""
     dispatcher: Annotated[str, DISPATCHERS] = "auto"
-    """Dispatch of tokens to the ranks of their experts: local (each rank has all), alltoall
-    (torch.distributed), symm (kernels that read peer GPUs of the node), nvshmem (torch on NVSHMEM), deepep
-    (DeepEP), turbo (Primus-Turbo's port), auto (local if parallel.ep * parallel.etp is 1, else alltoall), or
+    """Dispatch of tokens: local, alltoall (torch.distributed), symm (peer memory of a node), nvshmem,
+    deepep, turbo (Primus-Turbo), auto (alltoall, or local without parallel.ep or etp), or
     package.module:NAME."""
     transport: Transport = Transport.auto
-    """Transport of symm rows: pull (kernels), copy_engine (fixed-size block copies beside kernels, which
-    pull the overflow), or auto: copy_engine with pipeline.ep_overlap=true on NVIDIA GPUs, else pull."""
+    """Transport of symm: pull (kernels), copy_engine (copies of blocks), or auto (copy_engine with
+    pipeline.ep_overlap=true on NVIDIA GPUs)."""
     dispatch_dtype: DispatchDtype = DispatchDtype.auto
-    """Dtype of dispatched rows and of their sums' gradients: bf16 (no quantization, whatever
-    precision.compute is), fp8 (quantized before sending instead of on arrival, with equal results), or auto:
-    fp8 with precision.fp8=rowwise experts and moe.dispatcher=symm, else bf16."""
+    """Dispatched rows: bf16 (not quantized), fp8 (quantized before sending), or auto (fp8 with symm and
+    rowwise fp8 experts)."""
     receive_budget: Any = 1.5
-    """Receive capacity without a host count, as a multiple of balanced routing, > 0; or worst_case. A step
-    that overflows it is re-run with more, docs/parallel.md. Replicas with enough slots need exactly their
-    share."""
+    """Receive capacity as a multiple of balanced routing, > 0, or worst_case; docs/parallel.md has
+    overflow."""
     balance: Balance = Balance.auto
-    """Balance of ranks: none (tokens are dispatched to their expert's owner), replicas (other ranks also
-    compute the hottest experts, so that all ranks get equally many tokens, docs/parallel.md), or auto:
-    replicas with moe.dispatcher=symm and the pass fuse_experts."""
+    """none, replicas (other ranks also compute the hottest experts, docs/parallel.md), or auto (replicas
+    with symm and the pass fuse_experts)."""
     replica_slots: Any = "auto"
-    """Replicas of other ranks' experts that a rank can hold, 1 to num_experts / ep; auto: as many experts as
-    it owns, which always suffices for balance."""
+    """Replicas that a rank can hold, 1 to num_experts / ep; auto: num_experts / ep, which always
+    suffices."""
     replica_keep: bool = False
-    """Save replica weights for the backward, which otherwise fetches them again; no effect on fp8 experts, in
-    separate steps, or if recompute covers moe_experts."""
+    """Save replica weights of bf16 experts for the backward, which otherwise fetches them again."""
     sync_free_stage: Any = "auto"
-    """Parts of a MoE layer without host syncs: 0 none guaranteed; 1 router and routing plan; 2 dispatch and
-    experts too, except one read of the row count; 3 the whole layer; auto: the lowest for graph.scope,
-    docs/compile.md."""
+    """Parts of a MoE layer without host syncs: 0 none, 1 routing, 2 all but a read of the row count, 3
+    all, auto (the lowest for graph.scope)."""
 
 
 @dataclass
@@ -91,9 +82,9 @@ class GraphConfig:
     """Capture in CUDA and HIP graphs, docs/compile.md."""
 
     scope: Any = "none"
-    """Captured segments: none, partial, moe, layer or full_iteration, or a list of segments."""
+    """Captured segments: none, partial, moe, layer, full_iteration, or a list of segments."""
     warmup_steps: Count = 3
-    """Uncaptured steps before capture, in which kernels are compiled and measured, > 0."""
+    """Uncaptured steps before capture, > 0."""
 
 
 @dataclass
@@ -105,31 +96,31 @@ class RecomputeConfig:
     segments: list[str] = field(default_factory=list)
     """Segments recomputed from their inputs."""
     ops: list[str] = field(default_factory=list)
-    """Parts of segments that are recomputed, in compiled runs: layernorm, core_attn, mla_up_proj, moe_act,
-    mlp, shared_experts."""
+    """Parts recomputed in compiled runs: layernorm, core_attn, mla_up_proj, moe_act, mlp,
+    shared_experts."""
     layer_ids: list[int] = field(default_factory=list)
-    """Layers, counted from 0, multi-token-prediction layers last, that are recomputed, or in which segments
-    and ops apply; []: all."""
+    """Layers of segments and ops, or recomputed whole, from 0; multi-token-prediction layers last; []:
+    all."""
 
 
 @dataclass
 class PipelineConfig:
-    """Order of micro-batches, also over the ranks of ``parallel.pp``, docs/pipeline.md."""
+    """Order of micro-batches, docs/pipeline.md."""
 
     schedule: Annotated[str, OneOf()] = "1f1b"
-    """Schedule of micro-batches if parallel.pp > 1: one of docs/pipeline.md, or package.module:NAME."""
+    """Schedule if parallel.pp > 1: one of docs/pipeline.md, or package.module:NAME."""
     virtual_stages: Annotated[int, POSITIVE, MANY_RANKS] | None = None
-    """Stages on each rank; null: the schedule's minimum."""
+    """Stages on each rank, > 0; null: the schedule's minimum."""
     microbatches: Annotated[int, POSITIVE, MANY_RANKS] | None = None
-    """Micro-batches of a step on each rank; null: from train.global_batch_size and micro_batch_size."""
+    """Micro-batches of a step on each rank, > 0; null: from the batch sizes."""
     layout: str | None = None
-    """Layers of each stage, such as "Et|(tt|)*6L"; null: the least work for the busiest rank."""
+    """Layers of each stage, such as "Et|(tt|)*6L"; null: balanced."""
     costs: list[str] = field(default_factory=list)
-    """Milliseconds of a micro-batch, forward plus backward, that balance stages without a layout, such as
-    [dense:3.1,moe:6.7,loss:9.3]; []: modelled times."""
+    """Milliseconds of parts of a micro-batch, to balance stages, such as [moe:6.7,loss:9.3]; []:
+    modelled."""
     ep_overlap: bool = False
-    """Overlap communication with compute: alternate each micro-batch's backward with the next one's forward,
-    and run shared experts and wgrad during dispatch and combine, docs/parallel.md."""
+    """Overlap communication with compute: alternate one micro-batch's backward with the next one's
+    forward."""
 
 
 @dataclass
@@ -137,10 +128,9 @@ class ProfileConfig:
     """Recorded timings of a run, docs/tuning.md."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step that torch's profiler records (kernels and memory), counted from 1, or one step;
-    files are in the run's folder profile/, for graphmoe.trace. Empty: none."""
+    """First and last step, or the one, that torch's profiler records, from 1; []: none; graphmoe.trace
+    reads them."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that record profile.steps."""
     pipeline: bool = False
-    """Record when each stage works on which micro-batch in logged steps, in pipeline.json, for
-    graphmoe.pipeline_view; if parallel.pp > 1."""
+    """Record the stages' work in logged steps if parallel.pp > 1, for graphmoe.pipeline_view."""

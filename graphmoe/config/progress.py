@@ -1,4 +1,4 @@
-"""Progress of long work: in a bar, on a rewritten line, or as lines at doubling intervals."""
+"""Progress of long work, in a bar, on a rewritten line, or as lines."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Seconds to the first line, and between changes of a bar; each further line takes twice as long."""
+"""Seconds to the first line; each further one takes twice as long."""
 _bars: list[Callable[[str], None]] = []
 _blocks: list[str] = []
-"""Text of each active `working` block."""
 _has_output = threading.Event()
 
 
 @functools.cache
 def console() -> Console:
-    """The console of this process, shared by the log, bars and rewritten lines."""
+    """The console that log, bars and rewritten lines share."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def output_begins() -> None:
-    """Stop progress lines before the command's output."""
+    """Stop progress lines."""
     _has_output.set()
 
 
 @functools.cache
 def starting(prog: str) -> None:
-    """Print once that a command starts and then that it is at work, until there is a log or output."""
+    """Print that a command starts and is at work, until there is a log or output."""
     # without torch imported a start is slow; only the first rank of a node prints
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -59,7 +58,7 @@ def starting(prog: str) -> None:
 
 @contextmanager
 def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
-    """Send progress text to a live bar inside the block; an empty text clears it."""
+    """Send progress to a live bar inside the block; an empty text clears it."""
     _bars.append(bar)
     try:
         yield
@@ -69,7 +68,7 @@ def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Report repeatedly what is being done while the block runs; the result changes the text."""
+    """Report what is being done while the block runs; the result changes the text."""
     words, began, ended = what, time.monotonic(), threading.Event()
     depth = len(_blocks)
     _blocks.append(what)
@@ -103,7 +102,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """As `working`; the result takes finished bytes and reports their share."""
+    """As `working`; the result adds finished bytes."""
     done = 0
     with working(what) as say:
 

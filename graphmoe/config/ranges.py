@@ -1,4 +1,4 @@
-"""Ranges of values, annotated at fields (``steps: Annotated[int, POSITIVE] = 1000``): rules, and spelling."""
+"""Ranges of values, annotated at fields, and their rules."""
 
 import ctypes
 import dataclasses
@@ -13,35 +13,32 @@ from typing import Annotated, Any, NamedTuple
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message says what to type instead."""
+    """The message says what to type instead."""
 
 
 class Range(NamedTuple):
-    """Allowed numbers of a field; never infinity or NaN."""
+    """Allowed finite numbers."""
 
     wanted: str
-    """Completes "must be ..." in an error."""
+    """Completes "must be ..."."""
     holds: Callable[[float], bool]
 
 
 class AtMost(NamedTuple):
-    """Largest value: above any real run, below what would take hours or all memory at start."""
+    """Above any real run, below what exhausts time or memory at start."""
 
     limit: int
 
 
 class OneOf(NamedTuple):
-    """Names of the rows of a table; ``package.module:NAME`` names a plug-in."""
+    """Names of rows; ``package.module:NAME`` names a plug-in."""
 
     names: tuple[str, ...] = ()
-    """None if a rule asks the table itself."""
+    """Empty if a rule asks the table."""
 
 
 class Mark(enum.Enum):
-    """Other facts about a field's values."""
-
     fp32 = enum.auto()
-    """The device stores the number in fp32."""
     path = enum.auto()
 
 
@@ -56,7 +53,6 @@ FP32, PATH = Mark.fp32, Mark.path
 LEAST_FP32, MOST_FP32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 LARGEST_BELOW_ONE = 1 - 2**-24
 OWN_CODE = re.compile(r"[\w.]+:\w+")
-"""A plug-in: an object in a user's module."""
 
 Count = Annotated[int, POSITIVE]
 CountOrZero = Annotated[int, NOT_NEGATIVE]
@@ -66,11 +62,10 @@ RankCount = Annotated[int, POSITIVE, MANY_RANKS]
 
 class SchemaField(NamedTuple):
     key: str
-    """``section.name``, as on the command line."""
+    """As on the command line."""
     hint: Any
     value: Any
     marks: tuple[Any, ...]
-    """Its Range, AtMost and Mark."""
 
     @property
     def items(self) -> Sequence[Any]:
@@ -99,7 +94,7 @@ def own_code(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as typed on a command line."""
+    """Return a value as typed."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool):
@@ -108,7 +103,7 @@ def spelled(value: Any) -> str:
 
 
 def shown_size(num_bytes: float) -> str:
-    """Return bytes as '7.63 MiB'; below 1 KiB as '512 B'."""
+    """Return bytes as '7.63 MiB'."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
@@ -116,7 +111,7 @@ def shown_size(num_bytes: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Return a count with its noun, in the plural unless it is 1."""
+    """Return such as '3 steps'."""
     plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
@@ -155,7 +150,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Yield numbers out of their range; infinity and NaN always are."""
+    """Yield numbers out of range."""
     for mark in field.marks:
         if not isinstance(mark, Range) or field.value is None:
             continue
@@ -173,7 +168,7 @@ def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:
-    """Yield impossible paths, and numbers that become 0, infinite or 1 in fp32."""
+    """Yield impossible paths, and numbers that fp32 cannot hold."""
     key, value = field.key, field.value
     for path in field.items if PATH in field.marks else ():
         if path and not is_path(path):
@@ -189,7 +184,7 @@ def form_rules(field: SchemaField) -> Iterator[str]:
 
 
 def is_path(text: str) -> bool:
-    """Return whether a file system can have a file of this name."""
+    """Return whether a file can have this name."""
     try:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:

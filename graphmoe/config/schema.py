@@ -1,9 +1,5 @@
-"""Typed schema of a run: every key that a YAML file or an override can set.
-
-One dataclass per section: the model's in ``model.py``, those of execution in ``parallel.py``, the others
-here. Defaults and ranges are at the fields; YAML has deltas. Field docstrings become
-``docs/configuration.md`` and help texts. Rules across fields are in ``graphmoe.plan.rules.check``.
-"""
+"""Typed schema of a run: every key with default and range; docstrings become ``docs/configuration.md`` and
+--help."""
 
 import os
 from dataclasses import dataclass, field
@@ -66,32 +62,29 @@ class DataConfig:
     """Source of tokens, and their packing."""
 
     source: Annotated[str, DATA_SOURCES] = "stdlib"
-    """stdlib (Python's own library), files, hf (streaming), memmap (.bin/.idx), synthetic, or
-    package.module:NAME."""
+    """stdlib (Python's own library), files, hf, memmap (.bin/.idx), synthetic, or package.module:NAME."""
     seq_len: Size | None = None
-    """Tokens per training sequence; default: model.context_length, at most 4096."""
+    """Tokens per sequence, > 0; default: model.context_length, at most 4096."""
     seed: int = 0
     """Seed of the order of documents and sequences, and of synthetic tokens."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Training files, globs or folders (files), or path prefixes of .bin/.idx pairs (memmap)."""
+    """Training files, globs or folders (files), or prefixes of .bin/.idx pairs (memmap)."""
     weights: list[float] = field(default_factory=list)
-    """Share of tokens of each of data.paths, such as [0.7,0.3]; []: proportional to length."""
+    """Share of tokens of each path, such as [0.7,0.3]; []: by length."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
     """Validation files, globs or prefixes; default: val_fraction of the training ones."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
     """Share of documents (stdlib: of files) held out for validation, 0 <= share < 1."""
     text_field: str = "text"
-    """Field of a .jsonl or .parquet record that holds the text."""
+    """Field of a record that holds the text."""
     tokenizer: Annotated[str, PATH] | None = None
-    """Path of a tokenizer.json, its folder, or a name on the Hugging Face hub; default: that of the run or
-    weights to start from; stdlib trains its own."""
+    """A tokenizer.json, its folder, or a name on the hub; default: that of the weights to start from."""
     eod_token: str | None = None
-    """Token put after each document; default: the end token that the tokenizer's files name."""
+    """Token after each document; default: the end token that the tokenizer's files name."""
     bpe_vocab_size: int = 4096
-    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size; the default shrinks to the
-    latter."""
+    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size."""
     cache_dir: str | None = None
-    """Folder of trained tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    """Folder of tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
     """data=hf: name or local folder of the dataset."""
     hf_config: str | None = None
@@ -99,13 +92,13 @@ class DataConfig:
     hf_split: str = "train"
     """data=hf: split to train on."""
     hf_val_split: str | None = None
-    """data=hf: split to validate on; default: val_fraction of the documents, by a hash of the text."""
+    """data=hf: split to validate on; default: val_fraction of the documents."""
     shuffle: bool = True
-    """Visit documents and sequences in a seeded random order, a new one each epoch."""
+    """Visit documents and sequences in a seeded random order, new each epoch."""
     skip_bad: bool = False
-    """Count and skip unreadable files, bad records and bad tokens instead of stopping."""
+    """Count and skip unreadable files and bad records instead of stopping."""
     prefetch: CountOrZero = 4
-    """Micro-batches prepared ahead by a background thread, >= 0."""
+    """Micro-batches prepared ahead, >= 0."""
 
     @property
     def source_facts(self) -> SourceFacts:
@@ -126,13 +119,13 @@ class OptimConfig:
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
-    """Final learning rate over the peak (all schedules but constant), 0 to 1."""
+    """Final over peak learning rate, 0 to 1; not of constant."""
     schedule: Annotated[str, LR_SCHEDULES] = "cosine"
-    """After warm-up: cosine, wsd (stable, then a decay at the end), constant, or package.module:NAME."""
+    """After warm-up: cosine, wsd (stable, then a decay), constant, or package.module:NAME."""
     warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up from lr / warmup_steps, >= 0."""
+    """Steps of linear warm-up, >= 0."""
     wsd_decay_fraction: Annotated[float, SHARE] = 0.2
-    """wsd: share of train.steps that decays (1 - sqrt form), 0 < share <= 1."""
+    """wsd: share of train.steps that decays, 0 < share <= 1."""
     beta1: Annotated[float, BELOW_ONE, FP32] = 0.9
     """AdamW's first-moment decay, 0 <= beta1 < 1."""
     beta2: Annotated[float, BELOW_ONE, FP32] = 0.95
@@ -140,9 +133,9 @@ class OptimConfig:
     eps: Annotated[float, POSITIVE, FP32] = 1e-8
     """AdamW's epsilon, > 0."""
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
-    """Decoupled weight decay of matrices, with any rule; norms and biases have none, >= 0."""
+    """Decoupled weight decay of matrices, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
-    """Bucket size in MB of the fp32 gradient reduction, which overlaps with the backward, > 0."""
+    """Bucket size in MB of the fp32 gradient reduction, > 0."""
 
     def decay_steps(self, total_steps: int) -> range:
         """Return the steps in which the schedule decays, counted from 0."""
@@ -157,11 +150,11 @@ class TrainConfig:
     """Length, batch and safety of the training loop."""
 
     steps: Count = 1000
-    """Optimizer steps, > 0; replaced by train.tokens or train.epochs."""
+    """Optimizer steps, > 0."""
     tokens: Any = None
-    """Tokens to train on, such as 1e9 or 300M (K, M, B or T); sets the steps, rounded up."""
+    """Tokens to train on, such as 1e9 or 300M (K, M, B or T); sets the steps."""
     epochs: Annotated[float, POSITIVE] | None = None
-    """Passes over the training data; sets the steps, rounded up; > 0."""
+    """Passes over the training data, > 0; sets the steps."""
     global_batch_size: Size = 16
     """Sequences per optimizer step, a multiple of micro_batch_size."""
     micro_batch_size: Size = 4
@@ -169,35 +162,35 @@ class TrainConfig:
     seed: int = 0
     """Seed of the initial weights and of all random numbers."""
     clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
-    """Largest global L2 norm of the gradient; 0: no clipping, >= 0."""
+    """Largest global L2 norm of the gradient, >= 0; 0: no clipping."""
     val_interval: CountOrZero = 100
-    """Steps between validations; 0 validates only after the first step and at the end, >= 0."""
+    """Steps between validations, >= 0; 0: only after the first step and at the end."""
     val_batches: CountOrZero = 20
-    """Micro-batches per validation; 0 switches validation off, >= 0."""
+    """Micro-batches per validation, >= 0; 0: no validation."""
     max_nonfinite: Count = 5
-    """Consecutive skipped non-finite steps that end the run, with a checkpoint if weights are finite, > 0."""
+    """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10
-    """Steps between log lines, for which the host reads the metrics, > 0."""
+    """Steps between log lines, > 0."""
 
 
 @dataclass
 class PrecisionConfig:
-    """Number formats; master weights, gradients, moments, router and loss are always fp32."""
+    """Number formats; master weights, gradients, moments, router and loss are fp32."""
 
     compute: ComputeDtype = ComputeDtype.auto
-    """Weights and activations: bf16, fp32, or auto (bf16 on a GPU, fp32 on a CPU)."""
+    """Weights and activations: bf16, fp32, or auto (bf16 on a GPU)."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """fp8 GEMMs, docs/precision.md: scales of rows, tensors, blocks of 128, or of 32 (OCP MX)."""
+    """Scales of fp8 GEMMs, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
     """GEMMs in fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
-    """wgrad of attn, mlp and shared_experts: fp8, or bf16 from the quantized rows."""
+    """wgrad of dense fp8 GEMMs: fp8, or bf16."""
     fp8_skip_layers: list[int] = field(default_factory=list)
-    """Layers without fp8, counted as in recompute.layer_ids, or from the end, such as [0,-1]."""
+    """Layers without fp8, from 0, or from the end, such as [0,-1]."""
     fp8_measure: Fp8Measure = Fp8Measure.auto
-    """auto measures each GEMM on a GPU and keeps bf16 unless fp8 is 2% faster; none uses fp8 for all."""
+    """auto: on a GPU, fp8 only for GEMMs that it makes 2% faster; none: for all."""
     deterministic: bool = False
-    """Use only deterministic kernels, so that two runs on a GPU are bitwise equal; slower."""
+    """Use only deterministic kernels, which are slower."""
 
 
 @dataclass
@@ -211,7 +204,7 @@ class CompileConfig:
     cache_dir: str | None = None
     """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     cache_shared: bool = False
-    """Accept a compile.cache_dir that others own or can write; their code is executed."""
+    """Accept, and execute code of, a cache_dir that others can write."""
 
 
 @dataclass
@@ -225,7 +218,7 @@ class PassesConfig:
     extra: list[str] = field(default_factory=list)
     """Plug-in passes, package.module:function each; they run last."""
     dump: bool = False
-    """Write each graph before and after each pass that changed it to graphs/ in the run's folder."""
+    """Write each graph before and after each pass to graphs/ in the run's folder."""
 
 
 @dataclass
@@ -233,23 +226,24 @@ class CheckpointConfig:
     """Saving, retention and resuming of state."""
 
     enabled: bool = True
-    """Save checkpoints; without them an interrupted run restarts from the beginning."""
+    """Save checkpoints."""
     interval: CountOrZero = 100
-    """Steps between checkpoints; 0 saves only at the end, >= 0."""
+    """Steps between checkpoints, >= 0; 0: only at the end."""
     keep_last: Count = 2
-    """Number of newest complete checkpoints to keep, > 0."""
+    """Newest complete checkpoints to keep, > 0."""
     keep_every: CountOrZero = 0
-    """Keep all checkpoints whose step is a multiple of this; 0: none, >= 0."""
+    """Keep all checkpoints whose step is a multiple of this, >= 0; 0: none."""
     async_save: bool = True
-    """Write in a background thread while training continues."""
+    """Write in a background thread."""
     resume: bool = True
     """Continue an unfinished run of the same configuration in the run's folder."""
     resume_from: Annotated[str, PATH] | None = None
-    """Run folder or checkpoint folder of another run whose whole state to load."""
+    """Folder of another run, or its checkpoint, whose whole state to load."""
     init_from: Annotated[str, PATH] | None = None
-    """Folder of weights to load: Hugging Face, graphmoe.convert, a run; without model= its model too."""
+    """Folder of weights to load: Hugging Face, graphmoe.convert, or a run; without model= its model
+    too."""
     other_tokenizer: bool = False
-    """Accept weights that were trained with another tokenizer, although its token ids mean other text."""
+    """Accept weights that were trained with another tokenizer."""
 
 
 @dataclass
@@ -263,15 +257,15 @@ class HostConfig:
     numa: NumaBinding = NumaBinding.auto
     """CPUs of a worker's threads: auto (the NUMA node of its GPU) or none."""
     threads: Count | None = None
-    """Threads of CPU operations, > 0; default: torch's, or with several workers a share of the cores."""
+    """Threads of CPU operations, > 0; default: torch's, or a share of the cores."""
     kernarg_pool_mb: Count | None = 12
     """ROCm: MiB for kernel arguments (HSA_KERNARG_POOL_SIZE), > 0; null: ROCm's default."""
     max_hw_queues: Count | None = None
-    """ROCm: hardware queues of a process (GPU_MAX_HW_QUEUES), > 0; null: ROCm's default."""
+    """ROCm: hardware queues (GPU_MAX_HW_QUEUES), > 0; null: ROCm's default."""
     nvlink_multicast: bool = False
-    """Let NCCL, NVSHMEM and torch's symmetric memory use NVLink multicast."""
+    """Use NVLink multicast in NCCL, NVSHMEM and symmetric memory."""
     env: dict[str, str] = field(default_factory=dict)
-    """More environment variables, such as NCCL's; those already set are unchanged."""
+    """More environment variables; those already set are unchanged."""
 
 
 @dataclass
@@ -279,25 +273,25 @@ class LogConfig:
     """Output besides metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write TensorBoard event files into the run's folder."""
+    """Write TensorBoard event files."""
     report: bool = True
-    """Write report.html into the run's folder at the end."""
+    """Write report.html at the end."""
     wandb: bool = False
-    """Send metrics to Weights & Biases (extra: wandb); a resume at an earlier step starts a new run there."""
+    """Send metrics to Weights & Biases (extra: wandb)."""
     wandb_project: str = "graphmoe"
     """Project of log.wandb."""
     mlflow: bool = False
-    """Send metrics to MLflow at MLFLOW_TRACKING_URI (extra: mlflow); resumes as log.wandb."""
+    """Send metrics to MLflow at MLFLOW_TRACKING_URI (extra: mlflow)."""
     mlflow_experiment: str = "graphmoe"
     """Experiment of log.mlflow."""
     progress: bool = True
-    """Show a progress bar with the time left when stderr is a terminal."""
+    """Show a progress bar when stderr is a terminal."""
     peak_tflops: Annotated[float, POSITIVE] | None = None
-    """Dense peak of the device in TFLOP/s for MFU; default: a table of known devices."""
+    """Dense peak of the device in TFLOP/s for MFU, > 0; default: a table of known devices."""
     sample_tokens: CountOrZero = 120
-    """Tokens of text generated at the end of a run on text; 0: none, >= 0."""
+    """Tokens of text generated at the end of a run, >= 0; 0: none."""
     sample_prompt: str | None = None
-    """Prompt of that text; default: the beginning of the validation text."""
+    """Prompt of that text; default: the start of the validation text."""
 
 
 @dataclass
@@ -307,7 +301,7 @@ class RunSection:
     name: str = "${model.name}"
     """Name of the run; its folder is outputs/<name>."""
     device: DeviceChoice = DeviceChoice.auto
-    """Device type: cuda (ROCm too), cpu, or auto (a GPU if there is one)."""
+    """Device type: cuda (ROCm too), cpu, or auto."""
 
 
 @dataclass
@@ -315,28 +309,26 @@ class LaunchConfig:
     """The processes of a run, docs/launch.md."""
 
     nproc: Annotated[Any, MANY_RANKS] = 1
-    """Workers on each node, one per device: a number, or auto (gpus_per_job, else the visible GPUs; on a CPU
-    1)."""
+    """Workers on each node, one per device: a number, or auto (gpus_per_job, visible GPUs, or 1)."""
     nodes: Annotated[Any, MANY_RANKS] = "auto"
-    """Nodes, each started with the same command: a number, or auto (from the Slurm step or PyTorchJob)."""
+    """Nodes, each started with the same command: a number, or auto (from Slurm or PyTorchJob)."""
     endpoint: str | None = None
-    """host:port of the rendezvous; default: the Slurm step's first host, or MASTER_ADDR."""
+    """host:port of the rendezvous; default: Slurm's first host, or MASTER_ADDR."""
     max_restarts: CountOrZero = 0
-    """Restarts of all workers from the last checkpoint after a failure, >= 0."""
+    """Restarts of all workers after a failure, >= 0."""
     hang_timeout_s: Count | None = 45
-    """Seconds without a worker's progress after which the job ends, at least three times the longest step, >
-    0; null: never."""
+    """Seconds without progress after which the job ends, > 0, at least three times the longest step;
+    null: never."""
     gpus_per_job: Count | None = None
-    """GPUs of each job of a sweep with parallel jobs, > 0."""
+    """GPUs of each job of a sweep, > 0."""
     write_only: bool = False
-    """Write resolved.yaml into the run's folder, print the torchrun command, and stop."""
+    """Write resolved.yaml, print the torchrun command, and stop."""
     fake_world: RankCount | None = None
-    """Dry run of one rank of so many, without data: reports a step's collectives and memory,
-    docs/projection.md, > 0."""
+    """Dry run of one rank of so many, > 0, docs/projection.md."""
     fake_rank: int | None = None
-    """Rank of the dry run, from 0; null: one with the largest projected memory."""
+    """Rank of the dry run, from 0; null: one with the most projected memory."""
     fake_memory_gb: Annotated[float, POSITIVE] = 192.0
-    """Device memory of a dry run, vendor's figure in units of 2^30 bytes, > 0."""
+    """Device memory of a dry run in GiB, > 0."""
 
 
 @dataclass
@@ -344,7 +336,7 @@ class SweepConfig:
     """Jobs of a sweep, docs/launch.md."""
 
     resume: Annotated[str, PATH] | None = None
-    """Folder of an interrupted sweep to continue; other overrides as in its first command."""
+    """Folder of an interrupted sweep to continue; other overrides as before."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""Small untrusted files: their content is never executed, and a bad one gives a one-line error.
+"""Small untrusted files: never executed, and a bad one gives a one-line error.
 
-``read_json`` and ``read_yaml`` take the required type: a class of annotated fields (a dataclass, a
-``TypedDict``, a ``msgspec.Struct``) or ``dict[str, int]`` and the like. Other fields are ignored.
+``kind`` is a dataclass, TypedDict, ``msgspec.Struct`` or ``dict[str, int]`` and the like; other fields are
+ignored.
 """
 
 import json
@@ -20,16 +20,15 @@ T = TypeVar("T")
 
 LARGEST_BYTES = 1 << 30
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The C loader takes a seventh of the time."""
 _DEEPEST = 100
 
 
 class FileError(ConfigError):
-    """A file with bad content; names path, field, what was found and what is valid."""
+    """Names path, field, what was found and what is valid."""
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for the other end of a FIFO: the ``opener`` of `open`."""
+    """Open without waiting for the other end of a FIFO: an ``opener`` of `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

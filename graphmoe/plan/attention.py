@@ -1,7 +1,4 @@
-"""Facts of each kind of attention, read by rules, costs, projections and formats.
-
-The modules are in `graphmoe.model.attention.KINDS`. Defaults are those of plug-in attention.
-"""
+"""Facts of each kind of attention; the defaults are those of a plug-in."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from graphmoe.plan.layout import divisors
 
 
 class Weight(NamedTuple):
-    """A weight matrix of attention, as a GEMM of each token."""
+    """A weight of attention, as a GEMM of each token."""
 
     name: str
     rows: int
@@ -33,8 +30,6 @@ class Latents(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Sizes and abilities of a model's attention."""
-
     head: int
     value: int
     rotary: int
@@ -42,17 +37,17 @@ class AttentionFacts:
     weights: tuple[Weight, ...]
     """The last projects all value heads to the output; the others make queries, keys and values."""
     kv_heads: int | None = None
-    """``model.num_kv_heads``; None if equal to the number of query heads."""
+    """None if equal to the number of query heads."""
     normed_heads: int = 0
-    """Query and key heads with their own norm, whose inputs are saved activations too."""
+    """Query and key heads with their own norm, whose inputs are saved."""
     latents: Latents | None = None
     up: tuple[str, ...] = ()
     """Weights that compute heads from latents; ``recompute.ops=[mla_up_proj]`` recomputes these heads."""
     axes: tuple[str, ...] = ()
-    """Axes, of tp and cp, that it supports."""
+    """Supported axes, of tp and cp."""
     kept: int | None = None
     """Saved elements of a token, split over tp, besides queries, keys, values, result and inputs of
-    `normed_heads`; None if unknown, and then memory is not projected."""
+    `normed_heads`; None: unknown."""
     keys: tuple[str, ...] = ()
     """Keys of ``model`` that this kind reads and some other kind does not."""
     problems: tuple[str, ...] = ()
@@ -63,7 +58,7 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:
-    """Keys that only other kinds of attention read; none for plug-in attention, which may read any."""
+    """Keys that only other kinds of attention read; none for a plug-in."""
     if model.attention not in FACTS:
         return set()
     every = {key for facts in FACTS.values() for key in facts(model).keys}
@@ -135,7 +130,4 @@ def _grouped(model: ModelConfig) -> AttentionFacts:
     )
 
 
-FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {
-    "mla": _latent,
-    "gqa": _grouped,
-}
+FACTS: dict[str, Callable[[ModelConfig], AttentionFacts]] = {"mla": _latent, "gqa": _grouped}

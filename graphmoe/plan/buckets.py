@@ -1,7 +1,4 @@
-"""Buckets of flat buffers: offsets of parameters, and the part that each rank owns.
-
-`graphmoe.optim.flat_buffers` draws a picture and holds the tensors.
-"""
+"""Buckets of flat buffers; `graphmoe.optim.flat_buffers` draws a picture and holds the tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class Bucket(NamedTuple):
     """Consecutive parameters whose gradients are reduced, and weights gathered, at once."""
 
     members: tuple[int, ...]
-    """Indices of the parameters in their family."""
     whole: slice
     own: slice
     """Range that this rank owns, in whole buffers."""
@@ -47,7 +43,7 @@ class BufferLayout:
     def of(
         cls, weights: Sequence[Tensor], num_ranks: int, index: int, bucket_elements: float
     ) -> BufferLayout:
-        """Lay out whole parameters in buckets of at most ``bucket_elements``, or of one parameter."""
+        """Lay out parameters in buckets of at most ``bucket_elements``, or of one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decayed_ones in (True, False):
             members = [i for i, weight in enumerate(weights) if decays(weight) is decayed_ones]

@@ -1,7 +1,5 @@
-"""Cards that a run is projected for, and peaks of all known cards, from vendor data sheets.
-
-NVIDIA states sparse figures for Hopper and newer; peaks here are dense, half of them.
-"""
+"""Cards of projections, and dense peaks of known cards, from data sheets (NVIDIA's sparse figures are
+halved)."""
 
 import re
 from dataclasses import dataclass
@@ -37,8 +35,7 @@ class Card:
 
 
 _NIC_GB_PER_S = 50.0
-"""One 400 Gb/s NIC for each GPU: ConnectX-7 of DGX and HGX reference designs, Pollara 400 or Thor 2 of
-Instinct platforms."""
+"""A 400 Gb/s NIC for each GPU: ConnectX-7 of DGX and HGX, Pollara 400 or Thor 2 of Instinct."""
 
 MI300X = Card("MI300X", 1307.4, 192, 5.3, 448, 64, _NIC_GB_PER_S)
 """AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven peer links of 128 GB/s both ways."""
@@ -51,8 +48,7 @@ H100 = Card("H100", 989.4, 80, 3.35, 450, 450, _NIC_GB_PER_S)
 H200 = Card("H200", 989.4, 141, 4.8, 450, 450, _NIC_GB_PER_S)
 """NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
 B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
-"""NVIDIA HGX B200 data sheet: 180 GB HBM3e of each GPU (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both
-ways."""
+"""NVIDIA HGX B200 data sheet: 180 GB HBM3e (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both ways."""
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
 
@@ -89,7 +85,6 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def card_of(name: str) -> Card:
-    """Return a card by its command-line name. *Raises* ConfigError."""
     if name.lower() not in CARDS:
         raise ConfigError(
             f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"
@@ -98,8 +93,7 @@ def card_of(name: str) -> Card:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak in TFLOP/s by ``torch.cuda.get_device_name``; None if unknown or a MIG
-    slice."""
+    """Return the dense bf16 peak in TFLOP/s by torch's device name; None if unknown or a MIG slice."""
     words = device_words(device_name)
     if "MIG" in words:
         return None

@@ -18,7 +18,6 @@ class AttentionParts:
     """Seconds of the parts of attn. Communication counts exposed time, the same for forward and backward."""
 
     before: Product
-    """GEMMs that compute queries, keys and values."""
     up: Product
     """GEMMs of ``before`` that belong to ``mla_up_proj``."""
     scores: Product
@@ -40,11 +39,6 @@ class AttentionParts:
 
 @functools.lru_cache(maxsize=1024)
 def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
-    """Compute the parts of attn.
-
-    A rank multiplies its own tokens by the whole weight of latents; here all tokens are multiplied by a part
-    of that weight, which is the same work.
-    """
     facts, tp, fp8 = sizes.attention, sizes.layout.tp, fp8_dense(sizes, "attn")
     *weights, last = facts.weights
     before = {name: (rows, columns / tp) for name, rows, columns in weights}
@@ -79,7 +73,6 @@ def along_tp(sizes: Sizes, speeds: Speeds) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def swiglu(sizes: Sizes, speeds: Speeds, name: str) -> tuple[Product, Product]:
-    """Time gate and up, and down, of ``mlp`` or ``shared_experts``."""
     inner, fp8 = dense_ffn_size(sizes.model, name), fp8_dense(sizes, name)
     width, own = sizes.model.hidden_size, inner / sizes.layout.tp
     gate_up, down = (width, 2 * inner / sizes.layout.tp), (own, width)
@@ -112,7 +105,6 @@ def experts(sizes: Sizes, speeds: Speeds) -> Product:
 
 @functools.lru_cache(maxsize=1024)
 def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
-    """Seconds to quantize a segment's weights, for one micro-batch."""
     elements = sum(math.prod(matrices) for _, *matrices in fp8_weights(sizes, name))
     return speeds.weight_forms(elements, sizes.element_bytes)
 
@@ -180,10 +172,7 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
 
 
 def attention_sides(sizes: Sizes) -> dict[str, Sides]:
-    """Return the sides of attention's weights on a rank.
-
-    tp splits the weights of heads; each rank has the weights of latents whole.
-    """
+    """Return the sides of attention's weights on a rank; tp splits those of heads, not of latents."""
     facts, tp = sizes.attention, sizes.layout.tp
     *before, last = facts.weights
     found = {last.name: (last.rows / tp, float(last.columns))}
@@ -205,7 +194,6 @@ def dense_ffn_size(model: ModelConfig, name: str) -> int:
 
 
 def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
-    """Weights of one SwiGLU MLP: gate, up and down."""
     return 3 * model.hidden_size * ffn_size
 
 

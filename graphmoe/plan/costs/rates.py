@@ -41,7 +41,7 @@ class Rates:
     dense_weights: Share
     """wgrad of dense weights, stored in fp32."""
     dense_weights_added: Share
-    """wgrad of dense weights, added to an fp32 sum: a step's second and later micro-batches."""
+    """wgrad of dense weights added to an fp32 sum."""
     grouped: Share
     """Expert GEMMs with gathers, activations and row sums: forward and dgrad."""
     grouped_weights: Share
@@ -114,17 +114,15 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 @functools.cache
 def default_rates(*, is_nvidia: bool) -> Rates:
-    """Return the default rates of a vendor's cards.
+    """Return the default rates of a vendor's cards, measured on H200s (docs/benchmarks/projection_h200).
 
-    NVIDIA's were measured on H200s by ``graphmoe.bench suite=calibrate`` (docs/benchmarks/projection_h200,
-    docs/benchmarks/fp8_h200). Assumed are the network, hidden shares, other NVIDIA cards and all of AMD's.
+    The network, hidden shares, other NVIDIA cards and all of AMD's are assumed.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
 
 
 def fits_fp8(*sides: float) -> bool:
-    """Return whether a weight of these sides has its products in 8 bits."""
     return not any(side % ROWWISE.aligned for side in sides)
 
 
@@ -151,10 +149,8 @@ def _source_of_defaults(card: Card) -> str:
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
-    """Return the rates of a card; a JSON file may override some or all. *Raises* ConfigError.
-
-    The file has an object of rates, or one as ``rates``, as ``graphmoe.bench suite=calibrate`` writes.
-    """
+    """Return the rates of a card, with those of a JSON file of ``graphmoe.bench suite=calibrate``. *Raises*
+    ConfigError."""
     rates = default_rates(is_nvidia=card.is_nvidia)
     if path is None:
         return rates
@@ -188,9 +184,8 @@ class Product(NamedTuple):
 
 class Fp8Dense(NamedTuple):
     element_bytes: int
-    """Bytes of an element before quantization."""
+    """Before quantization."""
     bf16_weights: bool = False
-    """True if wgrad is in bf16."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ class SegmentTime:
     """Seconds of a segment, model part or stage for one micro-batch."""
 
     name: str
-    """Name of the segment; of others their letters in layout strings."""
+    """Name of the segment, or letters of a layout."""
     forward: float = 0.0
     inputs: float = 0.0
     """dgrad, with its communication and recomputation."""
@@ -71,10 +71,9 @@ def times_of_layers(
     host_counts: bool,
     hidden: float,
 ) -> list[list[SegmentTime]]:
-    """Return the times of the segments of several layers; equal layers share one list.
+    """Return the times of several layers' segments; equal layers share one list.
 
-    ``hidden``: share of dispatch and combine hidden by other work. ``host_counts``: the host waits for row
-    counts before dispatch, and the experts' wgrad counts with their dgrad.
+    ``hidden``: hidden share of dispatch and combine. ``host_counts``: experts' wgrad counts with dgrad.
     """
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
     kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
@@ -107,7 +106,6 @@ def _times_of_layer(
 
 @functools.lru_cache(maxsize=1024)
 def head_time(sizes: Sizes, speeds: Speeds, depths: int) -> SegmentTime:
-    """Time the final norm, head and loss, once for each depth."""
     model, tp = sizes.model, sizes.layout.tp
     d, vocabulary = model.hidden_size, model.vocab_size
     # the forward computes both gradients, the backward scales them
@@ -254,9 +252,8 @@ def modelled_parts(
     expert_ranks: int = 1,
     joint_experts: bool = False,
 ) -> list[SegmentTime]:
-    """Return the seconds of one sequence in each part, in model order: E, layers, MTP layers, L.
+    """Return the seconds of one sequence on an H200 in each part: E, layers, MTP layers, L.
 
-    Times are always those of an H200, from a step's second micro-batch on. The parts are whole, except that
     ``expert_ranks`` share the experts. ``joint_experts``: experts' wgrad counts with dgrad.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)

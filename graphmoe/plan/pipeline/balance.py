@@ -25,11 +25,9 @@ def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -
 
 @functools.lru_cache(maxsize=1024)  # schedules may place stages alike; the largest layout takes a second
 def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
-    """Return the layout of contiguous, non-empty stages whose busiest rank has least to do. *Raises*
-    ConfigError.
+    """Return the layout of non-empty stages whose busiest rank has least to do. *Raises* ConfigError.
 
-    ``costs``: letter and cost of each part; ``rank_of``: rank of each stage. Ties: least largest stage, then
-    least sum of squares, then lighter stages first, as their ranks save the most activations.
+    ``costs``: letter and cost of each part. Ties: least largest stage, sum of squares, lighter stages first.
     """
     num_stages = len(rank_of)
     if not 1 <= num_stages <= len(costs):
@@ -112,7 +110,6 @@ def _descend(borders: Borders, key: Callable[[Borders], Key]) -> Borders:
 
 
 def _neighbours(borders: Borders) -> Iterator[Borders]:
-    """Yield borders that move one part from one stage to another; stages between them shift."""
     inner = range(1, len(borders) - 1)
     for first, last in itertools.combinations_with_replacement(inner, 2):
         for step in (-1, 1):
@@ -142,9 +139,7 @@ KINDS = {
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return letter and milliseconds of each part, forward plus backward. *Raises* ConfigError.
 
-    Names are kinds of parts (`KINDS`), segments (``attn``) or units of consecutive segments
-    (``attn..moe_combine``). An untimed layer costs the sum of its segments, an MTP layer as much as a MoE
-    layer, the embedding 0; the loss covers all depths.
+    Names are `KINDS`, segments, or units of segments (``attn..moe_combine``). The embedding may be left out.
     """
     for name, ms in measured_ms.items():
         if not any(_pieces_in(name, kind) for kind in KINDS):

@@ -47,8 +47,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return for each rank the peak moments, as numbers of micro-batches by stage; dominated ones are
-    dropped."""
+    """Return each rank's peak moments, as numbers of micro-batches by stage."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -140,8 +139,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Step]]:
-    """Yield the steps of all ranks in dependency order. *Raises* `TableError` on a deadlock or a missing
-    action."""
+    """Yield all steps in dependency order. *Raises* `TableError` on a deadlock or a missing action."""
     ranks, num_stages = table.ranks, table.placement.num_stages
     position = [0] * len(ranks)
     done: set[Action] = set()

@@ -1,8 +1,7 @@
-"""Model pieces of a pipeline stage, and layout strings, which list the layers of each stage.
+"""Pieces of the model on a stage, and layout strings.
 
-``Et|(tt|)*6L`` is eight pieces: ``E`` the embedding, ``t`` a transformer layer, ``m`` a
-multi-token-prediction layer, ``L`` the loss (final norm, head and loss), ``|`` a stage boundary. ``x*n`` and
-``(x)*n`` repeat; commas and spaces are ignored. The n-th piece is stage n.
+``Et|(tt|)*6L`` is eight stages: ``E`` embedding, ``t`` layer, ``m`` multi-token-prediction layer, ``L`` loss,
+``|`` boundary. ``x*n`` and ``(x)*n`` repeat; commas and spaces are ignored.
 """
 
 import itertools

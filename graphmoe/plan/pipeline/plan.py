@@ -193,10 +193,8 @@ def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
-    """Return a message with a faster schedule; None if ``schedule`` is no slower than 1f1b.
-
-    ``timeline_of`` simulates a schedule; None if it cannot run.
-    """
+    """Return a message with a faster schedule than this one, of those that can run; None if 1f1b is no
+    faster."""
     if schedule == PLAIN:
         return None
     own, plain = timeline_of(schedule), timeline_of(PLAIN)

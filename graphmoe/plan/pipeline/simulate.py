@@ -93,10 +93,7 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Return equal stages from the costs of a rank's whole stage.
-
-        ``hidden`` is of whole stages too; ``comm`` does not depend on the number of stages.
-        """
+        """Return equal stages from the costs of a rank's whole stage, ``hidden`` too."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"
@@ -123,10 +120,8 @@ class Costs:
 
 
 def simulate(table: Table, costs: Costs) -> Timeline:
-    """Simulate a table in which each step starts as early as its rank and inputs allow.
-
-    Transfers use no compute time and do not contend. *Raises* `TableError` on a deadlock.
-    """
+    """Simulate steps that start as early as rank and inputs allow; transfers do not contend. *Raises*
+    `TableError`."""
     placement = table.placement
     spans: list[Span] = []
     ends: dict[Action, float] = {}

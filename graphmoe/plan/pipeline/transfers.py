@@ -1,8 +1,7 @@
-"""Messages that a rank of a table sends and receives, and when, without tensors.
+"""Messages of a table's ranks, without tensors.
 
-A channel is an ordered pair of ranks. Messages arrive in send order, so receives are posted in that order:
-just before the step that reads the message, or earlier if a later message is read first. No earlier, because
-a waiting receive stalls other collectives on AMD GPUs.
+Messages of a channel, an ordered pair of ranks, arrive in send order. A receive is posted just before the
+step that reads it, or a later one: a waiting receive stalls other collectives on AMD GPUs.
 """
 
 import itertools
@@ -37,8 +36,7 @@ class Transfers:
     sends: Mapping[Action, Message]
     """Messages by content; each is sent when its action ends."""
     over: Mapping[Step, tuple[Message, ...]]
-    """Sent messages whose memory is free once a step has its inputs, since the receiver computed one of these
-    later; waiting for them takes no time."""
+    """Sent messages that were received by now, whose memory is free."""
 
 
 def channels_of(table: Table) -> list[Channel]:
@@ -78,10 +76,7 @@ def transfers_of(table: Table, rank: int) -> Transfers:
 
 
 def moments_of(table: Table, rank: int) -> set[Hashable]:
-    """Return what a rank does, just did and holds at each step, without micro-batch numbers.
-
-    Ranks with equal moments need the same memory.
-    """
+    """Return what a rank does, just did and holds at each step; equal moments need the same memory."""
     transfers, num_stages = transfers_of(table, rank), table.placement.num_stages
     own, found = table.placement.stages_of(rank), set[Hashable]()
     held, before = Counter[tuple[str, Kind, int]](), tuple[tuple[Kind, int], ...]()

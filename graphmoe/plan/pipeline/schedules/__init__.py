@@ -1,7 +1,4 @@
-"""Schedules by name: facts of each, and the function that builds its table.
-
-A new schedule is a file here and a line of `SCHEDULES`; a plug-in is named by its import path.
-"""
+"""Schedules by name; a new one is a file here and a row of `SCHEDULES`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +13,11 @@ from graphmoe.plan.pipeline.schedules.v_shaped import folded
 from graphmoe.plan.pipeline.simulate import Costs
 
 Build = Callable[..., Table]
-"""Function of the numbers of ranks, micro-batches and virtual stages; on a V also of ``costs``."""
+"""Takes the numbers of ranks, micro-batches and virtual stages; on a V also ``costs``."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Facts of a schedule."""
-
     build: Build
     description: str
     virtual_stages: tuple[int, int | None] = (1, 1)
@@ -61,9 +56,7 @@ SCHEDULES = {
         (2, None),
     ),
     "zb1p": Schedule(
-        zb1p,
-        "1f1b with weight gradients where ranks would wait: a third of the bubble",
-        splits_backward=True,
+        zb1p, "1f1b with weight gradients where ranks would wait: a third of the bubble", splits_backward=True
     ),
     # With F = I = W, and no fewer micro-batches than ranks, the last rank waits for its first forward only.
     "zbv": _on_a_v(
@@ -97,12 +90,10 @@ def make_table(
     costs: Costs | None = None,
     stands_for: int | None = None,
 ) -> Table:
-    """Return the table of a schedule; ``virtual_stages`` defaults to its least.
+    """Return the table of a schedule. *Raises* ConfigError.
 
-    On a V it follows ``costs``, by default equal F, I and W. A short table with ``stands_for`` has the order
-    of a run of so many micro-batches. ``overlap`` pairs steady-state forwards and backwards as `Together`.
-
-    *Raises* ConfigError with all that `schedule_rules` finds, or if a plug-in's table cannot run.
+    ``virtual_stages`` defaults to the least. ``costs`` are of tables on a V. ``stands_for``: micro-batches of
+    the run whose order a short table has. ``overlap`` pairs forwards and backwards.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:

@@ -1,7 +1,6 @@
-"""Building blocks of tables on a V: times of one micro-batch on each rank; the next is a period later.
+"""Blocks of tables on a V: times of one micro-batch on each rank; the next is a period later.
 
-Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A period is at least
-the busiest rank's work on a micro-batch. A rank repeats each period, so its actions for one micro-batch,
+Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A rank's actions,
 shifted by whole periods into the same one, must not overlap.
 """
 
@@ -60,10 +59,7 @@ def busy(costs: Costs, num_ranks: int) -> float:
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
-    """Return the block with the shortest path of a micro-batch: F there and back, I there and back.
-
-    ``slower``: extra time from rank to rank for each of the four legs.
-    """
+    """Return the block with the shortest path of a micro-batch; ``slower``: extra time of each leg."""
     works = []
     for rank in range(num_ranks):
         *inner, first, second = _durations(costs, rank, num_ranks)

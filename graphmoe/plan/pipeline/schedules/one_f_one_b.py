@@ -1,7 +1,6 @@
 """1F1B, interleaved 1F1B, GPipe, and forward-only tables.
 
-Source: "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv 2104.04473),
-sections 2.2.1 and 2.2.2.
+Source: Megatron-LM (arXiv 2104.04473), sections 2.2.1 and 2.2.2.
 """
 
 from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
@@ -17,11 +16,7 @@ def one_forward_one_backward(
     overlap: bool = False,
     forwards_first: bool = False,
 ) -> Table:
-    """1F1B: a rank saves one activation for each stage from its own on.
-
-    With virtual stages it is interleaved: rounds of ``num_ranks`` micro-batches go through all of a rank's
-    stages. ``forwards_first``: GPipe, which saves all micro-batches (arXiv 1811.06965, section 2.3).
-    """
+    """1F1B; interleaved on virtual stages; GPipe by ``forwards_first`` (arXiv 1811.06965, section 2.3)."""
     ranks = []
     for rank in range(num_ranks):
         # an incomplete last round is a full one without the missing micro-batches: the order stays feasible,

@@ -1,9 +1,7 @@
-"""Tables on a V: each rank has one stage on the way to the last rank and one on the way back.
+"""Tables on a V: each rank has a stage on the way to the last rank and one on the way back.
 
-Sources: "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), section 6, for ZB-V; "Pipeline Parallelism
-with Controllable Memory" (arXiv 2405.15362), sections 2 and 3, for V-half and V-min. A block has the times of
-one micro-batch on each rank (`blocks`); each rank runs the next action of all blocks as soon as it can.
-Blocks and the actions that fill gaps follow the costs of the stages.
+Sources: arXiv 2401.10241, section 6, for ZB-V; arXiv 2405.15362, sections 2 and 3, for V-half and V-min. Each
+rank runs the next action of all `blocks` as soon as it can; gaps are filled by the costs of stages.
 """
 
 import bisect

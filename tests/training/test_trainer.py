@@ -303,7 +303,7 @@ def test_the_debug_options_run(tmp_path, option):
 def test_a_bf16_run_starts_from_the_fp32_weights_of_another_not_from_their_rounding(tmp_path):
     bf16 = ("precision.compute=bf16", "train.steps=2")
     first = train_in(tmp_path / "a", *bf16)
-    (tmp_path / "a" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.config)))
+    (tmp_path / "a" / "resolved.yaml").write_text(yaml.safe_dump(to_plain(first.plan.config)))
     second = trainer_in(tmp_path / "b", *bf16, f"checkpoint.init_from={tmp_path / 'a'}", "train.seed=1")
     assert any(not main.equal(main.bfloat16().float()) for main in first.optimizer.main)
     for one, other in zip(first.optimizer.main, second.optimizer.main, strict=True):

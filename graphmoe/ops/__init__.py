@@ -1,4 +1,4 @@
-"""One file for each operation: reference, kernels, vendor adapters and the choice among them."""
+"""Operations of the model: reference, kernels, vendor adapters and the choice among them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,12 +9,11 @@ from torch.library import CustomOpDef
 
 from graphmoe.config.ranges import ConfigError
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of flash attention, and of the kernels of Primus-Turbo and Transformer Engine."""
+HALF_DTYPES = (torch.bfloat16, torch.float16)  # of flash attention, Primus-Turbo and Transformer Engine
 
 
 def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError where the dtype is none of `HALF_DTYPES`."""
+    """Raise ConfigError unless the dtype is one of `HALF_DTYPES`."""
     if dtype not in HALF_DTYPES:
         raise ConfigError(
             f"{key}={backend} has bf16 and fp16 kernels only and the activations are {dtype}; "
@@ -23,23 +22,22 @@ def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Return whether row kernels run on the tensor."""
     return x.is_cuda and x.dtype in (torch.float32, *HALF_DTYPES)
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """The dtype in which values of a tensor are summed: fp32, or fp64 for fp64."""
+    """Return the dtype of sums: fp32, or fp64 for fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile of that many elements, powers of two: as wide as the rows, if it may be."""
+    """Rows and columns of a tile, powers of two: as wide as the rows if possible."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)
     return min(max(elements // width, 1), most_rows), width
 
 
 def num_warps(threads: int) -> int:
-    """Warps of 32 threads (NVIDIA) or 64 (AMD) that hold a Triton program's ``threads``; at least one."""
+    """Warps of 32 threads (NVIDIA) or 64 (AMD); at least one."""
     return max(threads // (64 if torch.version.hip else 32), 1)
 
 
@@ -49,10 +47,9 @@ def register_gradient(
     kept: Callable[[Sequence[Any], Any], Sequence[Any]],
     results: int = 1,
 ) -> None:
-    """Let ``gradient(*d_results, *kept(inputs, output))`` be the gradients of an operation's first inputs.
+    """Register ``gradient(*d_results, *kept(inputs, output))`` for the first inputs of an operation.
 
-    ``d_results`` are of the first ``results``; the others have none. Of what is kept tensors, or None in the
-    place of one, stand before numbers.
+    Only the first ``results`` are differentiable. ``kept`` returns tensors or None first, then numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

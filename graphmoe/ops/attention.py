@@ -1,7 +1,7 @@
 """Causal attention and the choice of its kernel (docs/model.md).
 
-Shapes: B batch, S sequence, H query heads, G key-value heads (H is a multiple of G), E size of a query or key
-head, V size of a value head.
+Shapes: B batch, S sequence, H query heads, G key-value heads, E size of a query or key head, V of a value
+head.
 """
 
 import contextlib

@@ -1,7 +1,4 @@
-"""Collectives that name an axis of the layout.
-
-Process groups' names differ from job to job, so graphs hold the axis. With NCCL the host never waits.
-"""
+"""Collectives along an axis of the layout. With NCCL the host never waits."""
 
 import math
 from typing import Any, Literal, Protocol
@@ -80,7 +77,7 @@ def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def index_along(axis: Axis, like: Tensor) -> Tensor:
-    """This rank's index in its group, int64 []."""
+    """Return this rank's index in its group, int64 []."""
     # an operation, so that the graphs of all ranks are equal and share compiled code
     return torch.ops.graphmoe.index_along(like, axis)
 

@@ -1,10 +1,10 @@
-"""Dispatch: the way of tokens to the ranks that hold their experts, and of the experts' sums back.
+"""Dispatch of tokens to the ranks that own their experts, and combine of the outputs.
 
-Suffixes: T tokens, K slots (top-k choices of a token), P ranks of ``ep_etp``, W = K * etp places of a token
-in the plan, S rows sent, N rows received, D hidden.
+Suffixes: T tokens, K slots (top-k choices of a token), P ranks of ``ep_etp``, W = K * etp positions of a
+token in the send plan, S rows sent, N rows received, D hidden.
 
-Experts lie in blocks of E / ep neighbours, one block for each index of ``ep``. The etp ranks of a block each
-hold 1 / etp of the width of all its experts: a token goes to all of them, and what they make of it is summed.
+Each index of ``ep`` owns a block of E / ep consecutive experts. Each of its etp ranks holds 1 / etp of the
+width of these experts, so a token is sent to all of them and their outputs are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,75 +20,58 @@ from graphmoe.plan.experts import Load
 
 
 class SendPlan(NamedTuple):
-    """Rows of tokens for each rank of ``ep_etp``: a routing plan whose experts are ranks.
+    """Rows of tokens for each rank of ``ep_etp``, at most one per token and rank; int32 on the device."""
 
-    A token goes to a rank once, however many of its slots are of experts there. int32 on the device.
-    """
-
-    send_counts_P: Tensor
-    """Rows for each rank."""
-    send_ends_P: Tensor
-    """Inclusive prefix sum of the counts."""
-    send_row_TW: Tensor
-    """Row of each place of a token among the rows sent, -1 for places that are not used."""
-    send_slot_R: Tensor
-    """Token * W + place of each row, R = T * W; the rows behind the last end are dead."""
+    send_counts_P: Tensor  # rows for each rank
+    send_ends_P: Tensor  # inclusive prefix sum of the counts
+    send_row_TW: Tensor  # row of each position of a token among the rows sent, -1 if unused
+    send_slot_R: Tensor  # token * W + position of each row, R = T * W; rows from the last end on are dead
 
 
 SEND_PLAN = ("send_counts", "send_ends", "send_row", "send_slot")
-RECEIVED = ("received", "received_weight", "received_experts")
-"""Tensors that experts read of a dispatcher whose sizes the host knows."""
+RECEIVED = ("received", "received_weight", "received_experts")  # read by experts if the host knows the sizes
+# read by experts of a dispatcher with a capacity: with a plan of the received slots
 PLANNED = ("received", "received_weight", "ends", "row", "slot")
-"""Tensors that experts read of a dispatcher with a capacity: with a plan of the slots that have arrived."""
 
 
+# of a plan of `graphmoe.ops.replicas`: positions of slots, experts of all ranks' slots
 REPLICAS = ("places", "replicas")
-"""Tensors of a plan of replicas, `graphmoe.ops.replicas`: places of slots, experts of all ranks' slots."""
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to their experts and back, for all layers. Its calls are collectives of ``ep_etp``.
+    """Dispatch and combine of all layers: collectives of ``ep_etp``.
 
     One with a ``capacity`` is a frozen dataclass of numbers, so that units that call it can be told apart.
     """
 
     @property
     def capacity(self) -> Load | None:
-        """Room for received tokens, the same in each call; None where sizes follow from their number."""
+        """Receive capacity of each call; None if sizes depend on the routing."""
 
     @property
     def chunk(self) -> Load | None:
-        """Load that experts work on at a time, and recompute in the backward; without a capacity only.
-
-        None where all received tokens are one piece.
-        """
+        """Load that experts process and recompute at a time; None for all. Only without a capacity."""
 
     @property
     def handle(self) -> tuple[str, ...]:
-        """Names of the last that ``dispatch`` returns, which ``combine`` reads."""
+        """Names of the last tensors of ``dispatch``, which ``combine`` reads."""
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """Tokens [N, D], slot weights [N, K], numbers of this rank's experts int32 [N, K], and the handle.
+        """Return tokens [N, D], slot weights [N, K], local experts int32 [N, K], and the handle.
 
-        Slots of experts elsewhere have the number -1, as have those of rows where no token lies. The
-        gradients of tokens and weights come back; that of a weight from the ranks of its expert alone.
-        ``plan`` is a `SendPlan`. With a capacity the fourth tensor is what N would have to be for all that
-        was sent here, int32 []: if it is more than N, some of that is missing.
+        Slots of other ranks' experts and of dead rows have expert -1. ``plan`` is a `SendPlan`. With a
+        capacity the fourth tensor is the N needed, int32 []: if it exceeds N, rows were dropped.
         """
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """The sum over ranks of what each made of a token -> [T, D].
-
-        Its order is fixed, so two calls are bitwise equal; added in fp32.
-        """
+        """Sum the ranks' outputs for each token -> [T, D], in fp32 and in a fixed order."""
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
-    """The plan by which tokens go to the ranks of their experts. No device sync.
-
-    Rows are in the order of ranks, and of tokens within a rank.
+    """Return the plan that sends tokens to the ranks of their experts, ordered by rank, then token. No
+    device sync.
     """
     block_TK = expert_TK // (num_experts // ep)
     earlier_KK = torch.ones(2 * block_TK.shape[1:], dtype=torch.bool, device=block_TK.device).tril(-1)
@@ -103,11 +86,10 @@ def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPla
 def plan_received(
     number_NK: Tensor, room: Tensor, num_experts: int, capacity: Load
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The plan of the received slots: end rows [L], row [N, K], slot [R], and the load. No device sync.
+    """Plan the received slots: end rows [L], row [N, K], slot [R], and load int32 [2]. No device sync.
 
-    ``num_experts`` are those of this rank. Slots beyond the R rows that there is room for have no row. The
-    load, int32 [2], is a `Load` that may be more than the capacity: the rows that were sent here, and the
-    slots of those that there was room for.
+    ``num_experts`` are local. Slots beyond the capacity have no row. The load is a `Load`: rows that were
+    sent here, which may exceed the capacity, and the slots of those received.
     """
     _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, num_experts)
     load = torch.stack([room.int(), ends_L[-1]])
@@ -125,13 +107,11 @@ def register_exchange(
     way_there: Callable[[Sequence[Any]], Sequence[Any]],
     token_tensor: Callable[[Sequence[Any]], Tensor],
 ) -> None:
-    """Register the gradients of a dispatcher's operations, and the fakes of those that return tokens.
+    """Register gradients of a dispatcher's operations, and fakes of those that return tokens.
 
-    ``dispatch`` returns tokens and weights, then integers. Its gradient is that of its first two inputs,
-    ``dispatch_grad(dreceived, dweight, *way_back(inputs, output))``; the gradient of the first input of
-    ``combine`` is ``combine_grad(dy, *way_there(inputs))``. Both ways end with their numbers.
-    ``token_tensor`` returns a tensor with a row for each token from the arguments of ``dispatch_grad`` behind
-    both gradients, or of ``combine`` behind the sums.
+    ``dispatch`` returns tokens, weights, then integers; its gradient is ``dispatch_grad(dreceived, dweight,
+    *way_back(inputs, output))``. That of ``combine`` is ``combine_grad(dy, *way_there(inputs))``.
+    ``token_tensor`` returns a tensor with a row per token from the arguments after the gradients or the sums.
     """
 
     def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:

@@ -2,9 +2,9 @@
 
 Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`.
 
-GEMMs contract the last axis of both operands. Along it a row has one scale (rowwise), the scale of its tensor
+GEMMs contract the last axis of both operands, along which a row has one scale (rowwise), that of its tensor
 (tensorwise), or one per block (`ops.fp8_blocks`). Weight gradients contract rows, whose scales differ:
-rowwise multiplies each row of dy by its scale product over the largest one. A row of much smaller gradients
+rowwise multiplies each row of dy by its scale product over the largest one, so rows of much smaller gradients
 can underflow to zero.
 """
 
@@ -20,8 +20,8 @@ from graphmoe.ops.fp8 import SMALLEST, Stored, delayed, fp8_dtype, quantise
 from graphmoe.ops.fp8_blocks import reference as blocks
 from graphmoe.ops.fp8_steps import MlpSteps
 
+# torch 2.11 has no row scales on a CPU
 ROWS_ON_CPU = tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
-"""True if torch supports row scales on a CPU, which 2.11 does not."""
 ALIGNED = FORMATS["rowwise"].aligned
 
 
@@ -29,8 +29,8 @@ class Form(NamedTuple):
     """Custom op that quantizes matrices; compiled steps run it once per weight."""
 
     name: str
+    # the same in torch operations, which Inductor fuses with the producer of an activation
     plain: Callable[[Tensor], Stored] | None = None
-    """The same in torch operations, which Inductor fuses with the producer of an activation."""
 
     def __call__(self, w: Tensor) -> Stored:
         stored: Stored = getattr(torch.ops.graphmoe, self.name)(w)
@@ -38,22 +38,14 @@ class Form(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Functions of a format."""
-
+    # rows [R, C], given the weight and whether they are its input or output gradient
     quantize: Callable[[Tensor, Tensor, str], Stored]
-    """Quantize rows [R, C], given the weight and whether they are its input or output gradient."""
-    weight: Form
-    """Quantizes weights [N, K] or [E, N, K] for the forward."""
-    transposed: Form
-    """Quantizes the transposed weights for dgrad."""
-    product: Callable[[Stored, Stored, torch.dtype], Tensor]
-    """GEMM [R, N] of quantized rows and weight."""
-    wgrad: Callable[[Stored, Stored], Tensor]
-    """wgrad [N, K] in fp32 of quantized dy and x."""
-    values: Callable[[Stored], Tensor]
-    """Dequantized rows, fp32."""
-    experts: Callable[[bool], MlpSteps] | None = None
-    """Steps of the routed experts on a GPU (True) or CPU."""
+    weight: Form  # weights [N, K] or [E, N, K] for the forward
+    transposed: Form  # transposed weights for dgrad
+    product: Callable[[Stored, Stored, torch.dtype], Tensor]  # GEMM [R, N] of quantized rows and weight
+    wgrad: Callable[[Stored, Stored], Tensor]  # [N, K] in fp32 of quantized dy and x
+    values: Callable[[Stored], Tensor]  # dequantized rows, fp32
+    experts: Callable[[bool], MlpSteps] | None = None  # steps of the routed experts on a GPU (True) or CPU
 
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,7 +78,6 @@ def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
 
 
 def by_kernel(q_RC: Tensor, factor_R1: Tensor | None, padded: int) -> Tensor:
-    """`_transposed` on a GPU."""
     from graphmoe.ops.fp8_mlp.kernels import transpose_kernel
 
     q_RC = q_RC.contiguous()
@@ -184,4 +175,3 @@ KERNELS = {
         _experts_by_blocks,
     ),
 }
-"""Kernels by the names of `FORMATS`."""

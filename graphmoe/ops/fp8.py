@@ -1,7 +1,7 @@
 """fp8 quantization with power-of-two scales: per tensor, row, or block of columns.
 
-Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are quantized values, value = q * scale.
-Scaling by a power of two is exact, so a value is rounded once, when it is cast to fp8.
+Suffixes: R rows, C columns, B blocks of `BLOCK` columns; q are quantized values, value = q * scale. Scaling
+is exact, so a value is rounded once.
 """
 
 import torch
@@ -10,19 +10,17 @@ from torch import Tensor
 from graphmoe.config.formats import FORMATS, Gpu
 
 BLOCK = 128
-Stored = tuple[Tensor, Tensor]
-"""Quantized values and their scales."""
-SMALLEST = 2.0**-126
-"""Smallest scale, and smallest product of two scales in sums of rows: normal, with a finite inverse."""
+Stored = tuple[Tensor, Tensor]  # quantized values and their scales
+SMALLEST = 2.0**-126  # smallest scale, and product of two scales in row sums: normal, with a finite inverse
 
 
 def fp8_dtype() -> torch.dtype:
-    """The format of this build of torch: e4m3fnuz (up to 240) on gfx942, else e4m3fn (up to 448)."""
+    """Return e4m3fnuz (up to 240) on gfx942, else e4m3fn (up to 448)."""
     return torch.float8_e4m3fnuz if _is_fnuz() else torch.float8_e4m3fn
 
 
 def wide_dtype() -> torch.dtype:
-    """Return the format with a bit less and 2^14 times the range: e5m2fnuz on gfx942, else e5m2."""
+    """Return e5m2fnuz on gfx942, else e5m2: a bit less, 2^14 times the range."""
     return torch.float8_e5m2fnuz if _is_fnuz() else torch.float8_e5m2
 
 
@@ -46,7 +44,7 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
-    """Return why a device does not support a format, and what to use instead; or None."""
+    """Return why a device does not support a format and what to use instead, or None."""
     has = recipes_of(device)
     if recipe in has:
         return None
@@ -60,19 +58,17 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Summands of an fp32 number's bits and of its exponent that make it the scale of a row.
-
-    The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
-    """
+    """Offsets of the bits and of the exponent of an fp32 maximum that give its scale."""
+    # The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
         dtype, (0x1FFFFF, 15)
     )
 
 
 def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The smallest power of two that brings fp32 ``amax`` into the range of ``dtype``, and its inverse.
+    """Return the smallest power of two that scales fp32 ``amax`` into range, and its inverse.
 
-    `SMALLEST` at least, for 0 too. Both are NaN if amax is not finite.
+    At least `SMALLEST`; NaN if amax is not finite.
     """
     above, exponent = rounding_of(dtype)
     powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(min=1)  # SMALLEST
@@ -81,25 +77,20 @@ def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def nan_unless_finite(amax: Tensor) -> Tensor:
-    """Return 0 if amax is finite, else NaN: a saturating cast to fp8 would hide an infinity.
-
-    A NaN constant would prevent common-subexpression elimination. (torch/_functorch/compile_utils.py)
-    """
+    """Return 0 if amax is finite, else NaN: a saturating cast to fp8 would hide an infinity."""
+    # a NaN constant would prevent common-subexpression elimination (torch/_functorch/compile_utils.py)
     return amax - amax
 
 
 def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """q [..., R, C], and the scales [..., R, 1] fp32 of its rows, or of each ``whole`` matrix."""
+    """Return q [..., R, C] and fp32 scales [..., R, 1] of rows, or of each ``whole`` matrix."""
     amax = x_RC.abs().amax((-2, -1) if whole else -1, keepdim=True).float()
     scale_R1, inverse_R1 = scales_of(amax.expand(*x_RC.shape[:-1], 1), dtype)
     return (x_RC.float() * inverse_R1).to(dtype), scale_R1
 
 
 def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """q of x by a scale that is known before x is; more than the largest number becomes that.
-
-    What is infinite, or no number, becomes no number.
-    """
+    """Quantize by a known scale, clamped to the range; infinities and NaN become NaN."""
     most = torch.finfo(dtype).max
     scaled = x.float() * (1 / scale)  # of a power of two, so that nothing is rounded
     within = scaled.clamp(-most, most)
@@ -107,7 +98,7 @@ def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q [R, C], and the scales [R, B] fp32 of its blocks; the last may be narrower."""
+    """Return q [R, C] and fp32 scales [R, B]; the last block may be narrower."""
     rows, columns = x_RC.shape
     padded = torch.nn.functional.pad(x_RC, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     q_RBC, scale_RB1 = quantise(padded, dtype)
@@ -115,43 +106,38 @@ def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def block_values(q_RC: Tensor, scale_RB: Tensor) -> Tensor:
-    """The fp32 values of `quantise_blocks`."""
+    """Dequantize `quantise_blocks` to fp32."""
     return q_RC.float() * scale_RB.repeat_interleave(BLOCK, -1)[:, : q_RC.shape[-1]]
 
 
 def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """A sum in another dtype, by the cast that whoever adds it to others in fp32 can leave out."""
+    """Cast by an operation that a later sum in fp32 can fuse away."""
     return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
 
 
 def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """q of x by a scale [1] that is known; the largest number of x, or ``largest`` [1] where that is more.
+    """Quantize by a known scale [1]; return q and the running maximum [1].
 
-    ``wide`` numbers have the range of e5m2, which gradients of one scale need: most of them are far smaller
-    than the largest.
+    ``wide``: in the range of e5m2, for gradients of one scale, most of which are far below the largest.
     """
     dtype = wide_dtype() if wide else fp8_dtype()
     # By rows first: Inductor joins their maxima with what makes the rows.
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
 
 
-FIRST_SCALE = 2.0**-2
-"""The delayed scale of numbers of which nothing is known: up to 112."""
+FIRST_SCALE = 2.0**-2  # initial delayed scale: up to 112
+# operations that return the delayed scale of a weight's input, and of its output gradient
 INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
-"""Operations that return the delayed scale of a weight's input, or of the gradient of its output."""
 
 
 def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
-    """q, and the scale [1] that the input or gradient of a weight's product has in this step."""
+    """Return q and the delayed scale [1] of a weight's input or output gradient."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
     return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
 
 
 def _first(w: Tensor) -> tuple[Tensor, Tensor]:
-    """The delayed scale [1] of what a weight meets, and what takes up its largest number [1], as they begin.
-
-    Units of a run have those of `runtime.compile.weight_forms` instead.
-    """
+    """Initial delayed scale [1] and running maximum [1]; units use `runtime.compile.weight_forms`."""
     return w.new_full((1,), FIRST_SCALE, dtype=torch.float32), w.new_zeros(1, dtype=torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""Choice of the products that run in 8 bits: those that are faster so, forward and gradients together.
+"""Choice of the GEMMs that run in fp8: those faster than in bf16, forward and gradients together.
 
-Each product is timed once for its sizes and the device, beside the same in the dtype of the weights, and the
-answer is remembered: another choice would change numbers, and a resumed run must be bitwise equal.
+Each is timed once per size and device, and the answer is stored: another choice would change numbers, and a
+resumed run must be bitwise equal.
 
 Suffixes: R rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
 """
@@ -26,22 +26,17 @@ from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
 log = logging.getLogger(__name__)
 ops = torch.ops.graphmoe
 KEY = "precision.fp8_measure"
-NAME = "fp8"
-"""Name under which answers are remembered."""
+NAME = "fp8"  # of stored answers
 EXPERTS = "experts"
-PAYS = 1.02
-"""Least speed of a product in 8 bits, of the same in bf16, with which it runs so."""
+PAYS = 1.02  # least speedup over bf16 that selects fp8
 REPEATS = 20
-"""Timed calls of each form."""
-FORMS = ("plain", "fp8", "weights")
-"""Calls of a product: in its own dtype, in 8 bits, and the storing of its weights, once a step."""
+FORMS = ("plain", "fp8", "weights")  # timed calls: in bf16, in fp8, and quantizing the weights, once a step
 
 
 class InBf16(NamedTuple):
-    """Products that stay in bf16 although `precision.fp8_products` names them."""
+    """GEMMs that stay in bf16 although `precision.fp8_products` names them."""
 
-    shapes: tuple[tuple[int, int], ...] = ()
-    """Weights [N, K] of dense products."""
+    shapes: tuple[tuple[int, int], ...] = ()  # weights [N, K] of dense GEMMs
     experts: bool = False
 
 
@@ -50,24 +45,20 @@ ALL_IN_FP8 = InBf16()
 
 @dataclass(frozen=True)
 class Dense:
-    """A product of R rows with a weight [N, K], and its gradients."""
+    """A GEMM of R rows with a weight [N, K], and its gradients."""
 
     R: int
     N: int
     K: int
-    wgrad: str
-    """Form of the weight's gradient, as in `ops.fp8_linear`."""
+    wgrad: str  # format of the weight gradient, as in `ops.fp8_linear`
     dtype: torch.dtype = torch.bfloat16
-    recipe: str = "rowwise"
-    """Name among `ops.formats.KERNELS`."""
+    recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 
     def calls(self, device: torch.device) -> dict[str, Call]:
         """Return `FORMS` on random numbers.
 
-        The operations are those of a compiled graph but for the storing of rows in 8 bits, which Inductor
-        joins with what makes the rows: here the kernel of `fp8_rows` does it, which moves as many bytes or
-        more, and products have what was stored before. Each product stores its input, though in a graph two
-        products of one input store it once.
+        A compiled graph fuses the quantization of activations with their producer; here `fp8_rows` does it,
+        which moves as many bytes or more.
         """
         generator = torch.Generator(device).manual_seed(0)
 
@@ -100,12 +91,11 @@ class Experts:
     """The routed experts of a layer, and their gradients."""
 
     shape: MlpShape
-    backends: str
-    """Kernels that they have in bf16."""
+    backends: str  # of the bf16 experts
     recipe: str = "rowwise"
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on a natural routing; weight gradients are stored in fp32, as a step has them."""
+        """Return `FORMS` on a random routing, weight gradients stored in fp32 as in a step."""
         shape, generator = self.shape, torch.Generator(device).manual_seed(0)
         weight_TK, plan = random_routing(shape, generator)
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
@@ -142,11 +132,11 @@ def speeds(
     device: torch.device,
     memory: Memory | None,
 ) -> dict[str, float]:
-    """Return how many times as fast each product is in 8 bits, the storing of activations included.
+    """Return the speedup of each GEMM in fp8, quantization included.
 
-    That of weights counts in parts, one for each micro-batch of a step. ``memory`` has the answers of
-    earlier runs; None measures and keeps nothing. Launches kernels and waits for them where it measures, so
-    never call it inside a capture. *Raises* ConfigError where there is no memory to measure.
+    Quantizing weights is shared by the micro-batches of a step. ``memory`` has earlier answers; None measures
+    and stores nothing. Measuring waits for the device, so not inside a capture. Raises ConfigError if out of
+    memory.
     """
     found = {}
     for name, each in products.items():
@@ -156,12 +146,12 @@ def speeds(
 
 
 def slower(found: Mapping[str, float]) -> list[str]:
-    """Return the products that stay in bf16."""
+    """Return the names that stay in bf16."""
     return [name for name, speed in found.items() if speed < PAYS]
 
 
 def to_text(found: Mapping[str, float]) -> str:
-    """Say which products run in 8 bits, and how fast the others would."""
+    """Say which GEMMs run in fp8, and the speedup of the others."""
     left = slower(found)
     those = f"; bf16 for: {', '.join(f'{name} ({found[name]:.2f}x)' for name in left)}" if left else ""
     return f"fp8 in {len(found) - len(left)} of {len(found)} products{those}"

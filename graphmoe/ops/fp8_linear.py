@@ -1,7 +1,4 @@
-"""Dense fp8 GEMMs with their gradients, in a format of `ops.formats`.
-
-Suffixes as there.
-"""
+"""Dense fp8 GEMMs with their gradients; formats and suffixes of `ops.formats`."""
 
 from typing import Any
 

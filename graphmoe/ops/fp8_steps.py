@@ -1,7 +1,4 @@
-"""Routed experts in fp8, built from the `MlpSteps` of a format on a device.
-
-Suffixes as in `ops.fp8_mlp`.
-"""
+"""Routed experts in fp8, built from the `MlpSteps` of a format on a device; suffixes as in `ops.fp8_mlp`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,20 +23,17 @@ class MlpSteps(NamedTuple):
     ``more`` are quantized weights of replicas, whose rows follow those of own experts.
     """
 
+    # (plan, number of own experts) -> rows of own experts and of replicas, per GEMM
     parts: Callable[[Plan, int], Any]
-    """(plan, number of own experts) -> rows of own experts and of replicas, per GEMM."""
+    # (x, weights, out, plan, parts, gathers): out[r] = w[e(r)] @ x[r]; gathers: x is [T, C], not [R, C]
     product: Callable[..., None]
-    """(x, weights, out, plan, parts, gathers): out[r] = w[e(r)] @ x[r]; ``gathers``: x [T, C], not [R, C]."""
+    # (x, h_RH, weight_TK, plan, known) -> saved h, and with weights the weighted activation
     swiglu: Callable[..., tuple[Stored, Any]]
-    """(x, h_RH, weight_TK, plan, known) -> h for the backward, and with weights the weighted activation."""
+    # (dy, da_RF, h, weight_TK, plan, known_a, known) -> dh, the weighted activation, dweight_TK
     swiglu_grad: Callable[..., tuple[Stored, Stored, Tensor]]
-    """(dy, da_RF, h, weight_TK, plan, known_a, known) -> dh, the weighted activation, dweight_TK."""
+    # (dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32, written or added to totals
+    # if given; those of replicas are written to of_more, except for replicas without rows
     wgrad: Callable[..., tuple[Tensor, Tensor]]
-    """(dy, x, dh, a, plan, totals, add, of_more) -> dw_gate_up and dw_down in fp32.
-
-    Written to ``totals`` if given, added if ``add``. Those of replicas are written to the two tensors
-    ``of_more``, except for replicas without rows.
-    """
 
     def forward(
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,

@@ -23,7 +23,7 @@ class Gradient:
         report_added([self])
 
     def fill(self) -> None:
-        """Zero ``total`` if nothing was added; more may be added."""
+        """Zero ``total`` if nothing was added."""
         if not self.begun:
             self.total.zero_()
         self.begun = True
@@ -49,7 +49,7 @@ def begin(gradients: Sequence[Gradient]) -> None:
 
 
 def report_added(gradients: Sequence[Gradient]) -> None:
-    """Report that each ``total`` was added to in this step, once all are written."""
+    """Report that each ``total`` was added to, once all are written."""
     # all were written before any is reported
     begin(gradients)
     for gradient in gradients:

@@ -1,10 +1,9 @@
-"""Grouped matrix product over routed rows: one weight matrix for each contiguous group of rows.
+"""Grouped GEMM over routed rows: one weight matrix for each contiguous group of rows.
 
 Suffixes: R rows, K contraction, N output columns, E groups (experts).
 
-``graphmoe::grouped_mm`` exists because ``torch.nn.functional.grouped_mm`` refuses fp64, wants strides
-that are multiples of 16 bytes, and, on meta tensors or compiled, anything but bf16. Rows beyond the
-last offset are never read, and are left unwritten in outputs and gradients.
+torch.nn.functional.grouped_mm refuses fp64 and strides that are not multiples of 16 bytes, and on meta
+tensors or compiled takes bf16 only. Rows beyond the last offset are never read, and unwritten in results.
 """
 
 from typing import Any
@@ -15,17 +14,15 @@ from torch import Tensor
 
 
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each group of rows by its own matrix: ``y[r] = w[e(r)] @ x[r]``.
+    """``y[r] = w[e(r)] @ x[r]`` -> y_RN in the dtype of x; ``ends_E`` int32 is the end row of each group.
 
-    ``ends_E`` (int32) holds the end row of each group. -> y_RN in the dtype of x. No device sync for bf16 on
-    NVIDIA GPUs of compute capability 9 and 10; elsewhere the ends are read on the host. Differentiable in x
-    and w.
+    No device sync for bf16 on NVIDIA GPUs of compute capability 9 and 10; elsewhere the host reads the ends.
     """
     return torch.ops.graphmoe.grouped_mm(x_RK, w_ENK, ends_E)
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ATen multiplies in one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
+    """Return whether ATen has one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
     if dtype != torch.bfloat16 or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -79,7 +76,6 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def _rows_product(x_RK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """``x[r] @ w[e(r)]`` for the rows below the last offset."""
     if _fast(x_RK, w_EKN):
         # One side's stride is 1; pad the other axis of the storage, whichever that is.
         weight = _pad(w_EKN.mT).mT if w_EKN.stride(-2) == 1 else _pad(w_EKN)
@@ -101,7 +97,7 @@ def _fast(a: Tensor, b: Tensor) -> bool:
 
 
 def _pad(x: Tensor) -> Tensor:
-    """Extend the last axis with zeros to a multiple of 16 bytes; a copy only where it must be one."""
+    """Pad the last axis with zeros to a multiple of 16 bytes; copy only if needed."""
     missing = -x.shape[-1] % (16 // x.element_size())
     if missing:
         return F.pad(x, (0, missing))

@@ -19,8 +19,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
     """-> loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
-    Sum over kept labels of -log softmax(h @ w.T)[label], and their number. An invalid label gives NaN on a
-    GPU and raises on a CPU. Logits have the dtype of h, from fp32 sums; the rest is fp32.
+    Sum over labels other than ``ignore_index`` of -log softmax(h @ w.T)[label], and their number. An invalid
+    label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h; the rest is fp32.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())

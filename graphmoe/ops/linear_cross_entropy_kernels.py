@@ -84,7 +84,7 @@ def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
 
 @triton.jit
 def _add_block(x, highest, total):
-    """Online logsumexp of lanes of GROUP neighbours: one exp per logit and one per lane."""
+    """Online logsumexp over GROUP neighbours: one exp per logit and one per group."""
     new = tl.maximum(highest, tl.max(x, 1))
     return new, total * tl.exp(highest - new) + tl.sum(tl.exp(x - new[:, None]), 1)
 

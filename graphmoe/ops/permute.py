@@ -15,14 +15,12 @@ from graphmoe.ops import accumulator, has_kernel
 
 
 class RoutingPlan(NamedTuple):
-    """Row of each (token, slot): int32 tensors on the device."""
+    """Row of each (token, slot): int32 on the device."""
 
     counts_E: Tensor
-    ends_E: Tensor
-    """Inclusive prefix sum of the counts."""
+    ends_E: Tensor  # inclusive prefix sum of the counts
     row_TK: Tensor
-    slot_R: Tensor
-    """Inverse of row_TK: token * K + slot."""
+    slot_R: Tensor  # inverse of row_TK: token * K + slot
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:

@@ -1,13 +1,9 @@
 """Row movement between tokens and expert order, and the routing plan.
 
 Suffixes as in `graphmoe.ops.permute`. A program owns a tile of tokens and columns and loops over their K
-rows, so it meets live rows only.
-
-The plan takes three launches and no sort. C = ceil(T * K / BLOCK) chunks of slots, B = E + 1 buckets:
-experts, and slots that are not routed here.
-
-1. Count the slots of each chunk by bucket. 2. Turn the counts into prefix sums over chunks. 3. Rank the slots
-of a chunk by comparing all pairs; row = start of the bucket + prefix + rank.
+rows. The plan takes three launches and no sort, with C = ceil(T * K / BLOCK) chunks of slots and E + 1
+buckets, one for unrouted slots: count the slots of each chunk by bucket; turn counts into prefix sums over
+chunks; rank the slots of a chunk by comparing all pairs, row = start of the bucket + prefix + rank.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"

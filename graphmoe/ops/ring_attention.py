@@ -1,14 +1,9 @@
-"""Causal attention over sequences that ranks share: keys and values go round (arXiv 2310.01889).
+"""Causal attention over sequences shared by ranks, which pass keys and values around (arXiv 2310.01889).
 
 A sequence of n ranks is 2n equal chunks; rank i has chunks i and 2n - 1 - i ("zigzag"), which balances the
-keys of each step. At step s a rank has the keys of the rank s before it:
-
-- its own, s = 0: causal;
-- of a lower rank: all queries see that rank's first chunk, none the second;
-- of a higher rank: the second chunk sees both, the first none.
-
-Blocks are joined by their log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T
-keys of a block.
+keys of each step. At step s a rank has the keys of the rank s before it: its own (causal), those of a lower
+rank (all queries see its first chunk), or of a higher one (the second chunk sees both). Blocks are joined by
+their log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T keys of a block.
 """
 
 from typing import Any, Literal

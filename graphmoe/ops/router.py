@@ -1,8 +1,7 @@
-"""The router: scores, group-limited top-k, weights and balance losses.
+"""The router: scores, group-limited top-k, weights and balance losses; fp32, no device sync.
 
-Everything is fp32; no device sync. Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences
-of S tokens (T = B * S). In a traced graph ``torch.ops.graphmoe.router`` replaces these functions, its
-reference.
+Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens (T = B * S). In a
+traced graph ``torch.ops.graphmoe.router`` replaces these functions, its reference.
 """
 
 from typing import Any
@@ -130,7 +129,7 @@ def weights_of(
 
 
 def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
-    """Set choices to -inf outside the groups with the largest sums of their ``best`` choices, or maxima."""
+    """Set choices to -inf outside the best groups, by sums of their ``best`` choices, or maxima."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     if best is None:
         score_TG = choice_TGE.amax(dim=-1)
@@ -155,8 +154,7 @@ def _forward(
     """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
 
     ``bias_E`` changes the choice only; ``chosen_TK`` replaces it. With ``count_scores`` counts ignore bias
-    and groups. ``group_top`` best experts score a group. z and entropy are sums over all tokens. Experts and
-    counts have no gradient.
+    and groups. ``group_top`` best experts score a group. Experts and counts have no gradient.
     """
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
     weighting = (renormalise, softmax_after_topk, scale)

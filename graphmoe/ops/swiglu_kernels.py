@@ -1,7 +1,4 @@
-"""SwiGLU of the live rows and its gradients; each is one launch that reads and writes each byte once.
-
-Suffixes as in `graphmoe.ops.swiglu`.
-"""
+"""Kernels of `graphmoe.ops.swiglu`, one launch each, live rows only."""
 
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.
@@ -18,7 +15,6 @@ MAX_ROWS = 64
 
 
 def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
-    """As ``graphmoe::swiglu``; dead rows are unwritten. No device sync."""
     rows, width = h_RH.shape[0], h_RH.shape[1] // 2
     a_RF = h_RH.new_empty(rows, width)
     tile_rows, tile_columns = tile(width, TILE, WIDTH, MAX_ROWS)
@@ -34,7 +30,6 @@ def forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
 
 def backward(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``graphmoe::swiglu_backward``, live rows only. No device sync."""
     rows, width = da_RF.shape
     dh_RH = h_RH.new_empty(h_RH.shape)
     if weight_R is None:

@@ -1,9 +1,7 @@
-"""Times alternatives against each other: in turns, with cold caches, by the device's own clock.
+"""Timing of alternatives in turns, with cold caches, by device events.
 
-A GPU's time is that between two events around a call. Before each call a buffer larger than any last-level
-cache is cleared, so that no call finds its inputs there. That work also keeps the device busy while the host
-queues the call, so that what is timed is kernels and not launches. Calls that wait for the device show the
-wait.
+Before each call a buffer larger than the last-level cache is cleared. That also keeps the device busy while
+the host queues the call, so kernels are timed, not launches.
 """
 
 import math
@@ -12,24 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-FLUSH_BYTES = 512 * 2**20
-"""Twice the last-level cache of an MI300X; that of an H200 is 60 MB."""
-WARM_UP_CALLS = 3
-"""Calls before the timed ones; the first compiles."""
-MAX_CASE_S = 1.5
-"""Fewer rounds are timed where all of them would take longer; at least `MIN_ROUNDS`."""
+FLUSH_BYTES = 512 * 2**20  # twice the last-level cache of an MI300X; that of an H200 is 60 MB
+WARM_UP_CALLS = 3  # the first compiles
+MAX_CASE_S = 1.5  # fewer rounds, but at least MIN_ROUNDS, if all would take longer
 MIN_ROUNDS = 3
-MAX_FLUSHES = 32
-"""Before one call; a call that takes the host longer to queue waits for the device."""
+MAX_FLUSHES = 32  # before one call; if the host queues longer, the device waits
 
 Call = Callable[[], object]
 
 
 def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each call in each round, in the order of the rounds. The calls must be warm.
-
-    Every round runs each call once and starts with another one.
-    """
+    """Time each warm call once per round, in ms. Each round starts with another call."""
     if not calls:
         return {}
     if device.type != "cuda":
@@ -38,21 +29,21 @@ def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) 
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The 10th percentile, the median and the 90th percentile, interpolated."""
+    """Return the 10th percentile, the median and the 90th percentile, interpolated."""
     values = torch.tensor(samples, dtype=torch.float64)
     low, median, high = values.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     return low, median, high
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """The order of each round, whose first is the second of the round before."""
+    """Yield the order of each round, rotated by one."""
     for number in range(rounds):
         start = number % len(names)
         yield [*names[start:], *names[:start]]
 
 
 def affordable(rounds: int, round_s: float) -> int:
-    """As many of the rounds as fit into `MAX_CASE_S`, but `MIN_ROUNDS` if so many are asked for."""
+    """Limit rounds to `MAX_CASE_S`, but keep `MIN_ROUNDS`."""
     return min(rounds, max(MIN_ROUNDS, int(MAX_CASE_S / max(round_s, 1e-9))))
 
 
@@ -90,7 +81,7 @@ def _times_of_device(calls: Mapping[str, Call], rounds: int, device: torch.devic
 
 
 def _seconds(call: Call, device: torch.device) -> tuple[float, float]:
-    """Seconds until the host has queued a call, and until the call is done; the second of two calls."""
+    """Seconds until a call is queued, and until it is done; of the second of two calls."""
     for _ in range(2):
         torch.cuda.synchronize(device)
         started = time.perf_counter()

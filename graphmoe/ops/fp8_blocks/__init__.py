@@ -1,18 +1,17 @@
-"""Operands in 8 bits with a scale for each block of what is contracted, and their products.
+"""fp8 operands with a scale for each block of the contracted axis, and their GEMMs.
 
-Suffixes: R rows, C columns, N outputs and K inputs of a weight, B blocks; q are stored numbers, s scales.
+Suffixes: R rows, C columns, N outputs and K inputs of a weight, B blocks; q are quantized values, s scales.
 
 *blockwise* has blocks of 128 numbers of a row, and of 128 x 128 of a weight, with the fp32 scales of
-`ops.fp8`. Those of rows are [B, R], of a weight [N / 128, B] with B padded to a multiple of 4: cuBLASLt reads
-them so. (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+`ops.fp8`: [B, R] of rows, [N / 128, B] of a weight with B padded to a multiple of 4, as cuBLASLt reads them
+(aten/src/ATen/native/cuda/ScaledBlas.cpp).
 
-*mxfp8* has blocks of 32 numbers, of a weight too, whose scale is the byte of a power of two (e8m0), [R, B]:
-2^(floor(log2 a) - 8) for the largest number a of a block, NaN (255) if a is not finite. Numbers above 448
-scales become 448. (OCP Microscaling Formats 1.0, 6.3)
+*mxfp8* has blocks of 32 numbers whose scale is the byte of a power of two (e8m0), [R, B]: 2^(floor(log2 a) -
+8) for the largest number a of a block, NaN (255) if a is not finite; larger numbers saturate at 448 scales
+(OCP Microscaling Formats 1.0, 6.3).
 
-Weight gradients contract rows: `turned` stores anew, along these, what lies along columns. Between scales
-that are powers of two no number is rounded again but those under 2^-13 of the largest in their new block, and
-in mxfp8 those above 448 of its scales.
+Weight gradients contract rows: `turned` requantizes along them. Between power-of-two scales only numbers
+under 2^-13 of the largest in their new block are rounded again, and in mxfp8 those above 448 scales.
 """
 
 from typing import Any
@@ -33,13 +32,12 @@ def _launches() -> Any:
 
 @torch.library.custom_op("graphmoe::fp8_squares", mutates_args=())
 def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128. No device sync."""
+    """Return q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128. No device sync."""
     return _launches().squares(w_NK, turned=False) if w_NK.is_cuda else reference.squares(w_NK)
 
 
 @torch.library.custom_op("graphmoe::fp8_squares_turned", mutates_args=())
 def squares_turned(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`squares` of the transposed weight."""
     if w_NK.is_cuda:
         return _launches().squares(w_NK, turned=True)
     return reference.squares(w_NK.t().contiguous())
@@ -53,13 +51,11 @@ def mx_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::mx_columns", mutates_args=())
 def mx_columns(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`mx_rows` of the transposed weight."""
     return _launches().turned(w_NK, None) if w_NK.is_cuda else quantise_mx(w_NK.mT.contiguous())
 
 
 @torch.library.custom_op("graphmoe::fp8_blocks_turned", mutates_args=())
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.turned`, for weight gradients. No device sync."""
     return (_launches() if q_RC.is_cuda else reference).turned(q_RC, scale)
 
 
@@ -67,7 +63,6 @@ def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """`reference.product` of either recipe. No device sync."""
     kernels = _launches() if q_RK.is_cuda else reference
     return kernels.product(q_RK, scale, q_NK, of_w, squares, dtype)
 

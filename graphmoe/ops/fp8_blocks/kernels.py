@@ -1,7 +1,7 @@
-"""Kernels of operands with a scale for each block, and of products of mxfp8.
+"""Kernels of block-scaled operands, and of mxfp8 GEMMs.
 
-Suffixes as in the package. BLOCK is the number of rows or columns with one scale, MX says which scales these
-are. A program has ROWS x COLUMNS numbers of what it reads, whole blocks.
+Suffixes as in the package. BLOCK is the number of rows or columns with one scale, MX the kind of scale. A
+program reads ROWS x COLUMNS numbers, whole blocks.
 """
 
 # mypy: allow-untyped-defs
@@ -16,7 +16,6 @@ from graphmoe.ops.grouped_mlp.rows_kernel import in_turns, store
 
 @triton.jit
 def scales_of(amax, MX: tl.constexpr):
-    """The scale of a block as it is stored, and the inverse of that scale."""
     if MX:
         power = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
         stored = tl.where(amax < float("inf"), power, 255).to(tl.uint8)
@@ -28,7 +27,6 @@ def scales_of(amax, MX: tl.constexpr):
 
 @triton.jit
 def powers_of(scale):
-    """`mx_powers`."""
     power = scale.to(tl.int32)
     return tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
 
@@ -45,9 +43,9 @@ def squares_kernel(
     w_ptr, q_ptr, scale_ptr,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and the scales of a weight [N, K], or of the transposed one. A program has a block of the result.
+    """q and scales of a weight [N, K], or of the transposed one; a program has a block of the result.
 
-    Scales have PADDED columns; the blocks of those behind the last are empty.
+    Scales have PADDED columns.
     """
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
     n = (column if TURNED else row) + tl.arange(0, BLOCK)
@@ -68,7 +66,7 @@ def _mx_places(
     row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Places of numbers in rows of STRIDE columns, and which are there; of their scales, and which are."""
+    """Offsets and masks of numbers in rows of STRIDE columns, and of their scales."""
     long, column = row.to(tl.int64)[:, None], first + tl.arange(0, COLUMNS)[None, :]
     block = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
     at, of_scales = long * STRIDE + column, long * (STRIDE // BLOCK) + block
@@ -80,9 +78,9 @@ def load_mx(
     q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Values [ROWS, COLUMNS] of stored rows of STRIDE columns, from the column ``first`` on.
+    """Dequantize [ROWS, COLUMNS] of rows of STRIDE columns from column ``first``.
 
-    Zero from column LIMIT on, and in rows that are none.
+    Zero from column LIMIT on, and in masked rows.
     """
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     q = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // BLOCK, BLOCK)
@@ -95,7 +93,7 @@ def store_mx(
     x, q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store `quantise_mx` of x [ROWS, COLUMNS] where `load_mx` reads it."""
+    """Store `quantise_mx` of x [ROWS, COLUMNS] as `load_mx` reads it."""
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     blocks = x.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
     scale, inverse = scales_of(tl.max(tl.abs(blocks), 2), True)
@@ -109,10 +107,7 @@ def store_turned(
     x, q_ptr, scale_ptr, at, first, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store x [ROWS, COLUMNS], rows from ``at`` and columns from ``first`` on, as q [C, PADDED].
-
-    Scales are along the rows; columns from C on, and rows from PADDED on, are not written.
-    """
+    """Quantize x [ROWS, COLUMNS] at row ``at``, column ``first`` along the rows -> q [C, PADDED]."""
     row, column = at + tl.arange(0, ROWS), (first + tl.arange(0, COLUMNS)).to(tl.int64)
     is_column = column < C
     blocks = x.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
@@ -134,7 +129,6 @@ def mx_rows_kernel(
     x_ptr, q_ptr, scale_ptr, R, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`quantise_mx` of [R, C]."""
     row, first = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS
     column = first + tl.arange(0, COLUMNS)
     inside = (row < R)[:, None] & (column < C)[None, :]
@@ -147,7 +141,7 @@ def turned_kernel(
     x_ptr, of_x_ptr, q_ptr, scale_ptr, R, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q [C, PADDED] with scales along the rows of x [R, C], whose numbers have scales where there are any.
+    """Requantize x [R, C], with scales if any, along the rows -> q [C, PADDED].
 
     The third axis of programs are matrices, without scales.
     """
@@ -191,7 +185,7 @@ def mx_product_kernel(
     N: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [R, N] = x [R, C] times w [N, C], both with scales along C, which EVEN says is whole tiles."""
+    """``out`` [R, N] = x [R, C] times w [N, C], both with scales along C; EVEN: C is whole tiles."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     row_tile, column_tile = in_turns(tl.program_id(0), tl.cdiv(R, BLOCK_M), COLUMN_TILES, GROUP)
     row, column = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Launches of the kernels of operands with a scale for each block; no call waits for the device."""
+"""Launches of the kernels of `fp8_blocks.reference`; no call waits for the device."""
 
 import math
 
@@ -10,14 +10,12 @@ from graphmoe.ops.fp8 import BLOCK
 from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx
 from graphmoe.ops.grouped_mlp.tuning import kind_of
 
+# rows, columns and contracted numbers of a tile of an mxfp8 GEMM, and its threads
 TILE, INTERPRETED = (128, 256, 128, 256), (32, 32, 128, 128)
-"""Rows, columns and contracted numbers of a tile of a product in mxfp8, and its threads."""
-ALIGNED_ROWS = 4
-"""Rows of which those of a blockwise product are a multiple: cuBLASLt reads 16 bytes of scales."""
+ALIGNED_ROWS = 4  # of a blockwise GEMM: cuBLASLt reads 16 bytes of scales
 
 
 def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
-    """q and scales of `reference.squares`, or of the transposed weight."""
     from graphmoe.ops.fp8_blocks.kernels import squares_kernel
 
     w_NK = w_NK.contiguous()
@@ -33,7 +31,6 @@ def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
 
 
 def mx_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference.quantise_mx`."""
     from graphmoe.ops.fp8_blocks.kernels import mx_rows_kernel
 
     x = x.contiguous()
@@ -48,7 +45,7 @@ def mx_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`reference.turned` of numbers with scales, or mxfp8 of plain ones, which may be matrices."""
+    """`reference.turned`, or mxfp8 of matrices without scales."""
     from graphmoe.ops.fp8_blocks.kernels import turned_kernel
 
     x_RC = x_RC.contiguous()
@@ -71,7 +68,6 @@ def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """`reference.product`."""
     if is_mx(scale):
         return mx_product(q_RK, scale, q_NK, of_w, dtype)
     R = len(q_RK)
@@ -84,7 +80,7 @@ def product(
 def blockwise_product(
     q_RK: Tensor, scale_BR: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The product of torch, which wants scales with the rows, or the contracted blocks, side by side."""
+    """torch's GEMM, which wants scales contiguous along the rows, or the contracted blocks."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     kind = ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128
@@ -96,7 +92,6 @@ def blockwise_product(
 
 
 def mx_product(q_RC: Tensor, xs: Tensor, q_NC: Tensor, ws: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product of two sides in mxfp8."""
     from graphmoe.ops.fp8_blocks.kernels import mx_product_kernel
 
     (R, C), N = q_RC.shape, len(q_NC)

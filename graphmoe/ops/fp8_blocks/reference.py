@@ -1,6 +1,5 @@
-"""The plain form of operands with a scale for each block, and of their products: dequantised, summed in fp32.
-
-Suffixes as in the package.
+"""Reference of block-scaled operands and their GEMMs: dequantized, summed in fp32. Suffixes as in the
+package.
 """
 
 import torch
@@ -12,19 +11,16 @@ from graphmoe.ops.fp8 import BLOCK, nan_unless_finite, quantise
 KIND = torch.float8_e4m3fn
 LARGEST = 448.0
 MX_BLOCK = 32
-MX_EXPONENT = 8
-"""Exponent of the largest number of 8 bits."""
-MX_NAN = 255
-"""The scale that is no number, in e8m0."""
+MX_EXPONENT = 8  # of the largest fp8 number
+MX_NAN = 255  # in e8m0
 
 
 def is_mx(scale: Tensor) -> bool:
-    """Return whether scales are those of mxfp8."""
     return scale.dtype == torch.uint8
 
 
 def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """The byte of the scale for fp32 ``amax``, and the inverse of the scale; 2^-127 at least, for 0 too.
+    """Return the scale's byte for fp32 ``amax``, and the inverse of the scale; 2^-127 at least.
 
     Both are NaN if amax is not finite.
     """
@@ -34,19 +30,18 @@ def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mx_powers(scale: Tensor) -> Tensor:
-    """Scales of mxfp8 in fp32."""
     power = scale.int()
     return torch.where(power > 0, power << 23, 1 << 22).view(torch.float32)
 
 
 def quantise_blockwise(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """q [R, C], and the scales [B, R] of blocks of 128."""
+    """Return q [R, C], and the scales [B, R] of blocks of 128."""
     q_RBC, scale_RB1 = quantise(x_RC.reshape(x_RC.shape[0], -1, BLOCK), KIND)
     return q_RBC.view(x_RC.shape), scale_RB1.squeeze(-1).t().contiguous()
 
 
 def quantise_mx(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """q [..., R, C], and the scales [..., R, B] of blocks of 32."""
+    """Return q [..., R, C], and the scales [..., R, B] of blocks of 32."""
     x_RBC = x_RC.unflatten(-1, (-1, MX_BLOCK))
     scale_RB1, inverse_RB1 = mx_scales(x_RBC.abs().amax(-1, keepdim=True).float())
     q_RBC = (x_RBC.float() * inverse_RB1).clamp(-LARGEST, LARGEST).to(KIND)
@@ -54,19 +49,18 @@ def quantise_mx(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def values(q_RC: Tensor, scale: Tensor) -> Tensor:
-    """The fp32 values of rows of either recipe."""
+    """Dequantize rows of either recipe to fp32."""
     scale_RB = mx_powers(scale) if is_mx(scale) else scale.t()
     return (q_RC.float().view(*scale_RB.shape, -1) * scale_RB[:, :, None]).view(q_RC.shape)
 
 
 def square_values(q_NK: Tensor, scale_NB: Tensor) -> Tensor:
-    """The fp32 values of `squares`."""
     scale_NK = scale_NB.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
     return q_NK.float() * scale_NK[:, : q_NK.shape[1]]
 
 
 def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128."""
+    """Return q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128."""
     N, K = w_NK.shape
     tiles = w_NK.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK).permute(0, 2, 1, 3).reshape(-1, BLOCK * BLOCK)
     q, scale = quantise(tiles, KIND)
@@ -75,7 +69,7 @@ def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """q [C, R'] along the rows of stored rows, in the same recipe; R' are whole blocks, zeros at the end."""
+    """Requantize rows along the rows -> q [C, R'], R' padded with zeros to whole blocks."""
     x_RC = values(q_RC, scale)
     x_CR = pad(x_RC, (0, 0, 0, -len(x_RC) % block_of(scale))).t().contiguous()
     return quantise_mx(x_CR) if is_mx(scale) else quantise_blockwise(x_CR)
@@ -84,11 +78,10 @@ def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """The product [R, N] of sides that lie along what is contracted, the second of ``squares`` or rows."""
+    """GEMM [R, N] of quantized rows and a weight of ``squares`` or rows."""
     w_NK = square_values(q_NK, of_w) if squares else values(q_NK, of_w)
     return (values(q_RK, scale) @ w_NK.t()).to(dtype)
 
 
 def block_of(scale: Tensor) -> int:
-    """Numbers that have a scale of rows."""
     return MX_BLOCK if is_mx(scale) else BLOCK

@@ -4,14 +4,10 @@ Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width,
 blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
 
 A token is quantized once, before its rows are gathered. h has a scale per block, which one tile of the GEMM
-can compute; the activation and row gradients have one per row, or a delayed scale. GEMMs contract the last
-axis of both operands. wgrad contracts rows: `ops.formats` says how their scales become one. Formats with
-block scales quantize h, dh and the activation by blocks; for wgrad both operands are quantized again along
-each expert's rows, in blocks that begin at its first row and are padded with zeros. ``recipe`` is a key of
-`ops.formats.KERNELS`.
-
-With ``expert_RS`` they also compute on replicas of other ranks' experts, as `ops.grouped_mlp` does, whose
-quantized weights and scales are fetched from their owners.
+can compute; the activation and row gradients have one per row, or a delayed scale. wgrad contracts rows
+(`ops.formats`). Formats with block scales quantize h, dh and the activation by blocks, and for wgrad both
+operands again along each expert's rows, padded with zeros. ``recipe`` is a key of `ops.formats.KERNELS`. With
+``expert_RS`` they also compute on replicas, as `ops.grouped_mlp` does.
 """
 
 from collections.abc import Sequence
@@ -29,8 +25,7 @@ from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.replicas import exchange
 
-DTYPE = torch.float32
-"""Dtype of scales, of the weights of slots, and of sums."""
+DTYPE = torch.float32  # of scales, slot weights and sums
 
 
 def _rounding(w: Tensor) -> Any:
@@ -48,7 +43,6 @@ def _known(scale: Tensor | None, largest: Tensor | None) -> Known | None:
 
 
 def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> list[Stored]:
-    """Fetch quantized weights of the experts in own slots, if there are replicas."""
     parts = [] if expert_RS is None else exchange.pull(weights, expert_RS)
     return [*zip(parts[::2], parts[1::2], strict=True)]
 
@@ -59,16 +53,13 @@ def _largest(known: Known | None, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
 def rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
+    """Return q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
     return _rounding(w).rows(w)
 
 
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
 def columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """q [..., C, N] of the transposed w, contiguous, and the scales [..., C, 1] of its rows. No device sync.
-
-    Of one matrix, or of those of all experts.
-    """
+    """Return q [..., C, N] and scales [..., C, 1] of the transposed matrix or matrices. No device sync."""
     if w.dim() == 3:
         return _rounding(w).columns(w)
     q, scale = _rounding(w).columns(w[None])
@@ -77,13 +68,13 @@ def columns(w: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::fp8_whole_rows", mutates_args=())
 def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rows`, with one scale for all rows of a matrix."""
+    """As `rows`, with one scale per matrix."""
     return _rounding(w).rows(w, whole=True)
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
 def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """As `columns`, with one scale for all columns of a matrix."""
+    """As `columns`, with one scale per matrix."""
     q, scale = _rounding(w).columns(w if w.dim() == 3 else w[None], whole=True)
     return (q, scale) if w.dim() == 3 else (q[0], scale[0])
 
@@ -95,10 +86,9 @@ def _forward(
     dtype: torch.dtype, recipe: str, known_a: Tensor | None = None, largest_a: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y [T, D] of a dtype, and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
+    """y [T, D], and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
 
-    Last the larger of ``largest_a`` [1] and the largest number of the activation, where its scale [1] is
-    known, else nothing [0].
+    Last the running maximum [1] of the activation if its scale is known, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -126,10 +116,9 @@ def _dgrad(
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx [T, D] of a dtype, dweight [T, K]; for the weight gradients dh [R, H] and the activation [R, F].
+    """dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F] as q and scales for wgrad.
 
-    Those two as numbers and scales. Weights are those of `columns`. Last the larger of ``largest_dh`` [1] and
-    the largest number of dh, where the scales [1] of both are known, else nothing [0].
+    Weights are those of `columns`. Last the running maximum [1] of dh if its scale is known, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -160,7 +149,6 @@ def _wgrad_into(
     of_gate_up: Tensor, of_down: Tensor,
     recipe: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them."""
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
     totals = of_gate_up, of_down
     _store_gradients(sides, Plan(slot_R, row_TK, ends_E), totals, recipe, add, expert_RS, may_defer=True)
@@ -170,7 +158,6 @@ def _store_gradients(
     sides: Sequence[tuple[Tensor, Tensor]], plan: Plan, totals: tuple[Tensor, Tensor], recipe: str,
     add: bool, expert_RS: Tensor | None, *, may_defer: bool,
 ) -> None:  # fmt: skip
-    """Store or add own weight gradients, and send those of slots home, where they are added."""
     wgrad = _steps(sides[0][0], recipe).wgrad
     if expert_RS is None:
         wgrad(*sides, plan, totals, add=add)
@@ -198,9 +185,9 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """y, hq and hs of a layer, by the operations that the forward consists of.
+    """y, hq and hs of a layer, by the forward's operations; the last tensor may be ``expert_RS``.
 
-    With ``carries`` x is a carrier of `ops.symm.stored`. The last tensor may be ``expert_RS``.
+    With ``carries`` x is a carrier of `ops.symm.stored`.
     """
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
@@ -215,7 +202,7 @@ def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Ten
 def mlp_gradients(
     dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, of both weights and of the weights of slots, by the operations that they consist of.
+    """Gradients of x, of both weights and of slot weights, by separate operations.
 
     With ``carries`` x and dy are carriers.
     """
@@ -240,7 +227,7 @@ def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``graphmoe::grouped_mlp`` with products in 8 bits -> y [T, D]. The pass fp8_quantise spells it out."""
+    """``graphmoe::grouped_mlp`` with fp8 GEMMs -> y [T, D]. The pass fp8_quantise expands it."""
     layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
     return mlp(*layer, recipe=recipe)[0]
 
@@ -299,7 +286,7 @@ def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
-    """As `_largest`; the optional tensor is at a place of the arguments, of which the last may be absent."""
+    """As `_largest`, of an optional argument at a position."""
     return like.new_empty(0 if len(rest) <= place or rest[place] is None else 1, dtype=DTYPE)
 
 

@@ -1,12 +1,11 @@
-"""Kernels of the grouped MLP in 8 bits. What one makes of its rows, the next reads.
+"""Kernels of the grouped MLP in fp8.
 
-Suffixes: R routed rows, T tokens, E experts, K slots, C contracted width, N columns, F expert width,
-H = 2 * F. BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, product columns, contracted elements
-of a step.
+Suffixes: R routed rows, T tokens, E experts, K slots, C contracted width, N columns, F expert width, H = 2 *
+F. BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
 
-Rows that are not live are neither read nor written, but in `transposed_kernel`, which pads each expert's rows
-with zeros up to whole tiles, so that `weight_grad_kernel` masks none. fp8 operands of a matrix instruction
-must lie along what is contracted (CUTLASS, sm90 GMMA), hence the transposed copies.
+Dead rows are neither read nor written, except that `transposed_kernel` pads each expert's rows with zeros to
+whole tiles, so `weight_grad_kernel` masks none. fp8 operands of a matrix instruction must be contiguous along
+the contracted axis (CUTLASS, sm90 GMMA), hence the transposed copies.
 """
 
 # mypy: allow-untyped-defs
@@ -18,20 +17,19 @@ import triton.language as tl
 from graphmoe.ops.grouped_mlp.rows_kernel import add_tile, halves, in_turns, sigmoid_of, store
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import with_rows
 
-WIDEST = tl.constexpr(57344.0)
-"""Largest number of e5m2, which gradients have where scales are known."""
+WIDEST = tl.constexpr(57344.0)  # largest number of e5m2, for gradients with known scales
 
 
 @triton.jit
 def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
-    """`ops.fp8.scales_of`: the scale and its inverse."""
+    """`ops.fp8.scales_of`."""
     power = tl.maximum(((amax.to(tl.int32, bitcast=True) + ABOVE) >> 23) - EXPONENT, 1)
     return if_finite(amax, power << 23), if_finite(amax, (254 - power) << 23)
 
 
 @triton.jit
 def if_finite(amax, bits):
-    """fp32 of these bits; NaN if amax is infinite. `tl.max` ignores NaN, which stays NaN in 8 bits."""
+    """fp32 of these bits; NaN if amax is infinite. `tl.max` ignores NaN, which stays NaN in fp8."""
     return tl.where(amax < float("inf"), bits.to(tl.float32, bitcast=True), float("nan"))
 
 
@@ -42,7 +40,7 @@ def live_rows(ends_ptr, experts, rows):
 
 @triton.jit
 def _saturated(x, scale, MOST: tl.constexpr):
-    """`ops.fp8.saturated`, before it gets 8 bits."""
+    """`ops.fp8.saturated`, before the cast."""
     x *= 1 / scale
     size = tl.abs(x)
     beyond = tl.where(size < float("inf"), tl.where(x > 0, MOST, -MOST), float("nan"))
@@ -55,7 +53,7 @@ def quantise_rows_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [R, C] and scales [R] of the rows of x [R, C], or of their matrices of N rows with ``largest``."""
+    """q [R, C] and scales [R] of x [R, C], by row, or of matrices of N rows given their ``largest``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
@@ -82,10 +80,7 @@ def quantise_columns_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [E, C, N] and scales [E, C] of the columns of w [E, N, C], or of all of an expert's with ``largest``.
-
-    A program has COLUMNS of an expert's.
-    """
+    """q [E, C, N] and scales [E, C] of w [E, N, C], by column, or of matrices given their ``largest``."""
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
@@ -156,11 +151,7 @@ def rows_kernel(
 
 @triton.jit
 def _whole_rows(first, live, F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS] from ``first`` on, and which are live; what is inside of them [ROWS, BLOCKS, BLOCK].
-
-    Then places in gate of h, and in a row of F; places of the scales of gate [ROWS, BLOCKS], and which are
-    there: each block of BLOCK columns has one.
-    """
+    """Rows, live flags and masks of ROWS whole rows, and offsets of h, a and scales."""
     row = first + tl.arange(0, ROWS)
     is_row, long = row < live, row.to(tl.int64)
     block = tl.arange(0, BLOCKS)[None, :]
@@ -184,9 +175,9 @@ def swiglu_kernel(
     F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: itself by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
+    """From h [R, H]: h by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
 
-    By a scale that is ``known``, with the largest number of each program in ``largest``, instead of rows.
+    With a ``known`` scale in place of row scales, ``largest`` is the maximum of each program.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -227,7 +218,7 @@ def swiglu_grad_kernel(
 ):  # fmt: skip
     """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
 
-    By scales that are ``known``, with the largest number of dh of each program, instead of rows.
+    With ``known`` scales in place of row scales, ``largest`` is the maximum of dh of each program.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -277,10 +268,7 @@ def expert_scales_kernel(
     dhs_ptr, xs_ptr, as_ptr, dys_ptr, slot_ptr, ends_ptr, scale_ptr, tile_ptr,
     K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Largest products of two scales of an expert's rows [2, E]: dh and x, a and dy; its first tile [E + 1].
-
-    One program has an expert. Tiles have BLOCK_R rows, and each expert begins one.
-    """
+    """Largest scale products of an expert's rows [2, E]: dh and x, a and dy; its first tile [E + 1]."""
     expert = tl.program_id(0)
     known = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + known, mask=known < E, other=0)
@@ -306,10 +294,9 @@ def transposed_kernel(
     q_ptr, own_ptr, other_ptr, slot_ptr, scale_ptr, ends_ptr, table_ptr, to_ptr, max_tiles, padded,
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Columns of q as rows -> [C, padded]: tile by tile of each expert's rows, zeros behind its last.
+    """Transpose rows -> [C, padded], tile by tile of each expert's rows, padded with zeros.
 
-    q is [T, C] and read at ``slot[r] // K`` with GATHER. Else it is [R, C], and its numbers are multiplied by
-    what its scale times that of the token lacks to the expert's.
+    q is [T, C] and read at ``slot[r] // K`` with GATHER; else it is [R, C], rescaled to the expert's scale.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     if tile < tl.load(table_ptr):
@@ -335,7 +322,7 @@ def transpose_kernel(
     q_ptr, factor_ptr, to_ptr, rows, stride,
     C: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [R, C], times a factor each where there are any, as columns [C, stride]; zeros from R on."""
+    """Transpose rows [R, C], times a factor each if any -> [C, stride]; zeros from R on."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < C)[None, :]
@@ -355,11 +342,10 @@ def weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to what is there.
+    """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to it.
 
-    Both sides are descriptors of what `transposed_kernel` makes: [M, rows] and [N, rows]. DESCRIBED says
-    that ``out`` is one too, which nothing is added to; BEHIND that experts after the last one that has rows
-    are left as they are.
+    Operands are descriptors of the results of `transposed_kernel`: [M, rows] and [N, rows]. DESCRIBED:
+    ``out`` is one too, without ADD. BEHIND: experts after the last one with rows are unwritten.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -1,6 +1,6 @@
-"""Launches of the kernels of the grouped MLP in 8 bits, for `ops.fp8_steps`.
+"""Launches of the kernels of the grouped MLP in fp8, for `ops.fp8_steps`.
 
-No call waits for the device or reads a count on the host, and every sum has a fixed order.
+No call waits for the device, and every sum has a fixed order.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,6 @@ WEIGHTS = {
 
 
 def rows(w: Tensor, *, whole: bool = False) -> Stored:
-    """q like w [..., C], and the scales [..., 1] of its rows, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_rows_kernel
 
     w = w.contiguous()
@@ -45,7 +44,6 @@ def rows(w: Tensor, *, whole: bool = False) -> Stored:
 
 
 def columns(w_ENC: Tensor, *, whole: bool = False) -> Stored:
-    """q [E, C, N], and the scales [E, C, 1] of the columns of w, or of each ``whole`` matrix."""
     from graphmoe.ops.fp8_mlp.kernels import quantise_columns_kernel
 
     w_ENC = w_ENC.contiguous()
@@ -127,10 +125,6 @@ def _product(
     x: Stored, weights: Sequence[Stored], out: Tensor, plan: Plan, parts: Sequence[Part],
     *, gathers: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows.
-
-    The tile is that of the first part, as in `grouped_mlp.triton_backend`.
-    """
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
     (q, scale), E = x, len(weights[0][0])
@@ -150,9 +144,9 @@ def _product(
 def _by_rows(
     name: str, tensors: Sequence[Tensor | None], largest: Tensor | None, plan: Plan, F: int, of_thread: int
 ) -> None:
-    """Launch a kernel whose programs have whole rows; ``of_thread`` is the number of columns of a thread.
+    """Launch a kernel whose programs own whole rows; ``of_thread`` is the columns of a thread.
 
-    ``largest`` [1] takes up the largest number of all programs.
+    ``largest`` [1] is the running maximum.
     """
     import triton
 
@@ -178,7 +172,7 @@ def _by_rows(
 def _transposed(
     of: tuple[Tensor, Tensor | None], other: Tensor | None, scale_E: Tensor | None, plan: Plan, table: Tensor
 ) -> Tensor:
-    """Rows of experts as columns [C, padded]; of tokens, gathered, where there is no scale."""
+    """Rows of experts as columns [C, padded]; gathered tokens if there is no scale."""
     from graphmoe.ops.fp8_mlp.kernels import transposed_kernel
 
     (q, own), max_tiles, C = of, len(table) // 2, of[0].shape[1]
@@ -229,7 +223,6 @@ def _with_height(tile: Config, rows_per_expert: int) -> Config:
 
 
 def descriptor(x: Tensor, block: list[int]) -> Any:
-    """Made on the host at each launch, so that it needs no scratch memory."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, block)

@@ -1,7 +1,7 @@
-"""Kernels of the grouped MLP in mxfp8; the suffixes and tiles are those of `ops.fp8_mlp.kernels`.
+"""Kernels of the grouped MLP in mxfp8; suffixes and tiles of `ops.fp8_mlp.kernels`.
 
-BLOCK numbers of what is contracted have one scale. Rows that are not live are neither read nor written, but
-by `turned_kernel`, which stores zeros in their place, so that `weight_grad_kernel` masks no rows.
+BLOCK contracted numbers have one scale. Dead rows are neither read nor written, except that `turned_kernel`
+stores zeros for them, so `weight_grad_kernel` masks no rows.
 """
 
 # mypy: allow-untyped-defs
@@ -25,8 +25,8 @@ def rows_kernel(
 ):  # fmt: skip
     """``w[e(r)] @ x[r]`` for every live row -> ``out`` [R, N].
 
-    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]; w is [E, N, C]. EVEN says
-    that C is whole tiles. It is no constant: a short loop would be unrolled, into more than registers hold.
+    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]; w is [E, N, C]. EVEN: C is whole tiles.
+    C is no constant: a short loop would be unrolled, into more than registers hold.
     """
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
@@ -66,7 +66,7 @@ def swiglu_kernel(
     h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: itself stored, and silu(gate) * up * weight [R, F], unless ``aq`` is None."""
+    """From h [R, H]: h quantized, and silu(gate) * up * weight [R, F], unless ``aq`` is None."""
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     H: tl.constexpr = 2 * F
@@ -90,9 +90,8 @@ def swiglu_grad_kernel(
     experts, rows,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F], stored.
-
-    ``partial`` [column tiles, R] is what the columns of a tile add to dweight.
+    """From da [R, F] and h: dh [R, H], the weighted activation [R, F], dweight in ``partial`` [column
+    tiles, R].
     """
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -124,10 +123,7 @@ def turned_kernel(
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows as q [C, padded], with scales along them: tile by tile of each expert's, zeros behind its last.
-
-    They are those of [R, C], or at ``slot[r] // K`` of [T, C] with GATHER.
-    """
+    """Requantize rows of [R, C], or with GATHER of [T, C], along the rows -> q [C, padded]."""
     tile, first = tl.program_id(0), tl.program_id(1) * COLUMNS
     if tile < tl.load(table_ptr):
         expert = tl.load(table_ptr + 1 + tile)
@@ -147,11 +143,10 @@ def weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [E, M, N] = the product of an expert's rows; ADD adds to what is there.
+    """``out`` [E, M, N] = the product of an expert's rows; ADD adds to it.
 
-    Both sides are what `turned_kernel` makes, [M, padded] and [N, padded], in which an expert begins a tile
-    of BLOCK_R rows. With BEHIND those of experts ``in_front`` come first there and in ``ends``, and experts
-    after the last one that has rows are left as they are.
+    Operands are results of `turned_kernel`, [M, padded] and [N, padded]; an expert begins a tile of BLOCK_R
+    rows. With BEHIND ``in_front`` experts precede, and experts after the last one with rows are unwritten.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -1,6 +1,6 @@
 """Launches of the kernels of the grouped MLP in mxfp8, for `ops.fp8_steps`.
 
-No call waits for the device or reads a count on the host, and every sum has a fixed order.
+No call waits for the device, and every sum has a fixed order.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,16 @@ from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
 
-COLUMNS = 128
-"""Columns of a program of SwiGLU, of its gradient, and of rows that are stored anew."""
+COLUMNS = 128  # of a program of SwiGLU, of its gradient, and of requantized rows
 ROWS = {
     "hopper": Config(128, 256, 128, 256, 3, subtiles=2, flatten=True),
     "instinct": Config(128, 256, 128, 256, 2, subtiles=2),
 }
+# only hopper and instinct have mxfp8 GEMMs
 WEIGHTS = {
     "hopper": Config(128, 256, BLOCK_R, 256, 3, subtiles=4),
     "instinct": Config(128, 256, BLOCK_R, 256, 2, subtiles=4),
 }
-"""Tiles by kind of device; those that are no hopper or instinct have no products in mxfp8."""
 
 
 def _swiglu(
@@ -73,7 +72,7 @@ def _wgrad(
 
 
 def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stored:
-    """Rows of experts as columns [C, padded], with scales along them; those of tokens are gathered."""
+    """Requantize rows of experts, or gathered tokens, along the rows -> q [C, padded] and scales."""
     from graphmoe.ops.fp8_mlp.mx_kernels import turned_kernel
 
     max_tiles, C = len(table) // 2, of[0].shape[1]
@@ -96,7 +95,6 @@ def _product(
     x: Stored, weights: Sequence[Stored], out: Tensor, plan: Plan, parts: Sequence[Part],
     *, gathers: bool = False,
 ) -> None:  # fmt: skip
-    """Launch `rows_kernel` on each part with its weights; a side that ``gathers`` has tokens for rows."""
     from graphmoe.ops.fp8_mlp.mx_kernels import rows_kernel
 
     (q, scale), tile = x, in_8_bits(ROWS, kind_of(x[0].device))
@@ -125,7 +123,6 @@ def _by_tiles(name: str, tensors: Sequence[Tensor | None], plan: Plan, F: int, t
 def _weight_grad(
     left: Stored, right: Stored, plan: Plan, total: Tensor, *, add: bool = False, in_front: int = 0
 ) -> None:
-    """Launch `weight_grad_kernel` for experts behind those ``in_front``."""
     import triton
 
     from graphmoe.ops.fp8_mlp.mx_kernels import weight_grad_kernel

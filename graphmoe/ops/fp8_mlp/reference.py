@@ -1,7 +1,4 @@
-"""The plain form of the grouped MLP in 8 bits: what the kernels compute, expert by expert, summed in fp32.
-
-Suffixes as in the package. Dead rows are left zero.
-"""
+"""Reference of the grouped MLP in fp8: expert by expert, summed in fp32. Suffixes as in the package."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,32 +13,27 @@ from graphmoe.ops.fp8_blocks.reference import quantise_mx, turned, values
 from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan, row_weights, slot_values
 
-Parts = Sequence[tuple[int, slice]]
-"""Experts that have rows, and their rows."""
+Parts = Sequence[tuple[int, slice]]  # experts that have rows, and their rows
 
 
 class Rounding(NamedTuple):
     """Arithmetic of a format."""
 
+    # quantizes live rows [R, C] to a dtype, by a scale if one is known; see _by_rows
     rows: Callable[..., Stored]
-    """Storing of live rows [R, C] in a dtype, by a scale if one is known; see `_by_rows`."""
     hidden: Callable[[Tensor, torch.dtype], Stored]
-    halves: Callable[[Stored], Sequence[Tensor]]
-    """Gate and up in fp32 of what ``hidden`` has stored."""
-    product: Callable[[Stored, Stored], Tensor]
-    """Product in fp32 of rows with the weight of an expert."""
+    halves: Callable[[Stored], Sequence[Tensor]]  # gate and up in fp32 of what hidden has quantized
+    product: Callable[[Stored, Stored], Tensor]  # GEMM in fp32 of rows with the weight of an expert
+    # in fp32, of dy, x, dh, a, the rows of each expert, and the number of experts
     wgrads: Callable[[Stored, Stored, Stored, Stored, Parts, int], tuple[Tensor, Tensor]]
-    """Weight gradients in fp32 of rows dy, x, dh and a, and of so many experts."""
 
 
 def rows(w: Tensor, *, whole: bool = False) -> Stored:
-    """q like w, and the scales [..., 1] of its rows, or of each ``whole`` matrix."""
     q, scale = quantise(w, fp8_dtype(), whole=whole)
     return q.contiguous(), scale.contiguous()
 
 
 def columns(w_ENC: Tensor, *, whole: bool = False) -> Stored:
-    """q [E, C, N], and the scales [E, C, 1] of the columns of w, or of each ``whole`` matrix."""
     return rows(w_ENC.mT, whole=whole)
 
 
@@ -81,7 +73,6 @@ def _swiglu_grad(
     by: Rounding, dy: Stored, da_RF: Tensor, h: Stored, weight_TK: Tensor, plan: Plan,
     known_a: Tensor | None, known: Known | None,
 ) -> tuple[Stored, Stored, Tensor]:  # fmt: skip
-    """dh, the activation silu(gate) * up * weight, and dweight."""
     (gate_RF, up_RF), weight_R, da_RF = by.halves(h), row_weights(weight_TK, plan.slot_R), da_RF.float()
     plain_RF = F.silu(gate_RF) * up_RF
     dweight_R = (da_RF * plain_RF).sum(-1)
@@ -113,7 +104,6 @@ def _wgrad(
 def _outer(
     left_RM: Stored, right_RN: Stored, of: Callable[[Stored, Stored], Tensor], parts: Parts, E: int
 ) -> Tensor:
-    """Sums of outer products of each expert's rows."""
     result = left_RM[0].new_zeros(E, left_RM[0].shape[1], right_RN[0].shape[1], dtype=torch.float32)
     for expert, rows in parts:
         left, right = ((q[rows], scale[rows]) for q, scale in (left_RM, right_RN))
@@ -122,7 +112,6 @@ def _outer(
 
 
 def _outer_by_rows(left: Stored, right: Stored) -> Tensor:
-    """The left numbers get one scale for all rows."""
     scale_R1 = left[1] * right[1]
     largest = scale_R1.amax().clamp(min=SMALLEST)
     factored = (left[0].float() * (scale_R1 / largest)).to(left[0].dtype)
@@ -130,7 +119,6 @@ def _outer_by_rows(left: Stored, right: Stored) -> Tensor:
 
 
 def _outer_by_blocks(left: Stored, right: Stored) -> Tensor:
-    """Both sides are stored anew along the rows."""
     return values(*turned(*left)) @ values(*turned(*right)).t()
 
 
@@ -163,13 +151,11 @@ def _by_halves(h_RH: Tensor, kind: torch.dtype) -> Stored:
 
 
 def block_halves(h: Stored) -> list[Tensor]:
-    """Gate and up in fp32; blocks do not reach from one into the other."""
     pairs = zip(h[0].chunk(2, -1), h[1].chunk(2, -1), strict=True)
     return [block_values(*pair) for pair in pairs]
 
 
 def rows_of_experts(plan: Plan) -> Iterator[tuple[int, slice]]:
-    """Each expert that has rows, and its rows."""
     start = 0
     for expert, end in enumerate(plan.ends_E.tolist()):
         if end > start:
@@ -178,7 +164,6 @@ def rows_of_experts(plan: Plan) -> Iterator[tuple[int, slice]]:
 
 
 def _of_rows(x: Stored, plan: Plan) -> Stored:
-    """Tokens as rows; some token in dead rows."""
     most = max(plan.row_TK.numel() - 1, 0)
     token_R = plan.slot_R.long().clamp(0, most) // plan.row_TK.shape[1]
     return x[0][token_R], x[1][token_R]

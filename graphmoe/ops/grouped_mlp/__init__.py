@@ -1,13 +1,11 @@
-"""The routed experts of one layer as one operation: gather, SwiGLU MLP of each expert, weighted sum.
+"""The routed experts of a layer as one operation: gather, SwiGLU MLP of each expert, weighted sum.
 
-Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows, D hidden, F expert width,
-H = 2 * F (gate, then up).
+Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows, D hidden, F expert width, H
+= 2 * F (gate, then up).
 
-``torch.ops.graphmoe.grouped_mlp`` takes the place of permute, two grouped products, the activation and
-unpermute in a traced graph. With ``expert_RS`` it also computes on replicas of experts of other ranks: it
-gets their weights and sends their gradients home (`graphmoe.ops.replicas`). `reference` holds the plain
-form, around products of torch or of a vendor (`vendor`); `triton_backend` the fused kernels; `choice`
-measures which backend to take.
+In a traced graph ``torch.ops.graphmoe.grouped_mlp`` replaces permute, two grouped GEMMs, the activation and
+unpermute. With ``expert_RS`` it also computes on replicas of other ranks' experts (`graphmoe.ops.replicas`):
+it fetches their weights and reduces their gradients to the owners.
 """
 
 from collections.abc import Sequence
@@ -22,27 +20,27 @@ from graphmoe.ops.grouped_mlp import triton_backend, vendor
 from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan, store
 from graphmoe.ops.replicas import exchange
 
+# values of moe.experts except auto; each imports its package when it is called
 BACKENDS: dict[str, Backend] = {
     "torch": TORCH,
     "triton": triton_backend,
     "turbo": vendor.TURBO,
     "te": vendor.TE,
 }
-"""Values of the key moe.experts but auto; each imports its package where it is called."""
+# vendors' fp8 GEMMs by recipe: named by the pass fp8_experts, by no key
 FP8_BACKENDS: dict[str, Backend] = {f"turbo.{recipe}": each for recipe, each in vendor.TURBO_FP8.items()}
-"""Vendors' products in 8 bits by recipe: the pass fp8_experts names them, no key does."""
 DIRECTIONS = ("forward", "dgrad", "wgrad")
+# operands of the two weight gradients: dy_TD, x_TD, dh_RH, a_RF
 Sides = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Both sides of the two products that give weight gradients: dy_TD, x_TD, dh_RH, a_RF."""
 
 
 def row_of(name: str) -> Backend:
-    """The row of `BACKENDS` or `FP8_BACKENDS`, or a user's own, by its import path. Raises ConfigError."""
+    """Return the backend of a name, or a user's own by its import path. Raises ConfigError."""
     return FP8_BACKENDS.get(name) or look_up(BACKENDS, name, KEY, Backend)
 
 
 def backend_of(backend: str, direction: str) -> str:
-    """The backend that ``backend`` ("triton", "triton,triton,torch") names for one of `DIRECTIONS`."""
+    """Return the backend that "triton" or "triton,triton,torch" names for one of `DIRECTIONS`."""
     names = backend.split(",")
     names = names * 3 if len(names) == 1 else names
     assert len(names) == 3 and all(n in BACKENDS | FP8_BACKENDS or ":" in n for n in names), backend
@@ -50,7 +48,6 @@ def backend_of(backend: str, direction: str) -> str:
 
 
 def _kernels(backend: str, direction: str, x: Tensor) -> Backend:
-    """The backend that runs a direction of tensors like x: on a CPU triton means torch."""
     name = backend_of(backend, direction)
     return TORCH if name == "triton" and not x.is_cuda else row_of(name)
 
@@ -62,19 +59,18 @@ def _forward(
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum over a token's experts of weight * down(silu(gate) * up) -> y [T, D], and h [R, H], of no gradient.
+    """Sum of weight * down(silu(gate) * up) over a token's experts -> y [T, D]; and h [R, H], without
+    gradient.
 
-    ``w_gate_up`` is [E, 2F, D] and ``w_down`` [E, D, F], in the dtype of x (bf16 or fp32; fp64 with torch);
-    ``weight_TK`` is fp32. The plan is that of `graphmoe.ops.permute`: a row of -1 is a slot without a
-    row here, and rows from ``ends_E[-1]`` on are dead. ``backend`` is one of `BACKENDS` or an import path,
-    or three as "forward,dgrad,wgrad"; on a CPU triton means torch. No device sync with triton and turbo,
-    and with torch where `graphmoe.ops.grouped_mm` has none. Kept for the backward: the inputs and h.
-    Raises ConfigError where the package of a backend is missing.
+    ``w_gate_up`` [E, 2F, D] and ``w_down`` [E, D, F] in the dtype of x (bf16 or fp32; fp64 with torch),
+    ``weight_TK`` fp32. The plan is that of `graphmoe.ops.permute`. ``backend``: one of `BACKENDS`, an import
+    path, or three for "forward,dgrad,wgrad". No device sync with triton and turbo, nor with torch if
+    `graphmoe.ops.grouped_mm` has none. Saved activations: the inputs and h. Raises ConfigError if the package
+    of a backend is missing.
 
-    ``expert_RS`` [ranks, S] are the experts in the slots of each rank, by `ops.replicas.plan`; then
-    ``ends_E`` has S more entries, of the rows of this rank's slots, and all ranks make the same calls. The
-    weights of the slots come by that, here and in the backward, or are given and kept: ``more_gate_up``
-    [S, 2F, D] and ``more_down`` [S, D, F].
+    ``expert_RS`` [ranks, S] are the experts in each rank's replica slots (`ops.replicas.plan`); then
+    ``ends_E`` has S more entries, and all ranks make the same calls. The replicas' weights are fetched here
+    and in the backward, or passed as ``more_gate_up`` [S, 2F, D] and ``more_down`` [S, D, F].
     """
     more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
@@ -102,8 +98,7 @@ def _wgrad(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows.
 
-    With replicas the sums of all ranks' copies, which backends other than triton round, are taken in fp32,
-    and rounded once.
+    Gradients of replicas are summed in fp32 and rounded once.
     """
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan = Plan(slot_R, row_TK, ends_E)
@@ -122,7 +117,7 @@ def _wgrad_into(
     ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
     backend: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Store dw_gate_up and dw_down in fp32 tensors of their shapes, or add to them.
+    """Store dw_gate_up and dw_down in fp32 tensors, or add to them.
 
     triton does so from its fp32 sums; the others round to the dtype of x first.
     """
@@ -139,10 +134,7 @@ def _hidden(
     x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None, more_gate_up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """h [R, H] of ``grouped_mlp``, bitwise and without the rest: for a backward that recomputes it.
-
-    The operation has no gradient.
-    """
+    """Recompute h [R, H] of ``grouped_mlp``, bitwise. Has no gradient."""
     plan = Plan(slot_R, row_TK, ends_E)
     more = _pulled((w_gate_up,), expert_RS, (more_gate_up,), again=True)
     return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, plan, *more)
@@ -155,7 +147,6 @@ def _pulled(
     *,
     again: bool = False,
 ) -> list[Tensor]:
-    """The weights of the experts in this rank's slots, those given if any are; none without replicas."""
     kept = [more for more in given if more is not None]
     return kept if kept or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
 
@@ -164,9 +155,8 @@ def _with_replicas(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     expert_RS: Tensor, *, may_defer: bool,
 ) -> None:  # fmt: skip
-    """Store or add own weight gradients, and send those of slots home, where they are added."""
     shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
-    # Other backends round to the dtype of the model, so their gradients travel in that.
+    # other backends round to the dtype of the model, so their gradients are sent in that
     dtype = totals[0].dtype if kernels is triton_backend else given[0].dtype
     made = exchange.gradient_room(shapes, expert_RS, dtype)
     wgrad_in_two(kernels, given, plan, totals, add, made)
@@ -177,12 +167,12 @@ def wgrad_in_two(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     of_more: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Store or add weight gradients of the first experts; store those of the last in ``of_more``.
+    """Store or add weight gradients of own experts; store those of replicas in ``of_more``.
 
-    Of each half of ``of_more`` those up to the last one with rows are stored for sure; a plan leaves none
-    without rows before them. A backend other than triton writes zeros for each expert without rows. So on a
-    GPU it makes the first half, as all are seldom in use, and kernels that skip what has no rows the others.
+    In each half of ``of_more`` gradients are stored up to the last replica with rows.
     """
+    # Backends other than triton write zeros for each expert without rows. So on a GPU they compute the first
+    # half, as all are seldom in use, and kernels that skip what has no rows the others.
     own, slots = len(plan.ends_E) - len(of_more[0]), len(of_more[0])
     skips = triton_backend.reason_against(given[0].dtype, given[0].device, True) is None
     until = own + (0 if kernels is triton_backend else slots // 2 if skips else slots)
@@ -233,7 +223,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
-    """dx_TD, dweight_TK, and arguments of the weight gradients but for the backend, expert_RS apart."""
+    """dx_TD, dweight_TK, arguments of the weight gradients except the backend, and expert_RS."""
     x_TD, *experts, expert_RS, more_gate_up, more_down, h_RH = ctx.saved_tensors
     replicas = expert_RS, more_gate_up, more_down
     dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
@@ -257,8 +247,6 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 class _Accumulating(torch.autograd.Function):
-    """``graphmoe::grouped_mlp`` with sums of its weight gradients."""
-
     @staticmethod
     def forward(ctx: Any, totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
         y_TD, h_RH = torch.ops.graphmoe.grouped_mlp(*arguments, backend)
@@ -277,9 +265,9 @@ class _Accumulating(torch.autograd.Function):
 
 
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-    """``graphmoe::grouped_mlp``, whose backward adds the gradients of its two weights to ``totals``.
+    """``graphmoe::grouped_mlp`` whose backward adds the gradients of both weights to ``totals``.
 
-    ``totals`` are those of ``w_gate_up`` and ``w_down``; autograd gets none for them. For a backward that no
-    graph holds: compiled units add by their graphs (`runtime.compile.code`).
+    Autograd gets none for them. For a backward without a graph: compiled units add by their graphs
+    (`runtime.compile.code`).
     """
     return _Accumulating.apply(totals, backend, *arguments)

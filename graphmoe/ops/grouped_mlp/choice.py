@@ -1,8 +1,8 @@
-"""Choice of the backends of the forward, the row gradients and the weight gradients of the grouped MLP.
+"""Choice of the backends of forward, dgrad and wgrad of the grouped MLP.
 
-``moe.experts=auto`` times the capable backends once for each shape and device, each direction by itself, on a
-natural routing, and remembers the answer: another choice would change sums, and a resumed run must be bitwise
-equal. Several ranks must take one rank's answer.
+``moe.experts=auto`` times the capable backends once per shape and device, each direction by itself, and
+stores the answer: another choice would change sums, and a resumed run must be bitwise equal. Several ranks
+must use one rank's answer.
 """
 
 import functools
@@ -27,26 +27,19 @@ from graphmoe.ops.grouped_mlp.reference import KEY
 from graphmoe.ops.timing import WARM_UP_CALLS, time_in_turns
 
 log = logging.getLogger(__name__)
-NAME = "grouped_mlp"
-"""Name under which answers are remembered."""
+NAME = "grouped_mlp"  # of stored answers
 REPEATS = 20
-"""Timed calls of each backend."""
 
 
 @dataclass(frozen=True)
 class MlpShape:
-    """Sizes on which the speed of the grouped MLP depends."""
+    """Sizes that determine the speed of the grouped MLP."""
 
-    T: int
-    """Tokens."""
-    D: int
-    """Hidden width."""
-    F: int
-    """Width of one expert."""
-    E: int
-    """Experts on this rank."""
-    K: int
-    """Experts of a token."""
+    T: int  # tokens
+    D: int  # hidden width
+    F: int  # width of one expert
+    E: int  # experts on this rank
+    K: int  # experts of a token
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -54,10 +47,10 @@ class Memory(Protocol):
     """Small answers that outlive the process."""
 
     def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
-        """The answer that was remembered for these facts, or None."""
+        """Return the answer stored for these facts, or None."""
 
     def remember(self, name: str, facts: Mapping[str, Any], answer: Any) -> Any:
-        """Keep an answer; returns the one that holds, which may be another process's."""
+        """Store an answer; return the valid one, which may be another process's."""
 
 
 def choose_backends(
@@ -68,13 +61,12 @@ def choose_backends(
     *,
     sync_free: bool = True,
 ) -> str:
-    """The backends as "forward,dgrad,wgrad": ``auto`` resolved, anything else checked.
+    """Return the backends as "forward,dgrad,wgrad": ``auto`` resolved, any other checked.
 
-    ``requested`` is auto, one of `BACKENDS` or three of those, as a checkpoint has them, or the import path
-    of a user's backend, which auto neither times nor takes: never pass one of a checkpoint. ``memory`` has
-    the answers of earlier runs; None measures and keeps nothing. ``sync_free`` leaves out what waits
-    for the host. Launches kernels and waits for them where it measures, so never call it inside a capture.
-    Raises ConfigError naming the key, the value and what would work.
+    ``requested``: auto, one or three of `BACKENDS`, or an import path of the user (never one from a
+    checkpoint). ``memory`` has earlier answers; None measures and stores nothing. ``sync_free`` excludes
+    backends that wait for the host. Measuring waits for the device, so not inside a capture. Raises
+    ConfigError.
     """
     rows = BACKENDS | ({requested: row_of(requested)} if OWN_CODE.fullmatch(requested) else {})
     reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
@@ -135,11 +127,10 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[st
 def milliseconds(
     backends: Sequence[str], direction: str, shape: MlpShape, device: torch.device
 ) -> dict[str, float | Exception]:
-    """Median times of one direction on random tokens that choose experts by a softmax of random logits.
+    """Median times of one direction on a random routing, or the error of a backend that fails.
 
-    Weight gradients are stored in fp32, as a training step has them. The backends take turns, since a GPU's
-    clock changes while it works. One that fails at any call, as a vendor's package may, has its error in
-    place of a time.
+    Weight gradients are stored in fp32, as in a step. Backends take turns, since a GPU's clock changes under
+    load.
     """
     generator = torch.Generator(device).manual_seed(0)
     weight_TK, plan = random_routing(shape, generator)
@@ -170,7 +161,6 @@ def milliseconds(
 
 
 def call_op(direction: str, *arguments: Any) -> Any:
-    """The op of one of `DIRECTIONS`, or that of wgrad_into."""
     name = "grouped_mlp" if direction == "forward" else f"grouped_mlp_{direction}"
     return getattr(torch.ops.graphmoe, name)(*arguments)
 
@@ -178,7 +168,7 @@ def call_op(direction: str, *arguments: Any) -> Any:
 def random_routing(
     shape: MlpShape, generator: torch.Generator
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Weights of slots and the plan of tokens that choose experts by a softmax of random logits."""
+    """Return slot weights and plan of tokens that choose experts by a softmax of random logits."""
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=generator.device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
@@ -192,7 +182,7 @@ def random_inputs(
     plan: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Arguments of `call_op` in front of the backend: numbers of order one, for a routing."""
+    """Return the arguments of `call_op` before the backend: normal numbers."""
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         numbers = torch.randn(size, generator=generator, device=generator.device)
@@ -217,7 +207,7 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return what times depend on beside sizes: the device, versions, and the sources of operations."""
+    """Return the facts besides sizes that affect times: device, versions, sources of operations."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,

@@ -1,10 +1,7 @@
-"""The grouped MLP in separate steps around a grouped product: torch's own, or that of a vendor.
+"""The grouped MLP in separate steps around a grouped GEMM of torch or of a vendor.
 
 Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; N and C are the
-output and contracted width of a product.
-
-On a CPU this is the plain reference of the op. On a GPU it gathers, multiplies, activates and sums in
-kernels of their own.
+output and contracted width of a GEMM. On a CPU this is the reference of the op.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,27 +18,23 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Plan(NamedTuple):
-    """Routed rows, as `graphmoe.ops.permute` plans them: a row of -1 is a slot without a row here."""
+    """Routed rows, as `graphmoe.ops.permute` plans them; a slot without a local row has row -1."""
 
     slot_R: Tensor
     row_TK: Tensor
-    ends_E: Tensor
-    """End row of each expert; rows from the last one on are dead."""
+    ends_E: Tensor  # end row of each expert; rows from the last one on are dead
 
 
 class Products(NamedTuple):
-    """A grouped product and its two gradients; the last argument is ``ends_E``. Dead rows are not read."""
+    """A grouped GEMM and its two gradients; the last argument is ``ends_E``. Dead rows are not read."""
 
-    rows: Product
-    """x_RC, w_ENC -> y_RN: ``y[r] = w[e(r)] @ x[r]``."""
-    rows_grad: Product
-    """dy_RN, w_ENC -> dx_RC: ``dx[r] = w[e(r)].T @ dy[r]``."""
-    weight_grad: Product
-    """dy_RN, x_RC -> dw_ENC: the sum of ``outer(dy[r], x[r])`` over the rows of an expert, or zeros."""
+    rows: Product  # x_RC, w_ENC -> y_RN: y[r] = w[e(r)] @ x[r]
+    rows_grad: Product  # dy_RN, w_ENC -> dx_RC: dx[r] = w[e(r)].T @ dy[r]
+    weight_grad: Product  # dy_RN, x_RC -> dw_ENC: sum of outer(dy[r], x[r]) over an expert's rows, or zeros
 
 
 class Experts(NamedTuple):
-    """The experts of a layer, and the rows that are routed to them: what the operations take behind x."""
+    """The experts of a layer and the rows routed to them: arguments of the operations after x."""
 
     w_gate_up: Tensor
     w_down: Tensor
@@ -49,8 +42,7 @@ class Experts(NamedTuple):
     slot_R: Tensor
     row_TK: Tensor
     ends_E: Tensor
-    more_gate_up: Tensor | None = None
-    """Weights of further experts, whose rows follow: replicas of those of other ranks."""
+    more_gate_up: Tensor | None = None  # weights of replicas of other ranks' experts, whose rows follow
     more_down: Tensor | None = None
 
     @property
@@ -60,10 +52,10 @@ class Experts(NamedTuple):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Kernels of the grouped MLP: an object, or a module, with a line in the table ``BACKENDS``."""
+    """Kernels of the grouped MLP: an object or module with a row in ``BACKENDS``."""
 
     def reason_against(self, dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
-        """Return why the device or the dtype rules the backend out, or None."""
+        """Return why the device or dtype rules the backend out, or None."""
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
         """y_TD and h_RH."""
@@ -80,9 +72,9 @@ class Backend(Protocol):
         self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added to what they hold.
+        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added.
 
-        Rows behind the plan's last end are not read: on a GPU they may be those of replicas.
+        Rows after the plan's last end are not read: on a GPU they may be those of replicas.
         """
 
 
@@ -95,7 +87,7 @@ class Stepwise:
         self._products, self.reason_against = products, reason_against
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """y_TD and h_RH. The weight is applied before the down product, which then needs no epilogue."""
+        # the weight is applied before the down GEMM, which then needs no epilogue
         ops, plan = torch.ops.graphmoe, experts.plan
         h_RH = self.hidden(x_TD, experts.w_gate_up, plan, experts.more_gate_up)
         a_RF = ops.swiglu(h_RH, row_weights(experts.weight_TK, plan.slot_R), plan.ends_E)
@@ -109,7 +101,7 @@ class Stepwise:
         return self._products(x_TD.dtype).rows(x_RD, _joined(w_gate_up, more_gate_up), plan.ends_E)
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dx_TD, dweight_TK, dh_RH, a_RF. The down product itself is not needed: dweight is <W.T dy, a>."""
+        # the down GEMM is not recomputed: dweight is <W.T dy, a>
         ops, products, plan = torch.ops.graphmoe, self._products(dy_TD.dtype), experts.plan
         ends_E, weight_R = plan.ends_E, row_weights(experts.weight_TK, plan.slot_R)
         w_gate_up = _joined(experts.w_gate_up, experts.more_gate_up)
@@ -124,7 +116,6 @@ class Stepwise:
         self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dw_gate_up and dw_down, rounded to the dtype of x before they go to ``totals``."""
         ops, products = torch.ops.graphmoe, self._products(dy_TD.dtype)
         dw_gate_up = products.weight_grad(dh_RH, ops.permute(x_TD, *plan), plan.ends_E)
         dw_down = products.weight_grad(ops.permute(dy_TD, *plan), a_RF, plan.ends_E)
@@ -139,10 +130,10 @@ def _joined(w: Tensor, more: Tensor | None) -> Tensor:
 def store(
     totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool, ends_E: Tensor | None = None
 ) -> None:
-    """Store gradients in totals of another dtype, on a GPU of 32 bits at most, or add them.
+    """Store gradients in totals of another dtype, or add them.
 
-    There those behind the last expert with rows are left out where ``ends_E`` are given, which continue
-    other ends as those of `triton_backend.row_tiles` do.
+    On a GPU, given ``ends_E`` (which continue other ends), those after the last expert with rows are left
+    out.
     """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):
@@ -165,14 +156,14 @@ TORCH = Stepwise(lambda dtype: _PRODUCTS, _reason_against_torch)
 
 
 def row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
-    """The routing weight of each row; that of some other slot in dead rows, which may name any slot."""
+    """Return the routing weight of each row; dead rows have that of any slot."""
     if weight_TK.numel() == 0:
         return weight_TK.new_empty(slot_R.shape)
     return weight_TK.reshape(-1)[slot_R.long().clamp(0, weight_TK.numel() - 1)]
 
 
 def slot_values(value_R: Tensor, row_TK: Tensor) -> Tensor:
-    """The value of the row of each slot; 0 where it has none."""
+    """Return the value of each slot's row, 0 without one."""
     if len(value_R) == 0:
         return value_R.new_zeros(row_TK.shape)
     return value_R[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0)

@@ -1,14 +1,12 @@
-"""The grouped product of routed rows: one persistent kernel with three epilogues, and its table of tiles.
+"""The grouped GEMM of routed rows: one persistent kernel with several epilogues, and its table of tiles.
 
 Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2 * F.
-BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, product columns, contracted elements of a step.
+BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
 
-With P programs, one takes every P-th tile (row tile, column tile) from its own number on. GROUP row tiles
-take turns on one column tile, so that its weights are in L2 when the next row tile wants them. Row tiles come
-from a table that `tiles_kernel` makes of ``ends_E``: the host knows an upper bound of their number only.
-
-Nothing masks the rows of a product. A row of the result needs its own row of x only, so a tile reads a live
-row, or whatever stands there, in place of one beyond its expert's end, and does not store the result.
+One of P programs computes every P-th tile. GROUP row tiles take turns on one column tile, so that its weights
+stay in L2. Row tiles are in a table that `tiles_kernel` makes of ``ends_E``: the host knows only an upper
+bound of their number. Rows are not masked: a tile reads a live row in place of one beyond its expert's end,
+and does not store the result.
 """
 
 # mypy: allow-untyped-defs
@@ -23,9 +21,9 @@ def tiles_kernel(
     ends_ptr, table_ptr, max_tiles,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BEHIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill [1 + 2 * max_tiles] int32: the number of row tiles; the expert of each; the first row of each.
+    """Fill [1 + 2 * max_tiles] int32: number of row tiles, expert of each, first row of each.
 
-    BEHIND is 1 where the end of an expert in front of the first stands before ``ends``, else 0.
+    BEHIND is 1 if the end of an expert precedes ``ends``, else 0.
     """
     experts = tl.arange(0, BLOCK_E)
     known = experts < E
@@ -50,7 +48,6 @@ def tiles_kernel(
 def weight_sums_kernel(
     partial_ptr, row_ptr, sum_ptr, num_slots, num_rows, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add the PARTS of each slot's row, in order; 0 for a slot without a row."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -68,18 +65,16 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, AHEAD: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``w[e(r)] @ x[r]`` for every live row, and what EPILOGUE makes of it.
+    """``w[e(r)] @ x[r]`` for every live row, then EPILOGUE.
 
     x is [R, C] for "store", else [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
-    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR say that they are tensor descriptors.
+    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR: they are tensor descriptors.
 
     - "store": ``out`` [R, N] is the product.
     - "halves": w is [E, 2N, C] and ``h`` [R, 2N] is the product. A tile has BLOCK_N / 2 columns of each half.
-    - "swiglu": w is [E, 2N, C]; ``h`` [R, 2N] is the product, gate and then up, and ``a`` [R, N] is
-      silu(gate) * up * weight. A tile has BLOCK_N / 2 columns of each half.
-    - "swiglu_grad": the product is the gradient of silu(gate) * up * weight, with h and a as above.
-      ``out`` [R, 2N] is the gradient of h, ``a`` is written again, and ``partial`` [column tiles, R] is what
-      the columns of a tile add to the gradient of the weight. AHEAD of SUBTILES parts of h are loaded early.
+    - "swiglu": as "halves", and ``a`` [R, N] is silu(gate) * up * weight.
+    - "swiglu_grad": the product is the gradient of ``a``; ``out`` [R, 2N] is that of h, ``a`` is recomputed,
+      ``partial`` [column tiles, R] are parts of dweight. AHEAD of SUBTILES parts of h are prefetched.
     """
     PAIR: tl.constexpr = EPILOGUE == "swiglu" or EPILOGUE == "halves"
     COLUMNS: tl.constexpr = BLOCK_N // 2 if PAIR else BLOCK_N
@@ -129,7 +124,6 @@ def rows_kernel(
 
 @triton.jit
 def in_turns(tile, row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """Row tile and column tile of a tile, where GROUP row tiles take turns on one column tile."""
     first = tile // (GROUP * COLUMN_TILES) * GROUP
     turns = tl.minimum(row_tiles - first, GROUP)
     within = tile % (GROUP * COLUMN_TILES)
@@ -201,7 +195,6 @@ def halves(x, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _parts(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
-    """The columns of [M, N] in COUNT equal parts, from left to right."""
     if COUNT == 1:
         return (x,)
     else:
@@ -213,7 +206,7 @@ def _parts(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 def store(
     y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr
 ):
-    """Store [M, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory on the way."""
+    """Store [M, COLUMNS] in SUBTILES parts, each with its share of shared memory."""
     if SUBTILES == 1:
         columns = column + tl.arange(0, COLUMNS)
         mask = live[:, None] & (columns < N)[None, :]
@@ -230,7 +223,6 @@ def add_tile(
     product, inside, column, to_ptr,
     N: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
 ):  # fmt: skip
-    """Add to fp32 in SUBTILES parts of the columns, as `store`."""
     if SUBTILES == 1:
         columns = column + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (columns < N)[None, :]
@@ -245,14 +237,14 @@ def add_tile(
 
 @triton.jit
 def sigmoid_of(x):
-    """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`: no product runs beside an epilogue."""
+    """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`: no GEMM overlaps an epilogue."""
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 
 
 @triton.jit
 def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store gate and up, and return them as they are rounded."""
+    """Store gate and up, and return them rounded."""
     gate, up = halves(product, M, 2 * COLUMNS)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)
@@ -267,7 +259,7 @@ def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr,
 def swiglu(
     product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store gate, up and the weighted activation of the rounded two, as the backward computes it again."""
+    """Store gate, up and the weighted activation of the rounded two, as the backward recomputes it."""
     gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]
@@ -282,7 +274,6 @@ def load_h(
     loaded, live, column, h_ptr,
     N: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """``loaded``, then gate and up of COUNT more parts of a tile's columns from the part FIRST on."""
     for part in tl.static_range(FIRST, FIRST + COUNT):
         columns = column + part * WIDTH + tl.arange(0, WIDTH)
         mask = live[:, None] & (columns < N)[None, :]
@@ -298,8 +289,7 @@ def swiglu_grad(
 ):  # fmt: skip
     """Store the gradient of h and the weighted activation; return these columns' part of dweight [M].
 
-    Goes through SUBTILES parts of the columns, whose h is loaded AHEAD parts early: the first AHEAD of them
-    are ``loaded``.
+    The first AHEAD of SUBTILES parts of h are ``loaded``.
     """
     WIDTH: tl.constexpr = COLUMNS // SUBTILES
     parts = _parts(da, M, COLUMNS, SUBTILES)

@@ -1,13 +1,12 @@
-"""The grouped MLP in our Triton kernels: gather in the prologue, activation and its gradient in the epilogue.
+"""The grouped MLP in our Triton kernels: gather in the prologue, activation and its gradient in the
+epilogue.
 
 Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; C and N are the
-contracted and the output width of a product of rows, M and N the axes of a weight.
+contracted and output width of a GEMM of rows, M and N the axes of a weight.
 
-Two kernels do the six products, each a launch with a `Config` of its own: `rows_kernel` those of rows,
-`weight_grad_kernel` those of weights. Further experts, which are replicas of other ranks', have a second
-launch with the same one, which ends at once where they have no rows. Row results are summed to tokens by
-``graphmoe::unpermute``. No call waits for the device or reads a count on the host, and every sum has a fixed
-order. The module is a `reference.Backend`.
+`rows_kernel` does the GEMMs of rows, `weight_grad_kernel` those of weights. Replicas of other ranks' experts
+have a second launch, which ends at once if they have no rows. No call waits for the device, and every sum has
+a fixed order. The module is a `reference.Backend`.
 """
 
 import contextvars
@@ -23,14 +22,11 @@ from graphmoe.ops import HALF_DTYPES, num_warps
 from graphmoe.ops.grouped_mlp.reference import Experts, Plan
 from graphmoe.ops.grouped_mlp.tuning import Config, default, kind_of, units_of
 
-TABLE_BLOCK = 16
-"""Entries of the table of row tiles that a program writes."""
-Tiles = Callable[[int], Tensor]
-"""Height of row tiles -> their table."""
+TABLE_BLOCK = 16  # entries of the table of row tiles that a program writes
+Tiles = Callable[[int], Tensor]  # height of row tiles -> their table
 
 
 def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
-    """Return why the device or the dtype rules the kernels out, or None."""
     if device.type != "cuda":
         return f"needs a GPU and the device is {device.type}"
     if not packages.is_installed("triton"):
@@ -39,7 +35,6 @@ def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) ->
 
 
 def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """y_TD and h_RH."""
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
     parts = parts_of(experts.ends_E, len(slot_R), E)
     h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
@@ -50,7 +45,6 @@ def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 
 def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None) -> Tensor:
-    """h_RH as `forward` makes it, by its config and with its sums."""
     E, H, D = w_gate_up.shape
     slot_R, row_TK, ends_E = plan
     parts, h_RH = parts_of(ends_E, len(slot_R), E), x_TD.new_empty(len(slot_R), H)
@@ -60,7 +54,6 @@ def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | N
 
 
 def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_TD, dweight_TK, dh_RH, a_RF. Each column tile gives a part of the gradient of the weights."""
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
     parts = parts_of(experts.ends_E, len(slot_R), E)
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
@@ -79,7 +72,6 @@ def wgrad(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
     totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up and dw_down; in ``totals`` from the fp32 sums."""
     of_up, of_down = totals or (None, None)
     dw_gate_up = _weight_grad("up_wgrad", dh_RH, x_TD, plan, of_up, add=add)
     dw_down = _weight_grad("down_wgrad", dy_TD, a_RF, plan, of_down, add=add)
@@ -95,12 +87,12 @@ def wgrad_of_more(
     _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
 
 
+# ends of consecutive experts whose weights are one tensor, and the tables of their row tiles
 Part = tuple[Tensor, Tiles]
-"""Ends of neighbouring experts, whose weights are one tensor, and the tables of their row tiles."""
 
 
 def parts_of(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
-    """The first experts, and those behind them, if there are any."""
+    """Return own experts, and replicas if any."""
     parts = [(ends_E[:own], row_tiles(ends_E[:own], num_rows))]
     if len(ends_E) > own:
         parts.append((ends_E[own:], row_tiles(ends_E[own:], num_rows, behind=True)))
@@ -108,9 +100,9 @@ def parts_of(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
 
 
 def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
-    """The table of row tiles of a height, as `tiles_kernel` writes it; each is made once.
+    """Return the table of row tiles of a height (`tiles_kernel`), each made once.
 
-    ``behind``: ``ends_E`` continues other ends, and its first expert begins where the last of them ends.
+    ``behind``: ``ends_E`` continues other ends, and its first expert begins at the last of them.
     """
     import triton
 
@@ -135,7 +127,7 @@ def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
 
 
 def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
-    """The parts of each slot's row added in order -> [T, K] fp32; 0 for a slot without a row."""
+    """Add the parts of each slot's row in order -> [T, K] fp32; 0 without a row."""
     from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
 
     sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
@@ -151,10 +143,10 @@ def _weight_grad(
     step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *,
     add: bool = False, behind: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
+    """Gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
-    In ``total``, of any dtype, where one is given; with ``add`` on top of what it holds. Experts whose ends
-    are ``behind`` others (`row_tiles`) get no gradient where they and all later ones have no rows.
+    Stored in or added to ``total`` if given. Experts ``behind`` others (`row_tiles`) get no gradient if they
+    and all later ones have no rows.
     """
     import triton
 
@@ -185,15 +177,12 @@ def _weight_grad(
 
 
 def _with_scratch_memory(launch: Callable[[], Any]) -> None:
-    """Launch a kernel that makes descriptors on the device, in memory that torch allocates.
-
-    The allocator is a context variable, which autograd's thread does not inherit; set for this call only.
-    """
     import triton
 
     def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
         return torch.empty(size, dtype=torch.int8, device="cuda")
 
+    # the allocator is a context variable, which autograd's thread does not inherit; set for this call only
     context = contextvars.copy_context()
     context.run(triton.set_allocator, allocate)
     context.run(launch)
@@ -214,14 +203,13 @@ def _rows(
 ) -> None:  # fmt: skip
     """Launch `rows_kernel` for a step on each part with its weights.
 
-    ``sizes`` are C and the columns that the tiles cover. ``tensors`` are those of ``out``, ``h``, ``a``,
-    ``partial``, ``weight`` and ``slot`` that the step has. The config is that of the first part: with rows as
-    many, a result has the same bits whether there are further experts or not.
+    ``sizes`` are C and the columns of the tiles; ``tensors`` are those the step has.
     """
     names = ("out", "h", "a", "partial", "weight", "slot")
     given = [tensors[name].contiguous() if name in tensors else None for name in names]
     weight, slot = given[-2:]
     num_rows = len(x if slot is None else slot)
+    # the config of the first part, so that results have the same bits with and without replicas
     config = _config(step, x, num_rows, len(parts[0][0]))
     slots = slots if weight is None else weight.shape[1]
     for part, w in zip(parts, weights, strict=False):
@@ -274,7 +262,6 @@ def _describable(x: Tensor) -> bool:
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    """Made on the host at each launch, so that it needs no scratch memory."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, list(block))

@@ -1,9 +1,8 @@
 """Tile sizes of the Triton kernels: one table for each kind of device.
 
-The six steps are the products of the layer: ``up`` and ``down`` in the forward, ``down_dgrad`` and
-``up_dgrad`` for the gradients of rows, ``up_wgrad`` and ``down_wgrad`` for those of weights, with a config of
-their own, ``..._into``, for results in fp32. Nothing is tuned at run time: a captured step could not, and two
-runs would not be bitwise equal.
+Steps are the GEMMs of the layer: ``up`` and ``down``, ``down_dgrad`` and ``up_dgrad``, ``up_wgrad`` and
+``down_wgrad``, the last two also as ``..._into`` for results in fp32. Nothing is tuned at run time: a
+captured step could not be, and two runs would not be bitwise equal.
 """
 
 from collections.abc import Mapping
@@ -19,23 +18,16 @@ class Config:
     block_m: int
     block_n: int
     block_k: int
-    threads: int
-    """Threads of a program."""
-    stages: int
-    """Tiles that are loaded ahead, and one more."""
-    group: int = 8
-    """Row tiles that take turns on one column tile."""
-    subtiles: int = 1
-    """Parts in which a tile is stored; more take less shared memory and fewer registers."""
-    ahead: int = 0
-    """Parts of h that ``down_dgrad`` loads before they are needed, beginning before the product."""
-    flatten: bool = False
-    """Load the next tile during the epilogue. Weight gradients always do."""
+    threads: int  # of a program
+    stages: int  # tiles loaded ahead, plus one
+    group: int = 8  # row tiles that take turns on one column tile
+    subtiles: int = 1  # parts in which a tile is stored; more need less shared memory and fewer registers
+    ahead: int = 0  # parts of h that down_dgrad prefetches, beginning before the GEMM
+    flatten: bool = False  # load the next tile during the epilogue; wgrad always does
+    # loaded by descriptors (TMA): none, weights, or both, which adds contiguous rows; wgrad loads its
+    # contiguous rows so with either
     descriptors: str = "none"
-    """Tensors that descriptors (TMA) load: none, weights, or both, which means rows too where contiguous. A
-    weight gradient loads its contiguous rows by one with either."""
-    per_unit: int = 1
-    """Programs for each multiprocessor or compute unit; 0 launches one for each tile that there may be."""
+    per_unit: int = 1  # programs per multiprocessor or compute unit; 0 launches one for each possible tile
 
 
 _HOPPER = {  # measured on an H200; 227 KiB of shared memory; wgmma wants 128 rows for two warp groups
@@ -63,15 +55,11 @@ _FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction computes in full fp3
 _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
 _SMALL_IN_8_BITS = Config(128, 256, 64, 256, 2, subtiles=2)
 _INTERPRETER_IN_8_BITS = Config(16, 256, 32, 128, 1, per_unit=3)
-BLOCK_R = 128
-"""Rows of a tile of a weight gradient in 8 bits, to which the rows of each expert are padded."""
+BLOCK_R = 128  # rows of a tile of an fp8 weight gradient, to which each expert's rows are padded
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
-    """The config of one of the six steps, or of a ``..._into``, on a device of `kind_of`.
-
-    Rows per expert set the height of row tiles.
-    """
+    """Return the config of a step on a device of `kind_of`; rows per expert set the tile height."""
     if kind == "cpu":
         return _INTERPRETER
     if dtype == torch.float32:
@@ -81,12 +69,12 @@ def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> C
 
 
 def in_8_bits(table: Mapping[str, Config], kind: str) -> Config:
-    """Return the config of products in 8 bits on a device of `kind_of`, by a table of kinds."""
+    """Return the config of fp8 GEMMs on a device of `kind_of`, by a table of kinds."""
     return _INTERPRETER_IN_8_BITS if kind == "cpu" else table.get(kind, _SMALL_IN_8_BITS)
 
 
 def with_height(config: Config, rows_per_expert: int) -> Config:
-    """``config`` with row tiles of 16 to its own height, so that few rows do not compute on many zeros."""
+    """Reduce the height of row tiles, at least to 16, so that few rows don't multiply many zeros."""
     height = 16
     while height < min(rows_per_expert, config.block_m):
         height *= 2
@@ -105,7 +93,7 @@ def with_height(config: Config, rows_per_expert: int) -> Config:
 
 
 def kind_of(device: torch.device) -> str:
-    """hopper, instinct, small (any other GPU), or cpu, where kernels run in Triton's interpreter."""
+    """Return hopper, instinct, small (any other GPU), or cpu, where kernels are interpreted."""
     if device.type != "cuda":
         return "cpu"
     if torch.version.hip:
@@ -115,5 +103,5 @@ def kind_of(device: torch.device) -> str:
 
 
 def units_of(device: torch.device) -> int:
-    """Multiprocessors or compute units; 1 on a CPU. No device sync."""
+    """Return multiprocessors or compute units; 1 on a CPU. No device sync."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

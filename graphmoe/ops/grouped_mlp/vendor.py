@@ -1,22 +1,18 @@
-"""Grouped products of Primus-Turbo (ROCm) and Transformer Engine (CUDA) for the steps of `reference`.
+"""Grouped GEMMs of Primus-Turbo (ROCm) and Transformer Engine (CUDA) for the steps of `reference`.
 
-Suffixes: E experts, R routed rows, N and C the output and contracted width of a product.
+Suffixes: E experts, R routed rows, N and C the output and contracted width of a GEMM.
 
-Primus-Turbo takes int64 counts and offsets on the device (the ends after a leading zero); nothing waits for
-the host. Rows beyond the last offset are not read, and zero in its results. Written against the source of
-commit a6a16cdc, and not run with the package yet.
+Primus-Turbo takes int64 counts and offsets on the device and never waits for the host. Rows beyond the last
+offset are not read, and zero in results. Written against the source of commit a6a16cdc, not run with the
+package yet. Its fp8 GEMM quantizes both operands itself, with scales of tensors and columns over all rows, so
+dead rows are zeroed first. Weight gradients stay in bf16: in fp8 the public function would cost three GEMMs
+each.
 
-With `precision.fp8` ``grouped_gemm_fp8`` multiplies rows, and stores both sides in 8 bits itself, with counts
-on the device. Its scales of tensors and columns are taken over all rows, so dead ones are zeros first. Weight
-gradients stay in bf16: the operation that gives them alone takes sides that internals of the package have
-stored, and by the public function each would cost three products.
-
-``GroupedLinear`` of Transformer Engine is a module with one parameter ``weight{i}`` per expert and no bias.
-Ours is built once per shape on the meta device and called with views of our weights. It takes counts on the
-device where cuBLASLt has the grouped product (13.3, and 13.4 on Hopper, in bf16 and fp16); elsewhere it would
-wait for the host, and the backend refuses. Its kernels have no public entry of their own, so gradients pay
-more than they must: that of rows is a forward with transposed copies of the weights, and that of weights runs
-a forward first. Written against the source of commit d0067d0d, and not run with the package yet.
+``GroupedLinear`` of Transformer Engine is a module with a parameter ``weight{i}`` per expert. Ours is built
+once per shape on the meta device and called with views of our weights. It takes counts on the device if
+cuBLASLt has the grouped GEMM (13.3, on Hopper 13.4; bf16 and fp16); else it would wait for the host, and the
+backend refuses. Without public gradient kernels, dgrad is a forward with transposed copies of the weights,
+and wgrad runs a forward first. Written against the source of commit d0067d0d, not run with the package yet.
 """
 
 import functools
@@ -82,7 +78,7 @@ def _turbo_fp8_rows(
 
 
 def _turbo_weight_grad(dy_RN: Tensor, x_RC: Tensor, ends_E: Tensor) -> Tensor:
-    """The operation behind the package's own backward; its public function would multiply forward first."""
+    # the operation behind the package's own backward; its public function would run the forward first
     from primus_turbo.pytorch.core.backend import BackendType  # type: ignore[import-not-found]
     from primus_turbo.pytorch.kernels.grouped_gemm.grouped_gemm_impl import grouped_gemm_variable_k_impl  # type: ignore[import-not-found]
 
@@ -141,7 +137,7 @@ def _call(x_RC: Tensor, weights: list[Tensor], ends_E: Tensor) -> Tensor:
 
 @functools.cache
 def te_module(experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
-    """The ``GroupedLinear`` of a shape, without memory of its own."""
+    """Return the ``GroupedLinear`` of a shape, on the meta device."""
     from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
 
     return GroupedLinear(
@@ -169,9 +165,9 @@ _against_turbo = functools.partial(
     _reason_against, "is Primus-Turbo, which needs a ROCm build of torch", True
 )
 TURBO = Stepwise(_turbo_products, _against_turbo)
+# the same with fp8 GEMMs of rows, by format
 TURBO_FP8 = {
     name: Stepwise(functools.partial(_turbo_fp8_products, each.turbo), _against_turbo)
     for name, each in FORMATS.items()
 }
-"""The same with products of rows in 8 bits, by format."""
 TE = Stepwise(_te_products, functools.partial(_reason_against, "needs CUDA", False))

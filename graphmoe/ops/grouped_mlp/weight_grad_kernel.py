@@ -1,11 +1,11 @@
-"""The gradient of the weights of a grouped product: one persistent kernel, expert by expert.
+"""wgrad of a grouped GEMM: one persistent kernel, expert by expert.
 
-Suffixes: R routed rows, T tokens, E experts, K slots, M and N the two axes of a weight. BLOCK_M and BLOCK_N
-are the sizes of a tile of the result, BLOCK_R the rows of one step.
+Suffixes: R routed rows, T tokens, E experts, K slots, M and N the axes of a weight. BLOCK_M and BLOCK_N are
+the sizes of a tile of the result, BLOCK_R the rows of a step.
 
-All steps of a program's tiles are one loop, so that the first loads of a tile are under way while the last
-one is stored. Rows beyond an expert's end are masked on both sides, since dead rows may hold NaN. With a
-descriptor, which cannot mask, one side is masked, and the other ends at the last live row of all.
+All steps of a program's tiles are one loop, so the first loads of a tile overlap the store of the last one.
+Rows beyond an expert's end are masked on both sides, since dead rows may hold NaN. A descriptor cannot mask:
+then one side is masked, and the other ends at the last live row.
 """
 
 # mypy: allow-untyped-defs
@@ -18,15 +18,12 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.grouped_mlp.rows_kernel import in_turns
 
+# elements that a program stores at once; programs if most experts may have no rows
 INTO_BLOCK, INTO_PROGRAMS = 4096, 1024
-"""Elements of a gradient that a program stores at once, and programs where most experts may have none."""
 
 
 def into(total: Tensor, gradient: Tensor, *, add: bool, ends_E: Tensor | None = None) -> None:
-    """Store a gradient in another dtype, or add it: `reference.store` with one launch.
-
-    torch's copies between dtypes take twice as long.
-    """
+    """Store a gradient in another dtype, or add it, in one launch (half the time of torch's copy)."""
     assert total.is_contiguous() and total.shape == gradient.shape
     size, E = total.numel(), 0 if ends_E is None else len(ends_E)
     if size:
@@ -46,13 +43,12 @@ def weight_grad_kernel(
     DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out[e] = sum of outer(left[r], right[r])`` over the rows of e; zeros for an expert without rows.
+    """``out[e]`` [E, M, N] = sum of outer(left[r], right[r]) over the rows of e; ADD adds to it.
 
-    With ADD the sum is added to what out holds. out is [E, M, N]. With GATHER_LEFT left is [T, M], read at
-    ``slot[r] // K``, and right is [R, N]; else left is [R, M] and right is [T, N], gathered like that. With
-    DESCRIPTOR the side that is not gathered is loaded through a tensor descriptor made here. BEHIND is 1
-    where the end of an expert in front of the first stands before ``ends``, else 0; with it experts after the
-    last one that has rows are left as they are.
+    With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and
+    right is [T, N]. DESCRIPTOR: the side that is not gathered is loaded by a descriptor made here. BEHIND is
+    1 if the end of an expert precedes ``ends``, else 0; then experts after the last one with rows are
+    unwritten.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -107,7 +103,7 @@ def weight_grad_kernel(
 
 @triton.jit
 def with_rows(ends_ptr, E, BLOCK_E: tl.constexpr):
-    """Number of the first experts up to the last that has rows, where ends of others stand before."""
+    """Number of experts up to the last that has rows, if other ends precede ``ends``."""
     experts = tl.arange(0, BLOCK_E)
     last = tl.load(ends_ptr + E - 1)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=2**31 - 1)
@@ -119,7 +115,7 @@ def into_kernel(
     gradient_ptr, total_ptr, ends_ptr, numbers,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store ``numbers`` of a gradient, or add them; with E as many of each up to the last with rows."""
+    """Store or add ``numbers`` of a gradient; with E, as many of each expert up to the last with rows."""
     end = tl.cast(numbers, tl.int64)
     if E > 0:
         end *= with_rows(ends_ptr, E, BLOCK_E)
@@ -137,7 +133,6 @@ def into_kernel(
 def _load_left(
     source, rows, live, row, end, m, M: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """[BLOCK_M, rows of a step]."""
     columns = m + tl.arange(0, BLOCK_M)
     if DESCRIPTOR:  # an expert without rows loads zeros, from beyond the last row
         return source.load([tl.where(row < end, row, 1 << 30), m]).T
@@ -153,7 +148,6 @@ def _load_left(
 def _load_right(
     source, rows, live, row, end, n, N: tl.constexpr, DESCRIPTOR: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """[rows of a step, BLOCK_N]."""
     columns = n + tl.arange(0, BLOCK_N)
     if DESCRIPTOR:
         return source.load([tl.where(row < end, row, 1 << 30), n])
@@ -171,7 +165,6 @@ def _store(
     M: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Store or add [ROWS, COLUMNS] in SUBTILES parts, each of which takes its share of shared memory."""
     if SUBTILES == 1:
         rows = m + tl.arange(0, ROWS)
         columns = n + tl.arange(0, COLUMNS)

@@ -1,18 +1,18 @@
-"""Rows to the ranks of ``ep_etp`` and back, with sizes unknown to the host: the dispatcher symm.
+"""Dispatch and combine with sizes unknown to the host: the dispatcher symm.
 
-Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W places of a token in the send plan, R = T * W, N rows of
-the received tensors (fixed, live and dead), D hidden.
+Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W positions of a token in the send plan, R = T * W, N rows
+of the received tensors (fixed, live and dead), D hidden.
 
 Collectives on the peers of ``use_peers``: kernels (`exchange`: no device sync, capturable) or
 torch.distributed (`collective`: CPUs, fp64, the reference).
 
-``arrivals_PP[s, p]`` rows go from rank s to rank p. There, row j of source s is at
+``arrivals_PP[s, p]`` rows are sent from rank s to rank p. There, row j of source s is at
 
     s * block + j                                                     if j < block,
     P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise.
 
-Rows at N or beyond are dropped and count as 0 on the way back; the caller compares arrivals with N. Dead rows
-are never read: undefined, but -1 in ``number_NK``.
+Rows at N or beyond are dropped and count as 0 in sums; the caller compares arrivals with N. Dead rows are
+never read: undefined, but -1 in ``number_NK``.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def _dispatch_grad(
     dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, arrivals_PP: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dh_TD, dweight_TK: sums over a token's places, in order, in fp32, rounded once."""
+    """dh_TD, dweight_TK: sums over a token's positions, in order, in fp32, rounded once."""
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
 
@@ -66,7 +66,6 @@ def _combine(
     block: int,
     w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y_TD: sum over a token's places, as in ``symm_dispatch_grad``."""
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, sum_ND, None, send_ends_P, send_row_TW, arrivals_PP, block)[0]
 
@@ -77,7 +76,6 @@ def _combine_grad(
     arrivals_PP: Tensor, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None,
     rows: int, block: int,
 ) -> Tensor:  # fmt: skip
-    """dsum_ND: the token of each live row."""
     run, peers = _peers(len(arrivals_PP))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     along = Prefetch.of(w_gate_up, w_down, expert_RS)

@@ -1,4 +1,4 @@
-"""Kernels by which ranks exchange rows: tokens to the owners of their experts, and sums back.
+"""Kernels that exchange rows between ranks: tokens to the owners of their experts, and sums back.
 
 Suffixes as in the package; R rows sent at most, ``columns`` = D. RANKS is P rounded up to a power of two;
 ROWS, TOKENS and COLUMNS are the sizes of a tile. A record is 1 + 2 K int32 of a row sent: token, weights,

@@ -1,7 +1,6 @@
-"""The ranks that exchange rows by `graphmoe.ops.symm`, and the memory that they share.
+"""Ranks that exchange rows by `graphmoe.ops.symm`, and their shared memory.
 
-Compiled graphs must not hold group names and addresses, which differ from job to job. Suffixes as in the
-package.
+Compiled graphs must not hold group names and addresses, which differ from job to job.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Sizes:
 class Region:
     """Byte offsets of the parts of each rank's region, the same on all ranks.
 
-    Side "out" is tokens to weights, side "back" the rest. Only its owner writes, one side while peers may
+    Side "out" is tokens to weights, side "back" the rest. Only the owner writes, one side while peers may
     read the other.
     """
 
@@ -98,8 +97,7 @@ COUNT_BYTES = 16 << 10  # counts of 4,096 experts
 class SharedMemory(Peers, Protocol):
     """Memory of each rank that all of them read. Call alike on all ranks, on ordered streams.
 
-    Graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``. Two memories do not
-    wait for each other.
+    Graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``.
     """
 
     addresses: Tensor  # int64 [P] on the device: base of each rank's region

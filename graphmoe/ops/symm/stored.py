@@ -1,4 +1,5 @@
-"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival. Sums never are.
+"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival. Sums are never
+fp8.
 
 Gradients of received tensors have the model's dtype, so fp8 rows arrive in a tensor of that dtype, the
 **carrier**: N * D bytes of values, then 4 * N of scales. Never add or cast it.
@@ -25,7 +26,6 @@ def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def words(q: Tensor) -> Tensor:
-    """View fp8 rows as int32, so that copying kernels never interpret the values."""
     # int32, so that copy kernels need no fp8 type
     return q.contiguous().view(torch.int32)
 
@@ -45,7 +45,6 @@ def _(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: Any) -> tuple[Tensor, ...]:
-    """Results of ``symm_dispatch`` in a carrier."""
     *plan, rows, experts, etp, block = way[:8]
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(h_TD)
     weights = torch.cat([weight_TK, scale_T1], dim=1)
@@ -57,7 +56,6 @@ def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: An
 
 
 def combine_grad_stored(dy_TD: Tensor, *way: Any) -> Tensor:
-    """Result of ``symm_combine_grad`` in a carrier."""
     *plan, rows, block = (*way[:4], *way[-2:])
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(dy_TD)
     numbers = torch.full_like(scale_T1, NO_EXPERT, dtype=torch.int32)

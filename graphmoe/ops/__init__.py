@@ -42,11 +42,9 @@ def num_warps(threads: int) -> int:
 
 
 def register_gradient(
-    op: CustomOpDef,
-    gradient: Callable[..., Any],
-    kept: Callable[[Sequence[Any], Any], Sequence[Any]],
+    op: CustomOpDef, gradient: Callable[..., Any], kept: Callable[[Sequence[Any], Any], Sequence[Any]],
     results: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Register ``gradient(*d_results, *kept(inputs, output))`` for the first inputs of an operation.
 
     Only the first ``results`` are differentiable. ``kept`` returns tensors or None first, then numbers.

@@ -26,12 +26,7 @@ FLASH_MAX_HEAD_DIM = 256  # largest head of torch's flash kernels
 
 
 def causal_attention(
-    q_BSHE: Tensor,
-    k_BSGE: Tensor,
-    v_BSGV: Tensor,
-    *,
-    scale: float,
-    backend: AttentionBackend,
+    q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, *, scale: float, backend: AttentionBackend
 ) -> Tensor:
     """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
 
@@ -46,13 +41,9 @@ def causal_attention(
 
 
 def choose_backend(
-    requested: AttentionBackend,
-    device_type: str,
-    head_dim: int,
-    v_head_dim: int,
-    *,
+    requested: AttentionBackend, device_type: str, head_dim: int, v_head_dim: int, *,
     is_rocm: bool = torch.version.hip is not None,
-) -> AttentionBackend:
+) -> AttentionBackend:  # fmt: skip
     """Return the backend to run: ``auto`` resolved, any other checked. Raises ConfigError."""
     largest = max(head_dim, v_head_dim)
     if requested is AttentionBackend.auto:

@@ -98,15 +98,10 @@ def plan_received(
 
 
 def register_exchange(
-    dispatch: CustomOpDef,
-    dispatch_grad: CustomOpDef,
-    combine: CustomOpDef,
-    combine_grad: CustomOpDef,
-    *,
+    dispatch: CustomOpDef, dispatch_grad: CustomOpDef, combine: CustomOpDef, combine_grad: CustomOpDef, *,
     way_back: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Any]],
-    way_there: Callable[[Sequence[Any]], Sequence[Any]],
-    token_tensor: Callable[[Sequence[Any]], Tensor],
-) -> None:
+    way_there: Callable[[Sequence[Any]], Sequence[Any]], token_tensor: Callable[[Sequence[Any]], Tensor],
+) -> None:  # fmt: skip
     """Register gradients of a dispatcher's operations, and fakes of those that return tokens.
 
     ``dispatch`` returns tokens, weights, then integers; its gradient is ``dispatch_grad(dreceived, dweight,

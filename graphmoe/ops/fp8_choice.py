@@ -127,11 +127,9 @@ class Experts:
 
 
 def speeds(
-    products: Mapping[str, Dense | Experts],
-    num_micro_batches: int,
-    device: torch.device,
+    products: Mapping[str, Dense | Experts], num_micro_batches: int, device: torch.device,
     memory: Memory | None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Return the speedup of each GEMM in fp8, quantization included.
 
     Quantizing weights is shared by the micro-batches of a step. ``memory`` has earlier answers; None measures

@@ -110,14 +110,9 @@ def entropy(relative_TE: Tensor) -> Tensor:
 
 
 def weights_of(
-    logits_TE: Tensor,
-    scores_TE: Tensor,
-    relative_TE: Tensor,
-    expert_TK: Tensor,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> Tensor:
+    logits_TE: Tensor, scores_TE: Tensor, relative_TE: Tensor, expert_TK: Tensor, renormalise: bool,
+    softmax_after_topk: bool, scale: float,
+) -> Tensor:  # fmt: skip
     """Weight of each chosen expert -> fp32 [T, K]."""
     if softmax_after_topk:
         weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)

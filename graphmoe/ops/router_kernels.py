@@ -26,20 +26,10 @@ LOW_LOGIT = tl.constexpr(-20.0)  # as graphmoe.ops.router, which imports this fi
 
 
 def forward(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen_TK: Tensor | None,
-    num_sequences: int,
-    top_k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_top: int,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-    count_scores: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor | None, chosen_TK: Tensor | None, num_sequences: int, top_k: int,
+    score: str, num_groups: int, topk_groups: int, group_top: int, renormalise: bool,
+    softmax_after_topk: bool, scale: float, count_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results of ``graphmoe::router``."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
@@ -72,18 +62,10 @@ def forward(
 
 
 def backward(
-    dweight_TK: Tensor | None,
-    dshare_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    dentropy_sum: Tensor | None,
-    logits_TE: Tensor,
-    expert_TK: Tensor,
-    num_sequences: int,
-    score: str,
-    renormalise: bool,
-    softmax_after_topk: bool,
-    scale: float,
-) -> Tensor:
+    dweight_TK: Tensor | None, dshare_BE: Tensor | None, dz_sum: Tensor | None, dentropy_sum: Tensor | None,
+    logits_TE: Tensor, expert_TK: Tensor, num_sequences: int, score: str, renormalise: bool,
+    softmax_after_topk: bool, scale: float,
+) -> Tensor:  # fmt: skip
     """Gradient of the logits, fp32 [T, E]."""
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=torch.float32, device=logits_TE.device)

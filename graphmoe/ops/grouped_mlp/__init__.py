@@ -141,12 +141,9 @@ def _hidden(
 
 
 def _pulled(
-    weights: Sequence[Tensor],
-    expert_RS: Tensor | None,
-    given: Sequence[Tensor | None],
-    *,
+    weights: Sequence[Tensor], expert_RS: Tensor | None, given: Sequence[Tensor | None], *,
     again: bool = False,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     kept = [more for more in given if more is not None]
     return kept if kept or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
 

@@ -54,12 +54,7 @@ class Memory(Protocol):
 
 
 def choose_backends(
-    requested: str,
-    shape: MlpShape,
-    device: torch.device,
-    memory: Memory | None,
-    *,
-    sync_free: bool = True,
+    requested: str, shape: MlpShape, device: torch.device, memory: Memory | None, *, sync_free: bool = True
 ) -> str:
     """Return the backends as "forward,dgrad,wgrad": ``auto`` resolved, any other checked.
 
@@ -176,12 +171,9 @@ def random_routing(
 
 
 def random_inputs(
-    direction: str,
-    shape: MlpShape,
-    weight_TK: Tensor,
-    plan: tuple[Tensor, Tensor, Tensor],
+    direction: str, shape: MlpShape, weight_TK: Tensor, plan: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Return the arguments of `call_op` before the backend: normal numbers."""
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

@@ -15,18 +15,10 @@ from graphmoe.ops.symm.peers import CollectivePeers
 
 
 def bring(
-    peers: CollectivePeers,
-    x_TD: Tensor,
-    plan: SendPlan,
-    of_slots: tuple[Tensor, Tensor] | None,
-    arrivals_PP: Tensor | None,
-    rows: int,
-    block: int,
-    experts: int = 1,
-    etp: int = 1,
-    into_ND: Tensor | None = None,
-    along: Prefetch | None = None,
-) -> tuple[Tensor, ...]:
+    peers: CollectivePeers, x_TD: Tensor, plan: SendPlan, of_slots: tuple[Tensor, Tensor] | None,
+    arrivals_PP: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1,
+    into_ND: Tensor | None = None, along: Prefetch | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
     add_deferred()
     if along:
@@ -59,14 +51,9 @@ def bring(
 
 
 def sums(
-    peers: CollectivePeers,
-    y_ND: Tensor,
-    dweight_NK: Tensor | None,
-    ends_P: Tensor,
-    row_TW: Tensor,
-    arrivals_PP: Tensor,
-    block: int,
-) -> tuple[Tensor, Tensor | None]:
+    peers: CollectivePeers, y_ND: Tensor, dweight_NK: Tensor | None, ends_P: Tensor, row_TW: Tensor,
+    arrivals_PP: Tensor, block: int,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     add_deferred()
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)

@@ -22,18 +22,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
 
 
 def bring(
-    peers: MemoryPeers,
-    x_TD: Tensor,
-    plan: SendPlan,
-    of_slots: tuple[Tensor, Tensor] | None,
-    _: Tensor | None,
-    rows: int,
-    block: int,
-    experts: int = 1,
-    etp: int = 1,
-    into_ND: Tensor | None = None,
+    peers: MemoryPeers, x_TD: Tensor, plan: SendPlan, of_slots: tuple[Tensor, Tensor] | None,
+    _: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1, into_ND: Tensor | None = None,
     along: Prefetch | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """As `collective.bring`; the arrivals are read from the peers."""
     x_TD = _checked(x_TD)
     weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)

@@ -44,14 +44,9 @@ AT_ONCE = 16  # places in one round; registers hold a piece of each row
 
 
 def put_records(
-    peers: MemoryPeers,
-    region: Region,
-    plan: Plan,
-    weight_TK: Tensor | None,
-    expert_TK: Tensor | None,
-    experts: int,
-    etp: int,
-) -> None:
+    peers: MemoryPeers, region: Region, plan: Plan, weight_TK: Tensor | None, expert_TK: Tensor | None,
+    experts: int, etp: int,
+) -> None:  # fmt: skip
     counts_P, ends_P, row_TW, slot_R = plan
     slots = 0 if weight_TK is None else weight_TK.shape[1]
     num_rows, lanes = len(slot_R), triton.next_power_of_2(1 + 2 * slots)
@@ -127,13 +122,9 @@ def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor,
 
 
 def way_back(
-    peers: MemoryPeers,
-    region: Region,
-    way: tuple[Tensor, Tensor, Tensor, int],
-    staged_PBD: Tensor | None,
-    y_ND: Tensor,
-    dweight_NK: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    peers: MemoryPeers, region: Region, way: tuple[Tensor, Tensor, Tensor, int], staged_PBD: Tensor | None,
+    y_ND: Tensor, dweight_NK: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Addresses of each place's terms, of rows and weight gradients: int64 [T, W]."""
     ends_P, row_TW, arrivals_PP, block = way
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]

@@ -42,17 +42,17 @@ def num_warps(threads: int) -> int:
 
 
 def register_gradient(
-    op: CustomOpDef, gradient: Callable[..., Any], kept: Callable[[Sequence[Any], Any], Sequence[Any]],
+    op: CustomOpDef, gradient: Callable[..., Any], saved: Callable[[Sequence[Any], Any], Sequence[Any]],
     results: int = 1,
 ) -> None:  # fmt: skip
-    """Register ``gradient(*d_results, *kept(inputs, output))`` for the first inputs of an operation.
+    """Register ``gradient(*d_results, *saved(inputs, output))`` for the first inputs of an operation.
 
-    Only the first ``results`` are differentiable. ``kept`` returns tensors or None first, then numbers.
+    Only the first ``results`` are differentiable. ``saved`` returns tensors or None first, then numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(*(output[results:] if isinstance(output, tuple) else ()))
-        way = kept(inputs, output)
+        way = saved(inputs, output)
         ctx.save_for_backward(*(x for x in way if x is None or isinstance(x, Tensor)))
         ctx.numbers = [x for x in way if not (x is None or isinstance(x, Tensor))]
         ctx.num_inputs = len(inputs)

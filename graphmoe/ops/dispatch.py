@@ -3,8 +3,8 @@
 Suffixes: T tokens, K slots (top-k choices of a token), P ranks of ``ep_etp``, W = K * etp positions of a
 token in the send plan, S rows sent, N rows received, D hidden.
 
-Each index of ``ep`` owns a block of E / ep consecutive experts. Each of its etp ranks holds 1 / etp of the
-width of these experts, so a token is sent to all of them and their outputs are summed.
+Each index of ``ep`` owns E / ep consecutive experts. Each of its etp ranks holds 1 / etp of their width, so a
+token is sent to all of them and their outputs are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ REPLICAS = ("places", "replicas")
 class Dispatcher(Protocol):
     """Dispatch and combine of all layers: collectives of ``ep_etp``.
 
-    One with a ``capacity`` is a frozen dataclass of numbers, so that units that call it can be told apart.
+    With a ``capacity`` it is a frozen dataclass of numbers, which tells units that call it apart.
     """
 
     @property
@@ -61,8 +61,8 @@ class Dispatcher(Protocol):
     ) -> tuple[Tensor, ...]:
         """Return tokens [N, D], slot weights [N, K], local experts int32 [N, K], and the handle.
 
-        Slots of other ranks' experts and of dead rows have expert -1. ``plan`` is a `SendPlan`. With a
-        capacity the fourth tensor is the N needed, int32 []: if it exceeds N, rows were dropped.
+        Other slots and dead rows have expert -1. ``plan`` is a `SendPlan`. With a capacity the fourth tensor
+        is the N needed, int32 []: if it exceeds N, rows were dropped.
         """
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
@@ -70,9 +70,7 @@ class Dispatcher(Protocol):
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
-    """Return the plan that sends tokens to the ranks of their experts, ordered by rank, then token. No
-    device sync.
-    """
+    """Plan sending tokens to the ranks of their experts, ordered by rank, then token. No device sync."""
     block_TK = expert_TK // (num_experts // ep)
     earlier_KK = torch.ones(2 * block_TK.shape[1:], dtype=torch.bool, device=block_TK.device).tril(-1)
     again_TK = ((block_TK[:, :, None] == block_TK[:, None, :]) & earlier_KK).any(dim=2)
@@ -84,15 +82,14 @@ def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPla
 
 
 def plan_received(
-    number_NK: Tensor, room: Tensor, num_experts: int, capacity: Load
+    number_NK: Tensor, needed: Tensor, num_experts: int, capacity: Load
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plan the received slots: end rows [L], row [N, K], slot [R], and load int32 [2]. No device sync.
+    """Plan received slots: end rows [L], row [N, K], slot [R], and load int32 [2]. No device sync.
 
-    ``num_experts`` are local. Slots beyond the capacity have no row. The load is a `Load`: rows that were
-    sent here, which may exceed the capacity, and the slots of those received.
+    Slots beyond the capacity have no row. The load is a `Load`: rows needed, and slots received.
     """
     _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, num_experts)
-    load = torch.stack([room.int(), ends_L[-1]])
+    load = torch.stack([needed.int(), ends_L[-1]])
     rows = capacity.slots
     return ends_L.clamp(max=rows), row_NK.masked_fill(row_NK >= rows, -1), slot_R[:rows], load
 
@@ -104,9 +101,8 @@ def register_exchange(
 ) -> None:  # fmt: skip
     """Register gradients of a dispatcher's operations, and fakes of those that return tokens.
 
-    ``dispatch`` returns tokens, weights, then integers; its gradient is ``dispatch_grad(dreceived, dweight,
-    *way_back(inputs, output))``. That of ``combine`` is ``combine_grad(dy, *way_there(inputs))``.
-    ``token_tensor`` returns a tensor with a row per token from the arguments after the gradients or the sums.
+    Gradients are ``dispatch_grad(dreceived, dweight, *way_back(inputs, output))`` and ``combine_grad(dy,
+    *way_there(inputs))``. ``token_tensor`` returns a tensor with a row per token from their last arguments.
     """
 
     def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,8 @@
 """Kernels of each number format of fp8 GEMMs; `graphmoe.config.formats` has the facts.
 
-Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`.
-
-GEMMs contract the last axis of both operands, along which a row has one scale (rowwise), that of its tensor
-(tensorwise), or one per block (`ops.fp8_blocks`). Weight gradients contract rows, whose scales differ:
-rowwise multiplies each row of dy by its scale product over the largest one, so rows of much smaller gradients
-can underflow to zero.
+Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`. GEMMs
+contract the last axis of both operands, along which a row has one scale (rowwise), that of its tensor
+(tensorwise), or one per block (`ops.fp8_blocks`).
 """
 
 from collections.abc import Callable
@@ -33,8 +30,7 @@ class Form(NamedTuple):
     plain: Callable[[Tensor], Stored] | None = None
 
     def __call__(self, w: Tensor) -> Stored:
-        stored: Stored = getattr(torch.ops.graphmoe, self.name)(w)
-        return stored
+        return getattr(torch.ops.graphmoe, self.name)(w)
 
 
 class Kernels(NamedTuple):
@@ -58,7 +54,8 @@ def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtyp
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the rows of dy, at most 1, for its GEMM with x, and the scale of the result."""
+    """Factors of the rows of dy for its GEMM with x, and the scale of the result."""
+    # wgrad contracts rows, whose scales differ: rows of much smaller gradients can underflow to zero
     both_R1 = scale_R1 * of_x_R1
     largest = both_R1.amax().clamp(min=SMALLEST)
     return both_R1 / largest, largest
@@ -101,29 +98,23 @@ def _whole_product(x: Stored, w: Stored, dtype: torch.dtype) -> Tensor:
     return torch._scaled_mm(x[0], w[0].t(), x[1], scale_1, out_dtype=dtype, use_fast_accum=True)
 
 
-def _whole_wgrad(dy: Stored, x: Stored) -> Tensor:
-    transposed = torch.ops.graphmoe.fp8_transposed
-    sides = transposed(dy[0], None), transposed(x[0], None)
-    return torch._scaled_mm(sides[0], sides[1].t(), dy[1], x[1], out_dtype=torch.float32)
+def _whole_wgrad(dy: Stored, x: Stored, factor_R1: Tensor | None = None) -> Tensor:
+    dy_q, x_q = (torch.ops.graphmoe.fp8_transposed(*side) for side in ((dy[0], factor_R1), (x[0], None)))
+    return torch._scaled_mm(dy_q, x_q.t(), dy[1], x[1], out_dtype=torch.float32)
 
 
 def _rowwise_wgrad(dy: Stored, x: Stored) -> Tensor:
     factor_R1, scale = row_factors(dy[1], x[1])
-    transposed = torch.ops.graphmoe.fp8_transposed
-    sides = transposed(dy[0], factor_R1), transposed(x[0], None)
-    return torch._scaled_mm(sides[0], sides[1].t(), scale, torch.ones_like(scale), out_dtype=torch.float32)
+    return _whole_wgrad((dy[0], scale), (x[0], torch.ones_like(scale)), factor_R1)
 
 
 def _with_blocks(rows: Stored, weight: Stored, dtype: torch.dtype) -> Tensor:
-    found: Tensor = torch.ops.graphmoe.fp8_blocks_mm(*rows, *weight, not blocks.is_mx(rows[1]), dtype)
-    return found
+    return torch.ops.graphmoe.fp8_blocks_mm(*rows, *weight, not blocks.is_mx(rows[1]), dtype)
 
 
 def _blocks_wgrad(dy: Stored, x: Stored) -> Tensor:
     ops = torch.ops.graphmoe
-    sides = ops.fp8_blocks_turned(*dy), ops.fp8_blocks_turned(*x)
-    found: Tensor = ops.fp8_blocks_mm(*sides[0], *sides[1], False, torch.float32)
-    return found
+    return ops.fp8_blocks_mm(*ops.fp8_blocks_turned(*dy), *ops.fp8_blocks_turned(*x), False, torch.float32)
 
 
 def _experts_by_rows(on_gpu: bool) -> MlpSteps:

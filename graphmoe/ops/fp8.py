@@ -44,7 +44,7 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
-    """Return why a device does not support a format and what to use instead, or None."""
+    """Return why a device lacks a format and what to use instead, or None."""
     has = recipes_of(device)
     if recipe in has:
         return None
@@ -58,7 +58,7 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Offsets of the bits and of the exponent of an fp32 maximum that give its scale."""
+    """Offsets of an fp32 maximum's bits and exponent that give its scale."""
     # The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
         dtype, (0x1FFFFF, 15)
@@ -111,15 +111,11 @@ def block_values(q_RC: Tensor, scale_RB: Tensor) -> Tensor:
 
 
 def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast by an operation that a later sum in fp32 can fuse away."""
     return total if total.dtype == dtype else torch.ops.prims.convert_element_type(total, dtype)
 
 
 def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """Quantize by a known scale [1]; return q and the running maximum [1].
-
-    ``wide``: in the range of e5m2, for gradients of one scale, most of which are far below the largest.
-    """
+    """Quantize by a known scale [1], if ``wide`` as e5m2; return q and the running maximum [1]."""
     dtype = wide_dtype() if wide else fp8_dtype()
     # By rows first: Inductor joins their maxima with what makes the rows.
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
@@ -137,7 +133,6 @@ def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
 
 
 def _first(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Initial delayed scale [1] and running maximum [1]; units use `runtime.compile.weight_forms`."""
     return w.new_full((1,), FIRST_SCALE, dtype=torch.float32), w.new_zeros(1, dtype=torch.float32)
 
 

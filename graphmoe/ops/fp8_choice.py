@@ -1,7 +1,6 @@
 """Choice of the GEMMs that run in fp8: those faster than in bf16, forward and gradients together.
 
-Each is timed once per size and device, and the answer is stored: another choice would change numbers, and a
-resumed run must be bitwise equal.
+Each is timed once per size and device, and the answer is stored, as in `ops.grouped_mlp.choice`.
 
 Suffixes: R rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
 """
@@ -20,7 +19,14 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT
-from graphmoe.ops.grouped_mlp.choice import Memory, MlpShape, machine_facts, random_inputs, random_routing
+from graphmoe.ops.grouped_mlp.choice import (
+    Memory,
+    MlpShape,
+    machine_facts,
+    random_inputs,
+    random_routing,
+    recalled,
+)
 from graphmoe.ops.timing import WARM_UP_CALLS, Call, time_in_turns
 
 log = logging.getLogger(__name__)
@@ -55,11 +61,7 @@ class Dense:
     recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on random numbers.
-
-        A compiled graph fuses the quantization of activations with their producer; here `fp8_rows` does it,
-        which moves as many bytes or more.
-        """
+        """Return `FORMS` on random numbers."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -74,6 +76,7 @@ class Dense:
         along, turned = by.weight(w), by.transposed(w)
         stored, gradient = by.quantize(x, w, INPUT), by.quantize(dy, w, GRADIENT)
 
+        # a compiled graph fuses the quantization of activations with their producer; fp8_rows moves as much
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
             by.product(stored, along, self.dtype)
@@ -132,9 +135,8 @@ def speeds(
 ) -> dict[str, float]:  # fmt: skip
     """Return the speedup of each GEMM in fp8, quantization included.
 
-    Quantizing weights is shared by the micro-batches of a step. ``memory`` has earlier answers; None measures
-    and stores nothing. Measuring waits for the device, so not inside a capture. Raises ConfigError if out of
-    memory.
+    Without ``memory`` nothing is stored. Measuring waits for the device, so not inside a capture. Raises
+    ConfigError if out of memory.
     """
     found = {}
     for name, each in products.items():
@@ -159,9 +161,10 @@ def _milliseconds(
     name: str, of: Dense | Experts, device: torch.device, memory: Memory | None
 ) -> dict[str, float]:
     facts = {"product": str(of), **machine_facts(device)}
-    known = None if memory is None else memory.recall(NAME, facts)
-    if known is not None and _is_answer(known):
-        return dict(known)
+    return recalled(memory, NAME, facts, _is_answer, lambda: _measured(name, of, device))
+
+
+def _measured(name: str, of: Dense | Experts, device: torch.device) -> dict[str, float]:
     try:
         calls = of.calls(device)
         for call in calls.values():
@@ -172,8 +175,7 @@ def _milliseconds(
         raise ConfigError(f"{KEY}=auto has no memory to time {name} ({error}); use {KEY}=none") from None
     found = {form: statistics.median(every) for form, every in times.items()}
     log.info("%s=auto: %s: %s", KEY, name, ", ".join(f"{form} {ms:.3f} ms" for form, ms in found.items()))
-    holds = found if memory is None else memory.remember(NAME, facts, found)
-    return holds if _is_answer(holds) else found
+    return found
 
 
 def _is_answer(entry: Any) -> bool:

@@ -1,9 +1,7 @@
 """Grouped GEMM over routed rows: one weight matrix for each contiguous group of rows.
 
-Suffixes: R rows, K contraction, N output columns, E groups (experts).
-
-torch.nn.functional.grouped_mm refuses fp64 and strides that are not multiples of 16 bytes, and on meta
-tensors or compiled takes bf16 only. Rows beyond the last offset are never read, and unwritten in results.
+Suffixes: R rows, K contraction, N output columns, E groups (experts). Rows beyond the last offset are never
+read, and unwritten in results.
 """
 
 from typing import Any
@@ -28,6 +26,8 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+# torch.nn.functional.grouped_mm refuses fp64 and strides that are not multiples of 16 bytes, and on meta
+# tensors or compiled takes bf16 only.
 @torch.library.custom_op("graphmoe::grouped_mm", mutates_args=())
 def _forward(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return _rows_product(x_RK, w_ENK.mT, ends_E)

@@ -19,12 +19,12 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
     """-> loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
-    Sum over labels other than ``ignore_index`` of -log softmax(h @ w.T)[label], and their number. An invalid
-    label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h; the rest is fp32.
+    Sum of -log softmax(h @ w.T)[label] over labels other than ``ignore_index``, and their number. An invalid
+    label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
-    run = plain
+    run = reference
     if h_TD.is_cuda:
         from graphmoe.ops import linear_cross_entropy_kernels as kernels
 
@@ -69,8 +69,8 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
     return -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE
 
 
-def plain(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
-    """The reference, ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
+def reference(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
+    """Loss and gradients, ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
     dh_TD, dw_VD = h_TD.new_empty(h_TD.shape), w_VD.new_zeros(w_VD.shape, dtype=exact)

@@ -1,7 +1,7 @@
 """Head and cross-entropy on a GPU: library GEMMs around one Triton kernel per chunk.
 
-Suffixes: T tokens, C tokens of a chunk, V vocabulary, D hidden. logits = h @ w.T into one buffer, in the
-dtype of h; the kernel turns them into their gradient in place; two GEMMs make dh and add to dw in fp32.
+Suffixes as in `ops.linear_cross_entropy`. Logits are one buffer in the dtype of h; the kernel turns them into
+their gradient in place.
 """
 
 # mypy: allow-untyped-defs

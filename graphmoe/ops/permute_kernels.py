@@ -2,8 +2,7 @@
 
 Suffixes as in `graphmoe.ops.permute`. A program owns a tile of tokens and columns and loops over their K
 rows. The plan takes three launches and no sort, with C = ceil(T * K / BLOCK) chunks of slots and E + 1
-buckets, one for unrouted slots: count the slots of each chunk by bucket; turn counts into prefix sums over
-chunks; rank the slots of a chunk by comparing all pairs, row = start of the bucket + prefix + rank.
+buckets, one for unrouted slots.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
@@ -158,7 +157,8 @@ def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
         return counts_E.zero_(), ends_E.zero_(), row_TK, slot_R
     chunks, buckets = triton.cdiv(slots, BLOCK), num_experts + 1
     padded = triton.next_power_of_2(max(buckets, 64))  # the histogram wants a bin for each lane of a warp
-    # only integers are added, so the result does not depend on the order
+    # Count the slots of each chunk by bucket; turn counts into prefix sums over chunks; rank the slots of a
+    # chunk by comparing all pairs. Only integers are added, so the result does not depend on the order.
     counts_CB = _empty(expert_TK, chunks, buckets)
     warps = num_warps(THREADS)
     _count_kernel[(chunks,)](

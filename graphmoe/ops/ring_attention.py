@@ -1,9 +1,8 @@
 """Causal attention over sequences shared by ranks, which pass keys and values around (arXiv 2310.01889).
 
 A sequence of n ranks is 2n equal chunks; rank i has chunks i and 2n - 1 - i ("zigzag"), which balances the
-keys of each step. At step s a rank has the keys of the rank s before it: its own (causal), those of a lower
-rank (all queries see its first chunk), or of a higher one (the second chunk sees both). Blocks are joined by
-their log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T keys of a block.
+keys of each step. At step s a rank has the keys of the rank s before it. Blocks are joined by their
+log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T keys of a block.
 """
 
 from typing import Any, Literal
@@ -35,8 +34,7 @@ _LSE_ALIGNMENT = 32
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:
     """softmax(scale * q k^T, causal) v of this rank's queries over whole sequences -> [B, S, H, V].
 
-    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this rank's two chunks, S even. Sums are fp32. A
-    collective; with NCCL the host never waits.
+    q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this rank's two chunks, S even. Sums are fp32.
     """
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
     assert q.shape[:2] == k.shape[:2] == v.shape[:2] and q.shape[1] % 2 == 0, (q.shape, k.shape, v.shape)
@@ -64,9 +62,9 @@ def _part(step: int, index: int, seq: int) -> tuple[slice, slice, bool]:
     everything = slice(0, seq)
     if step == 0:
         return everything, everything, True
-    if step <= index:  # the keys are of rank index - step
+    if step <= index:  # keys of a lower rank: all queries see its first chunk
         return everything, slice(0, seq // 2), False
-    return slice(seq // 2, seq), everything, False
+    return slice(seq // 2, seq), everything, False  # of a higher rank: the second chunk sees both
 
 
 @torch.library.custom_op("graphmoe::ring_attention", mutates_args=())
@@ -74,9 +72,9 @@ def _ring_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int
 ) -> tuple[Tensor, Tensor]:
     group = group_of(axis, size)  # type: ignore[arg-type]
-    (batch, seq, heads, _), kept = q.shape, accumulator(q)
-    out = q.new_empty(batch, seq, heads, v.shape[-1], dtype=kept)
-    lse = q.new_empty(batch, heads, seq, dtype=kept)
+    (batch, seq, heads, _), summed = q.shape, accumulator(q)
+    out = q.new_empty(batch, seq, heads, v.shape[-1], dtype=summed)
+    lse = q.new_empty(batch, heads, seq, dtype=summed)
     block = _packed(k, v)
     for step in range(size):
         passing = _Shift(block, group) if step < size - 1 else None
@@ -98,8 +96,8 @@ def _ring_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     scale: float, axis: str, size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    group, (_, seq, _, _), kept = group_of(axis, size), q.shape, accumulator(q)  # type: ignore[arg-type]
-    dq = torch.zeros(q.shape, dtype=kept, device=q.device)
+    group, (_, seq, _, _), summed = group_of(axis, size), q.shape, accumulator(q)  # type: ignore[arg-type]
+    dq = torch.zeros(q.shape, dtype=summed, device=q.device)
     block, adding = _packed(k, v), None
     for step in range(size):
         passing = _Shift(block, group) if step < size - 1 else None
@@ -110,7 +108,7 @@ def _ring_attention_backward(
             *(scale, causal),
         )
         dq[:, rows] += dq_block
-        d_block = torch.zeros_like(block, dtype=kept) if adding is None else adding.wait()
+        d_block = torch.zeros_like(block, dtype=summed) if adding is None else adding.wait()
         dk, dv = _unpacked(d_block, k.shape, v.shape)
         dk[:, columns] += dk_block
         dv[:, columns] += dv_block
@@ -126,8 +124,8 @@ def _ring_attention_backward(
 
 @_ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, scale: float, axis: str, size: int) -> tuple[Tensor, Tensor]:
-    (batch, seq, heads, _), kept = q.shape, accumulator(q)
-    return q.new_empty(batch, seq, heads, v.shape[-1]), q.new_empty(batch, heads, seq, dtype=kept)
+    (batch, seq, heads, _), summed = q.shape, accumulator(q)
+    return q.new_empty(batch, seq, heads, v.shape[-1]), q.new_empty(batch, heads, seq, dtype=summed)
 
 
 _ring_attention_backward.register_fake(
@@ -225,7 +223,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
 
 
 def _prepared(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    # zero padding changes neither scores nor the columns that are kept
+    # zero padding changes neither scores nor the columns that are used
     if kernel in ("cpu", "efficient") and q.shape[2] != k.shape[2]:
         k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -124,7 +124,7 @@ def weights_of(
 
 
 def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
-    """Set choices to -inf outside the best groups, by sums of their ``best`` choices, or maxima."""
+    """Set choices to -inf outside the best groups, by sums of ``best`` choices or maxima."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     if best is None:
         score_TG = choice_TGE.amax(dim=-1)
@@ -148,8 +148,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
 
-    ``bias_E`` changes the choice only; ``chosen_TK`` replaces it. With ``count_scores`` counts ignore bias
-    and groups. ``group_top`` best experts score a group. Experts and counts have no gradient.
+    ``bias_E`` changes the choice, ``chosen_TK`` replaces it; with ``count_scores`` counts ignore bias and
+    groups. ``group_top`` best experts score a group.
     """
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
     weighting = (renormalise, softmax_after_topk, scale)

@@ -1,7 +1,7 @@
 """Triton kernels of the router: forward, sum of its partial results, and backward.
 
-Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens, P programs. A block
-has TOKENS rows and WIDTH columns: experts padded to a power of two, with groups both of their axes.
+Suffixes as in `ops.router`; P programs. A block has TOKENS rows and WIDTH columns: experts padded to a power
+of two, with groups both of their axes.
 """
 
 # mypy: allow-untyped-defs

@@ -1,7 +1,7 @@
 """SwiGLU of routed rows times their routing weight, and its gradients, in one pass.
 
-Suffixes: R routed rows, F expert width, H = 2 * F (gate, then up), E experts. Rows from ``ends_E[-1]`` on are
-dead: undefined in outputs.
+Suffixes: R routed rows, F expert width, H = 2F (gate, then up), E experts. Rows from ``ends_E[-1]`` on are
+dead.
 """
 
 import torch

@@ -1,8 +1,4 @@
-"""Timing of alternatives in turns, with cold caches, by device events.
-
-Before each call a buffer larger than the last-level cache is cleared. That also keeps the device busy while
-the host queues the call, so kernels are timed, not launches.
-"""
+"""Timing of alternatives in turns, with cold caches, by device events."""
 
 import math
 import time
@@ -70,6 +66,7 @@ def _times_of_device(calls: Mapping[str, Call], rounds: int, device: torch.devic
     for turn in turns(list(calls), affordable(rounds, round_s)):
         for name in turn:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # also keeps the device busy while the host queues the call, so kernels are timed, not launches
             for _ in range(flushes[name]):
                 cache.zero_()
             start.record()

@@ -262,7 +262,7 @@ def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backe
     found = {
         "squares": launches.squares(on, turned=False),
         "squares turned": launches.squares(on, turned=True),
-        "rows": launches.mx_rows(on),
+        "rows": launches.quantise_mx(on),
         "columns": launches.turned(on, None),
         **{name: launches.turned(*(each.to(device) for each in both)) for name, both in stored.items()},
     }
@@ -313,7 +313,7 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
     calls = {
         "": lambda: launches.squares(w, turned=False),
         "turned": lambda: launches.squares(w, turned=True),
-        "weight": lambda: launches.mx_rows(w),
+        "weight": lambda: launches.quantise_mx(w),
         "weight turned": lambda: launches.turned(w, None),
         "blockwise": lambda: launches.turned(q, meta(16, 16384)),
         "mxfp8": lambda: launches.turned(q, bytes_RB),

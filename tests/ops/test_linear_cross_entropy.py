@@ -15,7 +15,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphmoe.ops import linear_cross_entropy as module
-from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, plain, rows_per_chunk
+from graphmoe.ops.linear_cross_entropy import LOGITS_BYTES, reference, rows_per_chunk
 from tests.ops.ahead_of_time import launches_of
 from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, device_of
 from tests.tolerances import TOLERANCES, relative_error
@@ -102,7 +102,7 @@ def assert_matches_fp64(run, case, dtype, device="cpu"):
 
 def runs_of(backend):
     if backend == "plain":
-        return plain
+        return reference
     from graphmoe.ops import linear_cross_entropy_kernels as kernels
 
     return kernels.forward

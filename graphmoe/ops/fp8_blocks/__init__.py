@@ -2,16 +2,13 @@
 
 Suffixes: R rows, C columns, N outputs and K inputs of a weight, B blocks; q are quantized values, s scales.
 
-*blockwise* has blocks of 128 numbers of a row, and of 128 x 128 of a weight, with the fp32 scales of
-`ops.fp8`: [B, R] of rows, [N / 128, B] of a weight with B padded to a multiple of 4, as cuBLASLt reads them
+*blockwise*: blocks of 128 numbers of a row, and of 128 x 128 of a weight, with the fp32 scales of `ops.fp8`:
+[B, R], or [N / 128, B] with B padded to a multiple of 4, as cuBLASLt reads them
 (aten/src/ATen/native/cuda/ScaledBlas.cpp).
 
-*mxfp8* has blocks of 32 numbers whose scale is the byte of a power of two (e8m0), [R, B]: 2^(floor(log2 a) -
-8) for the largest number a of a block, NaN (255) if a is not finite; larger numbers saturate at 448 scales
-(OCP Microscaling Formats 1.0, 6.3).
-
-Weight gradients contract rows: `turned` requantizes along them. Between power-of-two scales only numbers
-under 2^-13 of the largest in their new block are rounded again, and in mxfp8 those above 448 scales.
+*mxfp8*: blocks of 32 numbers with the byte of a power of two (e8m0), [R, B]: 2^(floor(log2 a) - 8) for the
+largest number a of a block, NaN (255) if a is not finite; numbers saturate at 448 scales (OCP Microscaling
+Formats 1.0, 6.3).
 """
 
 from typing import Any
@@ -24,7 +21,9 @@ from graphmoe.ops.fp8_blocks import reference
 from graphmoe.ops.fp8_blocks.reference import KIND, MX_BLOCK, block_of, is_mx, quantise_mx
 
 
-def _launches() -> Any:
+def _kernels(x: Tensor) -> Any:
+    if not x.is_cuda:
+        return reference
     from graphmoe.ops.fp8_blocks import launches
 
     return launches
@@ -33,38 +32,35 @@ def _launches() -> Any:
 @torch.library.custom_op("graphmoe::fp8_squares", mutates_args=())
 def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Return q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128. No device sync."""
-    return _launches().squares(w_NK, turned=False) if w_NK.is_cuda else reference.squares(w_NK)
+    return _kernels(w_NK).squares(w_NK, turned=False)
 
 
 @torch.library.custom_op("graphmoe::fp8_squares_turned", mutates_args=())
 def squares_turned(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    if w_NK.is_cuda:
-        return _launches().squares(w_NK, turned=True)
-    return reference.squares(w_NK.t().contiguous())
+    return _kernels(w_NK).squares(w_NK, turned=True)
 
 
 @torch.library.custom_op("graphmoe::mx_rows", mutates_args=())
 def mx_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
     """`quantise_mx` of a weight, or of those of experts [E, N, K]. No device sync."""
-    return _launches().mx_rows(w_NK) if w_NK.is_cuda else quantise_mx(w_NK)
+    return _kernels(w_NK).quantise_mx(w_NK)
 
 
 @torch.library.custom_op("graphmoe::mx_columns", mutates_args=())
 def mx_columns(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    return _launches().turned(w_NK, None) if w_NK.is_cuda else quantise_mx(w_NK.mT.contiguous())
+    return _kernels(w_NK).turned(w_NK, None) if w_NK.is_cuda else quantise_mx(w_NK.mT.contiguous())
 
 
 @torch.library.custom_op("graphmoe::fp8_blocks_turned", mutates_args=())
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return (_launches() if q_RC.is_cuda else reference).turned(q_RC, scale)
+    return _kernels(q_RC).turned(q_RC, scale)
 
 
 @torch.library.custom_op("graphmoe::fp8_blocks_mm", mutates_args=())
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    kernels = _launches() if q_RK.is_cuda else reference
-    return kernels.product(q_RK, scale, q_NK, of_w, squares, dtype)
+    return _kernels(q_RK).product(q_RK, scale, q_NK, of_w, squares, dtype)
 
 
 def _squares_like(w: Tensor, N: int, K: int) -> tuple[Tensor, Tensor]:

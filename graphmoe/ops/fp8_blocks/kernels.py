@@ -1,7 +1,6 @@
 """Kernels of block-scaled operands, and of mxfp8 GEMMs.
 
-Suffixes as in the package. BLOCK is the number of rows or columns with one scale, MX the kind of scale. A
-program reads ROWS x COLUMNS numbers, whole blocks.
+Suffixes as in the package. BLOCK is the number of rows or columns with one scale, MX the kind of scale.
 """
 
 # mypy: allow-untyped-defs
@@ -43,10 +42,7 @@ def squares_kernel(
     w_ptr, q_ptr, scale_ptr,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and scales of a weight [N, K], or of the transposed one; a program has a block of the result.
-
-    Scales have PADDED columns.
-    """
+    """q and scales, of PADDED columns, of a weight [N, K] or the transposed one."""
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
     n = (column if TURNED else row) + tl.arange(0, BLOCK)
     k = (row if TURNED else column) + tl.arange(0, BLOCK)
@@ -66,7 +62,6 @@ def _mx_places(
     row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Offsets and masks of numbers in rows of STRIDE columns, and of their scales."""
     long, column = row.to(tl.int64)[:, None], first + tl.arange(0, COLUMNS)[None, :]
     block = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
     at, of_scales = long * STRIDE + column, long * (STRIDE // BLOCK) + block
@@ -78,10 +73,7 @@ def load_mx(
     q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize [ROWS, COLUMNS] of rows of STRIDE columns from column ``first``.
-
-    Zero from column LIMIT on, and in masked rows.
-    """
+    """Dequantize [ROWS, COLUMNS] from column ``first``; zero from column LIMIT on, and in masked rows."""
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     q = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // BLOCK, BLOCK)
     scale = powers_of(tl.load(scale_ptr + of_scales, known, other=0))

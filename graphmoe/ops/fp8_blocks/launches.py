@@ -30,7 +30,7 @@ def squares(w_NK: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def mx_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_mx(x: Tensor) -> tuple[Tensor, Tensor]:
     from graphmoe.ops.fp8_blocks.kernels import mx_rows_kernel
 
     x = x.contiguous()

@@ -59,8 +59,9 @@ def square_values(q_NK: Tensor, scale_NB: Tensor) -> Tensor:
     return q_NK.float() * scale_NK[:, : q_NK.shape[1]]
 
 
-def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128."""
+def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
+    """Return q [N, K] of a weight or the transposed one, and scales [N / 128, B] of blocks of 128 x 128."""
+    w_NK = w_NK.t().contiguous() if turned else w_NK
     N, K = w_NK.shape
     tiles = w_NK.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK).permute(0, 2, 1, 3).reshape(-1, BLOCK * BLOCK)
     q, scale = quantise(tiles, KIND)
@@ -70,6 +71,8 @@ def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Requantize rows along the rows -> q [C, R'], R' padded with zeros to whole blocks."""
+    # Between power-of-two scales only numbers under 2^-13 of the largest in their new block are rounded
+    # again, and in mxfp8 those above 448 scales.
     x_RC = values(q_RC, scale)
     x_CR = pad(x_RC, (0, 0, 0, -len(x_RC) % block_of(scale))).t().contiguous()
     return quantise_mx(x_CR) if is_mx(scale) else quantise_blockwise(x_CR)

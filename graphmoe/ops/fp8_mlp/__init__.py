@@ -1,13 +1,11 @@
 """Routed experts of a layer in fp8: `ops.grouped_mlp` on quantized values with scales.
 
-Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F (gate, then up), B
-blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
+Suffixes as there; B blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
+``recipe`` is a key of `ops.formats.KERNELS`.
 
 A token is quantized once, before its rows are gathered. h has a scale per block, which one tile of the GEMM
-can compute; the activation and row gradients have one per row, or a delayed scale. wgrad contracts rows
-(`ops.formats`). Formats with block scales quantize h, dh and the activation by blocks, and for wgrad both
-operands again along each expert's rows, padded with zeros. ``recipe`` is a key of `ops.formats.KERNELS`. With
-``expert_RS`` they also compute on replicas, as `ops.grouped_mlp` does.
+can compute; the activation and row gradients have one per row, or a delayed scale. Formats with block scales
+quantize these by blocks, and for wgrad both operands again along each expert's rows, padded with zeros.
 """
 
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, rounded
 from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.fp8_steps import Known, MlpSteps
+from graphmoe.ops.grouped_mlp import weight_shapes
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.replicas import exchange
 
@@ -60,10 +59,7 @@ def rows(w: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
 def columns(w: Tensor) -> tuple[Tensor, Tensor]:
     """Return q [..., C, N] and scales [..., C, 1] of the transposed matrix or matrices. No device sync."""
-    if w.dim() == 3:
-        return _rounding(w).columns(w)
-    q, scale = _rounding(w).columns(w[None])
-    return q[0], scale[0]
+    return _columns(w, whole=False)
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_rows", mutates_args=())
@@ -75,7 +71,11 @@ def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
 def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
     """As `columns`, with one scale per matrix."""
-    q, scale = _rounding(w).columns(w if w.dim() == 3 else w[None], whole=True)
+    return _columns(w, whole=True)
+
+
+def _columns(w: Tensor, *, whole: bool) -> Stored:
+    q, scale = _rounding(w).columns(w if w.dim() == 3 else w[None], whole=whole)
     return (q, scale) if w.dim() == 3 else (q[0], scale[0])
 
 
@@ -116,7 +116,7 @@ def _dgrad(
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F] as q and scales for wgrad.
+    """dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F] as q and scales.
 
     Weights are those of `columns`. Last the running maximum [1] of dh if its scale is known, else [0].
     """
@@ -134,7 +134,7 @@ def _wgrad(
     recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
-    sizes = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
+    sizes = weight_shapes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     up, down = (dys_T1.new_empty(size, dtype=DTYPE) for size in sizes)
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
     plan = Plan(slot_R, row_TK, ends_E)
@@ -168,27 +168,15 @@ def _store_gradients(
     exchange.home(expert_RS, made, totals, may_defer=may_defer)
 
 
-def _weight_sizes(
-    xq_TD: Tensor, dhq_RH: Tensor, aq_RF: Tensor, ends_E: Tensor, expert_RS: Tensor | None
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    D, H, F = xq_TD.shape[1], dhq_RH.shape[1], aq_RF.shape[1]
-    E = ends_E.shape[0] - (0 if expert_RS is None else expert_RS.shape[1])
-    return (E, H, D), (E, D, F)
-
-
 def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> Stored:
     if carries:
-        arrived: Stored = torch.ops.graphmoe.fp8_arrived(x_TD)
-        return arrived
+        return torch.ops.graphmoe.fp8_arrived(x_TD)
     q, scale = KERNELS[recipe].quantize(x_TD, w, side)
     return q, scale.expand(len(x_TD), 1).contiguous() if FORMATS[recipe].is_delayed else scale
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """y, hq and hs of a layer, by the forward's operations; the last tensor may be ``expert_RS``.
-
-    With ``carries`` x is a carrier of `ops.symm.stored`.
-    """
+    """y, hq and hs of a layer; with ``carries`` x is a carrier of `ops.symm.stored`."""
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
@@ -202,10 +190,7 @@ def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Ten
 def mlp_gradients(
     dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, of both weights and of slot weights, by separate operations.
-
-    With ``carries`` x and dy are carriers.
-    """
+    """Gradients of x, of both weights and of slot weights; with ``carries`` x and dy are carriers."""
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
     plan, replicas = plan[:3], plan[3:]
     ops, by, dtype = torch.ops.graphmoe, KERNELS[recipe], x_TD.dtype
@@ -278,10 +263,8 @@ def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor
     (R, H), weight_TK, dtype, block = hq_RH.shape, rest[5], rest[9], FORMATS[rest[10]].block
     dx_TD, dweight_TK = dyq_TD.new_empty(dyq_TD.shape, dtype=dtype), weight_TK.new_empty(weight_TK.shape)
     of_dh, of_a = (H // block, H // 2 // block) if block else (1, 1)
-    dh, a = (
-        (dyq_TD.new_empty(R, H), dys_T1.new_empty(R, of_dh)),
-        (hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)),
-    )
+    dh = dyq_TD.new_empty(R, H), dys_T1.new_empty(R, of_dh)
+    a = hq_RH.new_empty(R, H // 2), dys_T1.new_empty(R, of_a)
     return dx_TD, dweight_TK, *dh, *a, _of_largest(dys_T1, rest, 13)
 
 
@@ -293,7 +276,7 @@ def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
 @_wgrad.register_fake
 def _(dyq_TD: Tensor, dys_T1: Tensor, xq_TD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _, dhq_RH, _, aq_RF, *_, ends_E, _, expert_RS = (*rest, None)[:10]
-    up, down = _weight_sizes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
+    up, down = weight_shapes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     return dys_T1.new_empty(up, dtype=DTYPE), dys_T1.new_empty(down, dtype=DTYPE)
 
 
@@ -301,8 +284,8 @@ _whole.register_fake(lambda x_TD, *_: x_TD.new_empty(x_TD.shape))
 _grad.register_fake(lambda dy_TD, *layer: tuple(each.new_empty(each.shape) for each in layer[:4]))
 
 
-def _backward(dy_TD: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-    *layer, expert_RS, recipe = kept
+def _backward(dy_TD: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    *layer, expert_RS, recipe = saved
     return torch.ops.graphmoe.fp8_mlp_grad(dy_TD.contiguous(), *layer, recipe, expert_RS)
 
 

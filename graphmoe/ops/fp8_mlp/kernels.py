@@ -1,11 +1,8 @@
 """Kernels of the grouped MLP in fp8.
 
-Suffixes: R routed rows, T tokens, E experts, K slots, C contracted width, N columns, F expert width, H = 2 *
-F. BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
-
-Dead rows are neither read nor written, except that `transposed_kernel` pads each expert's rows with zeros to
-whole tiles, so `weight_grad_kernel` masks none. fp8 operands of a matrix instruction must be contiguous along
-the contracted axis (CUTLASS, sm90 GMMA), hence the transposed copies.
+Suffixes and tiles as in `grouped_mlp.rows_kernel`; T tokens. Dead rows are neither read nor written, except
+that `transposed_kernel` pads each expert's rows with zeros to whole tiles. fp8 operands of a matrix
+instruction must be contiguous along the contracted axis (CUTLASS, sm90 GMMA), hence the transposed copies.
 """
 
 # mypy: allow-untyped-defs
@@ -22,14 +19,12 @@ WIDEST = tl.constexpr(57344.0)  # largest number of e5m2, for gradients with kno
 
 @triton.jit
 def power_of_two(amax, ABOVE: tl.constexpr, EXPONENT: tl.constexpr):
-    """`ops.fp8.scales_of`."""
     power = tl.maximum(((amax.to(tl.int32, bitcast=True) + ABOVE) >> 23) - EXPONENT, 1)
     return if_finite(amax, power << 23), if_finite(amax, (254 - power) << 23)
 
 
 @triton.jit
 def if_finite(amax, bits):
-    """fp32 of these bits; NaN if amax is infinite. `tl.max` ignores NaN, which stays NaN in fp8."""
     return tl.where(amax < float("inf"), bits.to(tl.float32, bitcast=True), float("nan"))
 
 
@@ -40,7 +35,6 @@ def live_rows(ends_ptr, experts, rows):
 
 @triton.jit
 def _saturated(x, scale, MOST: tl.constexpr):
-    """`ops.fp8.saturated`, before the cast."""
     x *= 1 / scale
     size = tl.abs(x)
     beyond = tl.where(size < float("inf"), tl.where(x > 0, MOST, -MOST), float("nan"))
@@ -53,7 +47,7 @@ def quantise_rows_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [R, C] and scales [R] of x [R, C], by row, or of matrices of N rows given their ``largest``."""
+    """q [R, C] and scales [R] of x [R, C]; given ``largest``, of matrices of N rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
@@ -80,7 +74,7 @@ def quantise_columns_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [E, C, N] and scales [E, C] of w [E, N, C], by column, or of matrices given their ``largest``."""
+    """q [E, C, N] and scales [E, C] of w [E, N, C]; given ``largest``, of matrices."""
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
@@ -111,10 +105,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``w[e(r)] @ x[r]`` for every live row, with both scales -> ``out`` [R, N].
-
-    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]. w is a descriptor of [E, N, C].
-    """
+    """``w[e(r)] @ x[r]`` -> ``out`` [R, N]; x is [T, C] with GATHER, else [R, C]; w describes [E, N, C]."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.load(table_ptr)
     m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
@@ -151,7 +142,6 @@ def rows_kernel(
 
 @triton.jit
 def _whole_rows(first, live, F: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows, live flags and masks of ROWS whole rows, and offsets of h, a and scales."""
     row = first + tl.arange(0, ROWS)
     is_row, long = row < live, row.to(tl.int64)
     block = tl.arange(0, BLOCKS)[None, :]
@@ -177,7 +167,7 @@ def swiglu_kernel(
 ):  # fmt: skip
     """From h [R, H]: h by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
 
-    With a ``known`` scale in place of row scales, ``largest`` is the maximum of each program.
+    With a ``known`` scale ``largest`` is the maximum of each program.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -216,9 +206,9 @@ def swiglu_grad_kernel(
     F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F] by rows, and dweight [R].
+    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F], and dweight [R].
 
-    With ``known`` scales in place of row scales, ``largest`` is the maximum of dh of each program.
+    With ``known`` scales ``largest`` is the maximum of dh of each program.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -294,10 +284,7 @@ def transposed_kernel(
     q_ptr, own_ptr, other_ptr, slot_ptr, scale_ptr, ends_ptr, table_ptr, to_ptr, max_tiles, padded,
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Transpose rows -> [C, padded], tile by tile of each expert's rows, padded with zeros.
-
-    q is [T, C] and read at ``slot[r] // K`` with GATHER; else it is [R, C], rescaled to the expert's scale.
-    """
+    """Transpose each expert's rows -> [C, padded]; those of [R, C] are rescaled, with GATHER [T, C] not."""
     tile, part = tl.program_id(0), tl.program_id(1)
     if tile < tl.load(table_ptr):
         expert = tl.load(table_ptr + 1 + tile)
@@ -322,7 +309,7 @@ def transpose_kernel(
     q_ptr, factor_ptr, to_ptr, rows, stride,
     C: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Transpose rows [R, C], times a factor each if any -> [C, stride]; zeros from R on."""
+    """Transpose rows [R, C], times factors if any -> [C, stride]; zeros from R on."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < C)[None, :]
@@ -344,8 +331,8 @@ def weight_grad_kernel(
 ):  # fmt: skip
     """``out`` [E, M, N] = an expert's scale times the product of its rows; ADD adds to it.
 
-    Operands are descriptors of the results of `transposed_kernel`: [M, rows] and [N, rows]. DESCRIBED:
-    ``out`` is one too, without ADD. BEHIND: experts after the last one with rows are unwritten.
+    Operands are descriptors of [M, rows] and [N, rows]; with DESCRIBED ``out`` is one too. BEHIND: experts
+    after the last one with rows are unwritten.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -5,7 +5,6 @@ No call waits for the device, and every sum has a fixed order.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import BLOCK, Stored, fp8_dtype, rounding_of
 from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
-from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
+from graphmoe.ops.grouped_mlp.triton_backend import Part, descriptor, grids, parts_of, row_tiles, weight_sums
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, height_of, kind_of, units_of
 
 ROWS = {
     "hopper": Config(128, 256, 128, 256, 3, subtiles=2, flatten=True),
@@ -128,11 +127,11 @@ def _product(
     from graphmoe.ops.fp8_mlp.kernels import rows_kernel
 
     (q, scale), E = x, len(weights[0][0])
-    tile = _with_height(in_8_bits(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
+    tile = _with_height(fp8_config(ROWS, kind_of(q.device)), len(plan.slot_R) // E)
     for programs, ends_E, table, max_tiles, (w_q, w_s) in grids(parts, weights, tile):
         _, N, C = w_q.shape
         rows_kernel[(programs,)](
-            q, scale, descriptor(w_q, [1, tile.block_n, tile.block_k]), w_s, out,
+            q, scale, descriptor(w_q, (1, tile.block_n, tile.block_k)), w_s, out,
             plan.slot_R, ends_E, table, max_tiles,
             C=C, N=N, K=plan.row_TK.shape[1], GATHER=gathers,
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_C=tile.block_k, GROUP=8, SUBTILES=tile.subtiles,
@@ -195,16 +194,16 @@ def _weight_grad(
 
     from graphmoe.ops.fp8_mlp.kernels import weight_grad_kernel
 
-    (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(left.device))
+    (E, M, N), tile = total.shape, fp8_config(WEIGHTS, kind_of(left.device))
     if not left.numel():
         if not add:
             total.zero_()
         return
     across = E * -(-M // tile.block_m) * -(-N // tile.block_n)
     described = kind_of(left.device) == "hopper" and not add
-    out = descriptor(total, [1, tile.block_m, tile.block_n // tile.subtiles]) if described else total
+    out = descriptor(total, (1, tile.block_m, tile.block_n // tile.subtiles)) if described else total
     weight_grad_kernel[(min(across, units_of(left.device) * tile.per_unit),)](
-        descriptor(left, [tile.block_m, BLOCK_R]), descriptor(right, [tile.block_n, BLOCK_R]), scale_E,
+        descriptor(left, (tile.block_m, BLOCK_R)), descriptor(right, (tile.block_n, BLOCK_R)), scale_E,
         tile_E1, out, E, M=M, N=N, ADD=add, DESCRIBED=described,
         BEHIND=behind, BLOCK_E=triton.next_power_of_2(E),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_R=BLOCK_R, SUBTILES=tile.subtiles,
@@ -214,20 +213,10 @@ def _weight_grad(
 
 
 def _with_height(tile: Config, rows_per_expert: int) -> Config:
-    height = 16
-    while height < min(rows_per_expert, tile.block_m):
-        height *= 2
-    if height >= tile.block_m:
+    height = height_of(tile, rows_per_expert)
+    if height == tile.block_m:
         return tile
     return replace(tile, block_m=height, threads=tile.threads // 2, flatten=False)
 
 
-def descriptor(x: Tensor, block: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x, block)
-
-
-STEPS = MlpSteps(
-    lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
-)
+STEPS = MlpSteps(parts_of, _product, _swiglu, _swiglu_grad, _wgrad)

@@ -1,7 +1,7 @@
 """Kernels of the grouped MLP in mxfp8; suffixes and tiles of `ops.fp8_mlp.kernels`.
 
 BLOCK contracted numbers have one scale. Dead rows are neither read nor written, except that `turned_kernel`
-stores zeros for them, so `weight_grad_kernel` masks no rows.
+stores zeros for them.
 """
 
 # mypy: allow-untyped-defs
@@ -23,12 +23,9 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``w[e(r)] @ x[r]`` for every live row -> ``out`` [R, N].
-
-    x is [T, C] and read at ``slot[r] // K`` with GATHER, else [R, C]; w is [E, N, C]. EVEN: C is whole tiles.
-    C is no constant: a short loop would be unrolled, into more than registers hold.
-    """
+    """``w[e(r)] @ x[r]`` -> ``out`` [R, N]; x is [T, C] with GATHER, else [R, C]; w is [E, N, C]."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    # C is no constant: a short loop would be unrolled, into more than registers hold
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
     m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     b_range = tl.arange(0, BLOCK_C // BLOCK)
@@ -145,8 +142,8 @@ def weight_grad_kernel(
 ):  # fmt: skip
     """``out`` [E, M, N] = the product of an expert's rows; ADD adds to it.
 
-    Operands are results of `turned_kernel`, [M, padded] and [N, padded]; an expert begins a tile of BLOCK_R
-    rows. With BEHIND ``in_front`` experts precede, and experts after the last one with rows are unwritten.
+    Operands are [M, padded] and [N, padded]; an expert begins a tile of BLOCK_R rows. With BEHIND
+    ``in_front`` experts precede, and experts after the last one with rows are unwritten.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

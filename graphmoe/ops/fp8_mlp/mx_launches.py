@@ -14,7 +14,7 @@ from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
 from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
-from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, in_8_bits, kind_of, units_of
+from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, kind_of, units_of
 
 COLUMNS = 128  # of a program of SwiGLU, of its gradient, and of requantized rows
 ROWS = {
@@ -97,7 +97,7 @@ def _product(
 ) -> None:  # fmt: skip
     from graphmoe.ops.fp8_mlp.mx_kernels import rows_kernel
 
-    (q, scale), tile = x, in_8_bits(ROWS, kind_of(x[0].device))
+    (q, scale), tile = x, fp8_config(ROWS, kind_of(x[0].device))
     for programs, ends_E, table, max_tiles, (w_q, w_s) in grids(parts, weights, tile):
         _, N, C = w_q.shape
         rows_kernel[(programs,)](
@@ -127,7 +127,7 @@ def _weight_grad(
 
     from graphmoe.ops.fp8_mlp.mx_kernels import weight_grad_kernel
 
-    (E, M, N), tile = total.shape, in_8_bits(WEIGHTS, kind_of(total.device))
+    (E, M, N), tile = total.shape, fp8_config(WEIGHTS, kind_of(total.device))
     if not left[0].numel():
         if not add:
             total.zero_()
@@ -141,6 +141,4 @@ def _weight_grad(
     )  # fmt: skip
 
 
-STEPS = MlpSteps(
-    lambda plan, own: parts_of(plan.ends_E, len(plan.slot_R), own), _product, _swiglu, _swiglu_grad, _wgrad
-)
+STEPS = MlpSteps(parts_of, _product, _swiglu, _swiglu_grad, _wgrad)

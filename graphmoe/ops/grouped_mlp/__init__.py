@@ -1,11 +1,10 @@
 """The routed experts of a layer as one operation: gather, SwiGLU MLP of each expert, weighted sum.
 
 Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows, D hidden, F expert width, H
-= 2 * F (gate, then up).
+= 2F (gate, then up).
 
-In a traced graph ``torch.ops.graphmoe.grouped_mlp`` replaces permute, two grouped GEMMs, the activation and
-unpermute. With ``expert_RS`` it also computes on replicas of other ranks' experts (`graphmoe.ops.replicas`):
-it fetches their weights and reduces their gradients to the owners.
+With ``expert_RS`` it also computes on replicas of other ranks' experts (`graphmoe.ops.replicas`): it fetches
+their weights and reduces their gradients to the owners.
 """
 
 from collections.abc import Sequence
@@ -59,18 +58,16 @@ def _forward(
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum of weight * down(silu(gate) * up) over a token's experts -> y [T, D]; and h [R, H], without
-    gradient.
+    """Sum of weight * down(silu(gate) * up) over a token's experts -> y [T, D]; and h [R, H].
 
     ``w_gate_up`` [E, 2F, D] and ``w_down`` [E, D, F] in the dtype of x (bf16 or fp32; fp64 with torch),
-    ``weight_TK`` fp32. The plan is that of `graphmoe.ops.permute`. ``backend``: one of `BACKENDS`, an import
-    path, or three for "forward,dgrad,wgrad". No device sync with triton and turbo, nor with torch if
-    `graphmoe.ops.grouped_mm` has none. Saved activations: the inputs and h. Raises ConfigError if the package
-    of a backend is missing.
+    ``weight_TK`` fp32, the plan of `graphmoe.ops.permute`. ``backend``: of `BACKENDS`, an import path, or
+    three for "forward,dgrad,wgrad". No device sync with triton and turbo. Raises ConfigError without its
+    package.
 
-    ``expert_RS`` [ranks, S] are the experts in each rank's replica slots (`ops.replicas.plan`); then
-    ``ends_E`` has S more entries, and all ranks make the same calls. The replicas' weights are fetched here
-    and in the backward, or passed as ``more_gate_up`` [S, 2F, D] and ``more_down`` [S, D, F].
+    ``expert_RS`` [ranks, S] are the experts in each rank's replica slots; then ``ends_E`` has S more entries,
+    and all ranks make the same calls. Replicas' weights are fetched here and in the backward, or passed:
+    ``more_gate_up`` [S, 2F, D], ``more_down`` [S, D, F].
     """
     more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
@@ -104,7 +101,7 @@ def _wgrad(
     plan = Plan(slot_R, row_TK, ends_E)
     if expert_RS is None:
         return kernels.wgrad(*given, plan)
-    shapes = _weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
+    shapes = weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
     dtype = torch.promote_types(dh_RH.dtype, torch.float32)
     of_gate_up, of_down = (dh_RH.new_empty(shape, dtype=dtype) for shape in shapes)
     _with_replicas(kernels, given, plan, (of_gate_up, of_down), False, expert_RS, may_defer=False)
@@ -117,10 +114,7 @@ def _wgrad_into(
     ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
     backend: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Store dw_gate_up and dw_down in fp32 tensors, or add to them.
-
-    triton does so from its fp32 sums; the others round to the dtype of x first.
-    """
+    """Store dw_gate_up and dw_down in fp32 tensors, or add; only triton does so from fp32 sums."""
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)
     if expert_RS is None:
@@ -144,8 +138,8 @@ def _pulled(
     weights: Sequence[Tensor], expert_RS: Tensor | None, given: Sequence[Tensor | None], *,
     again: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    kept = [more for more in given if more is not None]
-    return kept if kept or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
+    passed = [more for more in given if more is not None]
+    return passed if passed or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
 
 
 def _with_replicas(
@@ -184,11 +178,12 @@ def wgrad_in_two(
         triton_backend.wgrad_of_more(*given, plan, [each[until - own :] for each in of_more])
 
 
-def _weight_shapes(
+def weight_shapes(
     x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, ends_E: Tensor, expert_RS: Tensor | None
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Shapes of both weights of this rank's own experts, from the operands of their gradients."""
     (H, D), F = (dh_RH.shape[1], x_TD.shape[1]), a_RF.shape[1]
-    E = len(ends_E) - (0 if expert_RS is None else expert_RS.shape[1])
+    E = ends_E.shape[0] - (0 if expert_RS is None else expert_RS.shape[1])
     return (E, H, D), (E, D, F)
 
 
@@ -209,7 +204,7 @@ def _(dy_TD: Tensor, h_RH: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK:
 @_wgrad.register_fake
 def _(dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _, _, ends_E, _, expert_RS = (*rest, None)[:5]
-    shapes = _weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
+    shapes = weight_shapes(x_TD, dh_RH, a_RF, ends_E, expert_RS)
     return dh_RH.new_empty(shapes[0]), dh_RH.new_empty(shapes[1])
 
 
@@ -220,7 +215,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
-    """dx_TD, dweight_TK, arguments of the weight gradients except the backend, and expert_RS."""
+    """dx_TD, dweight_TK, arguments of the weight gradients, and expert_RS."""
     x_TD, *experts, expert_RS, more_gate_up, more_down, h_RH = ctx.saved_tensors
     replicas = expert_RS, more_gate_up, more_down
     dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
@@ -262,9 +257,8 @@ class _Accumulating(torch.autograd.Function):
 
 
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-    """``graphmoe::grouped_mlp`` whose backward adds the gradients of both weights to ``totals``.
+    """``graphmoe::grouped_mlp`` whose backward adds gradients of both weights to ``totals``.
 
-    Autograd gets none for them. For a backward without a graph: compiled units add by their graphs
-    (`runtime.compile.code`).
+    For a backward without a graph: compiled units add by their graphs (`runtime.compile.code`).
     """
     return _Accumulating.apply(totals, backend, *arguments)

@@ -1,8 +1,7 @@
-"""Choice of the backends of forward, dgrad and wgrad of the grouped MLP.
+"""Choice of the backends of forward, dgrad and wgrad of the grouped MLP, each by itself.
 
-``moe.experts=auto`` times the capable backends once per shape and device, each direction by itself, and
-stores the answer: another choice would change sums, and a resumed run must be bitwise equal. Several ranks
-must use one rank's answer.
+``moe.experts=auto`` times the capable backends once per shape and device, and stores the answer: another
+choice would change sums, and a resumed run must be bitwise equal. Several ranks must use one rank's answer.
 """
 
 import functools
@@ -10,7 +9,7 @@ import hashlib
 import json
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,10 +57,9 @@ def choose_backends(
 ) -> str:
     """Return the backends as "forward,dgrad,wgrad": ``auto`` resolved, any other checked.
 
-    ``requested``: auto, one or three of `BACKENDS`, or an import path of the user (never one from a
-    checkpoint). ``memory`` has earlier answers; None measures and stores nothing. ``sync_free`` excludes
-    backends that wait for the host. Measuring waits for the device, so not inside a capture. Raises
-    ConfigError.
+    ``requested``: auto, one or three of `BACKENDS`, or an import path (never one from a checkpoint). Without
+    ``memory`` nothing is stored. ``sync_free`` excludes backends that wait for the host. Measuring waits for
+    the device, so not inside a capture. Raises ConfigError.
     """
     rows = BACKENDS | ({requested: row_of(requested)} if OWN_CODE.fullmatch(requested) else {})
     reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
@@ -78,13 +76,26 @@ def choose_backends(
     if len(names) == 1:
         return ",".join(names * len(DIRECTIONS))
     facts = _facts(shape, device, names)
-    known = None if memory is None else memory.recall(NAME, facts)
-    if known is not None and _is_answer(known):
-        return known["choice"]
-    found = _fastest(names, shape, device)
-    log.info("%s=auto: %s takes %s", KEY, json.dumps(facts, sort_keys=True), found["choice"])
-    holds = found if memory is None else memory.remember(NAME, facts, found)
-    return (holds if _is_answer(holds) else found)["choice"]
+
+    def measure() -> dict[str, Any]:
+        found = _fastest(names, shape, device)
+        log.info("%s=auto: %s takes %s", KEY, json.dumps(facts, sort_keys=True), found["choice"])
+        return found
+
+    return recalled(memory, NAME, facts, _is_answer, measure)["choice"]
+
+
+def recalled(
+    memory: Memory | None, name: str, facts: Mapping[str, Any], is_answer: Callable[[Any], bool],
+    measure: Callable[[], dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the stored answer for the facts if it is one; else measure, and store what was found."""
+    known = None if memory is None else memory.recall(name, facts)
+    if known is not None and is_answer(known):
+        return dict(known)
+    found = measure()
+    valid = found if memory is None else memory.remember(name, facts, found)
+    return valid if is_answer(valid) else found
 
 
 def _checked(requested: str, reasons: dict[str, str | None]) -> str:
@@ -122,11 +133,7 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[st
 def milliseconds(
     backends: Sequence[str], direction: str, shape: MlpShape, device: torch.device
 ) -> dict[str, float | Exception]:
-    """Median times of one direction on a random routing, or the error of a backend that fails.
-
-    Weight gradients are stored in fp32, as in a step. Backends take turns, since a GPU's clock changes under
-    load.
-    """
+    """Median times of one direction on a random routing, or the error of a backend that fails."""
     generator = torch.Generator(device).manual_seed(0)
     weight_TK, plan = random_routing(shape, generator)
     op, last = direction, []
@@ -147,6 +154,7 @@ def milliseconds(
             except Exception as error:
                 failed[name] = error.with_traceback(None)  # which would hold the inputs
 
+    # in turns, since a GPU's clock changes under load
     calls = {name: functools.partial(call, name) for name in backends}
     for run in calls.values():
         for _ in range(WARM_UP_CALLS):
@@ -199,7 +207,7 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the facts besides sizes that affect times: device, versions, sources of operations."""
+    """Return the facts besides sizes that affect times."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,

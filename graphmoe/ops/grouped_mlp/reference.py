@@ -1,7 +1,7 @@
 """The grouped MLP in separate steps around a grouped GEMM of torch or of a vendor.
 
-Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; N and C are the
-output and contracted width of a GEMM. On a CPU this is the reference of the op.
+Suffixes as in the package; N and C are the output and contracted width of a GEMM. On a CPU this is the
+reference of the op.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,8 +132,7 @@ def store(
 ) -> None:
     """Store gradients in totals of another dtype, or add them.
 
-    On a GPU, given ``ends_E`` (which continue other ends), those after the last expert with rows are left
-    out.
+    On a GPU with ``ends_E``, which continue others, only up to the last expert with rows.
     """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):

@@ -1,12 +1,10 @@
 """The grouped GEMM of routed rows: one persistent kernel with several epilogues, and its table of tiles.
 
-Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2 * F.
-BLOCK_M, BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
+Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2F. BLOCK_M,
+BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
 
-One of P programs computes every P-th tile. GROUP row tiles take turns on one column tile, so that its weights
-stay in L2. Row tiles are in a table that `tiles_kernel` makes of ``ends_E``: the host knows only an upper
-bound of their number. Rows are not masked: a tile reads a live row in place of one beyond its expert's end,
-and does not store the result.
+One of P programs computes every P-th tile. Row tiles are in a table that `tiles_kernel` makes of ``ends_E``:
+the host knows only an upper bound of their number.
 """
 
 # mypy: allow-untyped-defs
@@ -68,7 +66,7 @@ def rows_kernel(
     """``w[e(r)] @ x[r]`` for every live row, then EPILOGUE.
 
     x is [R, C] for "store", else [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
-    [E, C, N]. X_DESCRIPTOR and W_DESCRIPTOR: they are tensor descriptors.
+    [E, C, N].
 
     - "store": ``out`` [R, N] is the product.
     - "halves": w is [E, 2N, C] and ``h`` [R, 2N] is the product. A tile has BLOCK_N / 2 columns of each half.
@@ -87,6 +85,7 @@ def rows_kernel(
         expert = tl.load(table_ptr + 1 + row_tile)
         row = tl.load(table_ptr + 1 + max_tiles + row_tile)
         live = row + m_range < tl.load(ends_ptr + expert)
+        # no mask: a tile reads a live row in place of one beyond its expert's end, and does not store it
         near = row + tl.where(live, m_range, 0)
         if EPILOGUE != "store":
             slot = tl.load(slot_ptr + near)
@@ -124,6 +123,7 @@ def rows_kernel(
 
 @triton.jit
 def in_turns(tile, row_tiles, COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
+    # GROUP row tiles take turns on one column tile, so that its weights stay in L2
     first = tile // (GROUP * COLUMN_TILES) * GROUP
     turns = tl.minimum(row_tiles - first, GROUP)
     within = tile % (GROUP * COLUMN_TILES)
@@ -206,7 +206,6 @@ def _parts(x, M: tl.constexpr, N: tl.constexpr, COUNT: tl.constexpr):
 def store(
     y, live, column, out_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr
 ):
-    """Store [M, COLUMNS] in SUBTILES parts, each with its share of shared memory."""
     if SUBTILES == 1:
         columns = column + tl.arange(0, COLUMNS)
         mask = live[:, None] & (columns < N)[None, :]
@@ -244,7 +243,6 @@ def sigmoid_of(x):
 
 @triton.jit
 def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store gate and up, and return them rounded."""
     gate, up = halves(product, M, 2 * COLUMNS)
     gate, up = gate.to(h_ptr.dtype.element_ty), up.to(h_ptr.dtype.element_ty)
     columns = column + tl.arange(0, COLUMNS)
@@ -259,7 +257,7 @@ def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr,
 def swiglu(
     product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store gate, up and the weighted activation of the rounded two, as the backward recomputes it."""
+    """Store gate, up and the activation of the rounded two, as the backward recomputes it."""
     gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]
@@ -287,10 +285,7 @@ def swiglu_grad(
     da, loaded, live, column, weight, h_ptr, dh_ptr, a_ptr,
     N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, SUBTILES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of h and the weighted activation; return these columns' part of dweight [M].
-
-    The first AHEAD of SUBTILES parts of h are ``loaded``.
-    """
+    """Store the gradient of h and the weighted activation; return these columns' part of dweight [M]."""
     WIDTH: tl.constexpr = COLUMNS // SUBTILES
     parts = _parts(da, M, COLUMNS, SUBTILES)
     sums = tl.zeros((M, WIDTH), tl.float32)

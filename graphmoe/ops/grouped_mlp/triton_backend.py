@@ -1,12 +1,9 @@
 """The grouped MLP in our Triton kernels: gather in the prologue, activation and its gradient in the
 epilogue.
 
-Suffixes: T tokens, K slots, E experts, R routed rows, D hidden, F expert width, H = 2 * F; C and N are the
-contracted and output width of a GEMM of rows, M and N the axes of a weight.
-
-`rows_kernel` does the GEMMs of rows, `weight_grad_kernel` those of weights. Replicas of other ranks' experts
-have a second launch, which ends at once if they have no rows. No call waits for the device, and every sum has
-a fixed order. The module is a `reference.Backend`.
+Suffixes as in the package; C and N are the contracted and output width of a GEMM of rows, M and N the axes of
+a weight. Replicas have a second launch, which ends at once if they have no rows. No call waits for the
+device, and every sum has a fixed order. The module is a `reference.Backend`.
 """
 
 import contextvars
@@ -36,7 +33,7 @@ def reason_against(dtype: torch.dtype, device: torch.device, sync_free: bool) ->
 
 def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
-    parts = parts_of(experts.ends_E, len(slot_R), E)
+    parts = parts_of(experts.plan, E)
     h_RH, a_RF, y_RD = (x_TD.new_empty(len(slot_R), width) for width in (2 * F, F, D))
     of_rows: dict[str, Any] = {"h": h_RH, "a": a_RF, "weight": experts.weight_TK, "slot": slot_R}
     _rows("up", parts, x_TD, (experts.w_gate_up, experts.more_gate_up), (D, F), **of_rows)
@@ -46,16 +43,15 @@ def forward(x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
 
 def hidden(x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None) -> Tensor:
     E, H, D = w_gate_up.shape
-    slot_R, row_TK, ends_E = plan
-    parts, h_RH = parts_of(ends_E, len(slot_R), E), x_TD.new_empty(len(slot_R), H)
-    weights, of_rows = (w_gate_up, more_gate_up), {"h": h_RH, "slot": slot_R}
-    _rows("hidden", parts, x_TD, weights, (D, H // 2), row_TK.shape[1], **of_rows)
+    h_RH, slots = x_TD.new_empty(len(plan.slot_R), H), plan.row_TK.shape[1]
+    weights, of_rows = (w_gate_up, more_gate_up), {"h": h_RH, "slot": plan.slot_R}
+    _rows("hidden", parts_of(plan, E), x_TD, weights, (D, H // 2), slots, **of_rows)
     return h_RH
 
 
 def dgrad(dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slot_R, (E, D, F) = experts.slot_R, experts.w_down.shape
-    parts = parts_of(experts.ends_E, len(slot_R), E)
+    parts = parts_of(experts.plan, E)
     dh_RH, a_RF = h_RH.new_empty(h_RH.shape), h_RH.new_empty(len(h_RH), F)
     columns = -(-F // _config("down_dgrad", dy_TD, len(slot_R), E).block_n)
     partial = torch.empty(columns, len(h_RH), dtype=torch.float32, device=h_RH.device)
@@ -81,7 +77,7 @@ def wgrad(
 def wgrad_of_more(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan, of_more: Sequence[Tensor]
 ) -> None:
-    """Store weight gradients of the plan's last experts, up to the last one that has rows."""
+    """Store weight gradients of the plan's last experts, up to the last with rows."""
     more = plan._replace(ends_E=plan.ends_E[-len(of_more[0]) :])
     _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
     _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
@@ -91,8 +87,9 @@ def wgrad_of_more(
 Part = tuple[Tensor, Tiles]
 
 
-def parts_of(ends_E: Tensor, num_rows: int, own: int) -> list[Part]:
+def parts_of(plan: Plan, own: int) -> list[Part]:
     """Return own experts, and replicas if any."""
+    ends_E, num_rows = plan.ends_E, len(plan.slot_R)
     parts = [(ends_E[:own], row_tiles(ends_E[:own], num_rows))]
     if len(ends_E) > own:
         parts.append((ends_E[own:], row_tiles(ends_E[own:], num_rows, behind=True)))
@@ -145,8 +142,7 @@ def _weight_grad(
 ) -> Tensor:  # fmt: skip
     """Gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
-    Stored in or added to ``total`` if given. Experts ``behind`` others (`row_tiles`) get no gradient if they
-    and all later ones have no rows.
+    Stored in or added to ``total`` if given. Experts ``behind`` others get none after the last one with rows.
     """
     import triton
 
@@ -201,10 +197,6 @@ def _rows(
     step: str, parts: Sequence[Part], x: Tensor, weights: Sequence[Tensor | None], sizes: tuple[int, int],
     slots: int = 1, **tensors: Tensor,
 ) -> None:  # fmt: skip
-    """Launch `rows_kernel` for a step on each part with its weights.
-
-    ``sizes`` are C and the columns of the tiles; ``tensors`` are those the step has.
-    """
     names = ("out", "h", "a", "partial", "weight", "slot")
     given = [tensors[name].contiguous() if name in tensors else None for name in names]
     weight, slot = given[-2:]
@@ -238,7 +230,7 @@ def _launch_rows(
     # load element by element.
     flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
     rows_kernel[(programs,)](
-        _descriptor(x, (config.block_m, config.block_k)) if load_x else x,
+        descriptor(x, (config.block_m, config.block_k)) if load_x else x,
         _weight_descriptor(w, step, config) if load_w else w, *given, ends_E, table, max_tiles, num_rows,
         C=C, N=N, K=slots, EPILOGUE=_EPILOGUES[step],
         CONTRACT_LAST=contract_last, X_DESCRIPTOR=load_x, W_DESCRIPTOR=load_w,
@@ -261,7 +253,8 @@ def _describable(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.shape[-1] * x.element_size() % 16 == 0
 
 
-def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
+    # made on the host at each launch, so that it needs no scratch memory
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, list(block))
@@ -270,8 +263,8 @@ def _descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
 def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
     n, k = config.block_n, config.block_k
     if step in ("up", "hidden"):  # the same columns of both halves in one load
-        return _descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
-    return _descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))
+        return descriptor(w.view(2 * len(w), -1, w.shape[2]), (2, n // 2, k))
+    return descriptor(w, (1, k, n) if step.endswith("dgrad") else (1, n, k))
 
 
 def grids(

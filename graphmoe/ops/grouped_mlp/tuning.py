@@ -1,8 +1,6 @@
 """Tile sizes of the Triton kernels: one table for each kind of device.
 
-Steps are the GEMMs of the layer: ``up`` and ``down``, ``down_dgrad`` and ``up_dgrad``, ``up_wgrad`` and
-``down_wgrad``, the last two also as ``..._into`` for results in fp32. Nothing is tuned at run time: a
-captured step could not be, and two runs would not be bitwise equal.
+Nothing is tuned at run time: a captured step could not be, and two runs would not be bitwise equal.
 """
 
 from collections.abc import Mapping
@@ -53,8 +51,8 @@ _INSTINCT = {  # 64 KiB of LDS on gfx942; a stage more than two would not fit
 _SMALL = Config(128, 128, 32, 256, 3, subtiles=2)  # 99 KiB of shared memory are enough
 _FP32 = Config(64, 64, 32, 256, 2)  # no matrix instruction computes in full fp32
 _INTERPRETER = Config(16, 32, 16, 128, 1, group=2, per_unit=3)
-_SMALL_IN_8_BITS = Config(128, 256, 64, 256, 2, subtiles=2)
-_INTERPRETER_IN_8_BITS = Config(16, 256, 32, 128, 1, per_unit=3)
+_SMALL_FP8 = Config(128, 256, 64, 256, 2, subtiles=2)
+_INTERPRETER_FP8 = Config(16, 256, 32, 128, 1, per_unit=3)
 BLOCK_R = 128  # rows of a tile of an fp8 weight gradient, to which each expert's rows are padded
 
 
@@ -68,17 +66,15 @@ def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> C
     return config if "wgrad" in step else with_height(config, rows_per_expert)
 
 
-def in_8_bits(table: Mapping[str, Config], kind: str) -> Config:
+def fp8_config(table: Mapping[str, Config], kind: str) -> Config:
     """Return the config of fp8 GEMMs on a device of `kind_of`, by a table of kinds."""
-    return _INTERPRETER_IN_8_BITS if kind == "cpu" else table.get(kind, _SMALL_IN_8_BITS)
+    return _INTERPRETER_FP8 if kind == "cpu" else table.get(kind, _SMALL_FP8)
 
 
 def with_height(config: Config, rows_per_expert: int) -> Config:
     """Reduce the height of row tiles, at least to 16, so that few rows don't multiply many zeros."""
-    height = 16
-    while height < min(rows_per_expert, config.block_m):
-        height *= 2
-    if height >= config.block_m:
+    height = height_of(config, rows_per_expert)
+    if height == config.block_m:
         return config
     few = height < 64  # too few for a warp group of its own: the weights are what has to be read fast
     return replace(
@@ -90,6 +86,10 @@ def with_height(config: Config, rows_per_expert: int) -> Config:
         flatten=config.flatten and not few,
         descriptors="none" if few else config.descriptors,
     )
+
+
+def height_of(config: Config, rows_per_expert: int) -> int:
+    return min(max(1 << (rows_per_expert - 1).bit_length(), 16), config.block_m)
 
 
 def kind_of(device: torch.device) -> str:

@@ -1,18 +1,13 @@
 """Grouped GEMMs of Primus-Turbo (ROCm) and Transformer Engine (CUDA) for the steps of `reference`.
 
-Suffixes: E experts, R routed rows, N and C the output and contracted width of a GEMM.
+Primus-Turbo takes int64 counts and offsets on the device and never waits for the host. Written against the
+source of commit a6a16cdc, not run with the package yet.
 
-Primus-Turbo takes int64 counts and offsets on the device and never waits for the host. Rows beyond the last
-offset are not read, and zero in results. Written against the source of commit a6a16cdc, not run with the
-package yet. Its fp8 GEMM quantizes both operands itself, with scales of tensors and columns over all rows, so
-dead rows are zeroed first. Weight gradients stay in bf16: in fp8 the public function would cost three GEMMs
-each.
-
-``GroupedLinear`` of Transformer Engine is a module with a parameter ``weight{i}`` per expert. Ours is built
-once per shape on the meta device and called with views of our weights. It takes counts on the device if
-cuBLASLt has the grouped GEMM (13.3, on Hopper 13.4; bf16 and fp16); else it would wait for the host, and the
-backend refuses. Without public gradient kernels, dgrad is a forward with transposed copies of the weights,
-and wgrad runs a forward first. Written against the source of commit d0067d0d, not run with the package yet.
+``GroupedLinear`` of Transformer Engine is built once per shape on the meta device and called with views of
+our weights. It takes counts on the device if cuBLASLt has the grouped GEMM (13.3, on Hopper 13.4; bf16 and
+fp16); else it would wait for the host, and the backend refuses. Without public gradient kernels, dgrad is a
+forward with transposed copies of the weights, and wgrad runs a forward first. Written against the source of
+commit d0067d0d, not run with the package yet.
 """
 
 import functools
@@ -48,6 +43,7 @@ def _turbo_fp8_products(scales: TurboScales, dtype: torch.dtype) -> Products:
     rows, rows_grad = (
         functools.partial(_turbo_fp8_rows, scales, trans_b=trans_b) for trans_b in (True, False)
     )
+    # wgrad stays in bf16: in fp8 the public function would cost three GEMMs
     return _turbo_products(dtype)._replace(rows=rows, rows_grad=rows_grad)
 
 
@@ -66,6 +62,7 @@ def _turbo_fp8_rows(
     if not (trans_b or scales.transposes):
         w_ENC, trans_b = w_ENC.mT, True
     lens_E, offsets = _offsets(ends_E)
+    # the package takes scales of tensors and columns over all rows, so dead rows must be zeros
     is_live = torch.arange(len(x), device=x.device)[:, None] < offsets[-1]
     return grouped_gemm_fp8(
         x.where(is_live, 0),

@@ -2,10 +2,6 @@
 
 Suffixes: R routed rows, T tokens, E experts, K slots, M and N the axes of a weight. BLOCK_M and BLOCK_N are
 the sizes of a tile of the result, BLOCK_R the rows of a step.
-
-All steps of a program's tiles are one loop, so the first loads of a tile overlap the store of the last one.
-Rows beyond an expert's end are masked on both sides, since dead rows may hold NaN. A descriptor cannot mask:
-then one side is masked, and the other ends at the last live row.
 """
 
 # mypy: allow-untyped-defs
@@ -46,9 +42,8 @@ def weight_grad_kernel(
     """``out[e]`` [E, M, N] = sum of outer(left[r], right[r]) over the rows of e; ADD adds to it.
 
     With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and
-    right is [T, N]. DESCRIPTOR: the side that is not gathered is loaded by a descriptor made here. BEHIND is
-    1 if the end of an expert precedes ``ends``, else 0; then experts after the last one with rows are
-    unwritten.
+    right is [T, N]. BEHIND is 1 if the end of an expert precedes ``ends``, else 0; then experts after the
+    last one with rows are unwritten.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -72,6 +67,9 @@ def weight_grad_kernel(
     expert, row, end, m, n = 0, 0, 0, 0, 0
     next_slot = tl.zeros((BLOCK_R,), tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # One loop over all steps, so that the first loads of a tile overlap the store of the last one. Rows
+    # beyond an expert's end are masked on both sides, since dead rows may hold NaN. A descriptor cannot
+    # mask: then one side is masked, and the other ends at the last live row.
     for _ in range(steps):
         # The pipeliner runs ahead with all that the loads depend on: nothing here may wait for the product.
         row += BLOCK_R

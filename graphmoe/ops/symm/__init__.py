@@ -11,8 +11,7 @@ torch.distributed (`collective`: CPUs, fp64, the reference).
     s * block + j                                                     if j < block,
     P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise.
 
-Rows at N or beyond are dropped and count as 0 in sums; the caller compares arrivals with N. Dead rows are
-never read: undefined, but -1 in ``number_NK``.
+Rows at N or beyond are dropped and count as 0 in sums. Dead rows are undefined, but -1 in ``number_NK``.
 """
 
 from typing import Any
@@ -110,26 +109,14 @@ def _peers(size: int) -> tuple[Any, Peers]:
     return exchange, peers
 
 
-@_dispatch.register_fake
-def _(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, *rest: Any) -> Any:
-    rows, slots, ranks = rest[3], weight_TK.shape[1], send_counts_P.shape[0]
-    return (
-        h_TD.new_empty(rows, h_TD.shape[1]),
-        weight_TK.new_empty(rows, slots),
-        expert_TK.new_empty(rows, slots, dtype=torch.int32),
-        send_counts_P.new_empty(ranks, ranks),
-    )
+def _received(x_TD: Tensor, weight_TK: Tensor, counts_P: Tensor, rows: int, dtype: torch.dtype) -> Any:
+    x_ND, weight_NK = (x.new_empty(rows, x.shape[1]) for x in (x_TD, weight_TK))
+    arrivals_PP = counts_P.new_empty(counts_P.shape[0], counts_P.shape[0])
+    return x_ND.to(dtype), weight_NK, weight_NK.to(torch.int32), arrivals_PP
 
 
-@_bring_fp8.register_fake
-def _(q_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, send_counts_P: Tensor, *rest: Any) -> Any:
-    rows, dtype, slots, ranks = rest[3], rest[-1], weight_TK.shape[1], send_counts_P.shape[0]
-    return (
-        q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype),
-        weight_TK.new_empty(rows, slots),
-        expert_TK.new_empty(rows, slots, dtype=torch.int32),
-        send_counts_P.new_empty(ranks, ranks),
-    )
+_dispatch.register_fake(lambda h, weight, _, counts, *rest: _received(h, weight, counts, rest[3], h.dtype))
+_bring_fp8.register_fake(lambda q, weight, _, counts, *rest: _received(q, weight, counts, rest[3], rest[-1]))
 
 
 @_combine_grad.register_fake

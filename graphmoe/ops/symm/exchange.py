@@ -5,7 +5,7 @@ first ``block`` rows for each rank, kernels the rest.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ def bring(
     weight_bytes = along.num_bytes if along else 0
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block, weight_bytes))
     received_ND = x_TD.new_empty(rows, columns) if into_ND is None else into_ND
-    with _first(block):
+    # copies need an early start; kernels that pull gain nothing from it
+    with before_products() if block else nullcontext():
         _take(peers, "out")
         if block:
             launches.pack(peers, region, x_TD, plan, received_ND, block)
@@ -69,7 +70,7 @@ def sums(
         dweight_NK, slots = _aligned(dweight_NK), dweight_NK.shape[1]
     row_bytes = columns * y_ND.element_size()
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block))
-    with _first(block):
+    with before_products() if block else nullcontext():
         _take(peers, "back")
         launches.put_live(peers, region.sums, y_ND, arrivals_PP, block)
         if dweight_NK is not None:
@@ -107,11 +108,6 @@ def _take(peers: MemoryPeers, side: Side) -> None:
     if peers.last not in (None, (other, capturing)):
         peers.barrier()
     peers.last = side, capturing
-
-
-def _first(block: int) -> AbstractContextManager[None]:
-    # copies need an early start; kernels that pull gain nothing from it
-    return before_products() if block else nullcontext()
 
 
 def _blocks(peers: MemoryPeers, to_PBD: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:

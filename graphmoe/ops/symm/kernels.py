@@ -1,8 +1,7 @@
 """Kernels that exchange rows between ranks: tokens to the owners of their experts, and sums back.
 
-Suffixes as in the package; R rows sent at most, ``columns`` = D. RANKS is P rounded up to a power of two;
-ROWS, TOKENS and COLUMNS are the sizes of a tile. A record is 1 + 2 K int32 of a row sent: token, weights,
-expert numbers at the receiver; LANES is its padded length.
+Suffixes as in the package; ``columns`` = D. RANKS is P rounded up to a power of two. A record is 1 + 2 K
+int32 of a row sent: token, weights, expert numbers at the receiver; LANES is its padded length.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"

@@ -50,10 +50,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Region:
-    """Byte offsets of the parts of each rank's region, the same on all ranks.
+    """Byte offsets in each rank's region. Side "out" is tokens to weights, side "back" the rest.
 
-    Side "out" is tokens to weights, side "back" the rest. Only the owner writes, one side while peers may
-    read the other.
+    Only the owner writes, one side while peers may read the other.
     """
 
     sizes: Sizes

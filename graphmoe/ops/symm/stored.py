@@ -1,5 +1,4 @@
-"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival. Sums are never
-fp8.
+"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival.
 
 Gradients of received tensors have the model's dtype, so fp8 rows arrive in a tensor of that dtype, the
 **carrier**: N * D bytes of values, then 4 * N of scales. Never add or cast it.
@@ -59,7 +58,5 @@ def combine_grad_stored(dy_TD: Tensor, *way: Any) -> Tensor:
     *plan, rows, block = (*way[:4], *way[-2:])
     q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(dy_TD)
     numbers = torch.full_like(scale_T1, NO_EXPERT, dtype=torch.int32)
-    carrier_ND: Tensor = torch.ops.graphmoe.symm_bring_fp8(
-        q_TD, scale_T1, numbers, *plan, rows, 1, 1, block, dy_TD.dtype
-    )[0]
-    return carrier_ND
+    sizes = rows, 1, 1, block
+    return torch.ops.graphmoe.symm_bring_fp8(q_TD, scale_T1, numbers, *plan, *sizes, dy_TD.dtype)[0]

@@ -47,6 +47,8 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
         key = getattr(cause, "full_key", None) or (stated and stated[1])
         if not key or key == "_dummy_":  # Hydra's, for a group's option
             continue
+        if file and key in groups() and key not in known_keys():  # Hydra put its keys below the group's name
+            return f"{file}.yaml: its first line must be '# @package _global_', so that its keys are a run's"
         if key not in known_keys() and file:
             return f"unknown key '{key}' in {file}.yaml{_instead(key)}"
         return _misfit(key, cause, f"in {file}.yaml" if file else "on the command line")
@@ -263,6 +265,11 @@ def _missing_option(error: MissingConfigException, overrides: Sequence[Override]
 def _no_option(where: str, group: str, option: str, there: Sequence[str]) -> str:
     if answer := answer_to(option, there):
         return f"{where}: there is no {group} '{option}': {answer}"
+    if group == "model" and os.path.isfile(path := os.path.expanduser(option)):
+        use = f"text is read by data=files 'data.paths=[{option}]'"
+        if path.endswith((".yaml", ".yml")):
+            use = f"--config-dir DIR experiment={Path(path).stem} reads it from DIR/experiment"
+        return f"{where}: {option} is a file, and a model is a preset or a folder; {use}"
     listed = ", ".join(there)
     if group == "model" and "/" in option:
         instead = near_path(option) or f"; give a folder with config.json, or one of {listed}"

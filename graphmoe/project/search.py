@@ -50,15 +50,13 @@ def search(
     args: ProjectArgs,
     words: Sequence[str],
     report: Callable[[str], None] = lambda _: None,
-    show: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Return all candidates as plain values. Keys in ``words``, those of a run, stay as they are.
 
     Each layout with its schedule and its size of micro-batches has the fastest kind of recompute that fits.
     Where that one leaves no margin, the fastest that leaves one is there too; where no kind fits, the one
     that needs least memory is.
-    ``report`` gets the progress of the search in words, ``show`` a line for each layout with a margin that is
-    estimated to be faster than all before. *Raises* ConfigError.
+    ``report`` gets the progress of the search in words. *Raises* ConfigError.
     """
     refuse_unknown(config)
     fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
@@ -67,13 +65,9 @@ def search(
     estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    fastest = 0.0
     for found in _tried(tried, estimates, card):
         if isinstance(found, Fitting):
             fitting.append(found)
-            if found.tokens_per_s_per_gpu > fastest and has_margin(found.total_gb, card):
-                fastest = found.tokens_per_s_per_gpu
-                show(f"about {fastest:,.0f} tokens/s/GPU, {found.total_gb:,.1f} GB: {found.candidate.words}")
         else:
             rejected.append(found)
         report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")
@@ -97,7 +91,8 @@ def search(
     others = [found for found in fitting if id(found) not in chosen]
     report(f"projecting the fastest of {number_of(len(fitting), 'layout')}")
     lines = [_projected(found, args) for found in chosen.values()]
-    lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
+    # of layouts whose rates are shown alike, the one that leaves most memory is first
+    lines.sort(key=lambda line: (round(line["tokens_per_s_per_gpu"]), line["left_gb"]), reverse=True)
     with_margin = [line for line in lines if line["fits_with_margin"]]
     best_of_shapes: dict[object, dict[str, Any]] = {}
     for line in with_margin:  # fastest first

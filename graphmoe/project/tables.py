@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphmoe.config.arguments import text_table
+from graphmoe.config.ranges import number_of
 from graphmoe.plan.layout import ranks_of_axes
 from graphmoe.project.arguments import to_change
 from graphmoe.project.document import NEAR, margin_words, precision_words
@@ -35,7 +36,8 @@ def render(document: dict[str, Any]) -> Group:
         f"assumptions={document['assumptions']}",
         ranks_of_axes(document["layout"]),
         f"{document['global_batch_size']} sequences of {document['seq_len']} tokens in a step, of which each "
-        f"data-parallel rank has {document['micro_batches']} micro-batches of {document['micro_batch_size']}",
+        f"data-parallel rank has {number_of(document['micro_batches'], 'micro-batch')} of "
+        f"{document['micro_batch_size']}",
         f"{document['compute']}, {precision_words(document)}",
     ]
     if slots := document["replica_slots"]:

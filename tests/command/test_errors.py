@@ -104,6 +104,7 @@ def test_a_file_of_the_users_own_is_read_or_named_with_what_is_wrong(tmp_path, t
         ("experiment=mni", "there is no experiment 'mni'; did you mean experiment=mini?"),
         ("experiment=sweep/grap", "no experiment 'sweep/grap'; did you mean experiment=sweep/graph_scope?"),
         ("experiment=bad", "in a list of defaults: there is no model 'petits'; did you mean model=petite?"),
+        ("experiment=local", "experiment/local.yaml: its first line must be '# @package _global_'"),
         ("experiment=mini data=fles", "there is no data 'fles'; did you mean data=files?"),
         ("+mine=z", "'+mine=z' on the command line: there is no mine 'z'; did you mean mine=y? (options: y)"),
         ("model=null", "'model=null' on the command line: there is no model 'null'"),
@@ -117,6 +118,7 @@ def test_an_option_that_is_in_no_folder_is_one_line_with_those_of_the_users_own(
         "mine/y": "",
         "experiment/mini": f"{override}e",
         "experiment/bad": f"{override}s",
+        "experiment/local": "train:\n  steps: 3",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

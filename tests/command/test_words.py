@@ -152,15 +152,14 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (
-            "model=no/where",
-            "there is no folder 'no/where'; give a folder with config.json, or one of deepseek",
-        ),
+        ("model=no/where", "there is no folder 'no/where'; give a folder with config.json, or one of deep"),
         ("model=./empt", "there is no folder './empt'; did you mean empty?"),
         ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
         ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),
         ("model=" + 300 * "a/", "there is no folder 'a/a/"),
         ("model=damaged", "model=damaged: damaged/config.json is not JSON"),
+        ("mine.yaml", "a model is a preset or a folder; --config-dir DIR experiment=mine reads it"),
+        ("./text.txt", "./text.txt is a file, and a model is a preset or a folder; text is read by"),
         ("-m model=tiny,damaged", "model=damaged: damaged/config.json is not JSON"),
     ],
 )
@@ -168,7 +167,8 @@ def test_a_folder_that_gives_no_model_is_one_line(typed, said, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "damaged"):
         (tmp_path / name).mkdir()
-    (tmp_path / "damaged" / "config.json").write_text("{")
+    for name in ("damaged/config.json", "mine.yaml", "text.txt"):
+        (tmp_path / name).write_text("{")
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         read_words(typed.split())
     assert "\n" not in str(error.value)

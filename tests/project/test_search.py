@@ -63,8 +63,8 @@ def test_the_best_are_those_of_brute_force(small_card):
     everything, best = (searched(replace(small_card, top=top), *NARROW) for top in (10_000, 5))
     assert best["num_simulated"] < everything["num_simulated"] == best["num_fitting"]
     assert best["rejected"] == everything["rejected"] != []
-    rates = [line["tokens_per_s_per_gpu"] for line in everything["best"]]
-    assert rates == sorted(rates, reverse=True)
+    order = [(round(line["tokens_per_s_per_gpu"]), line["left_gb"]) for line in everything["best"]]
+    assert order == sorted(order, reverse=True)
     assert best["best"] == everything["best"][:5]
     for line in best["others_that_fit"]:
         same = next(other for other in everything["best"] if other["words"] == line["words"])
@@ -73,9 +73,8 @@ def test_the_best_are_those_of_brute_force(small_card):
 
 
 def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
-    shown: list[str] = []
     run = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
-    found = search(run, replace(small_card, top=1000), NARROW, show=shown.append)
+    found = search(run, replace(small_card, top=1000), NARROW)
     lines = found["shapes"]
     fitting = [line for line in found["best"] if line["fits_with_margin"]]
     for line in lines:
@@ -87,8 +86,6 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
     assert found["with_ep"] == next(iter(shared), None) != found["recommended"] and shared
     assert {found["with_ep"]["words"]} < {line["words"] for line in listed({**found, "shapes": lines[:1]})}
     assert "the best with parallel.ep of 8 or more, " in text_of(render_search(found), width=1000)
-    rates = [float(line.split()[1].replace(",", "")) for line in shown]
-    assert rates and rates == sorted(rates)
 
 
 def test_a_node_may_have_any_number_of_gpus(small_card):

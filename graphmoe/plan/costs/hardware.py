@@ -4,7 +4,6 @@ halved)."""
 import re
 from dataclasses import dataclass
 
-from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError
 
 GPUS_PER_NODE = 8
@@ -86,9 +85,7 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
 
 def card_of(name: str) -> Card:
     if name.lower() not in CARDS:
-        raise ConfigError(
-            f"hardware={name} is not known{nearest(name.lower(), list(CARDS))}; use one of {', '.join(CARDS)}"
-        )
+        raise ConfigError(f"hardware={name} is not known; use one of {', '.join(CARDS)}")
     return CARDS[name.lower()]
 
 

@@ -17,7 +17,6 @@ from graphmoe.config.choices import OutputFormat
 
 
 def main() -> None:
-    """Run the command line."""
     name, words = sys.argv[1] if len(sys.argv) > 1 else "help", sys.argv[2:]
     answer_version([name])
     if wants_help([name]):
@@ -41,7 +40,6 @@ def main() -> None:
 
 
 def overview() -> str:
-    """Return the list of commands with a line each."""
     lines = [f"  {name:<15}{line}" for name, line in COMMANDS.items()]
     return "\n".join(
         [

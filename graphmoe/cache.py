@@ -32,8 +32,6 @@ Action = enum.StrEnum("Action", ("list", "verify", "prune"))
 
 @dataclass
 class CacheArgs:
-    """Arguments of the tool."""
-
     action: Action = Action.list
     """list the entries, verify every file (exit status 1 if one was damaged), or prune."""
     max_size: str | None = None
@@ -45,7 +43,6 @@ class CacheArgs:
 
 
 def main(argv: list[str]) -> None:
-    """Do what is asked and print it."""
     args = parse_args(CacheArgs, argv, prog="graphmoe.cache", places=("action",))
     if args.max_size is not None and args.action is not Action.prune:
         raise ConfigError(f"max_size={args.max_size} is for action=prune, and action={args.action.name}")
@@ -72,7 +69,6 @@ def main(argv: list[str]) -> None:
 
 
 def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
-    """The entries as plain values, those used last first."""
     from graphmoe.runtime.cache.key import BASE
     from graphmoe.runtime.cache.store import total_bytes
 

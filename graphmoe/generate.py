@@ -45,7 +45,6 @@ class GenerateArgs:
 
 
 def main(argv: list[str]) -> None:
-    """Run the command line."""
     args = parse_args(GenerateArgs, argv, prog="graphmoe.generate", places=("run", "prompt"))
     if args.tokens < 1:
         raise ConfigError(f"tokens={args.tokens} must be greater than 0")

@@ -40,12 +40,10 @@ KINDS = {
 
 
 def main() -> None:
-    """Run the command line."""
     hydra_app(show, prog="graphmoe.info", examples=EXAMPLES, complete=with_some_batch)
 
 
 def show(cfg: RunConfig) -> None:
-    """Print the figures of the configured model."""
     smallest = smallest_layout(cfg)
     document = describe(plan_of(with_one_micro_batch(cfg, smallest), smallest.size("world")))
     emit(document, render(document), cfg.format)
@@ -138,7 +136,6 @@ def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
 
 
 def render(document: dict[str, Any]) -> Group:
-    """Return the figures as three tables for a terminal."""
     layers = f"{number_of(document['num_layers'], 'layer')}, {document['num_dense_layers']} of them dense"
     seq_len, num_ranks = document["seq_len"], document["num_ranks"]
     ranks = f", of a run of {num_ranks} ranks" if num_ranks > 1 else ""
@@ -159,16 +156,9 @@ def _parameter_table(parameters: dict[str, dict[str, int]]) -> Table:
     total, active = parameters["total"], parameters["active"]
     scale, unit = (1e9, "B") if total["full"] >= 1e9 else (1e6, "M")
     labels = {"full": "all", "body": "without embedding, head, norms, mtp"}
+    pairs = {labels.get(name, name): (number, active[name]) for name, number in total.items() if number}
     rows = [
-        (
-            labels.get(name, name),
-            f"{number:,}",
-            f"{active[name]:,}",
-            f"{number / scale:.3f}",
-            f"{active[name] / scale:.3f}",
-        )
-        for name, number in total.items()
-        if number
+        (name, *(f"{n:,}" for n in pair), *(f"{n / scale:.3f}" for n in pair)) for name, pair in pairs.items()
     ]
     return _table(("component", "total", "active", f"total {unit}", f"active {unit}"), rows)
 
@@ -184,7 +174,6 @@ def _flops_table(flops: dict[str, Any]) -> Table:
 
 
 def _memory_table(document: dict[str, Any]) -> Table:
-    """Bytes that grow with the parameters: on one rank, and on those that hold most and least."""
     memory, num_ranks = document["memory_bytes"], document["num_ranks"]
     scale, unit = (2**30, "GiB") if memory["total"] >= 2**30 else (2**20, "MiB")
     columns = {unit if num_ranks == 1 else f"{unit} on one rank": memory}

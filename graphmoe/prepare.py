@@ -17,8 +17,6 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class PrepareArgs:
-    """Arguments of the tool."""
-
     input: list[str]
     """Files, globs or folders of .txt, .jsonl or .parquet, separated by commas."""
     tokenizer: Path

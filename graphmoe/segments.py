@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 CAPTURABLE = tuple(name for name in SEGMENT_NAMES if name != "optimizer")
-"""Segments that replay from graphs of their own where ``graph.scope`` names them."""
+"""Segments that replay from graphs of their own if ``graph.scope`` names them."""
 SCOPES = {
     "none": (),
     "partial": ("attn", "moe_router", "moe_preprocess"),
@@ -31,8 +31,7 @@ PARTS = ("layernorm", "core_attn", "mla_up_proj", "moe_act", "mlp", "shared_expe
 """Pieces of segments that ``recompute.ops`` names."""
 SYNC_FREE_STAGES = (0, 1, 2, 3)
 """Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
-EXPERTS_STAGE = 2
-"""The stage from which the experts' products do not wait."""
+EXPERTS_STAGE = 2  # the stage from which the experts' products do not wait
 CAPTURED_FROM = {"moe_router": 1, "moe_preprocess": 1, "moe_dispatch": 3, "moe_experts": 3, "moe_combine": 3}
 """The stage from which a segment may be captured; the others never wait."""
 
@@ -66,7 +65,7 @@ class Segment:
     layer: int | None = None
     """The layer that it is a piece of, multi-token-prediction layers last; None for what is in no layer."""
     dynamic: bool = False
-    """True where sizes of its tensors differ from call to call: then it is part of no graph."""
+    """True if sizes of its tensors differ from call to call: then it is part of no graph."""
     fused: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
     """A dynamic segment's ``run`` as the pass fuse_experts would leave it, which sees graphs only. Its first
     arguments are the backend of the experts' kernels, and a ``Gradient`` for each parameter of its module,

@@ -3,9 +3,9 @@
 Results go to the run's folder (hydra.run.dir, by default outputs/<run.name>): resolved.yaml, env.json,
 metrics.jsonl, summary.json, logs/, tensorboard/ and checkpoints/.
 
-One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker. Where
+One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker. If
 torchrun, srun or mpirun started this process as one rank of many, it is that rank's worker.
-What imports torch is imported by the functions, so that a misspelt key is answered at once.
+Functions import what imports torch, so that a misspelt key is answered at once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ EXAMPLES = (
 
 
 def main() -> None:
-    """Run the command line."""
     exit_at_signals()
     gc.disable()  # until training begins
     try:
@@ -171,7 +170,7 @@ def train(config: RunConfig) -> float | None:
 
 
 def counted(config: RunConfig, starter: str) -> RunConfig:
-    """Put the ranks that there are into the configuration. *Raises* ConfigError where it asks for others."""
+    """Set the number of ranks that the launcher started. *Raises* ConfigError if others are configured."""
     launch, local_size = config.launch, int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // local_size
     wrong = [

@@ -5,9 +5,8 @@ as a torchrun of your own starts:
 
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
-Code that the file names as package.module:NAME is imported only where its name stands behind the file.
-
-What imports torch is imported by the functions: before it, a worker has to tie its life to its launcher's.
+Code that the file names as package.module:NAME is imported only if its name follows the file.
+Functions import what imports torch: a worker first arranges to die with its launcher.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ LOGS = "logs"
 
 
 def main() -> None:
-    """Run the command line."""
     start_rank()
     try:
         started_by()
@@ -280,11 +278,8 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
 
 
 def _leave() -> NoReturn:
-    """Run the exit handlers, flush the streams, and end this process with status 0.
-
-    A thread of gloo may still hold a tensor of the last collective: with Python's own end it aborts the
-    process (pytorch issue 190489, open with torch 2.13), which also takes half a second longer.
-    """
+    # A thread of gloo may hold a tensor of the last collective: Python's own end then aborts the process
+    # (pytorch issue 190489, open with torch 2.13).
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

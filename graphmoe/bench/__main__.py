@@ -54,7 +54,6 @@ def main(argv: list[str]) -> None:
 
 
 def suites() -> dict[SuiteName, Suite]:
-    """Return the suites by name. Their modules import torch."""
     from graphmoe.bench import calibrate_suite, dispatch_suite, ops_suite, replicas_suite, runs
 
     first = ops_suite.OPS, runs.STEP, dispatch_suite.DISPATCH, runs.LADDER, calibrate_suite.CALIBRATE
@@ -89,7 +88,6 @@ def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def render(document: dict[str, Any]) -> str:
-    """Return the table as Markdown, with its legend below."""
     from graphmoe.bench.cases import Scaled, table
 
     suite, facts = suites()[SuiteName[document["suite"]]], document["environment"]

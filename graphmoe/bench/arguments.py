@@ -25,8 +25,6 @@ ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 
 @dataclass
 class BenchArgs:
-    """Arguments of the tool."""
-
     suite: SuiteName = SuiteName.ops
     """The measured things: operations alone; training by graph.scope; by torchrun, how tokens travel;
     training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
@@ -98,7 +96,6 @@ def check(args: BenchArgs) -> tuple[torch.device, bool]:
 
 
 def ranks_of(args: BenchArgs, gpus: int) -> int:
-    """Return the ranks of each run; ``gpus`` is 0 on a CPU."""
     if args.nproc is not None:
         return args.nproc
     return (gpus or CPU_RANKS) if args.suite is SuiteName.ladder else 1

@@ -37,7 +37,7 @@ LAUNCHED = (
     "model=tiny", "data=synthetic", "graph.scope=none", "train.steps=100", "train.log_interval=100",
     "train.global_batch_size=1", "train.micro_batch_size=1", "data.seq_len=64", "optim.lr=1e-6", *UNREAD,
 )  # fmt: skip
-"""A step that takes the host longer than the device."""
+"""A step that is bound by the host."""
 TIMED_STEPS = 10
 WORK = {"attention_backward": 2}  # products of a call over those of the case's work
 BLANK: Row = {"case": "", "rate": "", "call": "", "kind": 0, "size": 0, "work": 0}
@@ -60,7 +60,7 @@ def dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Call
 
 
 def fp8_dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Calls:
-    """Return products of quantized sides that are contiguous along what is contracted."""
+    """Each side is contiguous along the contracted dimension."""
     product, dtype, one = formats.product, torch.bfloat16, torch.ones((), device=generator.device)
     sizes = (rows, inner), (rows, outer), (outer, inner), (inner, outer), (inner, rows), (outer, rows)
     x, dy, w, w_turned, x_turned, dy_turned = (quantise(normal(generator, *s), fp8_dtype()) for s in sizes)
@@ -78,7 +78,6 @@ def fp8_dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> 
 
 
 def experts(D: int, F: int, E: int, T: int, K: int, generator: torch.Generator) -> Calls:
-    """Return grouped products by the backends that ``moe.experts=auto`` takes, on a natural routing."""
     shape = MlpShape(T, D, F, E, K)
     backends = choose_backends("auto", shape, generator.device, None)
     forward, dgrad, wgrad = mlp_inputs(shape, generator, "forward", "dgrad", "wgrad")
@@ -92,7 +91,6 @@ def experts(D: int, F: int, E: int, T: int, K: int, generator: torch.Generator) 
 
 
 def fp8_experts(D: int, F: int, E: int, T: int, K: int, generator: torch.Generator) -> Calls:
-    """Return grouped fp8 GEMMs of quantized tokens and weights, on a natural routing."""
     _, plan, weight_TK = route(T, E, K, generator)
     x, dy = (quantise(normal(generator, T, D), fp8_dtype()) for _ in range(2))
     weights = normal(generator, E, 2 * F, D, scale=D**-0.5), normal(generator, E, D, F, scale=F**-0.5)
@@ -120,7 +118,7 @@ def router(hidden: int, num_experts: int, tokens: int, generator: torch.Generato
 
 
 def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.Generator) -> Calls:
-    """Return calls on B sequences of S tokens, H heads of queries and G of keys, of sizes E and V."""
+    """B sequences of S tokens, H query heads and G key heads of sizes E and V."""
     leaves = [normal(generator, B, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
     backend = choose_backend(AttentionBackend.auto, generator.device.type, E, V)
 
@@ -136,7 +134,6 @@ def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.G
 
 
 def head(hidden: int, vocabulary: int, tokens: int, generator: torch.Generator) -> Calls:
-    """Return the loss' forward, which makes both gradients."""
     h_TD, w_VD = normal(generator, tokens, hidden), normal(generator, vocabulary, hidden, scale=hidden**-0.5)
     labels_T = torch.randint(vocabulary, (tokens,), device=generator.device)
     return {"head": lambda: ops.linear_cross_entropy(h_TD, w_VD, labels_T, -100)}
@@ -190,7 +187,6 @@ TABLE: tuple[tuple[str, Callable[..., Calls], Callable[..., Point], Any, Any], .
 
 
 def operations(full: bool) -> Iterator[Operation]:
-    """Yield the operations of the table at each size; a name has only the first sizes."""
     for name, make, point, *sizes in TABLE:
         for each in sizes[0 if full else 1]:
             kind, size, work = point(*each)
@@ -199,7 +195,6 @@ def operations(full: bool) -> Iterator[Operation]:
 
 
 def measure_rates(args: BenchArgs, device: torch.device, full: bool) -> cases.Measured:
-    """Run ``suite=calibrate``: rows of calls, each with its share of the card's peak or ``value_us``."""
     card = card_of_device(device)
     rows: list[Row] = []
 
@@ -279,14 +274,13 @@ def _host_times(device: torch.device, limit_s: float) -> tuple[float, float]:
 
 
 def num_segments(model: ModelConfig) -> int:
-    """Return the segments of a model's forward, the embedding and the loss among them."""
     of_moe = [name for name in MOE_SEGMENTS if model.shared_ffn_size or name != "shared_experts"]
     dense = model.num_dense_layers
     return 2 + dense * len(DENSE_SEGMENTS) + (model.num_layers + model.mtp_depth - dense) * len(of_moe)
 
 
 def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
-    """Return the case of an all-to-all of all ranks, equal on all of them; its run is collective."""
+    """An all-to-all of all ranks; its run is collective."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
 
@@ -300,15 +294,8 @@ def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
         ms = statistics.median(ranks.together(samples))
         return [{"median_ms": ms, "share": out / ms * 1e3 / (card.node_gb_per_s * 1e9)}]
 
-    about = {
-        "case": "all_to_all",
-        "rate": "node",
-        "call": "node",
-        "kind": ranks.size,
-        "size": size,
-        "work": out,
-    }
-    return Case("all_to_all", BLANK | about, run)
+    about = {"rate": "node", "call": "node", "kind": ranks.size, "size": size, "work": out}
+    return Case("all_to_all", BLANK | {"case": "all_to_all"} | about, run)
 
 
 def rates_of_rows(rows: Sequence[Row]) -> dict[str, Any]:

@@ -48,8 +48,6 @@ class CaseFailed(Exception):
 
 
 class Case(NamedTuple):
-    """One measured thing of a suite."""
-
     name: str
     about: Row  # facts that each of its rows begins with, also the one of a case that fails
     run: Callable[[], list[Row]]  # what rows have beyond that; what it raises is the error of a row
@@ -94,7 +92,7 @@ class Operation(NamedTuple):
         return Case(self.name, about, lambda: self.rows(device, repeats, lambda _: self.floor_ms))
 
     def rows(self, device: torch.device, repeats: int, floor_ms: Callable[[str], float]) -> list[Row]:
-        """Check, warm up and time the alternatives; one that fails is a row, and the others go on."""
+        """Check, warm up and time the alternatives; one that fails is a row of its own."""
         rows: dict[str, Row] = {}
         calls: dict[str, Call] = {}
         expected: Any = None
@@ -142,7 +140,6 @@ def _kept_bytes(forward: Callable[[], Tensor], device: torch.device) -> int:
 
 
 def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:
-    """Return samples with their spread, and the median against a floor."""
     p10, median, p90 = (round(ms, 6) for ms in spread(samples_ms))
     row: Row = {"samples_ms": [round(ms, 6) for ms in samples_ms]}
     row |= {"p10_ms": p10, "median_ms": median, "p90_ms": p90}
@@ -150,7 +147,7 @@ def times_of(samples_ms: Sequence[float], floor_ms: float) -> Row:
 
 
 def compare(names: Sequence[str], results: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """Return an error if results are not finite or not the expected ones."""
+    """Return an error if a result is not finite or differs from the expected one."""
     wrong: list[str] = []
     for name, result, wanted in zip(names, results, expected, strict=False):
         if result.is_floating_point():
@@ -165,7 +162,7 @@ def compare(names: Sequence[str], results: Sequence[Tensor], expected: Sequence[
 
 
 def reason(error: BaseException) -> str:
-    """Return the kind and first line of an error, without folders of this machine; all of one in words."""
+    """Return the kind and first line of an error, without folders of this machine."""
     if isinstance(error, (CaseFailed, ConfigError)):
         return " ".join(str(error).split())
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -173,17 +170,15 @@ def reason(error: BaseException) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Return the text with absolute paths cut to their last part."""
     return re.sub(r"(?<![\w./:~])/(?:[^/\s'\",=]+/)+", "", text)
 
 
 def run_cases(
     cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = ()
 ) -> list[Row]:
-    """Return rows of the chosen cases, each logged, ``brief`` if it has no error, and kept beside ``out``.
+    """Return rows of the chosen cases, kept beside ``out`` too; a failed case is a row.
 
-    What a case raises is its row's error, and the others go on. *Raises* ConfigError for an ``only`` that
-    begins no case's name.
+    *Raises* ConfigError for an ``only`` that begins no case's name.
     """
     if unknown := [prefix for prefix in only if not any(case.name.startswith(prefix) for case in cases)]:
         names = [case.name for case in cases]
@@ -212,7 +207,7 @@ def run_cases(
 
 
 def keep(out: Path | None, rows: Sequence[Row]) -> None:
-    """Add rows to a file beside the one that the document will be, for a suite that ends before."""
+    """Append rows to the file beside ``out``, for a suite that ends early."""
     try:
         if out is not None and is_first():
             with rows_file(out).open("a", encoding="utf-8") as file:
@@ -222,12 +217,10 @@ def keep(out: Path | None, rows: Sequence[Row]) -> None:
 
 
 def rows_file(out: Path) -> Path:
-    """Return the file of rows until the document is written."""
     return out.with_suffix(".rows.jsonl")
 
 
 def is_first() -> bool:
-    """Return whether this process prints and writes, the first of those of torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -265,12 +258,10 @@ def _cell(form: str, row: Row) -> str | None:
 
 
 def layers(full: bool) -> dict[str, MlpShape]:
-    """Return the experts that operations are timed at, by label."""
     return {label: sizes[0 if full else 1] for label, sizes in LAYERS.items()}
 
 
 def normal(generator: torch.Generator, *size: int, scale: float = 1.0) -> Tensor:
-    """Return random numbers in bf16."""
     return torch.randn(size, generator=generator, device=generator.device).mul_(scale).bfloat16()
 
 

@@ -1,5 +1,4 @@
-"""``suite=dispatch``: how tokens travel between the ranks of one node, each way by itself and beside the
-experts' products of another micro-batch.
+"""``suite=dispatch``: token exchange between ranks of one node, alone and beside expert GEMMs.
 
 Suffixes: T tokens, K slots, E experts, P ranks, N rows received, D hidden.
 """
@@ -41,8 +40,6 @@ BESIDE = {"dispatch": "forward", "combine": "forward", "combine_grad": "dgrad", 
 
 
 class Way(NamedTuple):
-    """A dispatcher with all that its exchanges need in place."""
-
     calls: Mapping[str, Call]  # collectives by name, on the stream that the way was made on
     results: Mapping[str, Tensor]  # equal for all ways, bit for bit
     captures: bool  # if the exchanges can be part of a graph
@@ -93,13 +90,13 @@ def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) ->
 
 
 def ways(blocks: Iterable[float], vendors: Iterable[str] = ()) -> dict[str, float | None]:
-    """Return the ways by name, `alltoall` first, with the rows of a block over the mean between two ranks."""
+    """Return the variants by name, `alltoall` first, with rows of a block over the mean per pair of ranks."""
     shares = {f"copy_engine_{share:g}": share for share in blocks}
     return {"alltoall": None, "pull": None} | shares | dict.fromkeys(vendors)
 
 
 def vendors_of(device: torch.device, hidden: int) -> tuple[list[str], list[str]]:
-    """Return dispatchers through a package's buffer that can run on such a device, and why one cannot."""
+    """Return the vendor dispatchers that can run here, and why others cannot."""
     if device.type != "cuda":
         return [], []
     choice = "turbo" if torch.version.hip else "deepep"
@@ -115,7 +112,6 @@ def vendors_of(device: torch.device, hidden: int) -> tuple[list[str], list[str]]
 
 
 def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> cases.Measured:
-    """Run ``suite=dispatch``. Equal on all ranks."""
     shape = cases.layers(full)[LABEL]
     vendors, left_out = vendors_of(device, shape.D)
     with joined_ranks(device) as ranks:
@@ -131,7 +127,7 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> case
 
 
 class DispatchSuite:
-    """Cases on all ranks. What it is asked, and its rows, are equal on all of them."""
+    """Cases of all ranks; arguments and rows are equal on each."""
 
     def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats
@@ -143,7 +139,6 @@ class DispatchSuite:
         use_peers(make_peers(ranks.mesh, ranks.device))
 
     def cases(self, shape: MlpShape, ways: Mapping[str, float | None]) -> list[Case]:
-        """Return a case of each routing and way, whose run is a collective."""
         sizes = {name: size for name, size in asdict(shape).items() if name != "dtype"}
         found = []
         for routing in ("natural", "balanced"):

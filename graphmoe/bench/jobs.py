@@ -1,7 +1,4 @@
-"""Runs of training that the suites step, ladder and projection measure, each in a process of its own.
-
-A process takes its memory and the caches of the device with it.
-"""
+"""Training runs of the suites step, ladder and projection, each in a process that frees its memory."""
 
 import functools
 import json
@@ -49,8 +46,6 @@ SHOWN = 4000  # characters of a failed job's output that are logged, since its f
 
 
 class RunCase(NamedTuple):
-    """One run: the facts of its row, whose overrides are all that the run sets."""
-
     name: str
     row: Row
     config: RunConfig | ConfigError  # without its number of steps; an error if it cannot be composed
@@ -134,7 +129,6 @@ def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary:
 
 
 def compose_config(*words: str) -> RunConfig:
-    """Return the configuration of a run with these overrides. *Raises* ConfigError."""
     try:
         return to_config(composed(words))
     except (HydraException, OmegaConfBaseException) as error:
@@ -175,7 +169,6 @@ def refuse(args: BenchArgs) -> list[str]:
 
 
 def key_of(word: str) -> str:
-    """Return the key that an override sets."""
     return word.partition("=")[0].lstrip("+~")
 
 

@@ -44,7 +44,6 @@ ops = torch.ops.graphmoe
 
 
 def measure_operations(args: BenchArgs, device: torch.device, full: bool) -> cases.Measured:
-    """Run ``suite=ops``."""
     operations, left_out = ops_suite(full, device)
     made = [operation.case(device, args.repeats) for operation in operations]
     rows = cases.run_cases(made, "{alternative} {median_ms:.3f} ms".format_map, args.out, args.only)

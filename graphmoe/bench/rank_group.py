@@ -1,8 +1,8 @@
-"""The ranks of a benchmark, which torchrun starts, what becomes of an error on one of them, and their times.
+"""Ranks of a benchmark that torchrun starts: errors of one rank, and times of the slowest.
 
-A sample is a number of rounds, which all ranks begin at once. In each turn of a round an exchange runs on a
-stream of its own and products on another, which then wait for each other. On a GPU all rounds are one graph
-if the exchange can be captured. A CPU runs one after the other.
+In each turn of a round an exchange and products run on two streams, which then wait for each other; on a CPU
+one runs after the other. All ranks begin a sample, several rounds, at once. On a GPU a sample is one graph if
+the exchange can be captured.
 """
 
 import logging
@@ -85,7 +85,7 @@ class RankGroup(Ranks):
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
-    """The ranks that torchrun started, with NVLink multicast off; the GPU must be this rank's own."""
+    """Join the ranks that torchrun started, with NVLink multicast off."""
     os.environ.update(MULTICAST)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,7 +109,6 @@ def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, capture
 
 
 def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exchange_first: bool) -> None:
-    """Queue both: a captured exchange first, one that blocks the host second."""
     if ranks.exchanges is None:
         for call in filter(None, (exchange, products)):
             call()
@@ -126,7 +125,6 @@ def _take(ranks: RankGroup, exchange: Call | None, products: Call | None, *, exc
 
 
 def _captured(ranks: RankGroup, run: Call) -> Call:
-    """Return a graph's replay. The call runs once before, so that the capture compiles nothing."""
     assert ranks.products is not None
     with torch.cuda.stream(ranks.products):
         run()

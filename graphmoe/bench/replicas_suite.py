@@ -37,7 +37,6 @@ class Sizes(NamedTuple):
 
 
 def simulate(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run the suite: two rows of each load, with and without slack."""
     cases, sizes = list[Case](), dict[str, Sizes]()
     for name in MODELS:
         model = compose_config(f"model={name}").model
@@ -93,7 +92,6 @@ def drawn_counts(share: list[float], R: int) -> Tensor:
 
 
 def planned(counts_RE: Tensor, slack: int, sizes: dict[str, Sizes]) -> Row:
-    """Plan replicas of one layer and micro-batch, and return what they change and take."""
     R, E = counts_RE.shape
     home_E, expert_RS, rows_RS = replicas.plan(counts_RE, E // R, slack)
     owner_E = torch.arange(E) // (E // R)

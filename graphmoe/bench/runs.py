@@ -61,7 +61,7 @@ RUNGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ep_overlap": ("a backward beside the next forward", ("pipeline.ep_overlap=true",)),
     "host_tuning": ("NUMA binding, garbage at fixed steps", ("host.numa=auto", "host.manual_gc=true")),
 }
-"""Changes of each rung, which the rungs after it keep; larger micro-batches come last."""
+"""Changes of each rung, which later rungs keep; larger micro-batches follow."""
 FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_mbs1_none": (1, 1, (*LITE, *LONG)),
     "lite_mbs1_layer": (1, 1, (*LITE, *LONG, "graph.scope=layer")),
@@ -148,7 +148,6 @@ STEP = Suite(
 
 
 def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run ``suite=ladder``."""
     rows, left_out, method = jobs.measure(ladder_cases, rung_numbers, args, device, full)
     take_gains(rows)
     return rows, left_out, method
@@ -165,20 +164,15 @@ def ladder_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[R
             raise ConfigError(f"overrides={word}: all GPUs of one node are along parallel.ep; use nproc=...")
     shape = WHOLE if full else ("data.seq_len=16", *TINY)
     sizes = args.micro_batch_sizes or ([2, 4] if full else [1, 2])
-    larger = {f"micro_batch_{size}": (f"{size} sequences at once", ()) for size in sizes[1:]}
+    rungs = [(name, what, words, sizes[0]) for name, (what, words) in RUNGS.items()]
+    rungs += [(f"micro_batch_{size}", f"{size} sequences at once", (), size) for size in sizes[1:]]
     cases: list[RunCase] = []
     changed: dict[str, str] = {}
-    for (name, (what, words)), size in zip(
-        (RUNGS | larger).items(), [sizes[0]] * len(RUNGS) + sizes[1:], strict=True
-    ):
+    for name, what, words, size in rungs:
         changed |= {key_of(word): word for word in words}
         defaults = (*shape, f"train.global_batch_size={size * ranks * MICRO_BATCHES}")
-        fixed = [
-            *changed.values(),
-            f"train.micro_batch_size={size}",
-            f"parallel.ep={ranks}",
-            "launch.nodes=1",
-        ]
+        fixed = [*changed.values(), f"train.micro_batch_size={size}"]
+        fixed += [f"parallel.ep={ranks}", "launch.nodes=1"]
         row = {"rung": name, "what": what, "ranks": ranks}
         cases.append(run_case(args, device, ranks, name, row, defaults, fixed))
     return cases
@@ -224,7 +218,6 @@ LADDER = Suite(
 
 
 def measure_projections(args: BenchArgs, device: torch.device, full: bool) -> Measured:
-    """Run ``suite=projection``."""
     card = card_of_device(device)
 
     def numbers_of(config: RunConfig, ranks: int, found: Trained, repeats: int) -> Row:
@@ -252,7 +245,7 @@ def projection_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> li
 def projected_run(
     config: RunConfig, card: Card, rates: Path | None, num_ranks: int
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each place along pp, and the step, on ``num_ranks``. *Raises* ConfigError."""
+    """Return the memory of each position along pp, and the step. *Raises* ConfigError."""
     if config.precision.compute is ComputeDtype.auto:
         config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
     return projected(plan_of(resolve(config), num_ranks), card, rates)

@@ -1,4 +1,4 @@
-"""Texts of configuration errors: the key, its place, and the nearest valid key."""
+"""Texts of configuration errors: the key, its file, and the nearest valid key."""
 
 import dataclasses
 import difflib
@@ -114,7 +114,6 @@ def _misfit(key: str, cause: BaseException, where: str) -> str:
 
 
 def known_keys() -> list[str]:
-    """Return every key of the schema, dotted."""
     return [*typing.get_type_hints(RunConfig), *(field.key for field in fields_of(RunConfig()))]
 
 
@@ -139,7 +138,7 @@ USUAL_NAMES = {
     "sequence_length": "data.seq_len",
     "steps": "train.steps",
 }
-"""Names that other trainers give a key, where no spelling leads to ours."""
+"""Names that other trainers give to keys."""
 _ALL_COUNT = "every token of a document counts in the loss"
 ANSWERS = {
     "q?lora|peft|adapters?": "there are no adapters: all weights are trained, from those of a folder with "
@@ -304,7 +303,6 @@ def parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
 
 @functools.cache
 def groups() -> list[str]:
-    """Return the groups of options."""
     return sorted(p.name for p in CONF.iterdir() if p.is_dir() and not p.name.startswith("_"))
 
 

@@ -41,8 +41,7 @@ def help_text(
 ) -> str:
     """Return the help of ``graphmoe.<name>``: the keys that people set, or all.
 
-    ``words`` are those of its command line, whose values it shows where they can be composed. ``more`` are
-    types of keys that only the tool has.
+    Values are those of ``words``, its command line, if they compose. ``more``: types of the tool's own keys.
     """
     given, own, said = _given(words, more or {})
     often, rows = OFTEN_SET.split(), dict(_keys(given))

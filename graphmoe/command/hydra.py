@@ -48,8 +48,7 @@ from graphmoe.runtime.host.signals import Interrupted
 Task = Callable[[RunConfig], Any]
 Prepare = Callable[[RunConfig], Any]
 Complete = Callable[[RunConfig], RunConfig]
-_SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")
-"""Ends of names of folders, as shells complete them."""
+_SLASHES = re.compile(r"(?<=[^=,/'\"])/+(?=['\"]?(,|$))")  # ends of names of folders, as shells complete them
 
 
 def hydra_app(
@@ -194,7 +193,6 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
 def to_config(
     cfg: DictConfig, prepare: Prepare | None = None, complete: Complete | None = None, prog: str = ""
 ) -> RunConfig:
-    """Return the typed, checked and resolved configuration; ``prog`` says on stderr that it starts."""
     try:
         note_interpolations(cfg)
         # A second, strict merge: it refuses keys that +key=value slipped past the schema.
@@ -255,7 +253,6 @@ def _typed(plain: Any) -> RunConfig:
 
 @functools.cache
 def schema() -> DictConfig:
-    """``RunConfig`` with its defaults, for merges, which do not change it; made once, as it takes long."""
     return OmegaConf.structured(RunConfig)
 
 

@@ -65,7 +65,6 @@ def own_folders(words: Sequence[str]) -> Iterator[Path]:
 
 
 def run_hints() -> dict[str, Any]:
-    """Return the type of each key of a run, and of each group, which takes a name."""
     sections = typing.get_type_hints(RunConfig)
     plain = {name: kind for name, kind in sections.items() if not dataclasses.is_dataclass(kind)}
     return dict.fromkeys(groups(), str) | plain | {field.key: field.hint for field in fields_of(RunConfig())}

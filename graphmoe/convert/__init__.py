@@ -22,8 +22,6 @@ class WeightDtype(enum.Enum):
 
 @dataclass
 class ConvertArgs:
-    """Arguments of the tool."""
-
     from_: Path
     """Hugging Face folder, graphmoe weights folder, run folder, or one checkpoint of a run."""
     to: Path

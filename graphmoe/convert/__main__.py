@@ -13,7 +13,6 @@ from graphmoe.run.stored import kind_of
 
 
 def main(argv: list[str]) -> None:
-    """Convert, and say what was written where."""
     args = parse_args(ConvertArgs, argv, prog="graphmoe.convert", places=("from", "to"))
     target_of(args, kind_of(args.from_))
     from graphmoe.convert.weights import convert  # imports torch

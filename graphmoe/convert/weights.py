@@ -40,8 +40,7 @@ class Source:
     dtypes: dict[str, torch.dtype]
     read: Callable[[str, Index], Tensor]
     token_ids: dict[str, Any]
-    tokenizer: Path
-    """The tokenizer.json that goes along with the files beside it; it may be missing."""
+    tokenizer: Path  # the tokenizer.json that goes along with the files beside it; it may be missing
     step: int | None = None
     end_token: str | None = None
     """Token that ends a document in a run's data, to be declared in the tokenizer's files."""
@@ -127,7 +126,5 @@ def _write_tokenizer(source: Source, to: Path) -> list[Path]:
             }
     for name, document in made.items():
         (to / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return [
-        *(Path(shutil.copyfile(path, to / name)) for name, path in found.items()),
-        *(to / n for n in made),
-    ]
+    copied = (Path(shutil.copyfile(path, to / name)) for name, path in found.items())
+    return [*copied, *(to / name for name in made)]

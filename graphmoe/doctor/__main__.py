@@ -12,14 +12,11 @@ from graphmoe.config.schema import OutputFormat
 
 @dataclass
 class DoctorArgs:
-    """Arguments of the tool."""
-
     format: OutputFormat = OutputFormat.text
     """Form of the findings on stdout: text, or one JSON document."""
 
 
 def main(argv: list[str]) -> None:
-    """Examine the machine and print the findings."""
     args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
     from graphmoe.doctor.facts import examine, render  # imports torch
 

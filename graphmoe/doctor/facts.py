@@ -55,7 +55,6 @@ def examine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of this project and of its packages; None where one is missing."""
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     return {
         "python": platform.python_version(),
@@ -66,7 +65,6 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Name, memory, architecture, known bf16 peak and NUMA node of each GPU."""
     every = [torch.cuda.get_device_properties(index) for index in range(_num_gpus())]
     return [
         {
@@ -83,7 +81,6 @@ def devices() -> list[dict[str, Any]]:
 
 
 def host() -> dict[str, Any]:
-    """System, cores, NUMA nodes and memory of the host."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -95,7 +92,7 @@ def host() -> dict[str, Any]:
 
 
 def node_of_gpu(index: int) -> int | None:
-    """The NUMA node that a GPU is attached to; None where the system does not say."""
+    """The NUMA node that a GPU is attached to; None if the system does not say."""
     try:
         return numa_node(torch.device("cuda", index))
     except (OSError, RuntimeError, ValueError):
@@ -127,7 +124,6 @@ def links() -> dict[str, Any]:
 
 
 def examine_capability(name: str, probe: Callable[[], str]) -> dict[str, Any]:
-    """Name of a capability, whether it is there, and what its probe says of that."""
     try:
         return {"name": name, "ok": True, "detail": probe()}
     # of torch for drivers and capture; of its private parts, which may move; of a compiler
@@ -136,7 +132,6 @@ def examine_capability(name: str, probe: Callable[[], str]) -> dict[str, Any]:
 
 
 def probe_graphs() -> str:
-    """Capture a small graph on the first GPU and compare a replay with the right result."""
     _require(_num_gpus(), "no GPU")
     replayed = _replay_small_graph()
     _require(replayed == 7.0, f"the replay gave {replayed}, not 7.0")
@@ -155,13 +150,11 @@ def probe_symmetric_memory() -> str:
 
 
 def probe_nccl() -> str:
-    """Look for NCCL, or RCCL under ROCm, in the torch build."""
     _require(dist.is_available() and dist.is_nccl_available(), "not in this build of torch")
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def probe_gloo() -> str:
-    """Look for gloo in the torch build."""
     _require(dist.is_available() and dist.is_gloo_available(), "not in this build of torch")
     return "in this build of torch"
 
@@ -199,7 +192,6 @@ def _require(holds: object, why: str) -> None:
 
 
 def examine_package(package: Package) -> dict[str, Any]:
-    """State, use and installation of one optional package."""
     state = "installed" if is_installed(package.module) else "missing"
     if state == "installed" and package.is_native:
         try:
@@ -220,7 +212,6 @@ def examine_package(package: Package) -> dict[str, Any]:
 
 
 def render(document: dict[str, Any]) -> Group:
-    """The findings as coloured tables for a terminal."""
     shown = {name: name.replace("_gib", " GiB").replace("_", " ") for name in document["host"]}
     facts = {shown[name]: value for name, value in document["host"].items()}
     rows: list[list[Any]] = [[name, version or "missing"] for name, version in document["versions"].items()]
@@ -242,15 +233,8 @@ def render(document: dict[str, Any]) -> Group:
     rows = [[each["name"], each["ok"], each["detail"]] for each in document["capabilities"]]
     parts.append(_table("Capabilities", ("capability", "", "detail"), rows))
     libraries = document["libraries"]
-    rows = [
-        [
-            a["name"],
-            a["state"] == "installed",
-            ", ".join(filter(None, (a["version"], a["plugin"]))),
-            a["enables"],
-        ]
-        for a in libraries
-    ]
+    found = {a["name"]: ", ".join(filter(None, (a["version"], a["plugin"]))) for a in libraries}
+    rows = [[a["name"], a["state"] == "installed", found[a["name"]], a["enables"]] for a in libraries]
     parts.append(_table("Optional libraries", ("library", "", "version", "enables"), rows))
     if unusable := [found for found in libraries if found["state"] != "installed"]:
         lines = [f"  {found['name']} ({found['state']}): {found['install']}" for found in unusable]

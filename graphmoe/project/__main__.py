@@ -29,7 +29,6 @@ EXAMPLES = [
 
 
 def main(argv: list[str]) -> None:
-    """Read the tool's own words here and all others by Hydra, and project the run."""
     with_all = "--help=all" in argv
     if with_all or wants_help(argv):
         hints = typing.get_type_hints(ProjectArgs)

@@ -19,8 +19,6 @@ Assumptions = enum.StrEnum("Assumptions", ("exact", "published"))
 
 @dataclass
 class ProjectArgs:
-    """Keys of the tool; all others are those of a run."""
-
     hardware: str
     """Card of all ranks: mi300x, mi325x, mi355x, h100, h200 or b200."""
     nodes: int | None = None
@@ -42,7 +40,7 @@ class ProjectArgs:
     per_node = GPUS_PER_NODE  # no key of the tool: a run's launch.nproc, once it is known
 
     def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
-        """Take nodes and GPUs of a node from a run's keys; its default, one process, is a whole node here."""
+        """Set nodes and GPUs per node from a run's keys; the default of one process means a whole node."""
         is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
         self.per_node = GPUS_PER_NODE if is_open or launch.nproc == "auto" else int(launch.nproc)
         self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
@@ -68,14 +66,13 @@ MISSPELT = 0.7
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into those of the tool's own keys, and all others."""
     keys = {field.name for field in fields(ProjectArgs)}
     own = [word for word in words if word.partition("=")[0] in keys]
     return own, [word for word in words if word not in own]
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for words that no run takes: misspelt keys of the tool, and ``-m``."""
+    """Raise ConfigError for misspelt keys of the tool, and for ``-m``."""
     keys = [field.name for field in fields(ProjectArgs)]
     given = [word for word in words if "=" in word or word.startswith("--")]
     names = {word.removeprefix("--").partition("=")[0] for word in given} - {*keys}
@@ -88,7 +85,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check(args: ProjectArgs, words: Sequence[str]) -> None:
-    """Raise ConfigError for values out of range, and for words of a run that contradict the tool's."""
+    """Raise ConfigError for values out of range, and for contradictory keys of a run."""
     numbers = {"nodes": args.nodes, "top": args.top}
     problems = [f"{key}={n} must be 1 or more" for key, n in numbers.items() if n is not None and n < 1]
     for word in words:
@@ -114,9 +111,8 @@ def check(args: ProjectArgs, words: Sequence[str]) -> None:
 def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = frozenset()) -> RunConfig:
     """Return the configuration on the tool's ranks, in bf16, with a global batch if none was chosen.
 
-    The batch has ``pipeline.microbatches`` micro-batches on each rank, or four for each rank of a pipeline,
-    or one. For a search it has four times ``train.micro_batch_size`` sequences for each GPU, whatever the
-    layout, whose rules are not checked yet.
+    A rank has ``pipeline.microbatches`` micro-batches, or 4 per rank of a pipeline, or one. A search has
+    4 * ``train.micro_batch_size`` sequences per GPU, and its layout is not checked yet.
     """
     args.place(config.launch, fixed)
     config = replace(
@@ -139,7 +135,6 @@ def completed(config: RunConfig, args: ProjectArgs, fixed: frozenset[str] = froz
 
 
 def fixed_keys(words: Sequence[str]) -> frozenset[str]:
-    """Return the keys that a command line gives, which a search leaves as they are."""
     return frozenset(word.lstrip("+~").partition("=")[0] for word in words)
 
 
@@ -155,7 +150,7 @@ def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
 
 
 def to_change(command: str, card_gb: float) -> str:
-    """Return a sentence on the words of a `train_command` that stand for what only its reader knows."""
+    """Return what the reader has to change in a `train_command`."""
     words, notes = shlex.split(command), []
     if DATA in words:
         notes.append(f"put your data in the place of {DATA}, which is random tokens")
@@ -174,10 +169,8 @@ def _to_search(config: RunConfig, args: ProjectArgs, is_open: bool) -> RunConfig
     config.launch.nproc = config.launch.nodes = "auto"
     if is_open:
         config.train.global_batch_size = 4 * args.num_ranks * config.train.micro_batch_size
-    any_ranks = ("auto", "local", "alltoall")
-    if (
-        config.moe.dispatcher not in any_ranks and config.parallel.ep == 1
-    ):  # it needs ranks that share experts
+    # other dispatchers need ranks that share experts
+    if config.moe.dispatcher not in ("auto", "local", "alltoall") and config.parallel.ep == 1:
         ep = math.gcd(config.model.num_experts, args.per_node)
         config.parallel = replace(config.parallel, ep=ep)
     return config

@@ -32,8 +32,6 @@ VIRTUAL_STAGES = (2, 3, 4, 6)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that a search tries."""
-
     words: str
     config: RunConfig
     layout: Layout
@@ -41,7 +39,7 @@ class Candidate:
 
 
 class Candidates:
-    """Candidates of a search. Keys in ``fixed`` stay as they are in the configuration."""
+    """Runs that a search tries; keys in ``fixed`` stay as they are in the configuration."""
 
     def __init__(self, config: RunConfig, args: ProjectArgs, fixed: frozenset[str]) -> None:
         self.num_ranks, self.fixed = args.num_ranks, fixed
@@ -85,7 +83,6 @@ class Candidates:
     def _dispatchers(
         self, parallel: ParallelConfig, precision: PrecisionConfig
     ) -> list[tuple[MoEConfig, str]]:
-        """Return dispatchers to try, with the word for the one of fp8 experts; bf16 beside fp8 has it too."""
         moe = self.config.moe
         if moe.dispatcher not in ("local", "alltoall") or "moe.dispatcher" in self.fixed:
             return [(replace(moe, dispatcher=dispatcher_of(moe, parallel)), "")]
@@ -98,7 +95,6 @@ class Candidates:
         return [plain, symm] if len(self.precisions) > 1 else [plain]
 
     def scheduled(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a layout with each schedule, as it is where there is no pipeline."""
         for name, virtual_stages in self._schedules(candidate.layout.pp):
             words = self._schedule_words(candidate.layout.pp, name, virtual_stages)
             pipeline = replace(candidate.config.pipeline, schedule=name, virtual_stages=virtual_stages)
@@ -106,7 +102,7 @@ class Candidates:
             yield replace(candidate, words=_joined(candidate.words, *words), config=config)
 
     def sized(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a layout with each size of micro-batches that its data-parallel ranks can share."""
+        """Yield a layout with each micro-batch size that divides its batch."""
         for size in self.micro_batch_sizes:
             train = replace(candidate.config.train, micro_batch_size=size)
             if any(rank_batch_rules(train, candidate.layout, self.num_ranks)):
@@ -116,7 +112,6 @@ class Candidates:
             yield replace(candidate, words=_joined(candidate.words, words), config=config)
 
     def recomputing(self, candidate: Candidate, kind: str) -> Candidate:
-        """Return a candidate with a kind of recompute, whose words are complete."""
         config = replace(candidate.config, recompute=self.kinds[kind])
         return replace(candidate, words=_joined(candidate.words, kind, self._batch), config=config, kind=kind)
 
@@ -227,12 +222,11 @@ def _all_keys(recompute: RecomputeConfig) -> str:
 
 
 def without_advice(problem: str) -> str:
-    """Return the problem, without what a single run would change: a search tries that, or it is fixed."""
     return problem.partition("; ")[0]
 
 
 def len_of_parts(model: ModelConfig) -> int:
-    """Parts of a model that stages may have: embedding, layers and loss."""
+    """Count the parts that stages may have: embedding, layers and loss."""
     return model.num_layers + model.mtp_depth + 2
 
 

@@ -31,12 +31,12 @@ NEAR = "near the limit"
 
 
 def has_margin(total_gb: float, card: Card) -> bool:
-    """Return True where a rank fits even if it needs more by the error that a projection may have."""
+    """Return True if a rank still fits when its projection is too low by `MEMORY_ERROR`."""
     return total_gb <= (1 - MEMORY_ERROR) * card.memory_gb
 
 
 def margin_words(document: Mapping[str, Any]) -> str:
-    """Explain that a rank is near the limit of its card, and what else has to find room there."""
+    """Explain that a rank is near the limit of its card, and what is not counted."""
     return (
         f"{NEAR.capitalize()}: less than {MEMORY_ERROR * document['card_gb']:,.1f} GB are left, "
         f"{MEMORY_ERROR:.0%} of the card, by which a projection may be too low. What is not counted needs "
@@ -47,7 +47,7 @@ def margin_words(document: Mapping[str, Any]) -> str:
 def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each place along pp, and the step, by ``bubble`` if given."""
+    """Return the memory of each position along pp, and the step, with ``bubble`` if given."""
     places = exact_memory(plan, on_nvidia=card.is_nvidia)
     sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
@@ -56,8 +56,7 @@ def projected(
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     """Project all values of a resolved configuration, memory in decimal GB. *Raises* ConfigError.
 
-    Ranks at one place along pp are alike; rank 0 is at place 0. FLOPs are the model's: no recomputation,
-    causal attention halved.
+    Ranks at one position along pp are alike. FLOPs are the model's: no recompute, causal attention halved.
     """
     card, plan = args.card, short_plan(config, args.num_ranks)
     layout, pipeline, micro_batches = plan.layout, plan.pipeline, plan.num_micro_batches
@@ -112,19 +111,17 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
 
 
 def is_fp8(precision: PrecisionConfig) -> bool:
-    """Return True where products are in 8 bits."""
     return precision.fp8 is not Fp8Recipe.none
 
 
 def precision_of(precision: PrecisionConfig) -> dict[str, Any]:
-    """Return the recipe of products in 8 bits, and the products."""
     keys = precision.fp8, precision.fp8_measure
     found = dict(zip(("fp8", "fp8_measure"), (key.value for key in keys), strict=True))
     return {**found, "fp8_products": list(precision.fp8_products)}
 
 
 def precision_words(document: Mapping[str, Any]) -> str:
-    """Say which products are in 8 bits, and with ``try_fp8`` that they are so in some of what is listed."""
+    """Say which products are in fp8."""
     if document["fp8"] == "none":
         return "no products in 8 bits (precision.fp8=none)"
     words = f"{', '.join(document['fp8_products'])} in 8 bits (precision.fp8={document['fp8']})"
@@ -162,14 +159,11 @@ CHART = {
 
 
 def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
-    """Decimal GB of a rank by kind under the assumptions of a published chart of a model of 10^12 parameters.
+    """Decimal GB of a rank by kind, by the assumptions of a published chart of a 10^12-parameter model.
 
-    The chart counts bf16 gradients, 2 bytes of a main weight and 8 of moments, shared by the ranks that hold
-    the same experts, an attention of H^2 weights and no shared expert; each virtual stage has one layer,
-    whatever the schedule. A run of this project needs other bytes. Cells are rounded to 0.1, and totals add
-    the rounded cells.
-
-    *Raises* ConfigError for a configuration that the chart's assumptions do not describe.
+    bf16 gradients, 2 bytes of a master weight and 8 of moments, sharded over the ranks that hold the same
+    experts; an attention of H^2 weights, no shared expert, one layer per virtual stage. Cells are rounded to
+    0.1, and totals add the rounded cells. *Raises* ConfigError for other configurations.
     """
     model, d, seq_len = config.model, config.model.hidden_size, config.data.seq_len
     given = {field.key: getattr(field.value, "value", field.value) for field in fields_of(config)}

@@ -1,4 +1,4 @@
-"""Estimates of a search's candidates: exact memory of the worst rank, and about the time of a step."""
+"""Estimates for a search's candidates: exact memory of the worst rank, approximate step time."""
 
 import functools
 from collections.abc import Mapping
@@ -30,24 +30,21 @@ from graphmoe.project.step_time import (
 )
 from graphmoe.training.memory import communication_bytes, own_buffer_bytes
 
-FILLING = 2
-"""Micro-batches for each rank of a pipeline after which no schedule keeps more than before."""
-RANKS = 4
-"""Ranks of the pipelines whose waits stand for those of longer ones."""
+FILLING = 2  # micro-batches for each rank of a pipeline after which no schedule keeps more than before
+RANKS = 4  # ranks of the pipelines whose waits stand for those of longer ones
 Stages = tuple[StagePieces, ...]
 
 
 class PlaceKind(NamedTuple):
-    """Places along pp whose stages are alike; ``place`` is the one of them that keeps most."""
+    """Positions along pp whose stages are alike; ``place`` is the one with most memory."""
 
     place: int
     stages: Stages
-    moments: tuple[tuple[int, ...], ...]
-    """Micro-batches that are kept of each stage, at the moments when a rank keeps most."""
+    moments: tuple[tuple[int, ...], ...]  # micro-batches kept of each stage whenever a rank keeps most
 
 
 class Like(NamedTuple):
-    """A layout that stands for all whose ranks compute and keep the same of a layer, and what else counts."""
+    """A layout that represents all whose ranks compute and save the same of a layer."""
 
     layout: Layout
     micro_batch_size: int
@@ -56,8 +53,6 @@ class Like(NamedTuple):
 
 
 class ShortPipeline(NamedTuple):
-    """A pipeline with as many micro-batches as fill it."""
-
     places: tuple[PlaceKind, ...]
     embed_on: tuple[int, ...] = (0,)
 
@@ -65,7 +60,6 @@ class ShortPipeline(NamedTuple):
 class _State(NamedTuple):
     sizes: dict[str, float]
     reduction_s: float
-    """Exchange of its gradients."""
     update_s: float
 
 
@@ -76,7 +70,7 @@ class _Stage(NamedTuple):
 
 
 class Estimates:
-    """Estimates of one model on one kind of card; what candidates have in common is computed once."""
+    """Estimates of one model on one kind of card; shared parts are computed once."""
 
     def __init__(self, config: RunConfig, kinds: Mapping[str, RecomputeConfig], speeds: Speeds) -> None:
         self.config, self.model, self.kinds = config, config.model, kinds
@@ -92,11 +86,11 @@ class Estimates:
         self._buffers = functools.cache(self._estimate_buffers)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Return the state of a rank in the mean of places along pp; the rank with most has no less."""
+        """Return the mean state of a rank over positions along pp, a lower bound of the largest."""
         return sum(self._state(_of_weights(layout, (0,)), (self._all,)).sizes.values()) / layout.pp
 
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
-        """Return the pipeline of a candidate. *Raises* ConfigError where there is none."""
+        """Return the pipeline of a candidate. *Raises* ConfigError if there is none."""
         config, layout = candidate.config, candidate.layout
         name, asked = config.pipeline.schedule, num_micro_batches(config, layout)
         facts, count = schedule_of(name), asked
@@ -118,7 +112,7 @@ class Estimates:
         return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
-        """Return the place along pp that needs most, and its bytes by kind."""
+        """Return the position along pp that needs most, and its bytes by kind."""
         like, kind = self._like(candidate), candidate.kind
         layout = replace(candidate.layout, embed_on=pipeline.embed_on)
         communication = communication_bytes(replace(self._sizes[like][1], layout=layout))
@@ -137,11 +131,10 @@ class Estimates:
         return max(needs, key=lambda need: sum(need[1].values()))
 
     def model_seconds(self, candidate: Candidate) -> float:
-        """Return the seconds of one micro-batch through the whole model."""
         return self._stage(self._like(candidate), candidate.kind, self._all).time.total
 
     def tokens_per_s_per_gpu(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
-        """Return about the throughput: by the place with most to compute, and waits of ranks alike."""
+        """Return the approximate throughput: the busiest position, and equal waits of all ranks."""
         like, kind, layout = self._like(candidate), candidate.kind, candidate.layout
         weights = _of_weights(layout, pipeline.embed_on)
         count = num_micro_batches(candidate.config, layout)
@@ -169,9 +162,8 @@ class Estimates:
         # rounded, so that a few pipelines stand for all
         delay = float(f"{message * candidate.layout.pp / time.total:.1g}")
         pipeline = candidate.config.pipeline
-        return _waits_of(
-            pipeline.schedule, pipeline.virtual_stages, pipeline.ep_overlap, *shares, message=delay
-        )
+        asked = pipeline.schedule, pipeline.virtual_stages, pipeline.ep_overlap
+        return _waits_of(*asked, tuple(shares), delay)
 
     def _like(self, candidate: Candidate) -> Like:
         layout = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
@@ -216,7 +208,7 @@ class Estimates:
 
 
 def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKind, ...]:
-    """Group the places of a pipeline by their stages, with ``model`` by the layers of each kind."""
+    """Group positions by their stages, or with ``model`` by the number of layers of each kind."""
     groups: dict[Stages, list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
     for place, (own, moments) in enumerate(zip(plan.stages_of_places, in_flight(plan.table), strict=True)):
         stages = tuple(stage if model is None else _alike(stage, model) for stage in own)
@@ -239,16 +231,10 @@ def _alike(pieces: StagePieces, model: ModelConfig) -> StagePieces:
 
 @functools.lru_cache(maxsize=4096)
 def _waits_of(
-    schedule: str,
-    virtual_stages: int | None,
-    overlap: bool,
-    forward: float,
-    inputs: float,
-    weights: float,
-    message: float,
+    schedule: str, virtual_stages: int | None, overlap: bool, shares: tuple[float, ...], message: float
 ) -> tuple[float, float]:
     placement = placement_of(schedule, RANKS, virtual_stages)
-    costs = Costs.of_rank(placement, forward, inputs, weights, comm=message)
+    costs = Costs.of_rank(placement, *shares, comm=message)
     makespans = []
     for number in (2 * RANKS, 4 * RANKS):
         table = make_table(schedule, RANKS, number, virtual_stages, overlap=overlap, costs=costs)

@@ -15,7 +15,6 @@ TIMES = {"forward_by_segment": "forward", "backward_by_segment": "backward"}
 
 
 def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> None:
-    """Write memory of each place along pp, and time by segment, of a document of `project`."""
     size = document["num_ranks"] // document["layout"]["pp"]
     places = document["memory_gb_per_rank"][::size]
     names = [f"{place * size}..{(place + 1) * size - 1}" for place in range(len(places))]
@@ -37,7 +36,6 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
 
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
-    """Write memory and throughput of the layouts that a search lists, and the words to type for each."""
     best, card = listed(document), document["card_gb"]
     header = paragraph(f"`{command}`")
     header += paragraph(

@@ -19,14 +19,10 @@ from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision
 from graphmoe.project.estimates import Estimates
 from graphmoe.training.memory import refuse_unknown
 
-PROJECTED = 5
-"""Candidates that are projected whole beside as many as are listed."""
-WITH_MARGIN = 5
-"""Candidates with a margin that are projected whole at least."""
-OF_SHAPE = 2
-"""Candidates of each listed shape that are projected whole: the order of schedules is estimated."""
-MANY_EP = 8
-"""Ranks that share the experts in the layout that is shown beside a faster one."""
+PROJECTED = 5  # candidates that are projected whole beside as many as are listed
+WITH_MARGIN = 5  # candidates with a margin that are projected whole at least
+OF_SHAPE = 2  # candidates of each listed shape that are projected whole: the order of schedules is estimated
+MANY_EP = 8  # ranks that share the experts in the layout that is shown beside a faster one
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
     "worst_rank", "step_time_s", "tokens_per_s_per_gpu", "bubble", "mfu", "fp8",
@@ -34,29 +30,23 @@ COPIED = (
 
 
 class Fitting(NamedTuple):
-    """A candidate that fits the card, with estimated throughput."""
-
     candidate: Candidate
     total_gb: float
     tokens_per_s_per_gpu: float
 
 
 Rejected = dict[str, Any]
-"""A candidate's words, the reason why it does not run, and GB of the worst rank where it is too large."""
+"""Words of a candidate, why it does not run, and GB of the worst rank if it is too large."""
 
 
 def search(
-    config: RunConfig,
-    args: ProjectArgs,
-    words: Sequence[str],
-    report: Callable[[str], None] = lambda _: None,
+    config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return all candidates as plain values. Keys in ``words``, those of a run, stay as they are.
+    """Return all candidates as plain values; keys in ``words``, those of a run, stay fixed.
 
-    Each layout with its schedule and its size of micro-batches has the fastest kind of recompute that fits.
-    Where that one leaves no margin, the fastest that leaves one is there too; where no kind fits, the one
-    that needs least memory is.
-    ``report`` gets the progress of the search in words. *Raises* ConfigError.
+    Each layout, schedule and micro-batch size has the fastest kind of recompute that fits, and if that leaves
+    no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words.
+    *Raises* ConfigError.
     """
     refuse_unknown(config)
     fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])

@@ -33,12 +33,11 @@ from graphmoe.training.memory import PlaceMemory
 def step_time(
     plan: Plan, sizes: Sizes, places: list[PlaceMemory], speeds: Speeds, bubble: float | None = None
 ) -> dict[str, Any]:
-    """Project a step: seconds of it and of its parts, and throughput, as a document has them.
+    """Project seconds of a step and of its parts, and throughput, as a document has them.
 
-    Times by segment are of one micro-batch on the slowest place along pp. The exchange is the part of them in
-    which the rank waits for others, over all micro-batches; exposed gradients are what no computation covers;
-    a step is not shorter than the host needs to start all work that is not in one graph. ``bubble``, the
-    share of the micro-batches' time in which a rank waits, takes the place of the simulated one.
+    Times by segment: one micro-batch on the slowest position along pp. Exchange: waits for other ranks, over
+    all micro-batches. Exposed gradients: not covered by computation. A step is no shorter than the host needs
+    to launch it. ``bubble``, the share of micro-batch time that a rank waits, replaces the simulated one.
     """
     config, layout, count = plan.config, plan.layout, plan.num_micro_batches
     speeds = replace(speeds, adding=(count - 1) / count)
@@ -97,7 +96,6 @@ def short_plan(config: RunConfig, num_ranks: int) -> Plan:
 
 
 def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
-    """Return the simulated seconds of all micro-batches; those that a short table lacks go on at its pace."""
     long, asked = pipeline.table, plan.config.pipeline
     makespan = makespan_of(long, costs)
     if (missing := plan.num_micro_batches - long.num_micro_batches) == 0:
@@ -105,11 +103,11 @@ def _makespan(plan: Plan, pipeline: PipelinePlan, costs: Costs) -> float:
     fewer = SIMULATED // 2 * plan.layout.pp
     sizes = plan.layout.pp, long.num_micro_batches - fewer, asked.virtual_stages
     short = make_table(asked.schedule, *sizes, overlap=asked.ep_overlap, costs=pipeline.costs)
+    # the micro-batches that the table lacks go on at its pace
     return makespan + missing * (makespan - makespan_of(short, costs)) / fewer
 
 
 def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePieces) -> list[SegmentTime]:
-    """Return the times of a stage's segments."""
     model, found = config.model, list[SegmentTime]()
     hidden = speeds.rates.hidden_exchange if config.pipeline.ep_overlap else 0.0
     counts = config.moe.dispatcher == "alltoall"
@@ -127,12 +125,12 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds from the end of an action to the arrival of its state at the next stage, by the slowest hop."""
+    """Seconds from the end of an action until the next stage has its state, by the slowest hop."""
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
-    """Seconds to sum gradients and gather weights of a place along pp, hidden or not."""
+    """Seconds to reduce gradients and gather weights of a position along pp, hidden or not."""
     layout = sizes.layout
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()
@@ -144,12 +142,11 @@ def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces
 
 
 def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
-    """Seconds of the update of so many parameters, by ``optim.name``."""
     return owned * rule_of(optimizer).bytes_moved / speeds.hbm
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
-    """Seconds in which the host starts a stage's segments for a micro-batch; captured neighbours are one."""
+    """Seconds in which the host launches a stage's segments; adjacent captured ones are one launch."""
     scope = config.graph.scope
     if scope == FULL_ITERATION:
         return 0.0

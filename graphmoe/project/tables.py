@@ -25,7 +25,6 @@ COLUMNS = ("layout", "schedule", "computed again", "size", "GB", "left", "bubble
 
 
 def render(document: dict[str, Any]) -> Group:
-    """Show all tables of a projection."""
     time = document["time_s"]
     segments = [
         (name, f"{1e3 * forward:,.3f}", f"{1e3 * time['backward_by_segment'][name]:,.3f}")
@@ -68,7 +67,7 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Say whether the worst rank fits its card, and where it does not, which kind of memory is largest."""
+    """Say whether the worst rank fits its card, and if not, which kind of memory is largest."""
     memory, card = document["memory_gb"], document["card_gb"]
     total = memory["total"]
     numbers = f"rank {document['worst_rank']} needs {total:,.1f} GB and the card has {card:,.0f} GB"
@@ -138,7 +137,6 @@ def _joined(by_part: dict[str, float]) -> dict[str, float]:
 
 
 def render_search(document: dict[str, Any]) -> Group:
-    """Show the best layouts as a table, counts of the others, and the command that is recommended."""
     recommended = document["recommended"]
     shown: list[RenderableType] = [
         f"[bold]{document['model']}[/bold] on {document['num_ranks']} {document['hardware']}: "
@@ -168,13 +166,12 @@ def render_search(document: dict[str, Any]) -> Group:
 
 
 def joined_or(values: Sequence[object]) -> str:
-    """Join values as "1, 2 or 4"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best layout of each shape, of those with a margin if any has one, and those to compare."""
+    """Return the best layout of each shape, and those to compare with."""
     lines = document["shapes"] or document["best"]
     more = [line for line in (document["recommended"], document["with_ep"]) if line]
     words = {line["words"]: line for line in (*more[::-1], *lines)}
@@ -182,7 +179,7 @@ def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recommendation(document: Mapping[str, Any]) -> str:
-    """Give the reason for the recommended layout, the memory that it leaves, and what bf16 would reach."""
+    """Give the reason for the recommended layout."""
     recommended, plain = document["recommended"], document["without_fp8"]
     left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
     if recommended["fits_with_margin"]:
@@ -199,7 +196,6 @@ def recommendation(document: Mapping[str, Any]) -> str:
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    """Return the cells of a layout below `COLUMNS`."""
     axes = {axis: line["layout"][axis] for axis in ("pp", "tp", "cp", "ep", "etp")}
     cuts = [f"{axis}{size}" for axis, size in axes.items() if size > 1]
     cuts += ["ring"] * ("parallel.cp_method=ring" in line["words"])

@@ -29,8 +29,6 @@ FREE_KEYS = ("format", "sweep.resume", "launch.gpus_per_job")
 
 
 class JobStatus(enum.StrEnum):
-    """State of a job of a sweep."""
-
     waiting = "not started"
     running = "running"  # if its process is gone, it was killed
     finished = "finished"
@@ -41,12 +39,9 @@ class JobStatus(enum.StrEnum):
 
 @dataclass
 class Job:
-    """A job of a sweep."""
-
     number: int
     overrides: list[str]
-    path: Path | None = None
-    """Its folder, None before it began."""
+    path: Path | None = None  # None before it began
     status: JobStatus = JobStatus.waiting
     run_folder: str = "."
     value: float | None = None
@@ -57,12 +52,10 @@ class Job:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of its run."""
         return Path(os.path.normpath(self.path / self.run_folder)) if self.path else None
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """The summary.json of its run, if there is one."""
         return read_object(self.folder / SUMMARY_FILE, Summary) if self.folder else None
 
     @property
@@ -80,14 +73,12 @@ class Job:
         self.value = value_of(summary) if summary.get("finished") else self.value
 
     def write(self) -> None:
-        """Replace ``job.json`` in its folder."""
         assert self.path is not None
         kept = {name: value for name, value in vars(self).items() if name != "path"}
         replace_text(self.path / JOB_FILE, json.dumps(kept, indent=2) + "\n", durably=True)
 
 
 def read_job(path: Path) -> Job | None:
-    """Return the job that a folder belongs to, or None."""
     record = read_object(path / JOB_FILE, JobRecord)
     if record is None:
         return None
@@ -99,13 +90,12 @@ def read_job(path: Path) -> Job | None:
 
 
 def jobs_of(sweep: Path) -> list[Job]:
-    """Return all jobs that have begun, by number."""
     found = [job for file in sweep.rglob(JOB_FILE) if (job := read_job(file.parent))]
     return sorted(found, key=lambda job: job.number)
 
 
 def identity_of(overrides: Sequence[str]) -> set[str]:
-    """Return the overrides by which a job is the same when the sweep goes on."""
+    """Return the overrides that identify a job when the sweep is resumed."""
     return {word for word in overrides if word.partition("=")[0].lstrip("+") not in FREE_KEYS}
 
 

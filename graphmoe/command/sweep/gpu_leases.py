@@ -69,14 +69,12 @@ def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, Fil
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} is not this user's, and GPUs are leased there; remove it, or set TMPDIR")
     waited = False
-    while True:
-        leases = _try_to_take(count, visible, folder)
-        if leases is not None:
-            return leases
+    while (leases := _try_to_take(count, visible, folder)) is None:
         if not waited:
             log.info("waiting until %d of the GPUs %s are free", count, ",".join(visible))
         waited = True
         time.sleep(POLL_S)
+    return leases
 
 
 def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:

@@ -87,12 +87,10 @@ def end_sweep() -> int:
 
 
 def in_sweep() -> bool:
-    """Return True where Hydra runs a job of a sweep in this process now."""
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
 def check_single(resume: str | None) -> None:
-    """Refuse ``sweep.resume`` for a run that is no job of a sweep."""
     if resume is not None:
         raise ConfigError(
             f"sweep.resume={resume} goes on with a sweep, and this is one run; add -m and the words that "
@@ -101,7 +99,6 @@ def check_single(resume: str | None) -> None:
 
 
 def has_unfinished_jobs() -> bool:
-    """Return True where a sweep was begun here and some of its jobs did not finish."""
     return _begun is not None and any(job.status is not JobStatus.finished for job in _begun.jobs())
 
 
@@ -170,7 +167,7 @@ def _mask_file(path: Path) -> None:
 
 
 def record_folder(folder: Path) -> None:
-    """Note in job.json where the run writes; nothing outside a sweep."""
+    """Note the run's folder in job.json; nothing outside a sweep."""
     if in_sweep() and (job := read_job(Path(HydraConfig.get().runtime.output_dir))) is not None:
         assert job.path is not None
         job.run_folder = os.path.relpath(folder, job.path)
@@ -234,11 +231,8 @@ def _note(job: Job) -> None:
 
 @contextlib.contextmanager
 def _signals_of_a_job() -> Iterator[None]:
-    """Let a process that runs a job beside others be told to stop by SIGTERM alone.
-
-    It comes from the process that began the sweep, or from the system when that one is gone (Linux).
-    Ctrl-C would go to all processes of the terminal's group at once, idle ones too.
-    """
+    # Only SIGTERM stops a job beside others, from the sweep's process or, once that is gone, from the system;
+    # Ctrl-C would reach all processes of the terminal's group at once, idle ones too.
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     previous = {
@@ -254,6 +248,5 @@ def _signals_of_a_job() -> Iterator[None]:
 
 
 def _end_with_parent(number: int, frame: FrameType | None) -> None:
-    """Stop as at SIGTERM, once: the system sends a signal for each thread of a parent that is gone."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is sent for each thread of a parent that is gone
     os.kill(os.getpid(), signal.SIGTERM)

@@ -12,12 +12,11 @@ from graphmoe.report.run_data import RunData, read_run
 from graphmoe.web_page import COLOURS, Chart, grid, paragraph, write_page
 
 MAX_LINES = len(COLOURS)
-Words = Mapping[int, Sequence[str]]
-"""Overrides that set a job apart, by its number."""
+Words = Mapping[int, Sequence[str]]  # overrides that set a job apart, by its number
 
 
 def write_sweep_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> None:
-    """Write a page that needs no network; names of jobs lead to their own reports, where they lie."""
+    """Write a page that needs no network; names of jobs link to their own reports."""
     settings = {job.number: dict(split_word(word) for word in words[job.number]) for job in jobs}
     runs = {job.number: run for job in jobs if (run := _run_of(job)) is not None}
     names = {
@@ -26,11 +25,7 @@ def write_sweep_page(path: Path, command: str, jobs: Sequence[Job], words: Words
     }
     lines = [
         RunLine(
-            str(job.number),
-            runs.get(job.number),
-            settings[job.number],
-            job.status.value,
-            job.brief_error,
+            str(job.number), runs.get(job.number), settings[job.number], job.status.value, job.brief_error
         )
         for job in jobs
     ]
@@ -61,7 +56,7 @@ def split_word(word: str) -> tuple[str, str]:
 def value_charts(
     values: Mapping[int, float | None], settings: Mapping[int, Mapping[str, str]]
 ) -> list[Chart]:
-    """The value of jobs over each parameter; where there is one other, a line for each value of that."""
+    """The value of jobs over each parameter, with a line for each value of the other if there are two."""
     known = {n: value for n, value in values.items() if value is not None and math.isfinite(value)}
     keys = [*dict.fromkeys(key for n in known for key in settings[n])]
     charts = []

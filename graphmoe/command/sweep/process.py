@@ -50,11 +50,10 @@ _LOCK_FILE = "sweep.lock"
 
 
 class SweepError(BaseException):
-    """Ends the whole sweep; after an Exception in one job Hydra would go on with the next."""
+    """Ends the whole sweep; after an Exception in one job Hydra would start the next."""
 
     @classmethod
     def unless_same(cls, earlier: Job, now: Sequence[str]) -> None:
-        """Raise it where a job's words are not those that the sweep's folder has for its number."""
         was, is_now = identity_of(earlier.overrides), identity_of(now)
         old, new = (" ".join(sorted(words)) or "no such word" for words in (was - is_now, is_now - was))
         if was != is_now:
@@ -77,7 +76,7 @@ class RunningSweep:
 
     @classmethod
     def begin(cls, config: DictConfig) -> RunningSweep:
-        """Take the sweep's folder. *Raises* SweepError where it is not this sweep's."""
+        """Claim the sweep's folder. *Raises* SweepError if it is another sweep's."""
         resume, planned = config.sweep.resume, _planned_jobs(config)
         folder, lock = _take_folder(config, planned)
         (folder / STOP_FILE).unlink(missing_ok=True)
@@ -92,13 +91,11 @@ class RunningSweep:
         return sweep
 
     def jobs(self) -> list[Job]:
-        """Return all jobs by number, those that have not begun too where they are known ahead."""
         begun = {job.number: job for job in jobs_of(self.folder)}
         waiting = {n: Job(n, words) for n, words in enumerate(self.planned) if n not in begun}
         return [job for _, job in sorted({**begun, **waiting}.items())]
 
     def end(self) -> int:
-        """Print and write the results; the exit status of the command."""
         self._signals.close()
         jobs = self.jobs()
         for job in jobs:
@@ -243,7 +240,6 @@ _NUMBERS: dict[str, tuple[str, str]] = {
 
 
 def sweep_table(jobs: Sequence[Job], words: Words) -> Group:
-    """Return the jobs in the order given, then the errors of those that failed, a line for each."""
     rows, keys = list[dict[str, str]](), dict[str, None]()
     for job in jobs:
         found, own = job.summary or {}, dict(map(split_word, words[job.number]))

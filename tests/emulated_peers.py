@@ -1,7 +1,7 @@
 """Ranks of `graphmoe.ops.symm` in one process: threads, of which one runs until it comes to a barrier.
 
 On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions are full of NaN (and
-of -1) at first, with guards around them. The peers in use are those of the thread that runs.
+of -1) at first, with guards around them. The exchange in use is that of the thread that runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphmoe.ops.symm.peers import Region, Side, Sizes, use_peers
+from graphmoe.ops import IN_USE
+from graphmoe.ops.replicas.exchange import Exchange
+from graphmoe.ops.symm.peers import Region, Side, Sizes
 
 GUARD = 512
 """Bytes before and behind a region."""
@@ -28,6 +30,7 @@ class Emulation:
         self.region: Region | None = None
         self.memory, self.replicas = Regions(self), Regions(self)
         self.peers = [EmulatedPeers(self, rank) for rank in range(size)]
+        self.exchanges = [Exchange(peers) for peers in self.peers]
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._running: list[int] = []
 
@@ -37,7 +40,7 @@ class Emulation:
 
         def thread(rank: int) -> None:
             self._turns[rank].acquire()
-            use_peers(self.peers[rank])
+            IN_USE.exchange = self.exchanges[rank]
             try:
                 results[rank] = body(self.peers[rank])
             except BaseException as error:
@@ -51,7 +54,7 @@ class Emulation:
         self._turns[0].release()
         for each in threads:
             each.join()
-        use_peers(None)
+        IN_USE.exchange = None
         if errors:
             raise errors[0]
         return results
@@ -65,7 +68,7 @@ class Emulation:
             self._turns[following].release()
         if not ends:
             self._turns[rank].acquire()
-            use_peers(self.peers[rank])
+            IN_USE.exchange = self.exchanges[rank]
 
     def reserve(self, sizes: Sizes) -> Region:
         joined = sizes if self.region is None else self.region.sizes.joined(sizes)

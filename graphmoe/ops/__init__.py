@@ -1,6 +1,7 @@
 """Operations of the model: reference, kernels, vendor adapters and the choice among them."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,6 +10,13 @@ from torch.library import CustomOpDef
 
 from graphmoe.config.ranges import ConfigError
 
+# What operations look up when they run; compiled graphs must not hold it, since it differs from job to job.
+# Of the process, not of a thread: autograd runs backwards in its own.
+IN_USE = SimpleNamespace(
+    groups=None,  # `collectives.use_groups`
+    exchange=None,  # `symm.use_peers`
+    products=None,  # stream of GEMMs, `symm.peers.beside_products_on`
+)
 HALF_DTYPES = (torch.bfloat16, torch.float16)  # of flash attention, Primus-Turbo and Transformer Engine
 
 

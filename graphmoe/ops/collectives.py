@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops import register_gradient
+from graphmoe.ops import IN_USE, register_gradient
 from graphmoe.plan.layout import Axis
 
 # Their names from torch 2.13 on, which warns of those before.
@@ -22,18 +22,14 @@ class Groups(Protocol):
         """None if the rank is alone in it."""
 
 
-_in_use: Groups | None = None
-
-
 def use_groups(groups: Groups | None) -> None:
     """Set the process groups of this process's collectives; None clears them."""
-    global _in_use
-    _in_use = groups
+    IN_USE.groups = groups
 
 
 def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
     """Return the group of an axis. Raises RuntimeError if missing or not of ``size``."""
-    group = None if _in_use is None else _in_use.group(axis)
+    group = None if IN_USE.groups is None else IN_USE.groups.group(axis)
     if group is None:
         raise RuntimeError(
             f"a collective along {axis}, for which this process has no process group; call "

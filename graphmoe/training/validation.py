@@ -9,7 +9,7 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import TrainConfig
 from graphmoe.data import Corpus, first_batches
 from graphmoe.model.transformer import LossOutput
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops import IN_USE
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
@@ -73,7 +73,8 @@ class Validation:
             self.heartbeat.slow("the validation, again with room for everything")
             with self.ladder.without_limit():
                 total, _ = self._total(batches)
-        exchange.forget()  # weights of replicas that a backward would have read
+        if IN_USE.exchange:
+            IN_USE.exchange.drop_prefetched()  # weights of replicas that a backward would have read
         return total / len(batches), len(batches)
 
     def _total(self, batches: list[Tensor]) -> tuple[float, bool]:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from graphmoe.ops import fp8_mlp, grouped_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, begin, have_begun, report_added
-from graphmoe.ops.replicas.exchange import when_home
+from graphmoe.ops.replicas.exchange import when_at_owners
 from graphmoe.runtime.compile.graphs import UnitGraphs
 from graphmoe.runtime.host.files import FileLock, dispensable
 from graphmoe.runtime.launch.stamps import wait_for
@@ -167,9 +167,9 @@ class UnitCode:
             with profiler_range(self.graphs.name, "W"):
                 return list(code(*handed))
         sums = [gradients[i] for i in wanted]
-        self.run_weights(handed, sums, add=have_begun(sums))
-        begin(sums)  # the next micro-batch may add before all of this one is reduced to the owner
-        when_home([gradient.total for gradient in sums], functools.partial(report_added, sums))
+        with when_at_owners(functools.partial(report_added, sums)):
+            self.run_weights(handed, sums, add=have_begun(sums))
+            begin(sums)  # the next micro-batch may add before all of this one is reduced to the owner
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:

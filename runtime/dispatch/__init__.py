@@ -11,7 +11,7 @@ from graphmoe.config.choices import look_up
 from graphmoe.config.packages import require_package
 from graphmoe.config.schema import ConfigError, GraphConfig, ModelConfig, MoEConfig, Transport
 from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.ops.replicas import exchange as replicas
+from graphmoe.ops.replicas.exchange import room_bytes
 from graphmoe.ops.symm import Sizes as Exchange
 from graphmoe.ops.symm import reserve, use_peers
 from graphmoe.ops.symm.peers import Region
@@ -97,7 +97,6 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     """Allocate what a run's dispatcher needs besides process groups. A collective of all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice == "symm" else None)
-    replicas.forget()
     if not plan.reads_peers:
         return
     dispatcher = planned_dispatcher(plan)
@@ -118,9 +117,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
         sizes = plan.sizes(on_nvidia=torch.version.hip is None)
         of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
         exchange, apart = _shared(of_dispatcher, plan.graph)
-        if plan.replica_slots:
-            replicas.reserve(apart, plan.layout.ep)
-        reserve(exchange)
+        reserve(exchange, apart)
     elif isinstance(dispatcher, Nvshmem):
         open_rows(plan.model, mesh, plan.tokens, dispatcher.capacity.rows, plan.dtype, device)
 
@@ -141,7 +138,7 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
         shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
         along, of_slots = sizes.brings_weights, (sizes.element_bytes, sizes.replica_slots)
         is_apart = not along or bool(segments_of(graph.scope))  # no graph takes weights from outside
-        weights, apart = replicas.room_bytes(shapes, *of_slots, along=along, apart=is_apart)
+        weights, apart = room_bytes(shapes, *of_slots, along=along, apart=is_apart)
     row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp
     slots = model.top_k + sizes.fp8_rows  # a row's scale is sent as one more slot weight
     return Exchange(sizes.tokens, row_bytes, slots, places, sizes.room.rows, sizes.block, weights), apart
@@ -150,7 +147,6 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
 def close_dispatcher() -> None:
     """Free shared memory and buffers after a successful run. A collective of all ranks."""
     use_peers(None)
-    replicas.forget()
     deepep.close_buffer()
     nvshmem.use_rows(None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from graphmoe.ops import IN_USE
 from graphmoe.ops.gradients import PendingWeightGrads
-from graphmoe.ops.replicas import exchange as replicas
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.runtime.compile.units import Unit
 
@@ -67,7 +68,8 @@ class Overlap:
     def settle(self) -> None:
         """Let the current stream wait for transfers and replicas' gradients."""
         self._transfers.wait_for_all()
-        replicas.settle()
+        if IN_USE.exchange:
+            IN_USE.exchange.settle()
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
         tape = self._tape
@@ -93,7 +95,7 @@ class Overlap:
             left.append(self._back(self._beside, number))
             if number not in self._beside.ends:
                 continue
-            with replicas.homes_deferred():
+            with IN_USE.exchange.deferring() if IN_USE.exchange else nullcontext():
                 for weights in left:  # wgrad overlaps the transfers in flight
                     # pop: a unit that holds its wgrad's inputs is a cycle that leaks
                     while weights:

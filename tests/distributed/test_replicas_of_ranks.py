@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -9,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from graphmoe.ops.replicas import collective, exchange
+from graphmoe.ops.replicas import collective
+from graphmoe.ops.replicas.exchange import Exchange
 from graphmoe.ops.symm import CollectivePeers, use_peers
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.layouts import REPLICAS, Case
@@ -73,20 +74,14 @@ def brought(more: Sequence[str], ranks: Ranks, folder: Path) -> tuple[int, int, 
 
     And how often gradients went home in an exchange of rows.
     """
-    served, whole = [], exchange.pull
-
-    def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
-        before = len(exchange._prefetched)
-        found = whole(weights, expert_RS, again=again)
-        served.append(len(exchange._prefetched) == before - (not again))
-        return found
-
     words = (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]", *more)
-    case = Case(2, "ep=2", "", words)
-    at_home = mock.patch.object(collective, "add_made", wraps=collective.add_made)
-    with mock.patch.object(exchange, "pull", pull), at_home as added:
-        replace(case, mode="traced").training(ranks, folder)
-    return sum(served), len(served), added.call_count
+    calls = [(Exchange, "pull"), (Exchange, "keep"), (collective, "pull"), (collective, "add_made")]
+    with ExitStack() as stack:
+        patches = [mock.patch.object(*call, autospec=True, side_effect=getattr(*call)) for call in calls]
+        spies = [stack.enter_context(patch) for patch in patches]
+        replace(Case(2, "ep=2", "", words), mode="traced").training(ranks, folder)
+    pulls, along, transfers, homes = (spy.call_count for spy in spies)
+    return pulls - (transfers - along), pulls, homes
 
 
 @pytest.mark.parametrize("more", [(), ("moe.replica_keep=true",)])

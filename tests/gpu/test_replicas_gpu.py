@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphmoe.ops.replicas import exchange
 from graphmoe.ops.symm import use_peers
+from graphmoe.ops.symm.peers import exchange_of
 from graphmoe.plan.layout import Layout
 from graphmoe.runtime.dispatch.symm import make_peers
 from graphmoe.runtime.ranks import Mesh, Ranks
@@ -45,7 +45,7 @@ class CapturedTraffic:
 
     def __call__(self, ranks: Ranks, folder: Path) -> tuple[Replayed, list[Tensor]]:
         use_peers(make_peers(Mesh(Layout(dp=2, ep=2)), torch.device("cuda")))
-        case, rank = self.case, ranks.rank
+        case, rank, exchange = self.case, ranks.rank, exchange_of(2)
         weights = [case.values(case.owned, i, rank).to("cuda", case.dtype) for i in range(2)]
         slots = [replace(case, holders=holders).expert_RS.cuda() for holders in ("all", "hot")]
         expert_RS, counts_E = slots[0].clone(), case.counts_RE[rank].cuda()
@@ -53,11 +53,10 @@ class CapturedTraffic:
         def step() -> list[Tensor]:
             counts_RE = torch.ops.graphmoe.replica_counts(counts_E, case.ranks)
             pulled = exchange.pull(weights, expert_RS)
-            room = exchange.gradient_room([tuple(w_SX.shape) for w_SX in pulled], expert_RS)
-            for to_SX, w_SX in zip(room, pulled, strict=True):
-                to_SX.copy_(w_SX)
             totals = [w_LX.new_zeros(w_LX.shape, dtype=torch.float32) for w_LX in weights]
-            exchange.home(expert_RS, room, totals)
+            with exchange.slot_gradients(totals, expert_RS, torch.float32) as made:
+                for to_SX, w_SX in zip(made, pulled, strict=True):
+                    to_SX.copy_(w_SX)
             return [counts_RE, *totals]
 
         replayed = captured(step, lambda number: expert_RS.copy_(slots[number]))

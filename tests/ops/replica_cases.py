@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops.symm.peers import exchange_of
 
 HOLDERS = ("none", "plan", "hot", "all")
 SENT = (torch.float32, torch.bfloat16)
@@ -99,9 +99,9 @@ class Case:
         return total_LX
 
     def run(self, rank: int) -> Results:
-        """All calls in a row, of which some follow a call of their own kind."""
+        """All calls in a row, of which some follow a call of their own kind; gradients wait for the next."""
         on = functools.partial(torch.Tensor.to, device=self.device)
-        expert_RS, both = on(self.expert_RS), range(len(self.shapes))
+        expert_RS, both, exchange = on(self.expert_RS), range(len(self.shapes)), exchange_of(self.ranks)
         used = self.expert_RS[rank] >= 0
         found = {"counts": torch.ops.graphmoe.replica_counts(on(self.counts_RE[rank]), self.ranks)}
         found["counts again"] = torch.ops.graphmoe.replica_counts(on(self.counts_RE[rank] + 1), self.ranks)
@@ -110,16 +110,16 @@ class Case:
             assert all(w_SX.dtype == self.dtype for w_SX in pulled)
             found |= {f"pulled {i} {seed}": _bytes(w_SX[used]) for i, w_SX in enumerate(pulled)}
         for seed, dtype in enumerate(SENT):
-            shapes = [(self.slots, *shape) for shape in self.shapes]
-            room = exchange.gradient_room(shapes, expert_RS, dtype)
-            for i, to_SX in enumerate(room):
-                to_SX[used] = on(self.gradients(rank, i, seed))[used]  # the others are never written
             totals = [on(self.totals(rank, i, seed)) for i in both]
-            exchange.home(expert_RS, room, totals)
+            gradients = exchange.slot_gradients(totals, expert_RS, dtype, may_defer=True)
+            with exchange.deferring(), gradients as made:
+                for i, to_SX in enumerate(made):
+                    to_SX[used] = on(self.gradients(rank, i, seed))[used]  # the others are never written
             found |= {f"home {i} {seed}": total_LX for i, total_LX in enumerate(totals)}
-        made = [on(self.gradients(rank, i, 2, whole=True)) for i in both]
         totals = [on(self.totals(rank, i, 2, whole=True)).to(torch.bfloat16) for i in both]
-        exchange.home(expert_RS, made, totals)
+        with exchange.slot_gradients(totals, expert_RS, SENT[0]) as made:
+            for i, to_SX in enumerate(made):
+                to_SX.copy_(self.gradients(rank, i, 2, whole=True))
         found |= {f"home of bf16 {i}": total_LX for i, total_LX in enumerate(totals)}
         return found | self.run_by_autograd(rank, expert_RS)
 

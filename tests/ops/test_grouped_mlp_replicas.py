@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 from graphmoe.ops.grouped_mlp import triton_backend, wgrad_in_two
 from graphmoe.ops.grouped_mlp.reference import TORCH, Plan
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops.symm.peers import exchange_of
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
@@ -152,12 +152,12 @@ def test_sums_of_gradients_hold_what_came_home(one_peer, begun):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_travel_in_the_dtype_in_which_their_backend_makes_them(one_peer, monkeypatch, dtype):
-    spied = Mock(wraps=exchange.home)
-    monkeypatch.setattr(exchange, "home", spied)
+    spied = Mock(wraps=exchange_of(1).slot_gradients)
+    monkeypatch.setattr(exchange_of(1), "slot_gradients", spied)
     p, plan = with_replicas("skewed, dead rows", dtype)
     leaves = leaves_of(p)
     torch.autograd.grad(ops.grouped_mlp(*leaves, *plan, "torch", EXPERT_RS)[0], leaves[1:3], p.dy_TD)
-    assert [gradient.dtype for gradient in spied.call_args.args[1]] == [dtype, dtype]
+    assert spied.call_args.args[2] == dtype
 
 
 def test_the_first_product_alone_has_the_bits_of_the_whole(one_peer):

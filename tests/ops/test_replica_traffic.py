@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import threading
+import itertools
 import weakref
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from graphmoe.ops.replicas import exchange, shared
+from graphmoe.ops.replicas import shared
+from graphmoe.ops.replicas.exchange import Prefetch, room_bytes, when_at_owners
 from graphmoe.ops.symm import exchange as symm
-from graphmoe.ops.symm.peers import COUNT_BYTES
+from graphmoe.ops.symm.peers import COUNT_BYTES, exchange_of
 from tests.emulated_peers import Emulation, GuardedMemory
 from tests.ops import symm_cases
 from tests.ops.ahead_of_time import launches_of
@@ -68,19 +67,24 @@ def test_ranks_get_what_the_definition_says(backend, case, few_programs):
 def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_programs):
     case = Case(2, 3, 3, "all", device=device_of(backend))
     shapes = [(case.owned, *shape) for shape in case.shapes]
-    emulation, of_slots = Emulation(2, case.device), [(case.slots, *shape) for shape in case.shapes]
+    emulation = Emulation(2, case.device)
 
     def body(peers):
+        exchange = exchange_of(2)
         memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
-        exchange.reserve(exchange.room_bytes(shapes, 4, case.slots, along=False, apart=True)[1], 2)
+        memory.reserve(room_bytes(shapes, 4, case.slots, along=False, apart=True)[1])
         had = emulation.replicas.num_bytes
         weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
-        totals = [torch.zeros_like(each) for each in weights]
+
+        def reduce() -> None:
+            totals = [torch.zeros_like(each) for each in weights]
+            with exchange.slot_gradients(totals, expert_RS, torch.float32):
+                pass
+
         for call in (
             lambda: torch.ops.graphmoe.replica_counts(case.counts_RE[peers.rank].to(case.device), 2),
             lambda: exchange.pull(weights, expert_RS),
-            lambda: exchange.home(expert_RS, exchange.gradient_room(of_slots, expert_RS), totals),
-            lambda: exchange.home(expert_RS, weights, totals),
+            reduce,
         ):
             before = memory.barriers
             call()
@@ -88,17 +92,7 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
         assert peers.barriers == 0 and emulation.replicas.num_bytes == had
         return barriers
 
-    assert emulation.run(body) == [[2, 2, 2, 2]] * 2
-
-
-class Kept(exchange.Prefetch):
-    """Weights that go along, and those that came, on a rank of several in this process."""
-
-    def keep(self, pulled: Sequence[Tensor]) -> None:
-        came.value = pulled
-
-
-came = threading.local()
+    assert emulation.run(body) == [[2, 2, 2]] * 2
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -114,7 +108,7 @@ def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block
         plan, expert_RS = rows.plan_of(rank), case.expert_RS.to(device)
         with GuardedMemory() as memory:
             for seed in range(3):  # the last two follow each other, as those of two forwards may
-                along = Kept(tuple(case.weights(rank, i, seed).to(device) for i in range(2)), expert_RS)
+                along = Prefetch(tuple(case.weights(rank, i, seed).to(device) for i in range(2)), expert_RS)
                 bring = functools.partial(symm.bring, peers, rows.tokens_of(rank, seed), plan, along=along)
                 before = peers.barriers
                 slots = None if seed == 1 else rows.slots_of(rank)
@@ -124,7 +118,7 @@ def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block
                     rows.arriving(rank, [rows.tokens_of(r, seed) for r in range(3)])
                 )
                 used = case.expert_RS[rank] >= 0
-                found.append([w_SX.cpu()[used] for w_SX in came.value])
+                found.append([w_SX.cpu()[used] for w_SX in exchange_of(3).pull(along.weights, expert_RS)])
             memory.assert_guards_are_whole()
         return found
 
@@ -139,7 +133,7 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
     case = Case(3, 3, 2, "hot", device=device_of(backend))
     emulation = Emulation(3, case.device)
     weights = case.values(3, 0).to(case.device)
-    emulation.run(lambda peers: exchange.pull([weights], case.expert_RS.to(case.device)))
+    emulation.run(lambda peers: exchange_of(3).pull([weights], case.expert_RS.to(case.device)))
     put = [
         peers.replicas.view(peers.rank, COUNT_BYTES, (3, weights[0].nbytes), torch.uint8)
         for peers in emulation.peers
@@ -149,16 +143,17 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
 
 
 def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer):
+    exchange = exchange_of(1)
     expert_RS, total_LX = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 3)
-    made = exchange.gradient_room([(1, 3)], expert_RS)
-    made[0].fill_(2.0)
-    with exchange.homes_deferred():
-        exchange.home(expert_RS, made, [total_LX], may_defer=True)
-    held, called = weakref.ref(expert_RS), list[bool]()
-    exchange.when_home([total_LX], lambda: called.append(True))
+    held, called, others = weakref.ref(expert_RS), list[bool](), list[bool]()
+    gradients = exchange.slot_gradients([total_LX], expert_RS, torch.float32, may_defer=True)
+    with exchange.deferring(), when_at_owners(lambda: called.append(True)), gradients as made:
+        made[0].fill_(2.0)
+    with when_at_owners(lambda: others.append(True)):  # a unit that defers nothing reports at once
+        pass
     del expert_RS
     exchange.add_deferred()
-    assert held() is not None and not called
+    assert held() is not None and not called and others
     exchange.settle()
     assert held() is None and called and total_LX.tolist() == [[3.0] * 3]
 
@@ -166,16 +161,23 @@ def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer)
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_graph_reads_no_weights_that_came_outside_of_it(captured, one_peer, monkeypatch):
     """A replay would find them gone: then they come by a call of their own, inside."""
-    capturing = [captured]
-    monkeypatch.setattr(exchange, "is_capturing", lambda: capturing[0])
+    capturing, exchange = [captured], exchange_of(1)
+    monkeypatch.setattr("graphmoe.ops.replicas.exchange.is_capturing", lambda: capturing[0])
     w_LX, expert_RS = torch.ones(1, 3), torch.zeros(1, 1, dtype=torch.int32)
-    exchange.forget()
     for number in (7.0, 8.0):  # of the same plan's tensor, as those of two steps are
-        exchange.Prefetch((w_LX,), expert_RS).keep([torch.full((1, 3), number)])
+        exchange.keep(Prefetch((w_LX,), expert_RS), [torch.full((1, 3), number)])
     assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[8.0] * 3]
     capturing[0] = not captured
     assert exchange.pull([w_LX], expert_RS)[0].tolist() == [[1.0] * 3]
-    exchange.forget()
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_layers_read_the_last_two_prefetches_in_any_order(order, one_peer):
+    exchange, expert_RS, weights = exchange_of(1), torch.zeros(1, 1).int(), torch.zeros(3, 1, 3).unbind()
+    for number, w_LX in enumerate(weights):
+        exchange.keep(Prefetch((w_LX,), expert_RS), [w_LX + number + 1])
+    found = {number: exchange.pull([weights[number]], expert_RS)[0].max().item() for number in order}
+    assert found == {0: 0.0, 1: 2.0, 2: 3.0} and not exchange._prefetched  # the first was dropped
 
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:

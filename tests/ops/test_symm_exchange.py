@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.ops.symm import peers
+from graphmoe.ops import IN_USE
 from graphmoe.ops.symm.exchange import _aligned, _beside
 from graphmoe.ops.symm.launches import WIDEST
 from graphmoe.ops.symm.peers import before_products, beside_products_on
@@ -129,4 +129,4 @@ def test_an_error_leaves_no_stream_behind(gpu):
     transfers = gpu.stream(torch.cuda.Stream())
     with pytest.raises(KeyError), transfers, beside_products_on(products), before_products():
         raise KeyError
-    assert peers._products is None and gpu.current is products
+    assert IN_USE.products is None and gpu.current is products

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphmoe.ops.symm import peers
+from graphmoe.ops import IN_USE
 from graphmoe.ops.symm.peers import before_products
 from graphmoe.runtime.overlap.runner import (
     Backward,
@@ -195,7 +195,7 @@ def test_an_error_in_a_transfer_leaves_the_current_stream_and_no_products(monkey
     products, transfers = gpu.current, TransferStream(torch.device("cuda"))
     with pytest.raises(ZeroDivisionError):
         transfers.run("a", lambda: 1 // 0, reads=None)
-    assert gpu.current is products and peers._products is None
+    assert gpu.current is products and IN_USE.products is None
     transfers.wait(["a"])
     transfers.run("a", lambda: exchange(gpu, "a"), reads=None)
     assert gpu.on == {"reserve a": "second", "pack a": "first", "copy a": "second"}

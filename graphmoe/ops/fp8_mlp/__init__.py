@@ -22,7 +22,7 @@ from graphmoe.ops.fp8_mlp import launches, reference
 from graphmoe.ops.fp8_steps import Known, MlpSteps
 from graphmoe.ops.grouped_mlp import weight_shapes
 from graphmoe.ops.grouped_mlp.reference import Plan
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops.symm.peers import exchange_of
 
 DTYPE = torch.float32  # of scales, slot weights and sums
 
@@ -42,7 +42,7 @@ def _known(scale: Tensor | None, largest: Tensor | None) -> Known | None:
 
 
 def _pulled(expert_RS: Tensor | None, *weights: Tensor) -> list[Stored]:
-    parts = [] if expert_RS is None else exchange.pull(weights, expert_RS)
+    parts = [] if expert_RS is None else exchange_of(len(expert_RS)).pull(weights, expert_RS)
     return [*zip(parts[::2], parts[1::2], strict=True)]
 
 
@@ -162,10 +162,9 @@ def _store_gradients(
     if expert_RS is None:
         wgrad(*sides, plan, totals, add=add)
         return
-    shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
-    made = exchange.gradient_room(shapes, expert_RS)
-    wgrad(*sides, plan, totals, add=add, of_more=made)
-    exchange.home(expert_RS, made, totals, may_defer=may_defer)
+    exchange = exchange_of(len(expert_RS))
+    with exchange.slot_gradients(totals, expert_RS, DTYPE, may_defer=may_defer) as made:
+        wgrad(*sides, plan, totals, add=add, of_more=made)
 
 
 def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: bool) -> Stored:

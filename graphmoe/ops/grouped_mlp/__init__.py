@@ -17,7 +17,7 @@ from graphmoe.config.choices import look_up
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.ops.grouped_mlp import triton_backend, vendor
 from graphmoe.ops.grouped_mlp.reference import KEY, TORCH, Backend, Experts, Plan, store
-from graphmoe.ops.replicas import exchange
+from graphmoe.ops.symm.peers import exchange_of
 
 # values of moe.experts except auto; each imports its package when it is called
 BACKENDS: dict[str, Backend] = {
@@ -139,19 +139,21 @@ def _pulled(
     again: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     passed = [more for more in given if more is not None]
-    return passed if passed or expert_RS is None else exchange.pull(weights, expert_RS, again=again)
+    if passed or expert_RS is None:
+        return passed
+    pulled: list[Tensor] = exchange_of(len(expert_RS)).pull(weights, expert_RS, again=again)
+    return pulled
 
 
 def _with_replicas(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     expert_RS: Tensor, *, may_defer: bool,
 ) -> None:  # fmt: skip
-    shapes = [(expert_RS.shape[1], *total.shape[1:]) for total in totals]
     # other backends round to the dtype of the model, so their gradients are sent in that
     dtype = totals[0].dtype if kernels is triton_backend else given[0].dtype
-    made = exchange.gradient_room(shapes, expert_RS, dtype)
-    wgrad_in_two(kernels, given, plan, totals, add, made)
-    exchange.home(expert_RS, made, totals, may_defer=may_defer)
+    exchange = exchange_of(len(expert_RS))
+    with exchange.slot_gradients(totals, expert_RS, dtype, may_defer=may_defer) as made:
+        wgrad_in_two(kernels, given, plan, totals, add, made)
 
 
 def wgrad_in_two(

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.permute import routing_plan
 from graphmoe.ops.replicas import reference
-from graphmoe.ops.symm.peers import peers_of
+from graphmoe.ops.symm.peers import exchange_of
 from graphmoe.plan.experts import slack_of
 
 
@@ -62,7 +62,7 @@ def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor
     experts and of its slots: place ``r * G + g``, or -1 where rank r does not have the expert. int32. No
     device sync on a GPU.
     """
-    rank = peers_of(len(counts_RE)).rank
+    rank = exchange_of(len(counts_RE)).peers.rank
     return (plain_places if counts_RE.device.type == "cpu" else places_by_kernel)(
         counts_RE, home_E, expert_RS, rows_RS, rank
     )

@@ -13,10 +13,6 @@ from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.symm.peers import CollectivePeers
 
 
-def reserve(peers: CollectivePeers, num_bytes: int) -> None:
-    """Do nothing: these ranks share no memory."""
-
-
 def gather_counts(peers: CollectivePeers, counts_E: Tensor) -> Tensor:
     """Counts of all ranks, int32 [R, E]."""
     counts_RE = counts_E.new_empty(peers.size, len(counts_E))
@@ -27,7 +23,7 @@ def gather_counts(peers: CollectivePeers, counts_E: Tensor) -> Tensor:
 
 
 def pull(peers: CollectivePeers, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """As `exchange.pull`; slots without an expert are 0."""
+    """As `Exchange.pull`; slots without an expert are 0."""
     held, owned = expert_RS.tolist(), len(weights[0])
     sent = [[e - peers.rank * owned for e in row if _owner(e, owned) == peers.rank] for row in held]
     slots = [[s for s, e in enumerate(held[peers.rank]) if _owner(e, owned) == r] for r in range(peers.size)]
@@ -43,7 +39,7 @@ def pull(peers: CollectivePeers, weights: Sequence[Tensor], expert_RS: Tensor) -
 def gradient_room(
     peers: CollectivePeers, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """As `exchange.gradient_room`."""
+    """As `shared.gradient_room`, of any memory."""
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
@@ -55,7 +51,7 @@ def add_made(
 
 
 def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """As `exchange.home`."""
+    """As `shared.home`."""
     held, owned = expert_RS.tolist(), len(totals[0])
     sent = [[s for s, e in enumerate(held[peers.rank]) if _owner(e, owned) == r] for r in range(peers.size)]
     experts = [[e - peers.rank * owned for e in row if _owner(e, owned) == peers.rank] for row in held]

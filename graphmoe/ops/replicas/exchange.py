@@ -1,8 +1,8 @@
-"""Traffic of replicas: counts of all ranks, weights to ranks that have replicas, and their gradients home.
+"""Traffic of replicas: counts of all ranks, weights to ranks that have replicas, gradients to owners.
 
-Calls are collectives of the peers in use (`graphmoe.ops.symm.use_peers`), on one stream, which may be another
-than that of rows. They have two forms: `shared`, kernels over memory that ranks share, without device sync
-and fit for captures, and `collective`, by torch.distributed (CPUs, fp64, the reference).
+Calls are collectives of the peers, on one stream, which may be another than that of rows. They have two
+forms: `shared`, kernels over memory that ranks share, without device sync and fit for captures, and
+`collective`, by torch.distributed (CPUs, fp64, the reference).
 
 An expert e is owned by rank e // L. ``expert_RS`` int32 are the experts in the slots of each rank, equal on
 all ranks; -1 is none, and what such a slot holds is never read.
@@ -19,15 +19,23 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from graphmoe.ops import register_gradient
+from graphmoe.ops import IN_USE, register_gradient
 from graphmoe.ops.replicas import collective
-from graphmoe.ops.symm.peers import COUNT_BYTES, CollectivePeers, MemoryPeers, is_capturing, offsets, peers_of
+from graphmoe.ops.symm.peers import (
+    COUNT_BYTES,
+    CollectivePeers,
+    MemoryPeers,
+    Peers,
+    exchange_of,
+    is_capturing,
+    offsets,
+)
 
 Shape = tuple[int, ...]
 
 
 class Prefetch(NamedTuple):
-    """Weights of own experts that go along with rows, to the ranks that have replicas of them."""
+    """Weights of own experts that are sent with rows to the ranks that have replicas of them."""
 
     weights: tuple[Tensor, ...]
     expert_RS: Tensor
@@ -45,146 +53,144 @@ class Prefetch(NamedTuple):
     def num_bytes(self) -> int:
         return offsets(w_LX.nbytes for w_LX in self.weights)[-1]
 
-    def keep(self, pulled: Sequence[Tensor]) -> None:
-        """Hold what came for this rank's slots until it is asked for, or two others have come."""
-        keys = [(w_LX.data_ptr(), self.expert_RS.data_ptr()) for w_LX in self.weights]
-        _prefetched.append(_Prefetched(self, is_capturing(), dict(zip(keys, pulled, strict=True))))
 
-
-class _Prefetched(NamedTuple):
-    """Weights that came along with rows."""
-
+@dataclass(eq=False)
+class _Prefetched:
     of: Prefetch
-    """Held so that no other tensor has its address."""
-    captured: bool
-    """A replay writes them where they lie; a graph must not read those that came outside of one."""
-    found: dict[tuple[int, int], Tensor]
+    captured: bool  # a replay writes them in place; a graph must not read those fetched outside of it
+    left: dict[int, Tensor]  # by number of the weight, until they are read
 
-
-_prefetched: deque[_Prefetched] = deque(maxlen=2)
-"""Weights of a forward, and of a backward beside it."""
+    def numbers(self, weights: Sequence[Tensor], expert_RS: Tensor) -> list[int]:
+        """Return the numbers of these weights; fewer if any is missing, or of another plan."""
+        if self.captured != is_capturing() or not self.of.expert_RS.is_set_to(expert_RS):
+            return []
+        return [i for w_LX in weights for i in self.left if self.of.weights[i].is_set_to(w_LX)]
 
 
 @dataclass
 class _Deferred:
-    """Gradients that are to go home behind the barrier of the next exchange of rows."""
-
     expert_RS: Tensor
     made: Sequence[Tensor]
     totals: Sequence[Tensor]
-    added: list[Callable[[], None]] = field(default_factory=list)
-    """Calls for when a stream has waited until they are at home."""
+    added: list[Callable[[], None]] = field(default_factory=list)  # called once a stream has waited
 
 
-_defers = False
-"""True where gradients may wait for an exchange of rows, beside which they then travel."""
-_deferred: _Deferred | None = None
-_on_the_way: list[tuple[torch.cuda.Event | None, _Deferred]] = []
-"""Events at which another stream has brought gradients home; their tensors stay in memory until then."""
+class Exchange:
+    """Replica traffic with peers, and what waits between its calls, while a dispatcher is open."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+        self._form: Any = collective
+        self._of_ranks: Any = peers
+        if not isinstance(peers, CollectivePeers):
+            from graphmoe.ops.replicas import shared
+
+            self._form, self._of_ranks = shared, cast(MemoryPeers, peers).replicas
+        # of a forward, and of a backward beside it: the limit bounds memory
+        self._prefetched: deque[_Prefetched] = deque(maxlen=2)
+        self._defers = False
+        # gradients that the next exchange of rows adds behind its barrier
+        self.deferred: _Deferred | None = None
+        # added on another stream, with its event; their tensors are held until a stream has waited for it
+        self._under_way: list[tuple[torch.cuda.Event | None, _Deferred]] = []
+
+    def gather_counts(self, counts_E: Tensor) -> Tensor:
+        """Return the counts of all ranks, int32 [R, E]."""
+        counts_RE: Tensor = self._form.gather_counts(self._of_ranks, counts_E)
+        return counts_RE
+
+    def keep(self, along: Prefetch, pulled: Sequence[Tensor]) -> None:
+        """Hold what was fetched for this rank's slots until `pull` reads it, or two others are kept."""
+        self._prefetched.append(_Prefetched(along, is_capturing(), dict(enumerate(pulled))))
+
+    def drop_prefetched(self) -> None:
+        self._prefetched.clear()
+
+    def pull(self, weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
+        """Return the weights [S, X] of the experts in this rank's slots, of weights [L, X] of own experts.
+
+        Without traffic if they are prefetched. ``again``: they are read once more.
+        """
+        for each in reversed(self._prefetched):
+            numbers = each.numbers(weights, expert_RS)
+            if len(numbers) == len(weights):
+                pulled = [each.left[i] if again else each.left.pop(i) for i in numbers]
+                if not each.left:
+                    self._prefetched.remove(each)
+                return pulled
+        self.settle()  # deferred gradients are in the memory that the weights need
+        fetched: list[Tensor] = self._form.pull(self._of_ranks, weights, expert_RS)
+        return fetched
+
+    @contextmanager
+    def slot_gradients(
+        self, totals: Sequence[Tensor], expert_RS: Tensor, dtype: torch.dtype, *, may_defer: bool = False
+    ) -> Iterator[Sequence[Tensor]]:
+        """Yield tensors [S, X] for gradients of this rank's slots; then add all ranks' to totals [L, X].
+
+        In place, in the order of ranks, then slots, in fp32 (fp64 if a total is), rounded once to the total's
+        dtype. Kernels have fp32, bf16 and fp16. With ``may_defer``, inside `deferring`, the next exchange of
+        rows or `settle` adds them: read the totals after `when_at_owners`.
+        """
+        self.settle()
+        shapes = [(expert_RS.shape[1], *total_LX.shape[1:]) for total_LX in totals]
+        made = self._form.gradient_room(self._of_ranks, shapes, expert_RS, dtype)
+        yield made
+        if may_defer and self._defers:
+            self.deferred = _Deferred(expert_RS, made, totals)
+        else:
+            self._form.home(self._of_ranks, expert_RS, made, totals)
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Let gradients of slots wait for the next exchange of rows, to overlap with it."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def add_deferred(self) -> None:
+        """Add deferred gradients, in an exchange of rows: after its barrier all ranks have made theirs."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is None:
+            return
+        self._form.add_made(self._of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
+        event = torch.cuda.Event() if deferred.expert_RS.is_cuda else None
+        if event:
+            event.record()
+        self._under_way.append((event, deferred))
+
+    def settle(self) -> None:
+        """Make the current stream wait until all gradients are at their owners. A collective if any waits."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is not None:
+            self._form.home(self._of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
+            self._under_way.append((None, deferred))
+        while self._under_way:
+            event, deferred = self._under_way.pop(0)
+            if event:
+                event.wait()
+            for call in deferred.added:
+                call()
+
+
+def use_peers(peers: Peers | None) -> None:
+    """Set the peers of this process's exchanges, in a new `Exchange`; None clears them."""
+    IN_USE.exchange = None if peers is None else Exchange(peers)
 
 
 @contextmanager
-def homes_deferred() -> Iterator[None]:
-    """Let `home` of gradients in a `gradient_room` wait inside for the next exchange of rows, or `settle`."""
-    global _defers
-    before, _defers = _defers, True
-    try:
-        yield
-    finally:
-        _defers = before
-
-
-def add_deferred() -> None:
-    """Add what waits, in an exchange of rows: behind its barrier all ranks have made theirs."""
-    global _deferred
-    if _deferred is None:
-        return
-    deferred, _deferred = _deferred, None
-    form, of_ranks = _form(len(deferred.expert_RS))
-    form.add_made(of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
-    event = torch.cuda.Event() if deferred.expert_RS.is_cuda else None
-    if event:
-        event.record()
-    _on_the_way.append((event, deferred))
-
-
-def settle() -> None:
-    """Let the current stream have all gradients at home. A collective where any waits."""
-    global _deferred
-    if _deferred is not None:
-        deferred, _deferred = _deferred, None
-        form, of_ranks = _form(len(deferred.expert_RS))
-        form.home(of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
-        _on_the_way.append((None, deferred))
-    while _on_the_way:
-        event, deferred = _on_the_way.pop(0)
-        if event:
-            event.wait()
-        for call in deferred.added:
-            call()
-
-
-def forget() -> None:
-    """Drop what an earlier run has left, which was ended in the midst of a step."""
-    global _deferred
-    _deferred = None
-    _on_the_way.clear()
-    _prefetched.clear()
-
-
-def when_home(totals: Sequence[Tensor], call: Callable[[], None]) -> None:
-    """Call when these totals have all that was given to `home`: at once, or when a stream has waited."""
-    if _deferred is not None and {*map(Tensor.data_ptr, totals)} & {*map(Tensor.data_ptr, _deferred.totals)}:
-        _deferred.added.append(call)
-    else:
+def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
+    """Call after the body, or, if it has deferred gradients, when a stream has waited for them."""
+    exchange: Exchange | None = IN_USE.exchange
+    before = exchange.deferred if exchange else None
+    yield
+    deferred = exchange.deferred if exchange else None
+    if deferred is None or deferred is before:
         call()
-
-
-def pull(weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
-    """Return the weights [S, X] of the experts in this rank's slots, of weights [L, X] of its own experts.
-
-    Those that came along with rows are at hand. They stay so where ``again`` says that they are read once
-    more.
-    """
-    keys, captured = [(w_LX.data_ptr(), expert_RS.data_ptr()) for w_LX in weights], is_capturing()
-    for i, (_, came_in, found) in reversed([*enumerate(_prefetched)]):
-        if came_in == captured and found.keys() >= {*keys}:
-            came = [found[key] if again else found.pop(key) for key in keys]
-            if not found:
-                del _prefetched[i]
-            return came
-    settle()  # weights of their own lie where gradients do
-    form, of_ranks = _form(len(expert_RS))
-    return form.pull(of_ranks, weights, expert_RS)
-
-
-def gradient_room(
-    shapes: Sequence[Shape], expert_RS: Tensor, dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
-    """Return tensors [S, X] of these shapes for the gradients of this rank's slots.
-
-    The next call is `home` of them all, which then need not copy them. Kernels have fp32, bf16 and fp16.
-    """
-    settle()
-    form, of_ranks = _form(len(expert_RS))
-    return form.gradient_room(of_ranks, shapes, expert_RS, dtype)
-
-
-def home(
-    expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor], *, may_defer: bool = False
-) -> None:
-    """Add the gradients [S, X] of all ranks' slots to the totals [L, X] of their owners, in place.
-
-    In the order of ranks, then slots, in fp32 (fp64 where a total is), rounded once to the total's dtype.
-    With ``may_defer`` later, where `homes_deferred`: nobody may read the totals before `when_home` says so.
-    """
-    global _deferred
-    if may_defer and _defers:
-        assert _deferred is None
-        _deferred = _Deferred(expert_RS, made, totals)
-        return
-    form, of_ranks = _form(len(expert_RS))
-    form.home(of_ranks, expert_RS, made, totals)
+    else:
+        deferred.added.append(call)
 
 
 def room_bytes(
@@ -199,38 +205,23 @@ def room_bytes(
     return weights * along, COUNT_BYTES + max(gradients, weights * apart)
 
 
-def reserve(num_bytes: int, ranks: int) -> None:
-    """Let the peers in use share that memory, outside of captures. A collective of them."""
-    form, of_ranks = _form(ranks)
-    form.reserve(of_ranks, num_bytes)
-
-
-def _form(ranks: int) -> tuple[Any, Any]:
-    peers = peers_of(ranks)
-    if isinstance(peers, CollectivePeers):
-        return collective, peers
-    from graphmoe.ops.replicas import shared
-
-    return shared, cast(MemoryPeers, peers).replicas
-
-
 @torch.library.custom_op("graphmoe::replica_counts", mutates_args=())
 def _counts(counts_E: Tensor, ranks: int) -> Tensor:
     """Counts of all ranks, int32 [R, E]."""
-    form, of_ranks = _form(ranks)
-    return form.gather_counts(of_ranks, counts_E)
+    return exchange_of(ranks).gather_counts(counts_E)
 
 
 @torch.library.custom_op("graphmoe::replica_weights", mutates_args=())
 def _weights(w_LX: Tensor, expert_RS: Tensor) -> Tensor:
-    """`pull` of one weight; its gradient is the sum of what `home` brings."""
-    return pull([w_LX], expert_RS)[0]
+    """`Exchange.pull` of one weight; its gradient is the sum over its copies."""
+    return exchange_of(len(expert_RS)).pull([w_LX], expert_RS)[0]
 
 
 @torch.library.custom_op("graphmoe::replica_weights_grad", mutates_args=())
 def _weights_grad(d_SX: Tensor, expert_RS: Tensor, experts: int) -> Tensor:
     total_LX = d_SX.new_zeros(experts, *d_SX.shape[1:])
-    home(expert_RS, [d_SX], [total_LX])
+    with exchange_of(len(expert_RS)).slot_gradients([total_LX], expert_RS, d_SX.dtype) as (made_SX,):
+        made_SX.copy_(d_SX)
     return total_LX
 
 

@@ -23,11 +23,6 @@ Regions = SharedMemory | MemoryPeers
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def reserve(memory: SharedMemory, num_bytes: int) -> None:
-    """As `exchange.reserve`."""
-    memory.reserve(num_bytes)
-
-
 def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
     """Counts of all ranks, int32 [R, E]."""
     assert counts_E.nbytes <= COUNT_BYTES, counts_E.shape
@@ -40,7 +35,7 @@ def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
 
 
 def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """As `exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
+    """As `Exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
     memory.reserve(COUNT_BYTES + offsets([w_LX.nbytes for w_LX in weights])[-1])
     memory.barrier()
     put(memory, COUNT_BYTES, weights, expert_RS)
@@ -66,21 +61,17 @@ def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Te
 def gradient_room(
     memory: SharedMemory, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """As `exchange.gradient_room`, in the own region."""
-    memory.reserve(_starts(shapes, dtype)[-1])
+    """Tensors of the own region for the gradients of this rank's slots, which peers no longer read."""
+    *starts, end = _starts(shapes, dtype)
+    memory.reserve(end)
     memory.barrier()
-    return _room(memory, shapes, dtype)
+    return [
+        memory.view(memory.rank, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)
+    ]
 
 
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """As `exchange.home`."""
-    shapes, dtype = [tuple(made_SX.shape) for made_SX in made], made[0].dtype
-    memory.reserve(_starts(shapes, dtype)[-1])
-    room = _room(memory, shapes, dtype)
-    if [each.data_ptr() for each in room] != [made_SX.data_ptr() for made_SX in made]:
-        memory.barrier()
-        for to_SX, made_SX in zip(room, made, strict=True):
-            to_SX.copy_(made_SX)
+    """Add gradients of all ranks' slots, each in its `gradient_room`, to the totals of owners."""
     memory.barrier()
     add_made(memory, expert_RS, made, totals)
 
@@ -134,13 +125,6 @@ def _words(w_LX: Tensor) -> Tensor:
 def _starts(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[int]:
     sizes = [dtype.itemsize * torch.Size(shape).numel() for shape in shapes]
     return [COUNT_BYTES + each for each in offsets(sizes)]
-
-
-def _room(memory: SharedMemory, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    starts = _starts(shapes, dtype)[:-1]
-    return [
-        memory.view(memory.rank, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)
-    ]
 
 
 def _slots(expert_RS: Tensor) -> dict[str, int]:

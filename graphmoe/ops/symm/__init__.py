@@ -21,9 +21,9 @@ from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
-from graphmoe.ops.replicas.exchange import Prefetch
+from graphmoe.ops.replicas.exchange import Prefetch, use_peers
 from graphmoe.ops.symm import collective
-from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, forget_graphs, peers_of, reserve, use_peers
+from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, exchange_of, forget_graphs, reserve
 from graphmoe.ops.symm.stored import parts, words
 
 __all__ = ["CollectivePeers", "Sizes", "forget_graphs", "reserve", "use_peers"]
@@ -101,7 +101,7 @@ def _bring_fp8(
 
 
 def _peers(size: int) -> tuple[Any, Peers]:
-    peers = peers_of(size)
+    peers = exchange_of(size).peers
     if isinstance(peers, CollectivePeers):
         return collective, peers
     from graphmoe.ops.symm import exchange

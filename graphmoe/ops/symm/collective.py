@@ -10,8 +10,8 @@ from torch import Tensor
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import collective as replicas
-from graphmoe.ops.replicas.exchange import Prefetch, add_deferred
-from graphmoe.ops.symm.peers import CollectivePeers
+from graphmoe.ops.replicas.exchange import Prefetch
+from graphmoe.ops.symm.peers import CollectivePeers, exchange_of
 
 
 def bring(
@@ -20,9 +20,9 @@ def bring(
     into_ND: Tensor | None = None, along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
-    add_deferred()
+    exchange_of(peers.size).add_deferred()
     if along:
-        along.keep(replicas.pull(peers, along.weights, along.expert_RS))
+        exchange_of(peers.size).keep(along, replicas.pull(peers, along.weights, along.expert_RS))
     if arrivals_PP is None:
         arrivals_PP = plan.send_counts_P.new_empty(peers.size, peers.size)
         if peers.group is None:
@@ -54,7 +54,7 @@ def sums(
     peers: CollectivePeers, y_ND: Tensor, dweight_NK: Tensor | None, ends_P: Tensor, row_TW: Tensor,
     arrivals_PP: Tensor, block: int,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    add_deferred()
+    exchange_of(peers.size).add_deferred()
     sent, arrived = _there(peers, arrivals_PP)
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < len(y_ND)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import shared
-from graphmoe.ops.replicas.exchange import Prefetch, add_deferred
+from graphmoe.ops.replicas.exchange import Prefetch
 from graphmoe.ops.symm import launches
-from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products, is_capturing
+from graphmoe.ops.symm.peers import MemoryPeers, Side, Sizes, before_products, exchange_of, is_capturing
 
 # int32: words of quantized rows, never summed
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
@@ -52,8 +52,9 @@ def bring(
         from_N, *received, arrivals_PP = launches.receive(peers, region, rows, slots, row_bytes, block)
         launches.pull(peers, from_N, received_ND, arrivals_PP, block)
         if along:
-            along.keep(shared.pulled(peers, region.weights, along.weights, along.expert_RS))
-        add_deferred()
+            pulled = shared.pulled(peers, region.weights, along.weights, along.expert_RS)
+            exchange_of(peers.size).keep(along, pulled)
+        exchange_of(peers.size).add_deferred()
     return received_ND, *received, arrivals_PP
 
 
@@ -84,7 +85,7 @@ def sums(
         if dweight_NK is not None:
             dweight_TK = launches.sum_places(dweight_from_TW, slots, dweight_NK.dtype)
     summed_TD = launches.sum_places(from_TW, columns, y_ND.dtype)
-    add_deferred()
+    exchange_of(peers.size).add_deferred()
     return summed_TD, dweight_TK
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from graphmoe.ops import IN_USE
 
 Side = Literal["out", "back"]
 
@@ -134,66 +136,55 @@ class MemoryPeers(Peers, Protocol):
         """As `SharedMemory.barrier`."""
 
 
-_in_use: Peers | None = None
-
-
-def use_peers(peers: Peers | None) -> None:
-    """Set the peers of this process's exchanges; None clears them."""
-    global _in_use
-    _in_use = peers
-
-
-def reserve(sizes: Sizes) -> None:
-    """Reserve memory of the peers in use. A collective."""
-    if _in_use is not None and not isinstance(_in_use, CollectivePeers):
-        cast(MemoryPeers, _in_use).reserve(sizes)
+def reserve(sizes: Sizes, replica_bytes: int) -> None:
+    """Reserve memory of the peers in use, not in a capture. A collective."""
+    if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
+        peers = cast(MemoryPeers, IN_USE.exchange.peers)
+        peers.replicas.reserve(replica_bytes)
+        peers.reserve(sizes)
 
 
 def forget_graphs() -> None:
     """Free memory kept for graphs, which have all ended."""
-    if _in_use is not None and not isinstance(_in_use, CollectivePeers):
-        cast(MemoryPeers, _in_use).forget_graphs()
+    if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
+        cast(MemoryPeers, IN_USE.exchange.peers).forget_graphs()
 
 
-def peers_of(size: int) -> Peers:
-    """Return the peers in use. Raises RuntimeError unless there are ``size``."""
-    if _in_use is None:
+def exchange_of(size: int) -> Any:
+    """Return the `Exchange` in use. Raises RuntimeError unless it has ``size`` peers."""
+    exchange = IN_USE.exchange
+    if exchange is None:
         raise RuntimeError(
             "rows go to other ranks, and this process has no peers; call graphmoe.ops.symm.use_peers"
         )
-    if _in_use.size != size:
+    if exchange.peers.size != size:
         raise RuntimeError(
-            f"a send plan for {size} ranks, and there are {_in_use.size} peers: the plan was made for "
+            f"a send plan for {size} ranks, and there are {exchange.peers.size} peers: the plan was made for "
             f"another layout than use_peers was given"
         )
-    return _in_use
+    return exchange
 
 
 def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-# of the process, not of a thread: autograd runs backwards in its own thread
-_products: torch.cuda.Stream | None = None
-
-
 @contextmanager
 def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Let exchanges inside overlap GEMMs that are queued on ``stream`` afterwards."""
-    global _products
     # Kernels of another stream that are launched after GEMMs wait for a free SM, and the transfer with them.
     # So the exchange packs what it sends on the GEMMs' stream.
-    before, _products = _products, stream
+    before, IN_USE.products = IN_USE.products, stream
     try:
         yield
     finally:
-        _products = before
+        IN_USE.products = before
 
 
 @contextmanager
 def before_products() -> Iterator[None]:
     """Queue kernels inside on the GEMMs' stream, if any, in order with the current stream."""
-    products = _products
+    products = IN_USE.products
     if products is None:
         yield
         return

@@ -85,7 +85,7 @@ def test_weights_of_experts_are_stored_as_each_alone(backend, matrices):
     w = torch.randn(matrices, generator=torch.Generator().manual_seed(0)).to(device_of(backend))
     w[1] *= 1e-6
     w[2, 7], w[2, :, 9] = 0, 1e4
-    for found, one in ((blocks.mx_rows(w), w), (blocks.turned(w, None), w.mT.contiguous())):
+    for found, one in ((blocks.quantise_mx(w), w), (blocks.turned(w, None), w.mT.contiguous())):
         q, scale = quantise_mx(one)
         same(found[0], q)
         assert found[1].equal(scale) and scale.shape == (*one.shape[:-1], one.shape[-1] // MX_BLOCK)
@@ -185,7 +185,7 @@ def test_no_live_rows_at_all_have_gradients_of_zero(backend):
 
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """The kernels of layers; products are those of the GPUs that have them in mxfp8."""
-    every = functools.partial(every_step, launches, (blocks.mx_rows, lambda w: blocks.turned(w, None)))
+    every = functools.partial(every_step, launches, (blocks.quantise_mx, lambda w: blocks.turned(w, None)))
     cases = launches_of_layers(COMPILED, every)
     return [case | {"only": case["only"]["UPCAST" in case["constexprs"] :]} for case in cases]
 

@@ -81,8 +81,7 @@ def search(
     others = [found for found in fitting if id(found) not in chosen]
     report(f"projecting the fastest of {number_of(len(fitting), 'layout')}")
     lines = [_projected(found, args) for found in chosen.values()]
-    # of layouts whose rates are shown alike, the one that leaves most memory is first
-    lines.sort(key=lambda line: (round(line["tokens_per_s_per_gpu"]), line["left_gb"]), reverse=True)
+    lines.sort(key=lambda line: float(line["tokens_per_s_per_gpu"]), reverse=True)
     with_margin = [line for line in lines if line["fits_with_margin"]]
     best_of_shapes: dict[object, dict[str, Any]] = {}
     for line in with_margin:  # fastest first

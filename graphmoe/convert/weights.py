@@ -20,7 +20,15 @@ from graphmoe.config.progress import counting, working
 from graphmoe.config.schema import ModelConfig
 from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype, target_of
 from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
-from graphmoe.run.weights import open_folder, option_name, own_pieces, read_run, train_command, write_weights
+from graphmoe.run.weights import (
+    open_folder,
+    option_name,
+    own_pieces,
+    read_run,
+    start_token_ids,
+    train_command,
+    write_weights,
+)
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
     f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
@@ -104,7 +112,7 @@ def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> So
     config, state, step = read_run(folder, args.step, (args.attention, args.layer))
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     path, end, token = run_tokenizer(folder)
-    ids = {} if end is None else {"eos_token_id": end}
+    ids = start_token_ids(folder) | ({} if end is None else {"eos_token_id": end})
     return Source(kind, config, dtypes, lambda name, index: state[name][index], ids, path, step, token)
 
 

@@ -44,12 +44,19 @@ class StoredData(msgspec.Struct):
     eod_token: str | None = None
 
 
+class StoredCheckpoint(msgspec.Struct):
+    init_from: str | None = None
+    resume_from: str | None = None
+    other_tokenizer: bool = False
+
+
 class StoredRun(msgspec.Struct):
     """The keys that readers of another's run ask for."""
 
     model: dict[str, Any]
     precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
     data: StoredData = msgspec.field(default_factory=StoredData)
+    checkpoint: StoredCheckpoint = msgspec.field(default_factory=StoredCheckpoint)
 
 
 def config_file(folder: Path) -> Path | None:

@@ -33,6 +33,7 @@ from graphmoe.config.progress import working
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
+from graphmoe.data.tokenizer import find_tokenizer
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.rules.check import violations
 from graphmoe.run.files import hydra_value
@@ -190,6 +191,30 @@ def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
     files.require_parts(config, str(path))
     shapes = shapes_of(config)
     return OpenFolder(config, files, shapes, own_pieces(shapes), meta.token_ids or {})
+
+
+def start_token_ids(run: Path) -> dict[str, Any]:
+    """Ids of the begin and padding tokens of the weights that a run, or the run before it, began with."""
+    places, seen = [run], set[Path]()
+    while places:
+        if (folder := places.pop(0).absolute()) in seen:
+            continue
+        seen.add(folder)
+        if (folder / META_FILE).is_file():
+            ids: Mapping[str, Any] = read_json(folder / META_FILE, WeightsMeta).token_ids or {}
+        elif (folder / "config.json").is_file():
+            ids = read_json(folder / "config.json", dict[str, Any])
+        else:
+            if config_file(folder):
+                stored = read_stored_run(folder)[1]
+                start, tokenizer = stored.checkpoint, stored.data.tokenizer
+                # the path of a tokenizer is absolute, that of a start may not be
+                places += [find_tokenizer(tokenizer, fetch=False).parent] if tokenizer else []
+                named = None if start.other_tokenizer else start.init_from or start.resume_from
+                places += [Path(named)] if named else []
+            continue
+        return {key: ids[key] for key in ("bos_token_id", "pad_token_id") if ids.get(key) is not None}
+    return {}
 
 
 def write_weights(

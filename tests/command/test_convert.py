@@ -120,6 +120,24 @@ def test_the_newest_checkpoint_of_a_run_is_exported_with_its_tokenizer(run, tmp_
     assert sorted(report["files"]) == sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("kept", ["start", "tokenizer", "another run"])
+def test_a_run_keeps_the_begin_token_of_the_weights_it_began_with(run, hf, tmp_path, capsys, kept):
+    resolved = run[0] / "resolved.yaml"
+    document = yaml.safe_load(resolved.read_text())
+    document["checkpoint"] = {"init_from": "gone" if kept == "tokenizer" else str(hf[0])}
+    if kept == "tokenizer":
+        train_bpe(iter(["a text"]), 300, 1).save(str(hf[0] / "tokenizer.json"))
+        document["data"]["tokenizer"] = str(hf[0] / "tokenizer.json")
+    if kept == "another run":
+        (tmp_path / "first").mkdir()
+        (tmp_path / "first" / "resolved.yaml").write_text(yaml.safe_dump(document))
+        document["checkpoint"] = {"resume_from": str(tmp_path / "first")}
+    resolved.write_text(yaml.safe_dump(document))
+    call(capsys, f"from={run[0]}", f"to={tmp_path / 'out'}")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"], found["pad_token_id"]) == (3, 0, None)
+
+
 def test_a_disk_that_takes_no_weights_is_one_line(run, tmp_path, monkeypatch):
     full = Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
     monkeypatch.setattr("graphmoe.checkpoint.hf.tensor_files.save_file", full)

@@ -133,6 +133,13 @@ def test_weights_of_replicas_are_kept_as_asked_for_or_by_separate_steps_unless_t
     assert f"moe.replica_slots=2 has no effect {why}" in without_effect(plan, 2)
 
 
+def test_a_coefficient_of_no_loss_says_how_to_turn_the_loss_on_or_off():
+    plans = [plan_of(config("model.aux_loss=none", f"model.aux_loss_coef={each}"), 1) for each in (0.02, 0)]
+    said = [[line for line in without_effect(plan, 1) if "aux_loss" in line] for plan in plans]
+    how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
+    assert said == [[f"model.aux_loss_coef=0.02 has no effect with model.aux_loss=none; {how}"], []]
+
+
 def called_in(file: Path) -> set[str]:
     calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
     return {ast.unparse(function) for function in calls}

@@ -97,8 +97,9 @@ def _of_model(config: RunConfig) -> Iterator[_Unused]:
         yield _Unused("model", keys, f"with model.rope_scaling={model.rope_scaling.value}")
     if not model.selection_bias:
         yield _Unused("model", ("bias_update_rate",), "with model.selection_bias=false")
-    if model.aux_loss is AuxLoss.none:
-        yield _Unused("model", ("aux_loss_coef",), "with model.aux_loss=none")
+    if model.aux_loss is AuxLoss.none and model.aux_loss_coef:
+        how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
+        yield _Unused("model", ("aux_loss_coef",), f"with model.aux_loss=none; {how}")
     if not model.mtp_depth:
         yield _Unused("model", ("mtp_loss_weight",), "with model.mtp_depth=0")
 

@@ -57,11 +57,9 @@ class _Document(TypedDict):
 def cached(
     folder: Path, name: str, build: Callable[[Path], dict[str, Any]], kind: type[Any] = dict
 ) -> tuple[Path, Any]:
-    """(path, meta) of the entry ``name``; if missing or damaged, ``build(path)`` fills a folder and returns
-    meta.
+    """(path, meta) of an entry; if missing or damaged, ``build(path)`` fills a folder and returns meta.
 
-    ``kind`` is the type of meta. Other processes wait for a builder. *Raises* ConfigError if the entry cannot
-    be written.
+    ``kind`` is the type of meta. Other processes wait for a builder. *Raises* ConfigError.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)

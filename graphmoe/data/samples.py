@@ -68,10 +68,9 @@ class Documents:
 
 
 def split_for_validation(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """(train, validation), disjoint and independent of the seed.
+    """(train, validation), independent of the seed: documents by a hash of their number.
 
-    Whole documents, by a hash of their number; with fewer than ``1 / fraction`` documents, the last
-    ``fraction`` of each document's tokens.
+    With fewer than ``1 / fraction`` documents, the last ``fraction`` of each document's tokens.
     """
     count = documents.num_documents
     if fraction * count >= 1:

@@ -1,9 +1,8 @@
 """The attn segment: norm, attention (MLA or GQA) and residual add.
 
-tp splits heads; outside attention it splits the sequence. cp splits positions: attention either exchanges
-positions for heads (all-to-all, DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or circulates keys and values
-(``ops.ring_attention``). Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head
-part without and R with rotary embedding, Q = N + R, V value head, P = R / 2.
+cp: attention exchanges positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or circulates
+keys and values (``ops.ring_attention``). Suffixes: B batch, S sequence, D hidden, H query heads, G key-value
+heads, N head part without and R with rotary embedding, Q = N + R, V value head, P = R / 2.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def build_attention(config: ModelConfig, layout: Layout = ALONE) -> nn.Module:
 
 
 def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) -> None:
-    """Raise ConfigError if the attention backend cannot run the model's head sizes; warn if it is slow."""
+    """Raise ConfigError if the backend cannot run the head sizes; warn if it is slow."""
     facts = attention_facts(config)
     backend = choose_backend(config.attention_backend, device_type, facts.head, facts.value)
     largest = max(facts.head, facts.value)
@@ -43,7 +42,7 @@ def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) 
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """Causal attention over the heads of a module, for any split of the sequence over cp."""
+    """Causal attention for any split of the sequence over cp."""
 
     # Plain values only, so equal layers share compiled code.
     scale: float
@@ -70,17 +69,12 @@ class CoreAttention:
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """[B, S / cp, H, E] of this rank's positions -> [B, S, H / cp, E] of its heads; the identity for a
-        ring."""
+        """[B, S / cp, H, E] of own positions -> [B, S, H / cp, E] of own heads; the identity for a ring."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
-
-    Latents are small: each rank computes them for its own tokens, then they are gathered over tp, and keys'
-    and values' latents over cp too if heads are exchanged.
-    """
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -119,6 +113,7 @@ class LatentAttention(nn.Module):
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
+        # latents are small: they are gathered, not what is computed from them
         # keys and values need the latents of all positions of cp, queries only those of tp
         if self.attend.exchanging > 1:
             ranks = self.attend.exchanging * self.tp

@@ -1,9 +1,8 @@
-"""Blocks shared by all models: norm, sharded matrices, embedding, cross-entropy, tied head, own positions.
+"""Blocks of all models: norm, sharded matrices, embedding, cross-entropy, tied head, own positions.
 
-Between a column- and a row-parallel matrix each tp rank has the whole sequence and a part of the heads or
-inner width (Megatron-LM, arXiv 1909.08053, section 3). Elsewhere it has a part of the sequence and the whole
-width (arXiv 2205.05198, section 4.2.2). The vocabulary is split by rows. Suffixes: B batch, S sequence, T = B
-* S tokens, V this rank's part of the vocabulary, D hidden.
+tp: Megatron-LM (arXiv 1909.08053, section 3), with sequences split outside matrices (arXiv 2205.05198,
+section 4.2.2) and the vocabulary by rows. Suffixes: B batch, S sequence, T = B * S tokens, V this rank's part
+of the vocabulary, D hidden.
 """
 
 from typing import Any
@@ -18,11 +17,11 @@ from graphmoe.segments import part
 
 IGNORED = -100
 EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
-"""Both names of a tied weight; the state dict has only the first, as ``named_parameters`` does."""
+"""Both names of a tied weight; the state dict has only the first."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` (arXiv 1910.07467), marked as part ``layernorm`` in traces."""
+    """``nn.RMSNorm`` (arXiv 1910.07467), a part of traces."""
 
     def forward(self, x: Tensor) -> Tensor:
         with part("layernorm"):
@@ -30,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
-    """This rank's outputs of a matrix; ``pieces`` as in ``Cut``: 2 for stacked gate and up rows."""
+    """A matrix of this rank's outputs; ``pieces`` as in ``Cut``."""
     assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
     linear = nn.Linear(width, outputs // tp, bias=False)
     cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
@@ -38,7 +37,7 @@ def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Li
 
 
 def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
-    """A matrix over this rank's inputs; the sum over tp is the product."""
+    """A matrix of this rank's inputs; the product is the sum over tp."""
     assert inputs % tp == 0, (inputs, tp)
     linear = nn.Linear(inputs // tp, width, bias=False)
     cut_along_tp(linear.weight, tp, dim=1)
@@ -46,16 +45,12 @@ def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
 
 
 def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
-    """Mark a parameter as this rank's part, along ``dim``, of one that tp shards."""
     if tp > 1:
         weight.parallel = ParameterLayout((Cut(dim, "tp", pieces),), "dp_cp")  # type: ignore[attr-defined]
 
 
 def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
-    """This rank's positions along ``dim`` of a tensor over whole sequences. No device sync.
-
-    Equal on all ranks of tp. With cp 1 it is the tensor itself. *Raises* ValueError.
-    """
+    """Positions of this cp rank along ``dim``; the tensor if cp is 1. No device sync. *Raises* ValueError."""
     if layout.cp == 1:
         return whole
     place = index_along("cp", whole)
@@ -69,7 +64,7 @@ def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """Token ids [B, S] -> hidden states of this rank's part of the sequence, [B, S / tp, D]."""
+    """Token ids [B, S] -> this rank's part of the sequence, [B, S / tp, D]."""
 
     def __init__(self, vocab_size: int, width: int, tp: int = 1) -> None:
         assert vocab_size % tp == 0, (vocab_size, tp)
@@ -78,7 +73,8 @@ class Embedding(nn.Embedding):
         cut_along_tp(self.weight, tp, dim=0)
 
     def reset_parameters(self) -> None:
-        """No-op: ``init_weights`` fills the weight; torch's own on the meta device imports its compiler."""
+        """No-op."""
+        # ``init_weights`` fills the weight; torch's own on the meta device imports its compiler
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         if self.tp == 1:
@@ -89,10 +85,7 @@ class Embedding(nn.Embedding):
 
 
 def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tensor:
-    """Sum of the cross-entropies of labels that are not ignored, fp32 logits -> fp32 scalar.
-
-    Equal on all ranks of tp.
-    """
+    """Sum over labels that are not ignored, fp32 logits -> fp32 scalar, equal on all ranks of tp."""
     if tp == 1:
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
     own_T, row_T = _own_rows(labels_T, logits_TV.shape[1])
@@ -113,7 +106,7 @@ def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def tie_head(model: nn.Module) -> None:
-    """Share the embedding's weight with the head, also after the model loads a state."""
+    """Share the embedding's weight with the head, also after loading a state."""
     layouts = [layout_of(model.get_parameter(name)) for name in (EMBEDDING, HEAD)]
     assert layouts[0] == layouts[1], "ranks of tp hold other rows of the head than of the embedding"
     _share_weight(model)

@@ -27,12 +27,10 @@ def build_model(
     dispatcher: Dispatcher | None = None,
     stages: Sequence[StagePieces] = (),
 ) -> Transformer:
-    """Build a rank's part of the model on the meta device, then materialise it on ``device``.
+    """Build a rank's part of the model on ``device``; without ``stages`` it has all layers.
 
-    Parameters have ``dtype``; the router's bias and counts stay fp32. ``seed=None`` leaves weights unset, for
-    a caller that loads them. Without a dispatcher tokens stay local, so the rank must hold all experts.
-    Without ``stages`` it has all layers. To run a sharded layer, call
-    ``graphmoe.ops.collectives.use_groups``.
+    The router's bias and counts stay fp32. ``seed=None`` leaves weights unset. Without a dispatcher the rank
+    must hold all experts. A sharded layer runs after ``graphmoe.ops.collectives.use_groups``.
     """
     with torch.device("meta"):
         model = Transformer(config, execution or MoEConfig(), layout, dispatcher, stages)
@@ -47,7 +45,7 @@ def build_model(
 
 @torch.no_grad()
 def materialise(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate the parameters (unset) and buffers (zeros) of a module on the meta device; ties stay tied."""
+    """Allocate parameters (unset) and buffers (zeros) of a meta module; ties stay tied."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
@@ -68,7 +66,7 @@ def init_weights(
     rank: int = 0,
     only: Collection[Tensor] | None = None,
 ) -> None:
-    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` restricts it to these parameters."""
+    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` these if given."""
     # Each parameter and each routed expert has its own generator, seeded by name: a weight does not depend on
     # the other weights. A sharded one is drawn whole and cut: it does not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}

@@ -1,8 +1,5 @@
 """The segments moe_dispatch and moe_combine, for experts on other ranks.
 
-`BoundedPath` replaces both and the experts as the last resort of a run: its memory is bounded whatever
-arrives. It saves only the inputs of a layer; the backward dispatches the tokens again.
-
 Suffixes: B batch, S sequence, T = B * S tokens, K top-k slots, N received tokens, C those of a chunk, D
 hidden, L experts of this rank, F expert width, H = 2 * F.
 """
@@ -24,26 +21,24 @@ ROUTED = ("routed", "load")
 
 
 def has_load(dispatcher: Dispatcher | None) -> bool:
-    """Return whether dispatch measures the received load: it has a capacity or works in chunks."""
+    """Return whether dispatch measures the received load."""
     return dispatcher is not None and (dispatcher.capacity or dispatcher.chunk) is not None
 
 
 class DispatchSegment(nn.Module):
     def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
-        """``num_experts`` of this rank; weights of ``along`` are sent to replicas with the rows."""
+        """Weights of ``along`` are sent to replicas with the rows."""
         super().__init__()
         self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Tensors that experts read; also the load if the dispatcher has a capacity."""
         return RECEIVED if self.dispatcher.capacity is None else (*PLANNED, "load")
 
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of ``writes``, then the dispatcher's handle. ``plan`` ends with experts of slots if
-        ``along``."""
+        """The tensors of ``writes``, then the handle. ``plan`` ends with experts of slots if ``along``."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -72,10 +67,10 @@ class CombineSegment(nn.Module):
 
 
 class BoundedPath(nn.Module):
-    """Dispatch, experts and combine in chunks of at most the dispatcher's ``chunk``.
+    """Dispatch, experts and combine in chunks: memory is bounded; the backward dispatches again.
 
     Gradients equal those of the path in one piece bitwise if a GEMM's row does not depend on the number of
-    rows. Weights of an expert with more rows than a chunk are the exception: they are summed in fp32.
+    rows, except for an expert with more rows than a chunk, which is summed in fp32.
     """
 
     def __init__(self, dispatcher: Dispatcher, experts: Experts) -> None:
@@ -89,8 +84,7 @@ class BoundedPath(nn.Module):
         return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward`` by one operation of a backend; weight gradients are added to ``totals`` if there are
-        any."""
+        """``forward`` by one operation; weight gradients are added to ``totals``, if any."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,27 +94,24 @@ class BoundedPath(nn.Module):
 
 
 class _Steps:
-    """Experts in separate steps. A ``chunk`` is received h, slot weights, expert numbers."""
+    """A ``chunk`` is received h, slot weights, expert numbers."""
 
     totals: Sequence[Gradient] = ()
-    """Sums of the weight gradients; if empty, autograd gets the gradients."""
+    """If empty, autograd gets the weight gradients."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
 
     def forward(self, *chunk: Tensor) -> Tensor:
-        """The weighted sum over each token's experts [C, D]."""
         return self._experts.received(*chunk)
 
     def backward(self, dy_CD: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of h and slot weights."""
         h_CD, weight_CK, number_CK = chunk
         wanted = h_CD.detach().requires_grad_(), weight_CK.detach().requires_grad_()
         dh_CD, dweight_CK = self._gradients(wanted, dy_CD, *wanted, number_CK)
         return dh_CD, dweight_CK
 
     def weight_gradients(self, into: Sequence[Tensor], dy_CD: Tensor, *chunk: Tensor) -> None:
-        """Add the gradients of both weights to fp32 tensors."""
         # recomputed: the path saves only its inputs
         found = self._gradients((self._experts.w_gate_up, self._experts.w_down), dy_CD, *chunk)
         for total, gradient in zip(into, found, strict=True):
@@ -133,8 +124,6 @@ class _Steps:
 
 
 class _Fused:
-    """Experts by ``graphmoe::grouped_mlp``, with the methods of `_Steps`."""
-
     def __init__(self, experts: Experts, backend: str, totals: Sequence[Gradient]) -> None:
         self._experts, self._backend, self.totals = experts, backend, totals
 
@@ -167,7 +156,7 @@ class _Fused:
 
 
 class _Path(torch.autograd.Function):
-    """The path with its gradient: dispatch is the gradient of combine and vice versa."""
+    # dispatch is the gradient of combine and vice versa
 
     @staticmethod
     def forward(
@@ -228,7 +217,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
 
 
 def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
-    """Consecutive received tokens that fit one chunk. Syncs the device."""
+    """Tokens that fit one chunk. Syncs the device."""
     room = dispatcher.chunk
     assert room is not None
     before_N = _slots_of(number_NK).cumsum(0).cpu()
@@ -241,7 +230,7 @@ def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
 
 
 def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and expert numbers of consecutive experts that fit one chunk. Syncs the device."""
+    """Rows and numbers of experts that fit one chunk. Syncs the device."""
     room = dispatcher.chunk
     assert room is not None
     live_S = number_NK[number_NK >= 0]

@@ -37,11 +37,9 @@ PLAN = ("counts", "ends", "row", "slot")
 
 
 class MoEOutput(NamedTuple):
-    """The residual stream after a MoE layer, and its router's losses and counts."""
-
     x_BSD: Tensor
     loss: Tensor
-    """Weighted auxiliary losses of the router, fp32 scalar."""
+    """Weighted auxiliary losses, fp32 scalar."""
     stats: Tensor
     """``graphmoe.model.moe.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
@@ -49,9 +47,9 @@ class MoEOutput(NamedTuple):
     counted_E: Tensor | None = None
     """Slots that the balance loss counts, int32; None if equal to ``counts_E`` or unused."""
     received_load: Tensor | None = None
-    """A `graphmoe.plan.experts.Load` of what was sent to this rank, int32; None if not measured."""
+    """`graphmoe.plan.experts.Load` of this rank, int32; None if not measured."""
     expert_RS: Tensor | None = None
-    """Experts in the replica slots of all ranks, int32, -1 for none; None without replicas."""
+    """Experts in the replica slots of all ranks, int32, -1 for none."""
 
     @classmethod
     def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
@@ -91,7 +89,7 @@ class MoELayer(nn.Module):
 
     dense: type[DenseLayer] = DenseLayer
     axes: tuple[str, ...] = ()
-    """Axes, of tp and cp, that a plug-in layer supports."""
+    """Axes of tp and cp that a plug-in supports."""
 
     def __init__(
         self,
@@ -100,14 +98,14 @@ class MoELayer(nn.Module):
         layout: Layout = ALONE,
         dispatcher: Dispatcher | None = None,
     ) -> None:
-        """Without a dispatcher tokens stay on their rank, which must hold all experts to run."""
+        """Without a dispatcher the rank must hold all experts."""
         super().__init__()
         self.attn = build_attention(config, layout)
         self.moe_router = Router(config, execution, layout)
         self.moe_preprocess = SendPreprocess(config, layout) if dispatcher else Preprocess(config)
         slots = replica_slots(execution, config, layout.ep)
         self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
-        """Used in place of ``moe_preprocess`` if tokens are sent to replicas too."""
+        """Replaces ``moe_preprocess`` if tokens are sent to replicas."""
         self.moe_experts = Experts(config, layout)
         self.shared_experts = (
             SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
@@ -117,7 +115,7 @@ class MoELayer(nn.Module):
         self.use(dispatcher)
 
     def use(self, dispatcher: Dispatcher | None) -> None:
-        """Switch to another dispatcher; one used before finds its compiled code again."""
+        """Switch dispatchers; one used before keeps its compiled code."""
         self.dispatcher = dispatcher
         if dispatcher is None or dispatcher in self._paths:
             return
@@ -134,7 +132,6 @@ class MoELayer(nn.Module):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Tensors of a `MoEOutput` that this layer produces."""
         replicates = self.moe_replicas and self.dispatcher and self.dispatcher.chunk is None
         there = {
             "counted": self.moe_router.counts_apart,
@@ -188,7 +185,7 @@ class MoELayer(nn.Module):
 
     @staticmethod
     def _brings_weights(dispatcher: Dispatcher, *, again: bool = False) -> bool:
-        """Return whether replica weights are sent with the rows; ``again``: in the backward too."""
+        # whether replica weights are sent with the rows; again: in the backward too
         kept = again and getattr(dispatcher, "keeps_weights", False)
         return not kept and getattr(dispatcher, "brings_weights", False)
 
@@ -212,7 +209,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Inputs from earlier micro-batches of the step, by name, if the segments read any."""
+        """Inputs from earlier micro-batches, by name."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 
@@ -238,7 +235,7 @@ class MoELayer(nn.Module):
 
 
 def layer_class(config: ModelConfig) -> type[MoELayer]:
-    """Return the class of a model's MoE layers. *Raises* ConfigError."""
+    """*Raises* ConfigError."""
     found = look_up({"standard": MoELayer}, config.layer, "model.layer", type)
     if not issubclass(found, MoELayer):
         raise ConfigError(f"model.layer={config.layer} does not derive from graphmoe.model.layer.MoELayer")
@@ -246,10 +243,9 @@ def layer_class(config: ModelConfig) -> type[MoELayer]:
 
 
 class MtpLayer(nn.Module):
-    """One depth of multi-token prediction as in DeepSeek-V3 (arXiv 2412.19437, section 2.2).
+    """One depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Depth k joins the hidden state of position i with the embedding of token i + k and predicts token i + k +
-    1. Embedding and head are the main model's.
+    Depth k joins the state of position i with the embedding of token i + k and predicts token i + k + 1.
     """
 
     def __init__(
@@ -270,7 +266,6 @@ class MtpLayer(nn.Module):
         self.norm = RMSNorm(width, eps)
 
     def segments(self, index: int | None = None) -> list[Segment]:
-        """The join of both inputs, then the layer's segments."""
         join = Segment("embed", self.join, ("normed", "embedded"), ("x",), layer=index)
         return [join, *self.layer.segments(index)]
 
@@ -287,7 +282,6 @@ class MtpLayer(nn.Module):
         execute: Executor = run_segments,
         index: int | None = None,
     ) -> MoEOutput:
-        """The layer's output; ``norm`` prepares it for the head and the next depth."""
         tensors = {"normed": h_BSD, "embedded": embedded_BSD, "cos": cos_SP, "sin": sin_SP}
         tensors |= self.layer.earlier()
         writes = self.layer.writes

@@ -1,8 +1,7 @@
 """The MoE segments: moe_router, moe_preprocess, shared_experts, moe_experts and moe_combine.
 
 Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K top-k slots, R routed rows, F expert
-width, N received tokens, L experts of this rank. On one rank moe_dispatch is the identity; rows are gathered
-in moe_experts.
+width, N received tokens, L experts of this rank.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")
 class Router(nn.Module):
     """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 after the norm.
 
-    Each rank of cp and tp routes its own tokens; losses and statistics cover the tokens of all.
+    Losses and statistics cover the tokens of all ranks of cp and tp.
     """
 
     selection_bias: Tensor
@@ -58,7 +57,7 @@ class Router(nn.Module):
 
     @property
     def reads_earlier(self) -> bool:
-        """True if the balance loss is over the global batch, so it counts earlier micro-batches too."""
+        """True if the balance loss counts earlier micro-batches too."""
         return self.config.aux_loss is AuxLoss.global_batch and self.has_balance
 
     @property
@@ -69,8 +68,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
-        If `counts_apart`, also the slots of each expert that the balance loss counts, int32 [E]. If
-        `reads_earlier`, ``earlier_E`` is this micro-batch's copy of ``earlier_counts``, fp32.
+        If `counts_apart`, also counted slots int32 [E]. ``earlier_E``: fp32 copy of ``earlier_counts``.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
         assert self.reads_earlier == (earlier_E is not None)
@@ -101,10 +99,7 @@ class Router(nn.Module):
         return ops.select_experts(config, scores_TE)
 
     def _counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor:
-        """Experts [T, K] that the balance loss counts: the best scores alone if a bias changes the choice.
-
-        DeepSeek-V3, arXiv 2412.19437, equation 18; Megatron-Core too ignores bias and groups here.
-        """
+        # DeepSeek-V3 (arXiv 2412.19437, equation 18) ignores bias and groups here, as Megatron-Core does:
         # a bias that balances the load would otherwise leave the balance loss no gradient
         is_forced = self.execution.force_balance or self.load_ends is not None
         if not self.config.selection_bias or is_forced:
@@ -131,7 +126,7 @@ class Router(nn.Module):
         return loss, torch.stack([balance, z, entropy]).detach()
 
     def _of_global_batch(self, counts_BE: Tensor, earlier_E: Tensor | None) -> Tensor:
-        """Slots [1, E] of all micro-batches up to this one over dp; outside training, this rank's own."""
+        """Slots [1, E] of all micro-batches up to this one over dp; this rank's own outside training."""
         # micro-batches are dealt to the ranks one by one: those up to this one are the earlier ones of all
         # ranks and the current ones of lower ranks
         if earlier_E is None or self.dp == 1 or not torch.is_grad_enabled():
@@ -159,10 +154,10 @@ class Preprocess(nn.Module):
 
 
 class SendPreprocess(nn.Module):
-    """Build the send plan, by which tokens are dispatched to the ranks of their experts, on the device."""
+    """Build the send plan on the device."""
 
     def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
-        """With ``replica_slots`` per rank tokens are sent to replicas too, by a collective over ep."""
+        """With ``replica_slots`` per rank, a collective over ep."""
         super().__init__()
         self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
 
@@ -171,11 +166,7 @@ class SendPreprocess(nn.Module):
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Slots of experts [E], a `SendPlan`; with replicas also positions [T, K] and experts of slots [R,
-        S].
-
-        Positions are those of `graphmoe.ops.replicas`.
-        """
+        """Slots of experts [E], a `SendPlan`; with replicas also positions [T, K] and experts [R, S]."""
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
             counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
@@ -190,15 +181,12 @@ class SendPreprocess(nn.Module):
 
 
 class Experts(nn.Module):
-    """Routed experts: gather rows, grouped SwiGLU MLP, weighted sum back to tokens.
-
-    A rank holds E / ep consecutive experts, and 1 / etp of the width of each.
-    """
+    """Routed experts; a rank holds E / ep consecutive ones, and 1 / etp of the width of each."""
 
     GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
     DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
     assumed_rows: int | None = None
-    """Rows of ``received`` in a dry run, which has no device to read the count from."""
+    """Rows of ``received`` in a dry run."""
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -212,7 +200,7 @@ class Experts(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
-        """The weighted sum over each token's experts -> [T, D], if all experts are local."""
+        """The weighted sum over each token's experts -> [T, D]; all are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
@@ -220,7 +208,7 @@ class Experts(nn.Module):
         return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
 
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
-        """The weighted sum over each received token's local experts -> [N, D]. Syncs the device once.
+        """Weighted sum over local experts -> [N, D]. Syncs the device once.
 
         ``number_NK`` counts this rank's experts from 0; other numbers are experts elsewhere.
         """
@@ -237,10 +225,9 @@ class Experts(nn.Module):
     ) -> Tensor:
         """``received`` by a plan of the local slots -> [N, D]; rows from the last end on are padding.
 
-        With ``expert_RS``, row groups are those of the own experts, then of this rank's replicas: a
-        collective over ep, in forward and backward.
+        With ``expert_RS``, replicas follow the own experts.
         """
-        # with replicas, a collective over ep
+        # with replicas, a collective over ep in forward and backward
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
         h_RD = torch.ops.graphmoe.permute(h_ND, slot_R, row_NK, ends_L)
         gate_RF, up_RF = grouped_mm(h_RD, w_gate_up, ends_L).chunk(2, dim=-1)
@@ -252,10 +239,7 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """``received`` by one operation, as the pass fuse_experts emits it.
-
-        Weight gradients are added to ``totals``; without any, autograd gets them.
-        """
+        """``received`` by one operation; weight gradients are added to ``totals``, if any."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # kernels of vendors may refuse no rows
@@ -265,7 +249,7 @@ class Experts(nn.Module):
         return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """End rows, row of each slot (-1 for experts elsewhere) and slot of each row."""
+        """End rows, row of each slot (-1 elsewhere), slot of each row."""
         _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, len(self.w_down))
         # the device sync: slicing by the real count leaves no padding rows
         rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows
@@ -307,7 +291,7 @@ class DenseMLP(SwiGLU):
 
 
 def dispatch_local(h_TD: Tensor) -> Tensor:
-    """Identity: with one rank every expert is local."""
+    """Identity."""
     return h_TD
 
 
@@ -319,10 +303,7 @@ def combine(x_BSD: Tensor, routed_TD: Tensor, shared_TD: Tensor | None = None) -
 
 
 def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
-    """Raise the bias of under-loaded experts and lower that of over-loaded ones, in place.
-
-    Auxiliary-loss-free balancing (arXiv 2408.15664, algorithm 1); a no-op if ``done`` is 0.0.
-    """
+    """Balance by bias (arXiv 2408.15664, algorithm 1), in place; a no-op if ``done`` is 0.0."""
     load_E = counts_E.float()
     # sign, not the difference: the update rate does not depend on the imbalance
     bias_E.add_((load_E.mean() - load_E).sign() * rate * done)

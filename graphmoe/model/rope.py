@@ -14,7 +14,7 @@ from graphmoe.config.schema import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position and pair, times YaRN's magnitude -> two fp32 [S, P]."""
+    """Cosine and sine times YaRN's magnitude -> two fp32 [S, P]."""
     position_S = torch.arange(seq_len, device=device, dtype=torch.float32)
     angle_SP = torch.outer(position_S, inverse_frequencies(config, dim).to(device))
     magnitude = 1.0
@@ -40,12 +40,12 @@ def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
 
 
 def yarn_magnitude(factor: float, coefficient: float) -> float:
-    """YaRN's magnitude correction, 0.1 * coefficient * ln(factor) + 1, or 1 for factors up to 1."""
+    """YaRN's correction; 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 
 def attention_scale(config: ModelConfig, head_dim: int) -> float:
-    """Softmax scale: 1 / sqrt(head size), times YaRN's squared magnitude."""
+    """1 / sqrt(head size), times YaRN's squared magnitude."""
     scale = head_dim**-0.5
     if config.rope_scaling is RopeScaling.yarn:
         scale *= yarn_magnitude(config.yarn_factor, config.yarn_mscale_all_dim) ** 2

@@ -1,11 +1,7 @@
 """Parameter counts, state bytes and FLOPs: sums over a model on the meta device.
 
-One layer of each kind is built; all layers of a kind share its parameters. ``full`` counts every parameter,
-``body`` all but embedding, head, norms and multi-token prediction (docs/model.md).
-
 FLOPs: two per multiply-add; a backward GEMM costs twice its forward, so a weight costs 6 FLOPs a token;
-causal attention counts S / 2 keys for each query; embedding, router, norms and recomputation count 0. An MTP
-layer adds its projection, its MoE layer and one more pass through the head.
+causal attention counts S / 2 keys for each query; embedding, router, norms and recomputation count 0.
 """
 
 import dataclasses
@@ -41,11 +37,10 @@ BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 
 
 def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """Count the parameters of ``model`` by component, and as ``full`` and ``body``, without allocating it.
+    """Parameters by component, ``full`` (all) and ``body`` (no embedding, head, norms, mtp; docs/model.md).
 
-    ``total`` counts all, ``active`` those that one token uses, with the whole embedding, as published figures
-    do. A tied head counts 0. ``mtp`` is all of the multi-token-prediction layers. The selection bias is a
-    buffer and not counted.
+    ``active``: those that one token uses, with the whole embedding, as published figures do. A tied head
+    counts 0, and so does the selection bias, a buffer.
     """
     counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
@@ -68,12 +63,12 @@ def attention_weights(model: ModelConfig) -> int:
 
 
 def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
-    """Meta parameters of the rank that has these stages, in module order; layers of a kind share theirs."""
+    """Meta parameters of the rank with these stages, in order; layers of a kind share theirs."""
     return [weight for _, weight in _named_weights(model, layout, stages)]
 
 
 def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
-    """Return a rank's parameters of one layer by name; multi-token-prediction layers are last."""
+    """A rank's parameters of one layer by name; MTP layers are last."""
     kind = "dense" if layer < model.num_dense_layers else "moe" if layer < model.num_layers else "mtp"
     return _parts(model, layout)[kind]
 
@@ -146,7 +141,6 @@ def _flat_buffers(
 
 
 def _parts(model: ModelConfig, layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """Parameters by name of each kind of part: embed, dense, moe, norm, head, mtp."""
     dense, moe = min(model.num_dense_layers, 1), int(model.num_layers > model.num_dense_layers)
     small = dataclasses.replace(
         model, num_layers=dense + moe, num_dense_layers=dense, mtp_depth=min(model.mtp_depth, 1)
@@ -181,7 +175,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of one token's forward by part of the model, averaged over a sequence's positions."""
+    """FLOPs of a token by part of the model, averaged over positions."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)

@@ -28,7 +28,6 @@ PROG = "graphmoe.pipeline_view"
 
 
 def main(argv: list[str]) -> None:
-    """Show the schedules, the layout or the recorded run of a command line."""
     args = parse_args(ViewArgs, argv, prog=PROG, places=("schedule",))
     check(args)
     plans: list[Plan] = []
@@ -51,7 +50,7 @@ def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
-    """Return one object for a schedule or a layout; for several timelines a list of such, ``schedules``."""
+    """One object for a schedule or a layout; for several timelines their list, ``schedules``."""
     layouts = [
         {**layout_document(plan), **({"slower_than_1f1b": plan.slower} if plan.panel else {})}
         for plan in plans
@@ -65,7 +64,7 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
 def text(
     args: ViewArgs, plans: list[Plan], panels: list[Panel], pictures: list[Path]
 ) -> Iterator[RenderableType]:
-    """Yield the same values as tables; a layout of several schedules is shown once."""
+    """Yield the same as tables; a layout of several schedules is shown once."""
     yield from (
         layout_table(plan) for plan in {(p.layout, p.placement): p for p in plans if p.layout}.values()
     )
@@ -86,7 +85,6 @@ def text(
 
 
 def layout_document(plan: Plan) -> dict[str, Any]:
-    """A layout as plain values, nothing where there is none."""
     if plan.layout is None:
         return {}
     placement, pieces = plan.placement, parse_layout(plan.layout)
@@ -103,7 +101,6 @@ def layout_document(plan: Plan) -> dict[str, Any]:
 
 
 def layout_table(plan: Plan) -> Group:
-    """A layout by stage."""
     total = sum(cost.total for cost in plan.costs)
     rows = []
     for stage, piece in enumerate(parse_layout(plan.layout or "")):
@@ -142,7 +139,6 @@ def timeline_document(panel: Panel) -> dict[str, Any]:
 
 
 def timeline_table(panel: Panel) -> Group:
-    """The numbers of each rank, below those of the whole."""
     timeline, rows = panel.timeline, []
     for rank, idle in enumerate(idle_shares(timeline)):
         stages = " ".join(map(str, timeline.table.placement.stages_of(rank)))

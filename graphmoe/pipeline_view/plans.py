@@ -1,4 +1,4 @@
-"""Panels to show: of schedules with sizes, layout and costs, or of a recorded run; or a layout alone."""
+"""Panels of schedules with sizes, layout and costs, or of a recorded run; or a layout alone."""
 
 import statistics
 from collections import defaultdict
@@ -32,24 +32,22 @@ _WORDS = {
     "pipeline.microbatches": "microbatches",
     "pipeline.ep_overlap": "overlap",
 }
-"""Keys of a run that errors name, and the keys of this tool in their place."""
+"""Keys in errors of a run -> keys of this tool."""
 
 
 class Plan(NamedTuple):
-    """Placement, layout and timeline of one schedule, or of a layout without one."""
-
     placement: Placement
     panel: Panel | None = None
     layout: str | None = None
     stages: tuple[StagePieces, ...] = ()
     costs: Sequence[SegmentTime] = ()
-    """Seconds of one sequence by stage, where a model is given."""
+    """Seconds of a sequence by stage, if a model is given."""
     slower: str | None = None
-    """Warning that the schedule is slower than 1f1b, with one to use instead; None where it is not."""
+    """Warning that the schedule is slower than 1f1b, with one to use instead."""
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
-    """The plan of the schedule in this place of the list. *Raises* ConfigError in the tool's words."""
+    """*Raises* ConfigError in the tool's words."""
     try:
         plan = _make_plan(args, place)
         return plan if plan.panel is None or args.overlap else plan._replace(slower=_slower(args, plan))
@@ -151,7 +149,7 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) 
 
 
 def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
-    """Return a recorded step, by default the last, and its simulation. *Raises* ConfigError."""
+    """A recorded step, by default the last, and its simulation. *Raises* ConfigError."""
     from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines  # imports torch
 
     path = run / FILE_NAME
@@ -176,11 +174,7 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
 
 
 def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
-    """Return the median times of a run's steps by stage and kind, in the unit of the timelines.
-
-    A forward and a backward that take turns give only the time that they save: the median of all such pairs.
-    For a stage that never runs one of them alone, half of a pair's time is taken.
-    """
+    """Median times of a run's steps by stage and kind, in the unit of the timelines."""
     alone: dict[tuple[str, int], list[float]] = defaultdict(list)
     halves: dict[tuple[str, int], list[float]] = defaultdict(list)
     pairs: list[tuple[Together, float]] = []
@@ -198,6 +192,7 @@ def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
             else:
                 alone[span.step.kind, span.step.stage].append(took)
 
+    # a stage that never runs an action alone has half of a pair's time
     def of(kind: str, stage: int) -> float:
         return statistics.median(alone.get((kind, stage)) or halves.get((kind, stage)) or [0.0])
 

@@ -9,9 +9,9 @@ from graphmoe.report.run_data import RunData
 from graphmoe.run.metrics_file import timed
 
 MANY = 0.1
-"""Share of a run, or of a step, from which on a loss of time is named."""
+"""Share of a run, or of a step, from which a loss of time is named."""
 MOST = 0.25
-"""Share of a run from which on its start is named alone: a longer run has less of it."""
+"""Share of a run from which its start is named alone."""
 START = "its start"
 EAGER = "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
 
@@ -20,21 +20,21 @@ class Cause(NamedTuple):
     """Loss of time."""
 
     share: float
-    """Share of the run's time, at most, that would not pass without it."""
+    """Largest share of the run's time that it costs."""
     short: str
     said: str
-    """Sentence with what was measured, and the keys to try."""
+    """Sentence with measurements, and keys to try."""
 
 
 def causes(run: RunData) -> list[Cause]:
-    """Return losses of time that the run's numbers show, the largest first."""
+    """Losses of time, the largest first."""
     found = sorted((each for each in _causes(run) if each.share > MANY), reverse=True)
     is_start = len(found) == 1 and found[0].short == START
     return [] if is_start and found[0].share <= MOST else found
 
 
 def likely(run: RunData) -> Cause:
-    """Return the largest loss of time or, where nothing stands out, what the steps themselves run on."""
+    """The largest loss of time or, if nothing stands out, what the steps run on."""
     if found := causes(run):
         return found[0]
     if run.of("run.device") == "cpu":
@@ -49,7 +49,7 @@ def likely(run: RunData) -> Cause:
 
 
 def shares(run: RunData) -> Iterator[str]:
-    """Yield a sentence on the time of the run's starts, of its steps and beside them."""
+    """Yield a sentence on the time of starts, of steps and beside them."""
     num_starts, (start, steps, total) = len(run.starts), _seconds(run)
     if not steps or None in run.starts:
         return
@@ -84,14 +84,12 @@ def more(run: RunData) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in seconds, minutes or hours."""
     if seconds < 120:
         return f"{seconds:,.1f} s"
     return f"{seconds / 60:,.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def share_of_steps(run: RunData) -> float:
-    """Return the share of the run's time that its steps after the first took."""
     _, steps, total = _seconds(run)
     return steps / total if total else 0.0
 
@@ -170,7 +168,7 @@ def _of_ranks(run: RunData, of_steps: float) -> Iterator[Cause]:
 
 
 def _balance(run: RunData) -> str:
-    """Name what gives all ranks as many rows, whatever the router says, where it can; ends with a comma."""
+    # names what gives all ranks as many rows, if it can; ends with a comma
     ep, of_node = run.of("parallel.ep") or 1, run.environment.get("workers_of_node") or 1
     has_symm = run.of("moe.dispatcher") == "symm"
     if run.of("moe.balance") == "replicas":
@@ -196,7 +194,7 @@ def _uneven(run: RunData, of_steps: float) -> Iterator[Cause]:
 
 
 def threads_of(run: RunData) -> str:
-    """Threads, cores and workers in words; empty where they are not recorded."""
+    """Threads, cores and workers in words; empty if not recorded."""
     facts = run.environment
     threads, cores, workers = (facts.get(key) for key in ("threads", "usable_cores", "workers_of_node"))
     if not threads or not cores:

@@ -11,39 +11,36 @@ from graphmoe.run.metrics_file import Row
 from graphmoe.web_page import COLOURS, Chart
 
 MAX_POINTS = 1500
-"""Points of a curve. Of a longer one the smallest and the largest of neighbours are drawn."""
+"""Points of a curve; of a longer one the smallest and largest of neighbours."""
 MAX_REACHED = 500
-"""Steps of which a page knows tokens and time; between two of them it takes a straight line."""
+"""Steps whose tokens and time a page has; it interpolates between them."""
 
 
 class Curve(NamedTuple):
-    """Values over steps."""
-
     name: str
     steps: list[int]
     values: list[float]
     run: str = ""
-    """Run that it is of, where a page has several."""
+    """Its run, if a page has several."""
     words: str = ""
-    """Words on the run that are shown beside a point, as HTML."""
+    """Shown beside a point, as HTML."""
     means: list[float] | None = None
-    """Mean of the points that each stands for; None where each stands for itself."""
+    """Mean of the points that each stands for, if thinned."""
 
 
 def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
-    """The curve of a key of the rows, or of a function of each; rows without it are left out."""
+    """Curve of a key of the rows, or of a function of each; rows without it are left out."""
     of = value if callable(value) else lambda row: row.get(value)
     known = [(row["step"], v) for row in rows if (v := of(row)) is not None and math.isfinite(v)]
     return Curve(name, [step for step, _ in known], [found for _, found in known])
 
 
 def over(key: str, divisor: float) -> Callable[[Row], float | None]:
-    """The value of a key of a row divided by a number."""
     return lambda row: None if row.get(key) is None else row[key] / divisor
 
 
 def thinned(whole: Curve) -> Curve:
-    """At most ``MAX_POINTS`` of its points: first, last, and the smallest and largest of each stretch."""
+    """At most ``MAX_POINTS`` points: first, last, and the smallest and largest of each stretch."""
     steps, values = whole.steps, whole.values
     count, stretches = len(steps), (MAX_POINTS - 2) // 2
     if count <= MAX_POINTS:
@@ -113,7 +110,6 @@ def curves_chart(
 
 
 def level(value: float, name: str, like: Curve, *, run: str = "") -> Curve:
-    """A straight line over the steps of another curve."""
     return Curve(name, [like.steps[0], like.steps[-1]], [value, value], run)
 
 
@@ -129,7 +125,6 @@ def reached(run: RunData) -> dict[str, list[float]]:
 
 
 def escaped(words: Iterable[str]) -> str:
-    """Lines of words as HTML, as `Curve.words` has them."""
     return "<br>".join(map(html.escape, words))
 
 

@@ -51,7 +51,7 @@ NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet
 
 
 def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float = math.inf) -> Path:
-    """Make the page of a run's folder and return its file. *Raises* ConfigError if it is no run's."""
+    """Return the file of the page. *Raises* ConfigError if the folder is no run's."""
     run = read_run(folder)
     trace = trace_of(run, max_trace_bytes)
     sections = [
@@ -130,7 +130,7 @@ def _loads_hint(run: RunData) -> str:
 
 
 def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
-    """Numbers of the run's trace of steps, or a sentence on why there are none."""
+    """The run's trace of steps, or a sentence on why there is none."""
     try:
         (path,) = traces_of([run.folder], None)
     except ConfigError:
@@ -148,7 +148,7 @@ def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
 
 
 def segments_section(found: Summary | str) -> str:
-    """A bar for each segment or compiled unit from a trace of steps, or what would make one."""
+    """A bar for each segment or compiled unit of a trace, or why there is none."""
     if isinstance(found, str):
         return paragraph(found)
     segments = list(dict.fromkeys(each.segment for each in found.segments))
@@ -170,7 +170,6 @@ def segments_section(found: Summary | str) -> str:
 
 
 def compile_section(run: RunData) -> str:
-    """Tables of passes and compiled units, and what the caches had."""
     report = run.compiled
     if not report:
         return paragraph(
@@ -202,7 +201,6 @@ def compile_section(run: RunData) -> str:
 
 
 def capture_section(run: RunData) -> str:
-    """Units that were captured into graphs, and others with the reason."""
     report = run.captured
     if not report:
         scope = run.of("graph.scope")

@@ -47,7 +47,7 @@ class RunData:
     compiled: dict[str, Any]
     captured: dict[str, Any]
     summary: dict[str, Any]
-    """summary.json, or what metrics say of a run that did not come so far, or that went on after it."""
+    """summary.json, or newer facts from metrics."""
     unreadable: list[str]
 
     @property
@@ -56,7 +56,6 @@ class RunData:
 
     @property
     def device_word(self) -> str:
-        """The device that a rank has of its own."""
         return "process" if self.of("run.device") == "cpu" else "GPU"
 
     @property
@@ -80,11 +79,11 @@ class RunData:
         return value
 
     def flat_config(self) -> dict[str, str]:
-        """The configuration by dotted keys, as it is spelled on a command line."""
+        """The configuration by dotted keys, as on a command line."""
         return dict(_flat(self.config))
 
     def layout(self) -> str:
-        """The layout of the ranks: axes that have more than one."""
+        """Axes that have more than one rank."""
         axes = {axis: int(self.of(f"parallel.{axis}") or 1) for axis in ("tp", "cp", "pp", "ep", "etp")}
         dp = self.num_ranks // (axes["tp"] * axes["cp"] * axes["pp"])
         shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
@@ -92,7 +91,7 @@ class RunData:
 
     @property
     def starts(self) -> list[float | None]:
-        """Seconds to the first step of each start that steps are of, None where they are not known."""
+        """Seconds to the first step of each start, None if unknown."""
         known = [row["start_s"] for row in self.steps if row.get("start_s") is not None]
         if self.steps and self.steps[0].get("start_s") is None:  # written before starts were counted
             return [None if known else self.summary.get("time_to_first_step_s"), *known]
@@ -103,13 +102,12 @@ class RunData:
         return self.summary.get(f"median_{name}")
 
     def tokens_per_s_per_rank(self) -> float | None:
-        """Median, of one of the devices."""
         rate = self.median("tokens_per_s")
         return None if rate is None else rate / self.num_ranks
 
 
 def read_run(folder: Path) -> RunData:
-    """All that a run's folder has by now. *Raises* ConfigError for a folder that is no run's."""
+    """*Raises* ConfigError for a folder that is no run's."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
@@ -151,7 +149,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the newest facts. After a resume the old summary gives what metrics lack, except its end."""
+    # after a resume the old summary gives what metrics lack, except its end
     if of_metrics["steps"] <= (summary.get("steps") or 0):
         return of_metrics | summary
     peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]

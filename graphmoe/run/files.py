@@ -1,7 +1,6 @@
-"""Files of a run's folder: their names, the types of what they hold, and paths as a user reads them.
+"""Files of a run's folder: names, and types for readers of a folder that anybody may have written.
 
-The types are for those that read a folder which anybody may have written: what they do not name is let by.
-Integers are below 2^53, which is what JSON's readers agree on.
+Fields that a type does not name are ignored. Integers are below 2^53, on which JSON's readers agree.
 """
 
 import json
@@ -23,13 +22,12 @@ REPORT_FILE = "report.html"
 PROJECTION_FILE = "projection.json"
 TOKENIZER_FILE = "tokenizer.json"
 COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
-"""Reports that `graphmoe.runtime` names by itself, since it imports nothing of a run; a test compares."""
+"""`graphmoe.runtime` repeats these names, since it imports nothing of a run; a test compares."""
 PROFILE_FOLDER = "profile"
-"""Name of the folder of traces, in a run's folder."""
 FACTS = "graphmoe"
 """Key in a trace of facts about the run."""
 STEP = "ProfilerStep#"
-"""Beginning of the name of a range that is a step."""
+"""Prefix of a range that is a step."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Size = Annotated[int, Meta(ge=1, lt=2**53)]
@@ -57,8 +55,8 @@ MetricsRow = _record(
 )
 """Line of metrics.jsonl: a step of training, which has ``loss``, or a validation.
 
-The first step of each start has ``start_s``, the seconds from the command to its end. The last of the steps
-that the host read together has its ``data_s``, ``validation_s`` and ``checkpoint_s`` since the read before.
+The first step of each start has ``start_s``, seconds from the command to its end. Of steps that the host read
+together, the last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the read before.
 """
 _Loads = Annotated[list[float], Meta(min_length=1)]
 ExpertLoad = _record(
@@ -76,7 +74,6 @@ Summary = _record(
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
     **_each(Number, "time_to_first_step_s data_s validation_s checkpoint_s"),
 )
-"""Content of summary.json."""
 Environment = _record(
     "",
     command=list[str] | None,
@@ -122,7 +119,6 @@ Compiled = _record(
     passes=dict[str, _Pass],  # type: ignore[valid-type]
     units=list[_Unit],  # type: ignore[valid-type]
 )
-"""Content of compile_report.json."""
 _Span = _record(
     "unit places graphs seconds", unit=str, **_each(int, "places graphs"), nodes=int | None, seconds=float
 )
@@ -134,7 +130,6 @@ Captured = _record(
     spans=list[_Span],  # type: ignore[valid-type]
     not_captured=dict[str, str],
 )
-"""Content of capture_report.json."""
 JobRecord = _record(
     "number overrides status",
     number=Count,
@@ -144,32 +139,27 @@ JobRecord = _record(
     error=str | None,
     pid=Annotated[int, Meta(ge=0, lt=2**31)],
 )
-"""Content of job.json of a sweep."""
 SweepRecord = _record("", **_each(str | None, "command resume"), jobs=list[dict[str, Any]])
-"""Content of sweep.json."""
 
 
 def trace_file(rank: int) -> str:
-    """Name of a rank's trace."""
     return f"rank{rank}.trace.json.gz"
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Replace a file by the document, whole at any moment."""
     replace_text(path, to_json(document))
 
 
 def to_json(document: dict[str, Any]) -> str:
-    """Return the document as a file has it."""
     return json.dumps(document, indent=2) + "\n"
 
 
 def display_path(path: Path) -> str:
-    """Return the path relative to where the user stands, if it lies there."""
+    """Return the path relative to the working directory, if inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def hydra_value(text: str) -> str:
-    """Return a text as Hydra's grammar wants it behind a key."""
+    """Quote a value for Hydra's grammar."""
     return text if re.fullmatch(r"[A-Za-z0-9_/.@-]+", text) else "'" + text.replace("'", r"\'") + "'"

@@ -15,18 +15,18 @@ from graphmoe.runtime.host.files import replace_text
 Row = dict[str, Any]
 
 BESIDE_STEPS = ("data_s", "validation_s", "checkpoint_s")
-"""Seconds of the host of rank 0 after a first step that it waited for data, or spent beside the steps."""
+"""Seconds of rank 0's host waiting for data, or beside the steps."""
 
 log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return rows of a metrics.jsonl, none without a file. *Raises* FileError for no file of lines."""
+    """Rows of a metrics.jsonl, none without a file. *Raises* FileError."""
     return read_lines(path, MetricsRow)
 
 
 def read_lines(path: Path, kind: type[Any]) -> list[Row]:
-    """Return the lines of a file that are of a ``TypedDict``, as `read_rows` does."""
+    """Lines of a file that are of a ``TypedDict``, none without a file. *Raises* FileError."""
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -44,23 +44,21 @@ def read_lines(path: Path, kind: type[Any]) -> list[Row]:
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of training steps."""
     return [row for row in rows if "loss" in row]
 
 
 def timed(steps: Sequence[Row]) -> list[Row]:
-    """Return the steps but the first of each start, which compile; all where there are no others."""
+    """Steps but the first of each start, which compile; all if there are no others."""
     later = [row for place, row in enumerate(steps) if place and row.get("start_s") is None]
     return later or [*steps]
 
 
 def validations_of(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of validations."""
     return [row for row in rows if "val_loss" in row]
 
 
 def cut_metrics(path: Path, step: int) -> int:
-    """Drop rows after ``step`` and unreadable ones from a metrics.jsonl, atomically; return their number."""
+    """Drop rows after ``step`` and unreadable ones, atomically; return their number."""
     if not path.exists():
         return 0
     text = path.read_bytes().decode("utf-8", errors="replace")
@@ -80,7 +78,6 @@ def cut_metrics(path: Path, step: int) -> int:
 
 
 def json_object(text: str) -> Row | None:
-    """Return the object that a text of JSON is; None for any other text."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
@@ -89,7 +86,7 @@ def json_object(text: str) -> Row | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return final losses, medians and sums of a run; the first step of each start is in no median."""
+    """Final losses, medians and sums of a run; the first step of each start is in no median."""
     steps, validations = steps_of(rows), validations_of(rows)
     last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
     summary: dict[str, Any] = {
@@ -110,13 +107,12 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def value_of(summary: dict[str, Any]) -> float | None:
-    """Return the final validation loss, or without validation the final loss."""
+    """Final validation loss, or without validation the final loss."""
     final = summary.get("final_val_loss")
     return summary.get("final_loss") if final is None else final
 
 
 def render(summary: dict[str, Any]) -> str:
-    """Return the summary as text."""
     lines = []
     if summary["sample"]:
         prompt = json.dumps(summary.get("sample_prompt"), ensure_ascii=False)

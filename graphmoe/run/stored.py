@@ -31,7 +31,7 @@ from graphmoe.run.files import CONFIG_FILE, TOKENIZER_FILE
 log = logging.getLogger(__name__)
 
 META_FILE = "weights.json"
-"""File that tells a folder of weights in graphmoe's own names from others."""
+"""File of a folder of weights in graphmoe's own names only."""
 
 
 class StoredPrecision(msgspec.Struct):
@@ -60,13 +60,13 @@ class StoredRun(msgspec.Struct):
 
 
 def config_file(folder: Path) -> Path | None:
-    """Return the resolved.yaml of a run named by its folder, ``checkpoints`` or one of these, or None."""
+    """The resolved.yaml of a run, its ``checkpoints`` or one of them, or None."""
     path = run_of(folder.absolute()) / CONFIG_FILE
     return path if path.is_file() else None
 
 
 def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
-    """Return a run's resolved.yaml and what it says. *Raises* ConfigError where there is none."""
+    """Path and content of a run's resolved.yaml. *Raises* ConfigError."""
     path = config_file(folder)
     if path is None:
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}{near_path(folder)}")
@@ -74,7 +74,7 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
 
 
 def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    """Return a run's tokenizer.json (its own or the copy, may be missing), and its documents' end token."""
+    """A run's tokenizer.json (its own or the copy, may be missing), and its documents' end token."""
     config, run = read_stored_run(folder)
     place, data = config.parent, run.data
     named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else place
@@ -87,15 +87,13 @@ def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
 
 
 class FolderKind(enum.Enum):
-    """Kind of a folder with weights."""
-
     hf = "Hugging Face folder"
     graphmoe = "graphmoe weights"
     run = "run folder"
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """Return the folder's kind, by the files in it; weights go before a run. *Raises* ConfigError."""
+    """Kind of a folder by its files; weights go before a run. *Raises* ConfigError."""
     if (folder / META_FILE).is_file():
         return FolderKind.graphmoe
     if (folder / "config.json").is_file():
@@ -110,7 +108,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield the reason why the folder to start from cannot be one, by the names of files in it."""
+    """Yield why the folder to start from cannot be one, by the names of its files."""
     if (start := _start(checkpoint)) is None:
         return
     key, folder = start
@@ -124,7 +122,7 @@ def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def with_start_tokenizer(config: RunConfig) -> RunConfig:
-    """Return the configuration with the tokenizer of the folder to start from, if none was chosen."""
+    """The configuration with the tokenizer of the folder to start from, if none was chosen."""
     data, start = config.data, _start(config.checkpoint)
     if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
         return config
@@ -183,7 +181,7 @@ def _tokenizer_in(folder: Path) -> Path:
 
 @contextmanager
 def named_source(key: str, folder: str | None) -> Iterator[None]:
-    """Begin an error's message with the key of ``checkpoint`` that named the folder, if one did."""
+    """Prefix errors with the key that named the folder, if one did."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

@@ -57,7 +57,6 @@ class TraceArgs:
 
 
 def main(argv: list[str]) -> None:
-    """Show what is asked."""
     args = parse_args(TraceArgs, argv, prog="graphmoe.trace", places=("run",))
     if problems := [*_problems(args)]:
         raise ConfigError("; ".join(problems))
@@ -86,7 +85,7 @@ def _other_ranks(run: Path, read: Path) -> Iterator[str]:
 
 
 def tracelens_report(trace: Path) -> Path | None:
-    """Let TraceLens, if it is on PATH, write a workbook beside a trace; print why where it writes none."""
+    """Let TraceLens, if it is on PATH, write a workbook beside a trace; print why it did not."""
     if shutil.which(TRACELENS) is None:
         return None
     report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")
@@ -119,7 +118,7 @@ def _problems(args: TraceArgs) -> Iterator[str]:
 
 
 def compare(first: Summary, second: Summary, num_kernels: int) -> dict[str, Any]:
-    """Compare summaries that have all of their kernels; the largest difference comes first."""
+    """Compare summaries with all their kernels, the largest difference first."""
     notes = list(dict.fromkeys([*first.notes, *second.notes]))
     if first.device != second.device:
         notes.append(f"the devices differ: {first.device} and {second.device}")
@@ -153,7 +152,6 @@ def _kernel_times(summary: Summary) -> dict[str, float]:
 
 
 def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -> Group:
-    """Two traces side by side."""
     parts: list[RenderableType] = [
         Text(f"{name}: {s.trace}") for name, s in zip(("first", "second"), summaries, strict=True)
     ]
@@ -170,7 +168,6 @@ def comparison_text(summaries: Sequence[Summary], document: Mapping[str, Any]) -
 
 
 def summary_text(summary: Summary) -> Group:
-    """The lines of the whole steps, then segments, then their largest kernels."""
     segments = [
         (
             row.segment,

@@ -1,7 +1,7 @@
 """A Chrome trace of torch's profiler (Kineto) as lists of events of the host and of the device.
 
-Kineto links them by numbers: a call of CUDA's or HIP's runtime has a ``correlation``, and so has each kernel,
-copy or memset that it launched; all of a graph have that of the graph's launch.
+A call of the device runtime has the ``correlation`` of each kernel, copy or memset that it launched, also
+by a graph.
 """
 
 import gzip
@@ -31,7 +31,7 @@ DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
 
 
 class HostEvent(NamedTuple):
-    """An operation, a range that somebody named, or a call of the device's runtime; times in microseconds."""
+    """An operation, a named range, or a call of the device's runtime; times in microseconds."""
 
     name: str
     thread: Thread
@@ -47,8 +47,6 @@ class HostEvent(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """A kernel, copy or memset of the device."""
-
     name: str
     kind: Literal["kernel", "memcpy", "memset"]
     start: float
@@ -56,7 +54,6 @@ class Activity(NamedTuple):
     stream: str
     correlation: int | None
     num_bytes: int | None = None
-    """Copied or set; None for a kernel."""
 
 
 @dataclass
@@ -74,14 +71,14 @@ class Trace:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank whose trace has this name; None for the name of another file."""
+    """Rank whose trace has this name, or None."""
     digits = name.removeprefix("rank").partition(".")[0]
     rank = int(digits) if digits.isdecimal() else None
     return rank if rank is not None and name == trace_file(rank) else None
 
 
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
-    """The traces of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
+    """Traces of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
     of_runs = [recorded(run) for run in runs]
     if rank is None:
         common = set.intersection(*map(set, of_runs))
@@ -101,7 +98,6 @@ def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
 
 
 def recorded(run: Path) -> dict[int, Path]:
-    """The traces of a run by rank, one at least."""
     if not run.is_dir():
         raise ConfigError(f"run={run} is not a folder; name a run, or use trace=<file>{near_path(run)}")
     files = (run / PROFILE_FOLDER).glob("*")
@@ -120,8 +116,6 @@ class _Device(msgspec.Struct):
 
 
 class Facts(TypedDict, total=False):
-    """Fields that are read of the facts that a run wrote."""
-
     rank: int
     num_ranks: int
     steps: list[int]

@@ -1,7 +1,6 @@
-"""The least time that a device needs for the work of a kernel.
+"""The least time of a kernel on a device: of 16-bit GEMMs by shapes, of copies and memsets by bytes.
 
-Of matrix products of 16-bit numbers by their shapes, of copies and memsets by their bytes. A trace has no
-shapes of what a graph launches, nor of fused kernels: of those nothing is known, and nothing is guessed.
+A trace has no shapes of what a graph launches, nor of fused kernels, so for those it is unknown.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Device:
 
 
 def product_shape(operation: HostEvent) -> tuple[float, float] | None:
-    """FLOPs of a product of 16-bit matrices, and elements that it reads and writes; None for all else."""
+    """FLOPs and elements moved of a product of 16-bit matrices; None for all else."""
     first = _PRODUCTS.get(operation.name)
     dims, types = operation.args.get("Input Dims"), operation.args.get("Input type")
     if first is None or not dims or not types or len(dims) < first + 2:

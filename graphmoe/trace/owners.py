@@ -1,7 +1,7 @@
 """The segment, and the operation of torch, to which each launch of the host belongs.
 
-A launch belongs to the innermost range of ours around it on its thread. In an eager backward there is none:
-there autograd names the forward operation by its sequence number, whose range it is.
+It is the innermost range of ours on its thread; in an eager backward that of the forward operation which
+autograd names by its sequence number.
 """
 
 import bisect
@@ -22,11 +22,11 @@ _COMMUNICATION = re.compile(
 )
 _LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
 _RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
-"""Ranges but those of torch's process groups, such as gloo:send, which last until a message is there."""
+"""Ranges but those of torch's process groups, such as gloo:send, which last until a message arrives."""
 
 
 class Owner(NamedTuple):
-    """Unit and part of it, such as attn and F; two empty strings outside of our ranges."""
+    """Unit and its part, such as attn and F; empty outside of our ranges."""
 
     unit: str
     part: str
@@ -36,11 +36,9 @@ NOBODY = Owner("", "")
 
 
 class Place(NamedTuple):
-    """Position in the nest of ranges and operations of a thread."""
-
     owner: Owner = NOBODY
     sequence: int | None = None
-    """Number of the forward operation whose gradient this computes, where no range of ours is nearer."""
+    """The forward operation whose gradient this computes, if no range of ours is nearer."""
     operation: HostEvent | None = None
 
 
@@ -56,7 +54,6 @@ class Owners(NamedTuple):
     of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:
-        """The owner of a place."""
         if place.sequence is None:
             return place.owner
         forward = self.of_sequence.get(place.sequence)
@@ -64,7 +61,6 @@ class Owners(NamedTuple):
 
 
 def owners_of(trace: Trace) -> Owners:
-    """Find the place of everything on the host."""
     num_host = len(trace.host)
     places = [Place()] * num_host, [Place()] * len(trace.calls), [Place()] * num_host
     owners = Owners(*places, [0.0] * num_host, {})
@@ -95,7 +91,7 @@ def owners_of(trace: Trace) -> Owners:
 
 
 def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
-    """The step, in their order, that a time of the host is in."""
+    """Index of the step that a time of the host is in."""
     number = bisect.bisect_right([step.start for step in steps], time) - 1
     return number if number >= 0 and time <= steps[number].end else None
 
@@ -110,16 +106,14 @@ def _inside(event: HostEvent, outer: Place) -> Place:
 
 
 def is_communication(activity: Activity) -> bool:
-    """Return whether a kernel moves data between ranks, by its name."""
     return bool(_COMMUNICATION.search(activity.name))
 
 
 def is_launch(name: str) -> bool:
-    """Return whether a call of the runtime launches kernels or graphs, by its name."""
     return bool(_LAUNCH.match(name))
 
 
 def unit_and_part(name: str) -> Owner | None:
-    """Unit and part that a range of ours names; None for any other range."""
+    """Unit and part of a range of ours, or None."""
     match = _RANGE.fullmatch(name)
     return Owner(match[1], match[2]) if match else None

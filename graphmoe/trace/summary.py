@@ -1,4 +1,4 @@
-"""Numbers of a trace's steps: of a GPU's kernels by the segments that launched them, else of the host."""
+"""Times of a trace's steps: of a GPU's kernels by the segments that launched them, else of the host."""
 
 import math
 from collections import Counter, defaultdict
@@ -41,7 +41,7 @@ class Kernel:
     calls: float
     ms: float
     floor_ms: float | None
-    """Least time that the device needs; None where the trace does not say enough."""
+    """Least time that the device needs, if known."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,11 @@ class Summary:
 
     @property
     def kinds(self) -> str:
-        """The kind of ``kernels`` of segments."""
         return "kernels" if self.on == "gpu" else "operations"
 
 
 def summarise(trace: Trace, num_kernels: int) -> Summary:
-    """Read a trace's steps. *Raises* ConfigError for one without any, or for a GPU that none of them used."""
+    """*Raises* ConfigError for a trace without steps, or for a GPU that none of them used."""
     if not trace.steps:
         raise ConfigError(f"{trace.path} has no range {STEP}..., so no steps; profile.steps records such")
     owners = owners_of(trace)
@@ -99,7 +98,6 @@ def summarise(trace: Trace, num_kernels: int) -> Summary:
 
 
 def length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time in which at least one of them is."""
     total, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         total += max(end - max(start, reached), 0.0)
@@ -232,7 +230,7 @@ def _owner(trace: Trace, owners: Owners, found: tuple[HostEvent, Place] | None) 
 
 
 def _floors(activities: Sequence[Activity], launches: Launches, device: Device) -> dict[int, float | None]:
-    """Microseconds by the id of an activity; an operation's go to the longest kernel that it launched."""
+    # microseconds by the id of an activity; an operation's are those of the longest kernel that it launched
     floors: dict[int, float | None] = {id(activity): device.of_activity(activity) for activity in activities}
     launched: dict[int, tuple[HostEvent, list[Activity]]] = {}
     for activity in activities:

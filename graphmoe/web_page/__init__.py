@@ -20,16 +20,12 @@ COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4
 
 @dataclass(frozen=True)
 class Frames:
-    """The values of a heat map, one picture after the other, chosen by a slider."""
-
     label: str
     names: Sequence[str]
     values: Sequence[Sequence[Sequence[float]]]
 
 
 class Link(NamedTuple):
-    """A cell of a table that leads somewhere."""
-
     text: str
     to: str
 
@@ -40,7 +36,7 @@ class Chart:
 
     title: str
     alt: str
-    """The chart in words, for readers who cannot see it."""
+    """For readers who cannot see it."""
     traces: Sequence[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
     height_px: int = 300
@@ -183,13 +179,11 @@ def quoted(text: str) -> str:
 
 
 def folds(parts: Iterable[tuple[str, str]]) -> str:
-    """Headings that open with a click, and their contents."""
     folded = (f"<details><summary>{_text(name)}</summary>{content}</details>" for name, content in parts)
     return f'<div class="folds">{"".join(folded)}</div>'
 
 
 def side_by_side(parts: Iterable[str]) -> str:
-    """Parts next to each other where there is room."""
     return f'<div class="side">{"".join(parts)}</div>'
 
 

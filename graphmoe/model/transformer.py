@@ -1,11 +1,9 @@
 """The model: embedding, layers, and the loss segment (final norm, head, cross-entropy).
 
-A pipeline rank has some stages: ``stage`` runs one, ``loss`` the only one.
-
 Suffixes: B batch, S sequence, V vocabulary, D hidden, L MoE layers, E experts, P rotation pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,28 +37,27 @@ class LossOutput(NamedTuple):
     """Losses of a micro-batch or stage, fp32 scalars on the device, and router statistics."""
 
     total: Tensor
-    """The loss that is differentiated: cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
+    """cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
     cross_entropy: Tensor
-    """Mean over the labels that are not ignored; detached."""
+    """Mean over labels that are not ignored; detached."""
     mtp: Tensor
-    """Mean multi-token-prediction loss, 0 without MTP layers; detached."""
+    """Mean over MTP depths, 0 without; detached."""
     stats_L3: Tensor
     """``ROUTER_STATS`` of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
-    """Slots routed to each expert of each MoE layer, int32."""
+    """Slots routed to each expert, int32."""
     counted_LE: Tensor | None = None
     """Slots that the balance loss counts, int32; None if equal to ``counts_LE`` or unused."""
     received_L2: Tensor | None = None
-    """The load of each MoE layer, int32; None if not measured."""
+    """Load of each MoE layer, int32."""
     replicas: Tensor | None = None
-    """Number of replicas, over all ranks and MoE layers, int64; None without replicas."""
+    """Number of replicas over all ranks and MoE layers, int64."""
     carried: tuple[Tensor, ...] = ()
-    """Tensors for the next stage, [B, S, D] each: the last layer's state, or after the final norm the normed
-    states of all depths."""
+    """For the next stage, [B, S, D] each: the last state, or after the final norm those of all depths."""
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a module of another pipeline rank; it has no parameters and cannot run."""
+    """Placeholder for a module of another pipeline rank."""
 
 
 class LossHead(nn.Module):
@@ -73,19 +70,15 @@ class LossHead(nn.Module):
         self.norm = RMSNorm(width, config.norm_eps) if has_norm else Elsewhere()
         self.head = column_parallel(width, config.vocab_size, self.tp) if has_head else Elsewhere()
 
-    def forward(self, x_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Mean cross-entropy of the next tokens, fp32 scalar."""
-        return self.cross_entropy(self.norm(x_BSD), labels_BS)
-
     def segments(self, norm: nn.Module | None, *, loss: bool = True) -> list[Segment]:
-        """Segments of the loss that a stage has; without ``norm`` the input is normed already."""
+        """Segments of the loss; without ``norm`` the input is normed already."""
         found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
         if loss:
             found.append(Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)))
         return found
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Mean cross-entropy of normed hidden states over all ranks of cp; 0 if every label is ignored."""
+        """Mean over all ranks of cp, from normed states; 0 if every label is ignored."""
         logits_TV = self.head(all_gather(h_BSD, "tp", self.tp, dim=1)).flatten(0, 1).float()
         # every tp rank has all positions and a part of the vocabulary
         labels_T = labels_BS.flatten()
@@ -96,7 +89,7 @@ class LossHead(nn.Module):
         return total / count.clamp_min(1)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """fp32 logits [B, S, V], from an fp32 GEMM whatever the weights' dtype."""
+        # an fp32 GEMM whatever the weights' dtype
         return F.linear(self.norm(x_BSD).float(), self.head.weight.float())  # type: ignore[arg-type]
 
 
@@ -115,33 +108,23 @@ class Transformer(nn.Module):
         super().__init__()
         self.config, self.layout = config, layout
         self.dispatchers = (dispatcher,) * self.num_moe_layers if dispatcher else ()
-        """A dispatcher for each MoE layer of the whole model; empty if tokens stay on their rank."""
+        """One for each MoE layer of the whole model; empty if tokens stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
-        """Stages that `stage` can run, in model order."""
         embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
 
-        moe_layer = layer_class(config)
-
-        def layer(i: int) -> nn.Module:
-            if not any(i in stage.layers for stage in self.stages):
-                return Elsewhere()
-            if i < config.num_dense_layers:
-                return moe_layer.dense(config, layout)
-            return moe_layer(config, execution, layout, dispatcher)
-
-        def mtp_layer(k: int) -> nn.Module:
-            on_this_rank = any(k in stage.mtp for stage in self.stages)
-            return MtpLayer(config, execution, layout, dispatcher) if on_this_rank else Elsewhere()
-
-        self.layers = nn.ModuleList(map(layer, range(config.num_layers)))
+        parts = config, execution, layout, dispatcher
+        self.layers = nn.ModuleList(_layers(self.stages, *parts))
         self.loss_head = LossHead(
             config,
             layout,
             has_norm=any(normalises(stage, config.mtp_depth) for stage in self.stages),
             has_head=any(stage.loss for stage in self.stages),
         )
-        self.mtp = nn.ModuleList(map(mtp_layer, range(config.mtp_depth)))
+        here = {k for stage in self.stages for k in stage.mtp}
+        self.mtp = nn.ModuleList(
+            MtpLayer(*parts) if k in here else Elsewhere() for k in range(config.mtp_depth)
+        )
         if config.tie_embeddings and any(stage.loss for stage in self.stages):
             tie_head(self)
         # several stages use the embedding: its gradients are summed over all of them
@@ -163,9 +146,9 @@ class Transformer(nn.Module):
         return self.loss_head.logits(x_BSD)
 
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
-        """Losses of a micro-batch; labels are the next tokens, -100 is ignored. No device sync.
+        """Losses of a micro-batch; label -100 is ignored. No device sync.
 
-        All ranks of cp and tp get the same whole sequences and return the same losses.
+        All ranks of cp and tp get whole sequences and return the same losses.
         """
         (whole,) = self.stages
         return self.stage(whole, (), tokens_BS, labels_BS, execute)
@@ -217,7 +200,7 @@ class Transformer(nn.Module):
         execute: Executor,
         outputs: list[MoEOutput],
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """The normed states of all depths so far, and the loss of each depth if it is on this stage."""
+        """The normed states of all depths so far, and this stage's losses by depth."""
         rope, losses = self.rope(tokens_BS.shape[1], tokens_BS.device), list[Tensor]()
 
         def finish(x_BSD: Tensor, norm: nn.Module | None, depth: int) -> list[Tensor]:
@@ -288,7 +271,7 @@ class Transformer(nn.Module):
         return own_positions(whole_BS, self.layout, dim=1)
 
     def rope(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine tables [S, P] in fp32, cached for the longest sequence so far."""
+        """Cosine and sine tables, fp32 [S, P]."""
         # tables grow only: a shorter sequence is a slice
         if self._rope is None or len(self._rope[0]) < seq_len or self._rope[0].device != device:
             with torch.inference_mode(False):  # a table made while generating serves a later backward too
@@ -308,7 +291,7 @@ class Transformer(nn.Module):
         return self.dispatchers[0] if self.dispatchers else None
 
     def use(self, dispatchers: tuple[Dispatcher, ...]) -> None:
-        """Switch the dispatchers, one for each MoE layer of the whole model."""
+        """Switch dispatchers, one for each MoE layer of the model."""
         self.dispatchers = dispatchers
         here = [place for stage in self.stages for place in self.moe_layers(stage)]
         layers = [module for module in self.modules() if isinstance(module, MoELayer)]
@@ -327,7 +310,7 @@ class Transformer(nn.Module):
         return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
 
     def moe_layers(self, pieces: StagePieces) -> range:
-        """Indices of a stage's MoE layers among those of the whole model."""
+        """Indices of a stage's MoE layers among those of the model."""
         dense, layers = self.config.num_dense_layers, pieces.layers
         found = range(max(layers.start - dense, 0), max(layers.stop - dense, 0))
         if not len(pieces.mtp):
@@ -336,10 +319,7 @@ class Transformer(nn.Module):
         return range(found.start if len(found) else first, first + len(pieces.mtp))
 
     def blocks(self) -> list[tuple[nn.Module, ...]]:
-        """Modules that a forward needs at a time, in layer order; each parameter is in one.
-
-        The model must have all its stages.
-        """
+        """Modules that a forward needs at a time, in order; each parameter is in one. Needs all stages."""
         found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
         # a tied weight is in one block only
         if self.config.tie_embeddings:
@@ -356,6 +336,23 @@ class Transformer(nn.Module):
             no_counts = torch.zeros(0, self.config.num_experts, device=device, dtype=torch.int32)
             return torch.zeros(0, len(ROUTER_STATS), device=device), no_counts
         return torch.stack([o.stats for o in outputs]), torch.stack([o.counts_E for o in outputs])
+
+
+def _layers(
+    stages: Sequence[StagePieces],
+    config: ModelConfig,
+    execution: MoEConfig,
+    layout: Layout,
+    dispatcher: Dispatcher | None,
+) -> Iterator[nn.Module]:
+    here, moe_layer = {i for stage in stages for i in stage.layers}, layer_class(config)
+    for i in range(config.num_layers):
+        if i not in here:
+            yield Elsewhere()
+        elif i < config.num_dense_layers:
+            yield moe_layer.dense(config, layout)
+        else:
+            yield moe_layer(config, execution, layout, dispatcher)
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:

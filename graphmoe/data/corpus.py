@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,9 @@ class Corpus:
     counts: dict[str, Any] = field(default_factory=dict)
     bad_records: BadRecords = field(default_factory=BadRecords)
     check: ContentCheck = field(default_factory=ContentCheck)
-    """Check of large files against their sums, if requested."""
 
     @property
     def bad(self) -> Counter[str]:
-        """Skipped bad records, by kind."""
         return self.bad_records.counts
 
 
@@ -100,7 +98,11 @@ def corpus_of_files(
     val = find(config.val_paths, "data.val_paths")
     together = [[path] for path in config.paths] if config.weights else [config.paths]
     found = [find(patterns, "data.paths") for patterns in together]
-    _refuse_twice(path for group in found for path in group)
+    for path, times in Counter(path for group in found for path in group).items():
+        if times > 1:
+            raise ConfigError(
+                f"data.paths names {path} twice, with a weight each; leave it out of one of them"
+            )
     train = [[path for path in group if path not in set(val)] for group in found]
     num_found, num_train = (sum(map(len, groups)) for groups in (found, train))
     if num_train < num_found:
@@ -114,16 +116,6 @@ def corpus_of_files(
     corpus = pack_corpus(config, seq_len, documents, held_out, tokenizer, bad, vocab_size, counts)
     corpus.counts["train_files"] = num_train
     return corpus
-
-
-def _refuse_twice(paths: Iterable[Path]) -> None:
-    seen: set[Path] = set()
-    for path in paths:
-        if path in seen:
-            raise ConfigError(
-                f"data.paths names {path} twice, with a weight each; leave it out of one of them"
-            )
-        seen.add(path)
 
 
 def _mixed(

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -154,12 +154,11 @@ def encode(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[npt.
     pieces = [list(_pieces(text)) for text in texts]
     encoded = tokenizer.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)
     ids = iter(encoded)
-    tail = [] if end is None else [end]
-    documents = []
-    for group in pieces:
-        parts: list[Any] = [np.asarray(next(ids).ids, dtype=np.int64) for _ in group]
-        documents.append(np.concatenate([*parts, np.asarray(tail, dtype=np.int64)]))
-    return documents
+    tail = np.asarray([] if end is None else [end], dtype=np.int64)
+    return [
+        np.concatenate([*(np.asarray(next(ids).ids, dtype=np.int64) for _ in group), tail])
+        for group in pieces
+    ]
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -4,17 +4,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 Loads = Sequence[Sequence[float]]
-"""Load of each expert over the mean of its MoE layer, by layer."""
+"""Loads over the mean of their MoE layer, by layer."""
 Place = tuple[int, int]
-"""MoE layer and expert, from 0."""
 
 DEAD = 0.02
 OVERFULL = 0.8
-"""Share of all tokens from which on an expert counts as overfull."""
+"""Share of all tokens from which an expert is overfull."""
 MOST_LOAD = 8.0
-"""Load from which on it counts so too, where that is a smaller share."""
+"""Load from which it is too, if that is a smaller share."""
 LEAST_LOAD = 1.5
-"""Load below which none counts so, where each token goes to most of the experts."""
+"""Load below which none is overfull."""
 WINDOW = 10
 """Fewest steps whose mean load is judged."""
 MOST_GLYPHS = 16
@@ -40,13 +39,11 @@ class Unbalanced(NamedTuple):
             )
         if self.overfull:
             worst = max(self.overfull.values())
-            count = (
-                f"{len(self.overfull)} of {self.num_experts} get"
-                if not found
-                else f"{len(self.overfull)} get"
+            of_all, named = "" if found else f" of {self.num_experts}", _named(list(self.overfull))
+            found.append(
+                f"{len(self.overfull)}{of_all} get up to {worst:.1f} times the mean, at most {self.most:.1f} "
+                f"({named})"
             )
-            named = _named(list(self.overfull))
-            found.append(f"{count} up to {worst:.1f} times the mean, at most {self.most:.1f} ({named})")
         return (
             f"steps {self.first} to {self.last}: {' and '.join(found)}; a larger model.aux_loss_coef or a "
             f"lower optim.lr spreads them"
@@ -62,10 +59,9 @@ class LoadWatch:
         self._steps = 0
         self._before: set[Place] = set()
         self.found: Unbalanced | None = None
-        """Result of the last window."""
 
     def add(self, last: int, steps: int, loads: Loads) -> Unbalanced | None:
-        """Take the mean loads of ``steps`` steps up to ``last``; return what a window that is full shows."""
+        """Add the mean loads of ``steps`` steps up to ``last``; return the result of a full window."""
         if not self._steps:
             self._sums = [[0.0] * len(layer) for layer in loads]
         self._sums = [
@@ -96,14 +92,12 @@ class LoadWatch:
 
 
 def watch_rows(rows: Iterable[dict[str, Any]], top_k: int) -> list[Unbalanced]:
-    """Return what a watch finds in the rows of an expert_load.jsonl."""
     watch = LoadWatch(top_k)
-    found = [watch.add(row["step"], row["steps"], row["load"]) for row in rows]
-    return [each for each in found if each is not None]
+    return [each for row in rows if (each := watch.add(row["step"], row["steps"], row["load"]))]
 
 
 def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
-    """Return experts that were dead or overfull at the end of a run, and its steps with any such."""
+    """Experts dead or overfull at the end of a run, and its steps with any such."""
     found = watch_rows(rows, top_k)
     at_end = found[-1] if found and rows[-1]["step"] - found[-1].last < WINDOW else None
     return {

@@ -46,8 +46,8 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
 def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:
     """Open the configured corpus; text is tokenised on first use, then cached.
 
-    ``check`` starts the thread ``corpus.check`` for large files with checksums. *Raises* ConfigError for a
-    bad configuration, DataError for bad content.
+    ``check`` compares large files with their checksums in a thread. *Raises* ConfigError, or DataError for
+    bad content.
     """
     for key in config.source_facts.needs:
         if not getattr(config, key):
@@ -64,10 +64,6 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
     log.info("data: %s", text, extra=FILE_ONLY)
     corpus.bad_records.log_total(f"data={config.source}")
     if check:
-        packed = [
-            samples
-            for samples in (corpus.train, corpus.val)
-            if isinstance(samples, (PackedSamples, MixedSamples))
-        ]
+        packed = [s for s in (corpus.train, corpus.val) if isinstance(s, (PackedSamples, MixedSamples))]
         corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)
     return corpus

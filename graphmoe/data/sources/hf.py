@@ -72,8 +72,15 @@ class StreamSamples(Samples):
 
     def __post_init__(self) -> None:
         c = self.config
-        parts: list[Any] = [c.hf_name, c.hf_config, self.split, c.text_field]
-        parts += [c.seed, c.shuffle, c.val_fraction]
+        parts: list[Any] = [
+            c.hf_name,
+            c.hf_config,
+            self.split,
+            c.text_field,
+            c.seed,
+            c.shuffle,
+            c.val_fraction,
+        ]
         parts += [self.seq_len, self.end_token, self.id_limit, self.held_out, self.dataset.num_shards]
         parts.append(tokenizer_hash(self.tokenizer))
         self.fingerprint = "stream:" + hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
@@ -193,8 +200,7 @@ def _usable(samples: StreamSamples, place: str, text: Any) -> bool:
 
 
 def _rows(samples: StreamSamples, start: Where) -> Iterator[tuple[Where, list[tuple[str, Any]]]]:
-    """Yield the blocks of an epoch from a position on: position of the first row, and (place, text) of each
-    row."""
+    # blocks of an epoch from a position on: position of the first row, and (place, text) of each row
     shards = np.arange(max(1, samples.dataset.num_shards))
     if samples.config.shuffle:
         shards = permute(shards, len(shards), derive_key(samples.config.seed, start["epoch"], SHARD_KEY))

@@ -27,19 +27,19 @@ def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
     """Return prefixes of token files; a wildcard pattern matches indices."""
     found: dict[Path, None] = {}
     for pattern in patterns:
-        index = str(pair(os.path.expanduser(pattern))[1])
-        matches = sorted(glob.glob(index, recursive=True)) if glob.has_magic(index) else [index]
-        if not matches:
-            raise ConfigError(
-                f"{key}: no file matches '{index}' (looked from {Path.cwd()}){near_path(index)}"
-            )
-        if not glob.has_magic(index) and os.path.isdir(os.path.expanduser(pattern)):
+        place = os.path.expanduser(pattern)
+        index = str(pair(place)[1])
+        matches, where = [index], f"(looked from {Path.cwd()}){near_path(index)}"
+        if glob.has_magic(index):
+            if not (matches := sorted(glob.glob(index, recursive=True))):
+                raise ConfigError(f"{key}: no file matches '{index}' {where}")
+        elif os.path.isdir(place):
             raise ConfigError(
                 f"{key}: {pattern} is a folder; use '{key}=[{os.path.join(pattern, '*')}]' for its .bin/.idx "
                 f"pairs, or data=files for its text"
             )
-        if not glob.has_magic(index) and not Path(index).is_file():
-            raise ConfigError(f"{key}: {index} does not exist (looked from {Path.cwd()}){near_path(index)}")
+        elif not Path(index).is_file():
+            raise ConfigError(f"{key}: {index} does not exist {where}")
         found.update(dict.fromkeys(Path(match[:-4]).absolute() for match in matches))
     return list(found)
 

@@ -1,7 +1,7 @@
 """Bars of a picture, one for each action of a timeline.
 
-A rank has a row of height 1 around its number. Transfers, where there are any, have a narrow track below the
-track of computation; a forward and a backward that take turns are two bars of half the height.
+A rank has a row of height 1 around its number: computation, and a narrow track of transfers below. A forward
+and a backward that take turns are two bars of half the height.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ COLOURS: dict[BarKind, str] = {
     "W": "#228833",
     "comm": "#bbbbbb",
 }
-"""Paul Tol's *bright*, told apart with any kind of colour blindness; further stages of a rank are lighter."""
+"""Paul Tol's *bright*, for any colour blindness; later stages of a rank are lighter."""
 WORDS: dict[BarKind, str] = {
     "F": "forward",
     "B": "backward",
@@ -27,13 +27,11 @@ WORDS: dict[BarKind, str] = {
     "comm": "transfer",
 }
 _LIGHTEST = 0.55
-"""Share of the way to white that the colour of a rank's last stage goes."""
+"""Share of white in the colour of a rank's last stage."""
 _HALF = 0.43
 
 
 class Panel(NamedTuple):
-    """A timeline, and its title and unit in a picture."""
-
     title: str
     timeline: Timeline
     unit: str
@@ -42,7 +40,7 @@ class Panel(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One action or transfer; its times have the unit of the panel."""
+    """An action or transfer, in the unit of the panel."""
 
     kind: BarKind
     action: Action
@@ -50,19 +48,16 @@ class Bar(NamedTuple):
     start: float
     end: float
     low: float
-    """Edges of the bar across the row, with ``high``; a row lies around the number of its rank."""
     high: float
     colour: str
     beside: Action | None = None
 
     @property
     def label(self) -> str:
-        """Text in the bar: its micro-batch."""
         return str(self.action.micro_batch)
 
     @property
     def what(self) -> str:
-        """Description of the bar in words."""
         action = self.action
         micro_batch = f"micro-batch {action.micro_batch}, stage {action.stage}, rank {self.rank}"
         if self.kind == "comm":
@@ -72,20 +67,18 @@ class Bar(NamedTuple):
 
 
 def bars_of(panel: Panel) -> list[Bar]:
-    """Return all bars of a panel, from left to right for each rank."""
     spans, placement = panel.timeline.spans, panel.timeline.table.placement
     has_transfers = any(span.track == "comm" for span in spans)
     return [bar for span in spans for bar in _bars(span, placement, panel.scale, has_transfers)]
 
 
 def text_colour(colour: str) -> str:
-    """Return black or white, whichever is easier to read on a colour."""
     red, green, blue = bytes.fromhex(colour[1:])
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "#222222"
 
 
 def idle_shares(timeline: Timeline) -> list[float]:
-    """Return for each rank the share of the makespan in which it computes nothing."""
+    """Share of the makespan in which each rank computes nothing."""
     busy = [0.0] * timeline.table.placement.num_ranks
     for span in timeline.spans:
         busy[span.rank] += span.end - span.start if span.track == "compute" else 0.0
@@ -93,7 +86,6 @@ def idle_shares(timeline: Timeline) -> list[float]:
 
 
 def shown_peak(timeline: Timeline, rank: int) -> str:
-    """'5.2 GiB' where bytes are known, otherwise '8 activations'."""
     if timeline.peak_bytes is not None:
         return f"{timeline.peak_bytes[rank] / 2**30:.3g} GiB"
     peak = f"{timeline.peak_activations[rank]:.4g}"
@@ -104,12 +96,7 @@ def shown_makespan(panel: Panel) -> str:
     return f"{panel.timeline.makespan * panel.scale:,.6g} {panel.unit}".strip()
 
 
-def axis_title(panels: Sequence[Panel]) -> str:
-    return f"time, {panels[0].unit}" if panels[0].unit else "time, in the unit of the costs"
-
-
 def summary(panel: Panel) -> str:
-    """A panel's numbers on one line."""
     timeline = panel.timeline
     peaks = timeline.peak_activations if timeline.peak_bytes is None else timeline.peak_bytes
     most = max(range(timeline.table.placement.num_ranks), key=peaks.__getitem__)
@@ -118,7 +105,7 @@ def summary(panel: Panel) -> str:
 
 
 def bars_by_kind(panel: Panel) -> dict[BarKind, list[Bar]]:
-    """Return the bars of a panel by kind, in the order of the legend, which takes the first one's colour."""
+    """Bars of a panel by kind, in the order of the legend, which has the colour of the first."""
     found: dict[BarKind, list[Bar]] = {kind: [] for kind in COLOURS}
     for bar in sorted(bars_of(panel), key=lambda bar: bar.colour != COLOURS[bar.kind]):
         found[bar.kind].append(bar)

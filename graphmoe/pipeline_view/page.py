@@ -13,7 +13,6 @@ from graphmoe.pipeline_view.bars import (
     Bar,
     BarKind,
     Panel,
-    axis_title,
     bars_by_kind,
     bars_of,
     idle_shares,
@@ -64,7 +63,8 @@ def timeline_chart(panels: Sequence[Panel]) -> Chart:
                                       "xanchor": "left", "yanchor": "bottom", "showarrow": False,
                                       "font": {"size": 13}})  # fmt: skip
         top_px -= height + GAP_PX
-    layout[f"xaxis{axis}"]["title"] = {"text": axis_title(panels)}
+    unit = panels[0].unit or "in the unit of the costs"
+    layout[f"xaxis{axis}"]["title"] = {"text": f"time, {unit}"}
     said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
     alt = f"Timelines of a pipeline, a row for each rank: {said}"
     return Chart("Pipeline", alt, traces, layout, plot_px + HEAD_PX + 60, is_wide=True, min_width_px=640,

@@ -22,11 +22,11 @@ KINDS = {
     "buffers": "buffers",
 }
 OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory shared for dispatch"}
-"""Kinds that the measured peak of a GPU leaves out, as their writer names them, which imports torch."""
+"""Kinds outside a GPU's measured peak, named as their writer does, which imports torch."""
 
 
 def training_charts(run: RunData) -> list[Chart]:
-    """Loss, learning rate, gradient norm, and terms that are added to the loss where any of them is not 0."""
+    """Loss, learning rate, gradient norm, and terms of the loss that are not 0."""
     losses = curve("training", run.steps, "loss"), curve("validation", run.validations, "val_loss")
     norm = curve("gradient norm", run.steps, "grad_norm")
     names = {"balance_loss": "load balance", "z_loss": "router z", "mtp_loss": "multi-token prediction"}
@@ -43,13 +43,10 @@ def training_charts(run: RunData) -> list[Chart]:
 
 
 def speed_charts(run: RunData) -> list[Chart]:
-    """Throughput, and MFU or what there is of it without a known peak. A start's first step compiles."""
+    """Throughput, and MFU or, if the peak is unknown, FLOPs; without the first step, which compiles."""
     later = timed(run.steps)
-    note = (
-        ""
-        if len(later) == len(run.steps)
-        else f"Without the first step{' of each start' * (len(run.starts) > 1)}."
-    )
+    note = f"Without the first step{' of each start' * (len(run.starts) > 1)}."
+    note *= len(later) != len(run.steps)
     rate = curve("tokens/s", later, over("tokens_per_s", run.num_ranks))
     mfu = curve("MFU", later, over("mfu", 0.01))
     charts = curves_chart(f"Throughput of each {run.device_word}", "tokens/s", [rate], note=note)
@@ -61,13 +58,12 @@ def speed_charts(run: RunData) -> list[Chart]:
 
 
 def memory_charts(run: RunData) -> list[Chart]:
-    """Projected beside measured, and the peak over steps."""
     peak = curve("peak of rank 0", run.steps, "memory_gib")
     return [*projected_chart(run), *curves_chart("Peak memory so far", "GiB", [peak], smooths=False)]
 
 
 def projected_chart(run: RunData) -> list[Chart]:
-    """Bars by kind for each place of the pipeline, and the measured peak; empty without a projection."""
+    """Bars by kind for each pipeline rank, and the measured peak; empty without a projection."""
     places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
     if not places:
         return []
@@ -97,7 +93,6 @@ def projected_chart(run: RunData) -> list[Chart]:
 
 
 def memory_remarks(run: RunData) -> str:
-    """The reason why there is no projection, if there is none."""
     if run.projection.get("places"):
         return ""
     why = run.projection.get("why_not", "the run recorded none")
@@ -109,13 +104,13 @@ def _rows(name: str, places: Sequence[Any]) -> list[str]:
 
 
 def bars(name: str, rows: Sequence[str], sizes: Sequence[float], colour: str, unit: str) -> dict[str, Any]:
-    """A trace of bars that lie, one in each row."""
+    """A trace of horizontal bars, one in each row."""
     trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": sizes}
     return {**trace, "marker": {"color": colour}, "hovertemplate": f"%{{y}}: <b>%{{x:.4g}} {unit}</b>"}
 
 
 def bars_layout(below: str) -> dict[str, Any]:
-    """The layout of stacked bars that lie, the first row at the top."""
+    """Layout of stacked horizontal bars, the first row at the top."""
     return {"barmode": "stack", "xaxis": {"title": {"text": below}}, "yaxis": {"autorange": "reversed"}}
 
 
@@ -157,7 +152,7 @@ def _moved(run: RunData) -> str:
 
 
 def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The load of each expert of each layer, a picture for each of some times; empty without any."""
+    """Heat maps of the load of each expert of each layer, by time."""
     if not rows:
         return []
     layers, experts = len(rows[0]["load"]), len(rows[0]["load"][0])

@@ -38,12 +38,10 @@ def _rank_load(steps: Sequence[Row]) -> float | None:
 
 
 def write_comparison(runs: Sequence[RunData], path: Path) -> None:
-    """Make the page of two or more runs."""
     names = names_of(runs)
-    configuration = paragraph("The runs have the same configuration.")
     differences = config_differences(runs)
-    if differences:
-        configuration = table(["key", *names], differences)
+    same = paragraph("The runs have the same configuration.")
+    configuration = table(["key", *names], differences) if differences else same
     known, columns = dict(zip(names, runs, strict=True)), column_keys(differences, typed_keys(runs))
     settings = [
         {row[0]: row[place] for row in differences if row[0] in columns} for place in range(1, len(runs) + 1)
@@ -62,13 +60,12 @@ def write_comparison(runs: Sequence[RunData], path: Path) -> None:
 
 
 def run_controls(runs: Mapping[str, RunData]) -> str:
-    """Controls of curves, where a run has any."""
     known = {name: reached(run) for name, run in runs.items() if run.steps}
     return controls(known) if known else ""
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """Names of the folders, with as many of those above as tell them apart."""
+    """Names of the folders, with enough parents to tell them apart."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -78,8 +75,6 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
 
 
 class RunLine(NamedTuple):
-    """A line of a table of runs."""
-
     name: str
     run: RunData | None
     settings: Mapping[str, str]
@@ -122,7 +117,7 @@ def _link(line: RunLine, folder: Path) -> str | Link:
 
 
 def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """A row for each key that has not the same value in all runs; empty where a run has no such key."""
+    """A row for each key whose values differ, "" if a run lacks it."""
     flat = [run.flat_config() for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [[key, *(each.get(key, "") for each in flat)] for key in keys]
@@ -137,7 +132,7 @@ def typed_keys(runs: Sequence[RunData]) -> set[str]:
 
 
 def column_keys(differences: Sequence[Sequence[str]], typed: Collection[str] = ()) -> list[str]:
-    """Keys with a column: those that were typed, if any; of a group whose name differs, the name only."""
+    """Keys with a column: those typed, if any; of a group whose name differs, the name only."""
     keys = [row[0] for row in differences if not row[0].startswith(NO_SETTING)]
     keys = [key for key in keys if key in typed or key.partition(".")[0] in typed] or keys
     named = {key.removesuffix("name") for key in keys if key.endswith(".name")}
@@ -167,22 +162,22 @@ _PANELS: dict[str, tuple[str, Callable[[RunData], Curve], dict[str, Any]]] = {
 
 
 class RunCurves(NamedTuple):
-    """A run whose curves are drawn."""
-
     name: str
     run: RunData
     words: Sequence[str]
 
 
 def curves_of_runs(runs: Sequence[RunCurves]) -> str:
-    """Charts of all runs, each with its colour, and its name that hides it; empty where none has a point."""
-    drawn_of = (
-        f"Of more than {MAX_POINTS:,} points of a curve the smallest and largest of each stretch are drawn."
-    )
-    note = drawn_of if any(len(each.run.steps) > MAX_POINTS for each in runs) else ""
+    """Charts of all runs with their colours, and buttons that hide them; empty without a point."""
     colours = {each.name: colour for each, colour in zip(runs, itertools.cycle(COLOURS), strict=False)}
     charts = []
     for title, (unit, make, options) in _PANELS.items():
         curves = [make(each.run)._replace(run=each.name, words=escaped(each.words)) for each in runs]
         charts += curves_chart(title, unit, curves, colours=colours, **options)
-    return chips(colours) + grid(charts) + (paragraph(note) if note else "") if charts else ""
+    if not charts:
+        return ""
+    note = (
+        f"Of more than {MAX_POINTS:,} points of a curve the smallest and largest of each stretch are drawn."
+    )
+    is_thinned = any(len(each.run.steps) > MAX_POINTS for each in runs)
+    return chips(colours) + grid(charts) + (paragraph(note) if is_thinned else "")

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from graphmoe.config.ranges import number_of
 from graphmoe.report.causes import EAGER, MANY, Cause, causes, likely, more, share_of_steps, shares
@@ -30,11 +30,11 @@ _SEGMENTS = {
 }
 NO_TRACE = "No time by segment: `profile.steps` records a trace of some steps, which has it."
 FEW_STEPS = 100
-"""Steps below which a loss that seems to fall no more may still do so."""
+"""Steps below which a flat loss may still fall."""
 
 
 def questions(run: RunData, trace: Summary | str) -> str:
-    """The questions with their answers; in place of a trace may stand why there is none."""
+    """Cards of questions and answers; ``trace`` may be why there is none."""
     entries = {
         "Does it learn?": learning(run),
         "How fast is it, against the floor?": speed(run),
@@ -127,7 +127,6 @@ def _skips(run: RunData) -> Iterator[str]:
 
 
 def speed(run: RunData) -> Answer:
-    """Seconds of a step against what its arithmetic takes at the device's peak."""
     seconds, rate, mfu = run.median("step_s"), run.tokens_per_s_per_rank(), run.median("mfu")
     if seconds is None or rate is None:
         return "Not known yet", ["No step of training is recorded."]
@@ -149,7 +148,7 @@ def speed(run: RunData) -> Answer:
 
 
 def times(run: RunData, trace: Summary | str) -> Answer:
-    """Segments with the most time, without a trace the most likely cause; what is lost, and what to try."""
+    """Largest segments or, without a trace, the most likely cause; losses, and what to try."""
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
     if isinstance(trace, str):
@@ -221,12 +220,9 @@ def _lost(run: RunData, trace: Summary) -> Iterator[str]:
         yield f"The GPU is idle for {trace.idle:.0%} of a step, with {launches}: {captured}."
     if trace.exposed_ms is not None and trace.exposed_ms > MANY * trace.step_ms:
         share = trace.exposed_ms / trace.step_ms
-        layout = run.layout()
-        overlap = (
-            " `pipeline.ep_overlap=true` runs the experts' exchange beside another micro-batch."
-            if "ep " in layout and not run.of("pipeline.ep_overlap")
-            else ""
-        )
+        layout, overlap = run.layout(), ""
+        if "ep " in layout and not run.of("pipeline.ep_overlap"):
+            overlap = " `pipeline.ep_overlap=true` runs the experts' exchange beside another micro-batch."
         yield (
             f"For {share:.0%} of a step ranks communicate and compute nothing ({layout}): `python -m "
             f"graphmoe.project search=true` looks for a layout that sends less.{overlap}"
@@ -239,7 +235,5 @@ def _free_memory(run: RunData) -> float | None:
 
 
 def _accumulates(run: RunData) -> bool:
-    sizes: Sequence[int | None] = [
-        run.of(f"train.{key}") for key in ("global_batch_size", "micro_batch_size")
-    ]
-    return None not in sizes and (sizes[0] or 0) > (sizes[1] or 0) * run.num_ranks
+    whole, each = run.of("train.global_batch_size"), run.of("train.micro_batch_size")
+    return None not in (whole, each) and whole > each * run.num_ranks

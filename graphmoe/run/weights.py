@@ -1,8 +1,7 @@
-"""Folders that hold a model's weights in graphmoe's own names, and loading weights of any folder.
+"""Folders of weights in graphmoe's own names, and loading weights of any folder.
 
-Such a folder has ``model/<name>.yaml`` (the keys of the configuration group ``model``),
-``weights.safetensors`` or its shards, and ``weights.json``. Anybody may have written it, and the
-``resolved.yaml`` of a run: both are typed, and nothing in them is resolved.
+Such a folder has ``model/<name>.yaml``, ``weights.safetensors`` or its shards, and ``weights.json``. Anybody
+may have written it, or a run's ``resolved.yaml``: both are typed, and nothing in them is resolved.
 """
 
 import json
@@ -45,7 +44,7 @@ FORMAT = "graphmoe-weights-1"
 STEM = "weights"
 OPTIONS = "model"
 Named = Collection[str | None]
-"""Code outside the package that the reader of a file has named, and that the file may name."""
+"""Code outside the package that a file may name, since its reader has."""
 
 
 def load_weights(
@@ -57,8 +56,8 @@ def load_weights(
 ) -> FolderKind:
     """Fill a model in place with the weights of a folder of any kind, cast to its dtypes; return the kind.
 
-    ``into``: tensors to fill instead of the model's own, such as fp32 main weights. *Raises* ConfigError
-    (CheckpointError for a run) for tensors or a head that do not fit; the model is unchanged then.
+    ``into``: filled instead of the model's own, such as fp32 master weights. *Raises* ConfigError
+    (CheckpointError for a run) if tensors do not fit; the model is unchanged then.
     """
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
@@ -76,7 +75,7 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise what ``load_weights`` into a model of this configuration would; headers are read, no weights."""
+    """Raise what ``load_weights`` would; only headers are read."""
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
     _take(state, folder, config, only_check=True)
 
@@ -104,7 +103,7 @@ def _take(
 
 
 def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
-    """Model of a folder of any kind, and whether the weights are there too. *Raises* ConfigError."""
+    """Model of a folder of any kind, and whether it has weights. *Raises* ConfigError."""
     kind = kind_of(folder)
     if kind is FolderKind.run:
         return run_config(folder, named), bool(saved_steps(run_of(folder.absolute()) / CHECKPOINTS))
@@ -132,7 +131,7 @@ def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) ->
 
 
 def of_another_model(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str | None:
-    """Say in which keys a folder's model is another one and what to type; None if it is the same."""
+    """Error text with the keys in which a folder's model differs; None if it is the same."""
     if not (changes := different_keys(theirs, ours)):
         return None
     listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
@@ -154,7 +153,7 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Put the model keys in which the run in ``folder`` differs before the list of a MismatchError."""
+    """Add the model keys that differ to a MismatchError."""
     try:
         yield
     except MismatchError as error:
@@ -168,7 +167,7 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
 
 
 class WeightsMeta(msgspec.Struct):
-    """The fields of weights.json that are read."""
+    """Fields of weights.json that are read."""
 
     format: str
     model: str
@@ -176,7 +175,7 @@ class WeightsMeta(msgspec.Struct):
 
 
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
-    """Read the headers of a folder of our own format, ``named`` as for `model_from`. *Raises* ConfigError."""
+    """Read the headers of a folder of our own format. *Raises* ConfigError."""
     meta = read_json(folder / META_FILE, WeightsMeta)
     if meta.format != FORMAT:
         raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
@@ -226,7 +225,7 @@ def write_weights(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write a folder of our own format; the files written."""
+    """Write a folder of our own format; return its files."""
     written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
     option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
     option.parent.mkdir(exist_ok=True)
@@ -238,12 +237,10 @@ def write_weights(
 
 
 def own_pieces(names: Iterable[str]) -> list[Piece]:
-    """The layout of a folder of our own format: each tensor under its own name."""
     return [Piece(name, name) for name in names]
 
 
 def train_command(folder: Path) -> str:
-    """The command that starts a run from the weights in a folder."""
     return shlex.join(["python", "-m", "graphmoe.train", f"model={hydra_value(str(folder))}"])
 
 
@@ -253,24 +250,22 @@ def option_name(name: str) -> str:
 
 
 def model_to_yaml(config: ModelConfig) -> str:
-    """All keys of a model as YAML, enums by name."""
     plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return yaml.safe_dump(plain, sort_keys=False)
 
 
 def own_model_code(config: ModelConfig) -> Named:
-    """Return what may name code outside the package in a model."""
     return config.attention, config.layer
 
 
 def run_config(folder: Path, named: Named = ()) -> ModelConfig:
-    """The model of a run, from its folder, its ``checkpoints`` or one checkpoint."""
+    """Model of a run, its ``checkpoints`` or one of them."""
     path, run = read_stored_run(folder)
     return model_from(run.model, f"{path}: model.", named)
 
 
 def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelConfig:
-    """Return the model of these keys; ``named`` is the code that they may import. *Raises* ConfigError."""
+    """Model of these keys; ``named`` is the code that they may import. *Raises* ConfigError."""
     for key, value in plain.items():
         if "${" in str(value):
             raise FileError(
@@ -297,7 +292,7 @@ def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelCon
 
 
 def read_run(folder: Path, step: int | None, named: Named = ()) -> tuple[ModelConfig, dict[str, Tensor], int]:
-    """Model, main weights (fp32) and step of a run's checkpoint, the newest by default."""
+    """Model, fp32 master weights and step of a run's checkpoint, the newest by default."""
     config = run_config(folder, named)
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
     places = _places_in_run(folder, state)
@@ -307,19 +302,14 @@ def read_run(folder: Path, step: int | None, named: Named = ()) -> tuple[ModelCo
 
 
 def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dict[str, Any]:
-    """The tensors of ``state`` under the names that a run's checkpoint has its fp32 weights by."""
-    if not _computes_in_bf16(folder):
-        return {"model": state}
-    # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
-    buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
-    main = {name: tensor for name, tensor in state.items() if name not in buffers}
-    return {"model": buffers, "optimizer": {"main": main}}
-
-
-def _computes_in_bf16(folder: Path) -> bool:
     path, run = read_stored_run(folder)
     compute = run.precision.compute
     if compute is not None and compute not in ComputeDtype.__members__:
         valid = ", ".join(ComputeDtype.__members__)
         raise FileError(f"{path}: precision.compute={compute} must be one of {valid}")
-    return compute == ComputeDtype.bf16.name
+    if compute != ComputeDtype.bf16.name:
+        return {"model": state}
+    # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
+    buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
+    main = {name: tensor for name, tensor in state.items() if name not in buffers}
+    return {"model": buffers, "optimizer": {"main": main}}

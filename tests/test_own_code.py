@@ -78,7 +78,7 @@ def counting(config, seq_len, vocab_size):
     assert losses[-1] < losses[0] - 1, "the next number is easy to guess"
 
 
-def test_kernels_of_the_experts(own, tmp_path):
+def test_kernels_of_the_experts(own, tmp_path, as_traced):
     own(
         "own_experts",
         """
@@ -233,7 +233,7 @@ def own_attention(own):
     own("own_attention", re.search(r"```python\n# my_attention.py\n(.*?)```", text, re.S)[1])
 
 
-def test_an_attention(own_attention, tmp_path):
+def test_an_attention(own_attention, tmp_path, as_traced):
     head = config().model.hidden_size // 2
     same = ("model.attention=gqa", "model.num_heads=2", "model.num_kv_heads=2", f"model.head_dim={head}")
     words = (*COMPILED, "train.steps=3", "compile.cache=false")
@@ -294,8 +294,7 @@ def test_a_layer_trains_and_its_dense_layers_are_its_own(own_layers, tmp_path):
     assert not weights["layers.1.attn.norm.weight"].eq(1).any(), "its norm learns"
 
 
-@pytest.mark.slow
-def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path):
+def test_a_layer_compiles_to_what_it_is(own_layers, tmp_path, as_traced):
     words = (*QUIET, *COMPILED, "train.steps=3", "compile.cache=false")
     plain, compiled = (
         rows_of(

@@ -32,19 +32,18 @@ CASES = {  # words of both runs, of the plain one and of the other
     "one micro-batch": ((*EAGER, "train.micro_batch_size=4"), (), (STEP,)),
     "global balance": ((*EAGER, *BALANCED), (), (STEP,)),
     "mtp in bf16": ((*EAGER, "model.mtp_depth=1", "precision.compute=bf16"), (), (STEP,)),
-    "again": (EAGER, (), (EVERYTHING,)),
     "step again": (EAGER, (), (EVERYTHING, STEP)),
     "rotating load": ((*EAGER, "moe.expert_load=rotating"), (), (STEP,)),
     "swinging": (SWINGING, (), ("graph.warmup_steps=2", STEP)),
     "moe in bf16": (
         (*AGAIN, "precision.compute=bf16", "model.shared_ffn_size=0", "graph.scope=moe", TRACED), LATE, EARLY
     ),
-    "segments again": ((*AGAIN, TRACED), (), (SEGMENTS,)),
     "captured parts again": (
         (*AGAIN, "graph.scope=[attn,moe_experts]", "recompute.ops=[layernorm,core_attn]", TRACED), LATE, EARLY
     ),
     "captured layers again": ((*AGAIN, LAYER, EVERYTHING, TRACED), LATE, EARLY),
     "captured step again": ((*AGAIN, STEP, SEGMENTS, TRACED), LATE, EARLY),
+    "segments again": ((*AGAIN, TRACED), (), (SEGMENTS,)),
     "two layers again": (
         (*AGAIN, "model.num_layers=3", "train.global_batch_size=2", TRACED),
         (),
@@ -104,6 +103,7 @@ def assert_fewer_bytes_are_kept(folder: Path) -> None:
     assert any(unit["recomputed"] > 0 for unit in again.values())
 
 
+@pytest.mark.slow  # test_lanes replays graphs as they were traced
 def test_replays_of_code_of_inductors_have_the_bits_of_the_uncaptured_units():
     assert_bitwise(ALL, [ZERO_BUBBLE] * 4)
 

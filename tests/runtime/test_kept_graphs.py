@@ -41,7 +41,7 @@ def refuse(*given, **named):
     raise AssertionError("traced")
 
 
-def test_a_second_run_traces_nothing_and_has_the_same_numbers_and_reports(tmp_path, monkeypatch):
+def test_a_second_run_traces_nothing_and_has_the_same_numbers_and_reports(tmp_path, monkeypatch, as_traced):
     found = []
     for _ in range(2):
         made = executor(tmp_path)

@@ -52,9 +52,12 @@ CASES[INDUCTOR] = case(TURNS, BF16, "model.num_layers=1", "model.num_dense_layer
 def outcomes(request, tmp_path_factory):
     cases = {}
     for name in selected(request, "name"):
-        for kind in ("auto", "bf16"):
-            words = *CASES[name].words, f"moe.dispatch_dtype={kind}"
-            cases[f"{name}: {kind}"] = replace(CASES[name], words=words)
+        for dtype in ("auto", "bf16"):
+            words = *CASES[name].words, f"moe.dispatch_dtype={dtype}"
+            cases[f"{name}: {dtype}"] = replace(CASES[name], words=words)
+    for name in selected(request, "copied"):
+        for balance in (REPLICAS, "moe.balance=none"):
+            cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
     return Job(tmp_path_factory.mktemp("ranks"), cases).results(seconds=900)
 
 
@@ -99,20 +102,11 @@ COPIED = {
 }
 
 
-@pytest.fixture(scope="module")
-def copied(request, tmp_path_factory):
-    cases = {}
-    for name in selected(request, "kind"):
-        for balance in (REPLICAS, "moe.balance=none"):
-            cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
-    return Job(tmp_path_factory.mktemp("copied"), cases).results(seconds=900)
-
-
-@pytest.mark.parametrize("kind", slow_but([*COPIED], "rowwise, computed twice"))
-def test_replicas_change_a_training_by_the_order_of_sums_only(copied, kind):
-    with_copies, without = copied[f"{kind}: {REPLICAS}"], copied[f"{kind}: moe.balance=none"]
+@pytest.mark.parametrize("copied", slow_but([*COPIED], "rowwise, rows in bf16"))
+def test_replicas_change_a_training_by_the_order_of_sums_only(outcomes, copied):
+    with_copies, without = outcomes[f"{copied}: {REPLICAS}"], outcomes[f"{copied}: moe.balance=none"]
     assert receive_load(with_copies[0]) < 1.3 < 1.9 < receive_load(without[0])
-    most = 0.05 if kind == "mxfp8" else 1e-5  # there blocks of a sum begin with the first row of a copy
+    most = 0.05 if copied == "mxfp8" else 1e-5  # there blocks of a sum begin with the first row of a copy
     for found, plain in zip(with_copies, without, strict=True):
         scalars = [outcome.rows[:, : len(SCALARS)] for outcome in (found, plain)]
         assert relative_error(*scalars) < most and relative_error(found.val_losses, plain.val_losses) < most
@@ -120,7 +114,7 @@ def test_replicas_change_a_training_by_the_order_of_sums_only(copied, kind):
             assert relative_error(gradient, plain.gradients[name]) < most, name
         assert found.graphs is not None
         text = "".join(found.graphs.code)
-        assert "fp8_mlp_wgrad" in text and ("grouped_mlp" in text) == (SKIPS in COPIED[kind])
+        assert "fp8_mlp_wgrad" in text and ("grouped_mlp" in text) == (SKIPS in COPIED[copied])
 
 
 def receive_load(outcome: Outcome) -> float:

@@ -158,9 +158,9 @@ def products(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
 def operands(recipe: str, device: str) -> list[Tensor]:
     if recipe not in recipes_of(torch.device(device)):
         pytest.skip(f"this GPU has no {recipe}")
-    w = torch.randn(N, K, generator=torch.Generator().manual_seed(2)) / 16
+    w = torch.randn(BLOCK, N, generator=torch.Generator().manual_seed(2)) / 16
     kind = torch.bfloat16 if device == "cuda" else torch.float32
-    return [each.to(device, kind) for each in (random(R, K), w, random(R, N, seed=1))]
+    return [each.to(device, kind) for each in (random(R, N), w, random(R, BLOCK, seed=1))]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])

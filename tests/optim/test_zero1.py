@@ -90,7 +90,7 @@ def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
     assert optimizer.applied.item() == STEPS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
     nets = [Net(dtype) for _ in range(3)]
     plain, traceable, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)

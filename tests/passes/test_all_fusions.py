@@ -76,8 +76,9 @@ def model_of(dtype: torch.dtype, *words: str) -> Transformer:
     return build_model(run_config.model, device=torch.device("cpu"), **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("words", ["model.shared_ffn_size=8", "model.shared_ffn_size=0"])
+@pytest.mark.parametrize(
+    ("words", "dtype"), zip(("model.shared_ffn_size=8", "model.shared_ffn_size=0"), DTYPES, strict=True)
+)
 def test_every_layer_and_loss_of_a_whole_model_matches_and_nothing_of_row_size_is_kept(words, dtype):
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(5))
 

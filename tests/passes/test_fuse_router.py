@@ -51,7 +51,11 @@ def routed(dtype=torch.float32, bias_E=None, **settings):
     return traced(router, x, *[torch.arange(16.0)] * router.reads_earlier)
 
 
-@pytest.mark.parametrize("case", range(len(OPTIONS)))
+COVERING = (0, 2, 6, 7, 12, 20, 33, 37, 40, 42, 47, 51, 53, 56, 58, 62)
+"""Options with each pair of values, of the losses and dtypes that go with them too."""
+
+
+@pytest.mark.parametrize("case", COVERING)
 def test_every_router_of_the_model_becomes_one_operation_with_the_same_numbers(case):
     function, after, renormalise, bias, groups, group_score = OPTIONS[case]
     aux_loss, z_loss_coef = LOSSES[case % len(LOSSES)]

@@ -186,11 +186,14 @@ def assert_bitwise(
     return captured
 
 
+SOME_SCOPES = [
+    pytest.param(names, marks=[pytest.mark.slow] * (n in (1, 3))) for n, names in enumerate(SCOPES)
+]
 SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (ONE_F_ONE_B, ZERO_BUBBLE, W_AT_THE_END)]
 
 
 @pytest.mark.parametrize("schedule", [*SLOW, MIXED])
-@pytest.mark.parametrize("names", [(), *SCOPES], ids="-".join)
+@pytest.mark.parametrize("names", [(), *SOME_SCOPES], ids="-".join)
 def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
 
@@ -222,7 +225,7 @@ def test_schedules_may_change_and_a_w_that_adds_may_run_first_when_all_else_is_c
     assert_bitwise(names, [*first, ZERO_BUBBLE, *then], reverse)
 
 
-@pytest.mark.parametrize("names", SCOPES, ids="-".join)
+@pytest.mark.parametrize("names", SOME_SCOPES, ids="-".join)
 def test_a_unit_may_run_twice_in_a_micro_batch(names):
     stage = assert_bitwise(names, [ZERO_BUBBLE, ONE_F_ONE_B] * 3, times=2)
     assert set(stage.graphs) == {(lane, number) for lane in range(3) for number in range(2)}
@@ -294,7 +297,7 @@ def test_a_dynamic_unit_makes_its_weight_gradients_with_i():
     assert not later and all(segment.run.weight.grad is not None for segment in stage.segments)
 
 
-@pytest.mark.parametrize("names", [("moe_experts",), ALL], ids="-".join)
+@pytest.mark.parametrize("names", [pytest.param(("moe_experts",), marks=pytest.mark.slow), ALL], ids="-".join)
 def test_a_captured_unit_computes_again_inside_its_graph(names):
     kept = {report.unit: report.kept_bytes for report in assert_bitwise(names, [MIXED] * 4).execute.reports}
     stage = assert_bitwise(names, [MIXED] * 4, recompute=Recompute(all=True))

@@ -5,7 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from graphmoe.config.schema import RunConfig
+from graphmoe.command.hydra import schema
 from graphmoe.plan.rules.check import violations
 
 SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
@@ -310,7 +310,7 @@ def broken(words: str) -> list[str]:
     for name, meaning in {**SHORT, "SYMM": SYMM}.items():
         words = words.replace(name, meaning)
     # later words win, as on a command line
-    merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.from_dotlist(words.split()))
+    merged = OmegaConf.merge(schema(), OmegaConf.from_dotlist(words.split()))
     return violations(OmegaConf.to_object(merged))
 
 

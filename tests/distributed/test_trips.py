@@ -27,9 +27,9 @@ SYMM = {f"{name}, block {b}": Trip("symm", LAYOUTS[name], block=b) for name in L
 for b in BLOCKS:
     for name in ("etp=2", "ep=4", "ep=2 etp=2"):
         SYMM[f"{name}, block {b}, {LAST}"] = Trip("symm", LAYOUTS[name], LAST, b, top_k=2)
-    SYMM[f"bf16, block {b}"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=b, dtype=BF16)
-    SYMM[f"fp64, block {b}"] = Trip("symm", LAYOUTS["ep=4"], block=b, dtype=torch.float64)
-    SYMM[f"one slot, block {b}"] = Trip("symm", LAYOUTS["ep=4"], block=b, top_k=1)
+SYMM["bf16"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=2, dtype=BF16)
+SYMM["fp64"] = Trip("symm", LAYOUTS["ep=4"], block=0, dtype=torch.float64)
+SYMM["one slot"] = Trip("symm", LAYOUTS["ep=4"], block=2, top_k=1)
 SYMM["aot_eager"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=2, backend="aot_eager")
 SYMM["inductor"] = Trip("symm", EP, backend="inductor")
 SHORT = {
@@ -42,8 +42,8 @@ VENDORS = {
         kind, EP, routing, dtype=BF16, backend=backend, tokens=13, hidden=16 if kind in PACKAGES else 10
     )
     for kind in (*PACKAGES, "nvshmem")
-    for routing in ("natural", SECOND, OWN)
-    for backend in ("eager", "aot_eager")
+    for backend, routings in {"eager": ("natural", SECOND, OWN), "aot_eager": ("natural",)}.items()
+    for routing in routings
 }
 OF_NVSHMEM = {"dtype": BF16, "tokens": 13, "hidden": 10}
 VENDORS["nvshmem, etp"] = Trip("nvshmem", ETP, **OF_NVSHMEM)

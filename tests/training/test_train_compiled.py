@@ -12,6 +12,7 @@ from graphmoe.passes.table import PASSES
 from graphmoe.report.page import compile_section
 from graphmoe.report.run_data import read_run
 from graphmoe.runtime.compile.report import REPORT_FILE
+from graphmoe.runtime.host.logs import FILE_ONLY
 from tests.runs import COMPILED_MODEL, TINY, assert_same_runs, command, metrics, train_in, trainer_in
 
 FUSIONS = [spec.name for spec in PASSES if spec.stage == "forward" and not spec.optional]
@@ -81,15 +82,14 @@ def test_the_report_of_a_run_counts_graphs_caches_and_matches(tmp_path):
     assert dumped >= set(FUSIONS)
 
 
-def test_the_default_command_compiles_and_prints_what_it_did(tmp_path):
-    words = (*TINY, *COMPILED, *COMPILED_MODEL, "train.steps=1", "hydra.run.dir=run")
-    run = command(tmp_path, *words, seconds=600)  # it compiles, on a machine that may be busy
-    assert run.wait() == 0, run.err.read_text()
-    text = (tmp_path / "run" / "logs" / "rank0.log").read_text()
+def test_the_log_file_and_the_page_have_what_was_compiled(tmp_path, as_traced, caplog):
+    caplog.set_level("INFO")
+    train_in(tmp_path, *COMPILED, *COMPILED_MODEL, "train.steps=1", "compile.cache=false")
+    of_file = [record for record in caplog.records if FILE_ONLY.items() <= vars(record).items()]
+    text = "\n".join(record.getMessage() for record in of_file)
     for name in ("compiled units", "attn..moe_combine", "kept for backward", *FUSIONS):
         assert name in text, name
-    assert "compiled units" not in run.err.read_text()
-    page = compile_section(read_run(tmp_path / "run"))
+    page = compile_section(read_run(tmp_path))
     rows = re.findall(r"│ (\w+) +│ +([\d of]+?) +│ +(\d+ -> \d+) +│ +(\S.*?) +│", text)
     assert {name for name, *_ in rows} >= set(FUSIONS)
     for cells in rows:
@@ -111,9 +111,10 @@ def test_a_pass_that_does_not_exist_stops_the_run_with_one_line(tmp_path):
     assert "Traceback" not in run.err.read_text()
 
 
-def test_keys_that_do_nothing_are_named(tmp_path, caplog):
+def test_keys_that_do_nothing_are_named(tmp_path, caplog, as_traced):
     trainer_in(tmp_path / "eager", "moe.experts=triton", "passes.dump=true", "passes.disabled=[fuse_loss]")
-    trainer_in(tmp_path / "unfused", *COMPILED, "moe.experts=triton", "passes.disabled=[fuse_experts]")
+    words = (*COMPILED, "compile.cache=false", "moe.experts=triton", "passes.disabled=[fuse_experts]")
+    trainer_in(tmp_path / "unfused", *words)
     warned = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
     assert sorted(warned) == [
         "moe.experts=triton has no effect with compile.enabled=false",

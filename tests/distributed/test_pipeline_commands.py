@@ -88,8 +88,9 @@ def test_text_is_generated_from_a_checkpoint_of_stages(recorded, capsys):
 
 def failed(folder: Path, fault: str) -> str:
     """The end of what the run says whose rank 1 fails inside step 6; it has a checkpoint of step 4."""
-    words, saved = (*TINY, *STAGES, *FAULTY, "checkpoint.async_save=false"), "checkpoints/step_00000004"
-    run = Command(folder, words, environment={fault: "1:0:6"})
+    words = (*TINY, *STAGES, "train.micro_batch_size=2", "train.global_batch_size=4", *FAULTY)
+    saved = "checkpoints/step_00000004"
+    run = Command(folder, (*words, "checkpoint.async_save=false"), environment={fault: "1:0:6"})
     run.wait_until((folder / "run" / saved).exists, 180)
     began = time.monotonic()
     assert run.wait() == 1 and time.monotonic() - began < 60

@@ -31,7 +31,7 @@ from rich.console import Console, RenderableType
 
 from graphmoe.checkpoint.entries import flatten
 from graphmoe.checkpoint.store import CheckpointStore
-from graphmoe.command.hydra import schema, to_config
+from graphmoe.command.hydra import to_config
 from graphmoe.config.arguments import run_tool
 from graphmoe.config.schema import RunConfig
 from graphmoe.model.transformer import Transformer
@@ -87,11 +87,16 @@ def config(*overrides: str) -> RunConfig:
 
 @functools.cache
 def _composed(overrides: tuple[str, ...]) -> RunConfig:
-    return to_config(OmegaConf.merge(schema(), OmegaConf.from_dotlist([*TINY, *overrides])))
+    return to_config(OmegaConf.from_dotlist([*TINY, *overrides]))
+
+
+@functools.cache
+def _store_schema() -> None:
+    ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
 def hydra_config(*words: str, with_hydra: bool = True) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=RunConfig)
+    _store_schema()
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         return compose("config", list(words), return_hydra_config=with_hydra)
 

@@ -24,7 +24,7 @@ from hydra._internal.utils import get_args
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import flag_override, open_dict
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain, known_keys
@@ -147,12 +147,14 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
     assert swept <= args.multirun, "a comma outside brackets is a sweep, which needs -m"
     for chosen in itertools.product(*map(words_for, parsed)):
         groups = tuple(word for word in chosen if is_of_a_group(word))
-        cfg = copy.deepcopy(composed(*groups))
+        with_hydra = any(word.lstrip("+~").startswith("hydra") for word in chosen)  # half of the time
+        cfg = copy.deepcopy(composed(*groups, with_hydra=with_hydra))
         values = OverridesParser.create().parse_overrides([word for word in chosen if word not in groups])
-        with flag_override(cfg.hydra, "readonly", False):
-            ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
+        if with_hydra:
+            OmegaConf.set_readonly(cfg.hydra, False)
+        ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
         with open_dict(cfg):
-            del cfg["hydra"]
+            cfg.pop("hydra", None)
         to_config(cfg, complete=complete)
 
 

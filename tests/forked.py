@@ -1,7 +1,6 @@
 """The fork server of all tests that start processes: a child has torch and graphmoe imported when it starts.
 
-A process has one server, and it imports the list that was set last before its first child; so this is the
-only list in the tests.
+A process has one server, which imports the list set last before its first child: this is the only list.
 """
 
 import multiprocessing

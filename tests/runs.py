@@ -1,8 +1,4 @@
-"""Runs of a model whose step takes milliseconds: in this process, or by the real command line.
-
-A child of the fork server has torch and graphmoe imported when it starts, so a command costs
-half a second instead of three.
-"""
+"""Runs of a model whose step takes milliseconds: in this process, or by the real command line."""
 
 import copy
 import functools
@@ -226,9 +222,8 @@ SAVE = "graphmoe.checkpoint.store:write_entries"
 class Command:
     """A started ``python -m <module> <words>`` in a folder, with its output in files there.
 
-    ``slow`` names functions (STEP, SAVE) that sleep for so many seconds before each call, so that a
-    signal which depends on them arrives in time on a busy machine too; in workers of their own
-    ``environment`` does, with ``tests.faults``.
+    ``slow``: functions (STEP, SAVE) that sleep that many seconds before each call, so that a signal arrives
+    in time on a busy machine too; for workers of a launcher, ``environment`` says it (``tests.faults``).
     """
 
     def __init__(

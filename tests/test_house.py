@@ -7,6 +7,7 @@ import ast
 import functools
 import graphlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +49,13 @@ COMMANDS = {
 """Commands of one file stand to the right of all rooms."""
 NO_HEAD = {"how", "of", "that", "those", "what", "when", "where", "whether", "which", "who", "whose"}
 MAX_FILE, MAX_ENTRIES = 400, 12
-MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 330, 53_304, 41_660, 20
-"""As they are: whoever makes them smaller lowers these. The aim is 42,000 lines, and 30,000 of tests."""
+MAX_FILES, MAX_LINES, MAX_TEST_LINES, MAX_CHAIN = 320, 51_450, 41_660, 20
+MAX_OF_ROOMS = {
+    "ops": 8_600, "plan": 5_400, "training": 4_600, "runtime": 8_600, "bench": 2_250, "project": 1_700,
+    "report trace pipeline_view web_page": 3_500, "checkpoint run": 3_950, "command": 1_700, "data": 2_400,
+    "passes": 2_200, "model": 2_200, "config": 1_950, "optim": 1_200,
+}  # fmt: skip
+"""Lines. A limit is raised only in a commit of its own, which says what was removed to make room."""
 
 
 @functools.cache
@@ -135,10 +141,16 @@ def test_folders_and_files_are_few_and_short():
     assert {file: lines for file, lines in (source | tests).items() if lines > MAX_FILE} == {}
     assert len(source) <= MAX_FILES
     assert sum(source.values()) <= MAX_LINES and sum(tests.values()) <= MAX_TEST_LINES
+    of_room = Counter[str]()
+    for file, lines in source.items():
+        of_room[file.removeprefix("graphmoe/").partition("/")[0]] += lines
+    found = {rooms: sum(of_room[room] for room in rooms.split()) for rooms in MAX_OF_ROOMS}
+    assert {rooms: lines for rooms, lines in found.items() if lines > MAX_OF_ROOMS[rooms]} == {}
+    assert 0 not in found.values()
     entries = {room.split(".")[0] for room in ROOMS.split()} - {"passes", "runtime"} - COMMANDS
-    found = {path.stem for path in (ROOT / "graphmoe").iterdir() if not path.is_symlink()}
-    found -= {"__init__", "__pycache__", "py"}  # py.typed
-    assert found == entries | COMMANDS and len(entries) <= MAX_ENTRIES
+    entered = {path.stem for path in (ROOT / "graphmoe").iterdir() if not path.is_symlink()}
+    entered -= {"__init__", "__pycache__", "py"}  # py.typed
+    assert entered == entries | COMMANDS and len(entries) <= MAX_ENTRIES
 
 
 def strings(tree: ast.AST) -> Iterator[ast.Constant]:

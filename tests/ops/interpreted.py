@@ -1,15 +1,8 @@
 """Backends that a file of tests runs an operation on, and its second run in Triton's interpreter.
 
-``BACKENDS`` are plain PyTorch and, where there is a GPU, its kernels; ``KERNELS`` the kernels alone. Triton
-decides where it is imported whether its functions are interpreted, for the whole process. So the file runs
-once more in a process with TRITON_INTERPRET=1, where both lists are the kernels on CPU tensors::
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_values_match_fp64(backend):
-        run = kernels.forward if backend == "interpreted" else torch.ops.graphmoe.scale
-        assert_values_match(run, device_of(backend))
-
-`tests/ops/test_kernels.py` does so for each file that imports this. By hand:
+``BACKENDS`` are plain PyTorch and, on a GPU, its kernels; ``KERNELS`` the kernels alone. Triton decides at
+import whether it interprets, for the whole process: `tests/ops/test_kernels.py` runs each file that imports
+this once more with TRITON_INTERPRET=1, where both lists are the kernels on CPU tensors. By hand:
 ``TRITON_INTERPRET=1 python -m pytest -k interpreted tests/ops/test_swiglu.py``.
 
 The interpreter's limits (Triton 3.6): with numpy 2.4 or later, loops over kernel arguments fail; a bf16

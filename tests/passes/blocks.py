@@ -1,7 +1,6 @@
 """Models that the fusion passes are tried on, and how a graph and its rewritten form are compared.
 
-Suffixes: B sequences, S positions, T tokens, K slots of a token, E experts, R rows (T * K), D hidden,
-F expert width, V vocabulary.
+B sequences, S positions, T tokens, K slots, E experts, R = T * K rows, D hidden, F expert width, V ids.
 """
 
 import contextlib

@@ -142,7 +142,7 @@ def train(config: RunConfig) -> float | None:
         _dry_run(config)
         return None
     if config.train.epochs is not None:
-        from graphmoe.training.start_state import with_epochs
+        from graphmoe.training.start_checks import with_epochs
 
         start_logging(None, "launch", on_console=True)
         config = with_epochs(config)
@@ -153,7 +153,7 @@ def train(config: RunConfig) -> float | None:
     check(replace(config, launch=replace(config.launch, nodes=nodes.count)))
     starts_elsewhere = config.checkpoint.resume_from or config.checkpoint.init_from
     if starts_elsewhere and nodes.is_first:
-        from graphmoe.training.start_state import check_start  # imports the model, else not needed here
+        from graphmoe.training.start_checks import check_start  # imports the model, else not needed here
 
         base, resume = Path(HydraConfig.get().runtime.output_dir), config.checkpoint.resume
         check_start(config, next_folder(base, to_plain(config), resume=resume))

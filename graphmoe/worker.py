@@ -90,7 +90,7 @@ def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
     log_dir: Path | None = None
     try:
         if config.train.epochs is not None:
-            from graphmoe.training.start_state import with_epochs
+            from graphmoe.training.start_checks import with_epochs
 
             config = with_epochs(config)
         ranks = _join(config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import ModelConfig, MoEConfig
-from graphmoe.model.moe import Experts
+from graphmoe.model.moe_segments import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout, layout_of, own_part

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphmoe.model.moe import Experts, combine
+from graphmoe.model.moe_segments import Experts, combine
 from graphmoe.ops.dispatch import PLANNED, RECEIVED, Dispatcher, plan_received
 from graphmoe.ops.gradients import Gradient, have_begun, report_added
 from graphmoe.plan.experts import Load

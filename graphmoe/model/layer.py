@@ -17,7 +17,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.attention import build_attention
 from graphmoe.model.blocks import RMSNorm
 from graphmoe.model.dispatch import ROUTED, BoundedPath, CombineSegment, DispatchSegment, has_load
-from graphmoe.model.moe import (
+from graphmoe.model.moe_segments import (
     DenseMLP,
     Experts,
     Preprocess,
@@ -41,7 +41,7 @@ class MoEOutput(NamedTuple):
     loss: Tensor
     """Weighted auxiliary losses, fp32 scalar."""
     stats: Tensor
-    """``graphmoe.model.moe.ROUTER_STATS``, fp32 [3], detached."""
+    """``graphmoe.model.moe_segments.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
     """Slots routed to each expert, int32."""
     counted_E: Tensor | None = None

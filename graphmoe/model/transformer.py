@@ -23,7 +23,7 @@ from graphmoe.model.blocks import (
 )
 from graphmoe.model.dispatch import has_load
 from graphmoe.model.layer import MoELayer, MoEOutput, MtpLayer, layer_class
-from graphmoe.model.moe import ROUTER_STATS, Router
+from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.model.rope import rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from graphmoe.model.moe import Router
+from graphmoe.model.moe_segments import Router
 from graphmoe.plan.forced_loads import LOADS, ends, load, read_counts, recorded
 from graphmoe.plan.plan import Plan
 

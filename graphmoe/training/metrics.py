@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.ranges import number_of
-from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.costs.hardware import peak_tflops
 from graphmoe.plan.plan import Plan

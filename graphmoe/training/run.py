@@ -45,7 +45,7 @@ from graphmoe.runtime.torch_compat import import_compilers
 from graphmoe.training.sample import generate, model_of_one_rank, prompt_of
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.setup import build_trainer
-from graphmoe.training.start_state import check_memory, check_start
+from graphmoe.training.start_checks import check_memory, check_start
 from graphmoe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.model.moe import update_selection_bias
+from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.experts import Load

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.plan.experts import Load
 from graphmoe.runtime.launch.stamps import wait_for
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphmoe.model.dispatch import has_load
-from graphmoe.model.moe import ROUTER_STATS, Router
+from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.model.transformer import LossOutput, Transformer
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces

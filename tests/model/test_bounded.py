@@ -10,7 +10,7 @@ from torch import Tensor
 from graphmoe.config.schema import MoEConfig
 from graphmoe.model.dispatch import BoundedPath
 from graphmoe.model.layer import MoELayer
-from graphmoe.model.moe import Experts
+from graphmoe.model.moe_segments import Experts
 from graphmoe.ops.gradients import Gradient
 from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, MoEConfig, ScoreFunction
-from graphmoe.model.moe import Router
+from graphmoe.model.moe_segments import Router
 from graphmoe.plan.forced_loads import ends, load
 from tests.model.models import filled
 from tests.ops.test_router import Case, choice_of, written_out

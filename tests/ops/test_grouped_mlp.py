@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.model.moe import Experts
+from graphmoe.model.moe_segments import Experts
 from graphmoe.ops import grouped_mlp as module
 from graphmoe.ops.grouped_mlp import reference, vendor
 from graphmoe.ops.grouped_mlp import triton_backend as kernels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphmoe.config.schema import OptimConfig, TrainConfig
-from graphmoe.model.moe import update_selection_bias
+from graphmoe.model.moe_segments import update_selection_bias
 from graphmoe.optim.reduction import WeightGather
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.passes.base import PassRunner

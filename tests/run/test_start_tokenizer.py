@@ -16,7 +16,7 @@ from graphmoe.data.tokenizer import load_tokenizer, train_bpe
 from graphmoe.model.build import build_model
 from graphmoe.run.stored import refuse_other_tokenizer, run_tokenizer
 from graphmoe.run.weights import load_weights
-from graphmoe.training.start_state import check_start
+from graphmoe.training.start_checks import check_start
 from tests.command.test_convert import CONFIG, random_model
 from tests.data.texts import sentences, write_jsonl
 from tests.runs import command, config, train_in

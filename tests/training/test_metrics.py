@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from graphmoe.model.moe import ROUTER_STATS
+from graphmoe.model.moe_segments import ROUTER_STATS
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of

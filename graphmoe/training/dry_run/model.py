@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphmoe.config.ranges import number_of
-from graphmoe.model.moe import Experts
+from graphmoe.model.moe_segments import Experts
 from graphmoe.model.transformer import Transformer
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.gradients import Gradient

@@ -32,7 +32,7 @@ from graphmoe.training import executor as execution
 from graphmoe.training import run as training
 from graphmoe.training.dry_run import dry_run
 from graphmoe.training.executor import chosen_experts, mlp_shape, refuse_waiting_experts
-from graphmoe.training.start_state import check_memory, check_start, least_bytes, state_of_places
+from graphmoe.training.start_checks import check_memory, check_start, least_bytes, state_of_places
 from tests.command.test_convert import CONFIG, assert_same_weights, random_model
 from tests.damage import flip_bit
 from tests.runs import ROOT, TINY, config, slow_but, train_in

@@ -34,7 +34,7 @@ from graphmoe.config.arguments import answer_version, emit, print_error, typed_a
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import OWN_CODE
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.run.files import CONFIG_FILE, display_path
+from graphmoe.run.files import CONFIG_FILE, PROJECTION_FILE, display_path, write_json
 from graphmoe.run.metrics_file import render
 from graphmoe.runtime.host.logs import FILE_ONLY, start_logging
 from graphmoe.runtime.host.signals import (
@@ -218,7 +218,6 @@ def _train(config: RunConfig, folder: Path, claimed: RunFolder | None, ranks: Ra
 
 def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[HostLine] = ()) -> dict[str, Any]:
     """Train, and on rank 0 write projected memory before and the run's page after; return the summary."""
-    from graphmoe.training.memory import write_projected_memory
     from graphmoe.training.run import run_worker
 
     if ranks.is_first:
@@ -228,6 +227,29 @@ def train_rank(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
         with StopSignal():  # a signal is for what comes after this run
             leave_report(folder)
     return summary
+
+
+def write_projected_memory(folder: Path, plan: Plan) -> None:
+    """Write the projected memory to a run's folder; no error of a projection ends the run."""
+    try:
+        write_json(folder / PROJECTION_FILE, projected_memory(plan))
+    except Exception as error:
+        log.warning("no projected memory in the report: %s: %s", type(error).__name__, error)
+
+
+def projected_memory(plan: Plan) -> dict[str, Any]:
+    """Return GiB by kind of each place along pp as ``places``, or the refusal as ``why_not``."""
+    import torch
+
+    from graphmoe.plan.costs.sizes import refuse_unknown
+    from graphmoe.training.memory import OUTSIDE_ALLOCATOR, memory_of_places
+
+    try:
+        refuse_unknown(plan.config)
+        places = memory_of_places(plan.with_its_transport(), on_nvidia=torch.version.hip is None)
+    except ConfigError as error:
+        return {"why_not": str(error)}
+    return {"places": [place.kinds(2**30, OUTSIDE_ALLOCATOR) for place in places]}
 
 
 def raise_if_stopped(summary: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Ranks of `graphmoe.ops.symm` in one process: threads, of which one runs until it comes to a barrier.
 
-On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions are full of NaN (and
-of -1) at first, with guards around them. The exchange in use is that of the thread that runs.
+On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions begin as NaN (or -1)
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.check import check
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.memory import exact_memory, projected_memory
+from graphmoe.training.memory import memory_of_places
+from graphmoe.worker import projected_memory
 from tests.distributed.layouts import FSDP, Case, assert_same
 from tests.distributed.ranks import run_ranks
 from tests.runs import COMPILED, ROOT, assert_same_state, config, final_state, metrics, train_in, trainer_in
@@ -206,7 +207,7 @@ def test_the_moments_of_an_optimizer_are_counted(own, capsys):
     found = []
     for name in ("adamw", "own_optimizers:mine"):
         run = config(f"optim.name={name}", "compile.enabled=true", "format=json")
-        (place,) = exact_memory(plan_of(run, 1), on_nvidia=True)
+        (place,) = memory_of_places(plan_of(run, 1), on_nvidia=True)
         show(run)
         shown = json.loads(capsys.readouterr().out)["memory_bytes"]["moments_fp32"]
         found.append((place.state["moments"], shown, rule_of(name).bytes_moved))

@@ -106,6 +106,13 @@ class Plan(ExpertPlan, Arrivals):
     def sizes(self, *, on_nvidia: bool) -> Sizes:
         return Sizes.from_config(self.config, self.layout, on_nvidia=on_nvidia)
 
+    def with_its_transport(self) -> Plan:
+        """Return the plan with the transport that was chosen on the run's devices in its configuration."""
+        if self.transport is None:
+            return self
+        moe = replace(self.moe, transport=self.transport)
+        return replace(self, config=replace(self.config, moe=moe), moe=moe)
+
     def slower_than_1f1b(self) -> str | None:
         """Return a faster schedule if simulation finds the run's own slower than 1f1b."""
         return run_slower_than_1f1b(self.config, self.layout)

@@ -11,12 +11,12 @@ from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
-from graphmoe.plan.costs.sizes import Sizes
+from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import Plan
 from graphmoe.project.arguments import Assumptions, ProjectArgs
 from graphmoe.project.step_time import short_plan, step_time
-from graphmoe.training.memory import PlaceMemory, exact_memory
+from graphmoe.training.memory import PlaceMemory, memory_of_places
 
 NOT_COUNTED = (
     "the device's context and the code of kernels",
@@ -48,8 +48,8 @@ def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
     """Return the memory of each position along pp, and the step, with ``bubble`` if given."""
-    places = exact_memory(plan, on_nvidia=card.is_nvidia)
-    sizes = Sizes.from_config(plan.config, plan.layout, on_nvidia=card.is_nvidia)
+    refuse_unknown(plan.config)
+    places, sizes = memory_of_places(plan, on_nvidia=card.is_nvidia), plan.sizes(on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
 
 

@@ -204,7 +204,8 @@ class Estimates:
 
     def _estimate_buffers(self, like: Like, kind: str, stages: Stages, lanes: int) -> float:
         config, sizes = self._with_recompute(like, kind)
-        return sum(own_buffer_bytes(config, sizes, stages, lanes).values())
+        recompute = Recompute.of(config.recompute)
+        return sum(own_buffer_bytes(recompute, config.moe, config.graph, sizes, stages, lanes).values())
 
 
 def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKind, ...]:

@@ -12,12 +12,12 @@ from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
+from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
 from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision_of, project
 from graphmoe.project.estimates import Estimates
-from graphmoe.training.memory import refuse_unknown
 
 PROJECTED = 5  # candidates that are projected whole beside as many as are listed
 WITH_MARGIN = 5  # candidates with a margin that are projected whole at least

@@ -3,31 +3,22 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-
-from graphmoe.config.choices import ATTENTIONS, LAYERS
-from graphmoe.config.formats import FORMATS
-from graphmoe.config.schema import ConfigError, DpShard, Fp8Recipe, RunConfig
+from graphmoe.config.schema import GraphConfig, MoEConfig
 from graphmoe.model.sizes import STATE_KINDS, owned_elements, state_bytes
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
 from graphmoe.optim import rule_of
-from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS, Bytes, made_again, stage_activations
 from graphmoe.plan.costs.layer_parts import fp8_weights
 from graphmoe.plan.costs.rates import ROWWISE
 from graphmoe.plan.costs.sizes import Sizes
-from graphmoe.plan.experts import dispatcher_facts
 from graphmoe.plan.layout import AXES, Axis, ranks_of
 from graphmoe.plan.pipeline.check import peaks
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.recompute import Recompute
-from graphmoe.run.files import PROJECTION_FILE, write_json
 from graphmoe.runtime.dispatch import shared_bytes
 from graphmoe.segments import FULL_ITERATION, segments_of
 
@@ -72,16 +63,9 @@ class PlaceMemory:
         return {kind: size / unit for kind, size in {**sizes, "total": self.total}.items()}
 
 
-def exact_memory(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
-    """Return the memory of each place along pp. *Raises* ConfigError if it is not known here."""
-    refuse_unknown(plan.config)
-    return memory_of_places(plan, on_nvidia=on_nvidia)
-
-
 def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
     """Return the memory of each place along pp, as if nothing changed it that `refuse_unknown` refuses."""
-    config = plan.config
-    sizes = Sizes.from_config(config, plan.layout, on_nvidia=on_nvidia)
+    sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
     lanes = in_flight(plan, [1] * len(stages))
@@ -97,8 +81,8 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
                 activations[place],
                 sum(by_part.values(), Counter()),
                 by_part,
-                {**own_buffer_bytes(config, sizes, own, lanes[place]), "communication": communication},
-                owned_elements(config.model, plan.layout, own, config.optim.bucket_mb),
+                {**own_buffer_bytes(*of_run, sizes, own, lanes[place]), "communication": communication},
+                owned_elements(plan.model, plan.layout, own, plan.optim.bucket_mb),
             )
         )
     return places
@@ -111,55 +95,24 @@ def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
 
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     """Return bytes of weights, gradients and moments of a rank at a place along pp."""
-    config = plan.config
     return state_bytes(
-        config.model,
+        plan.model,
         plan.layout,
         plan.own_stages(place),
-        bucket_mb=config.optim.bucket_mb,
+        bucket_mb=plan.optim.bucket_mb,
         element_bytes=plan.dtype.itemsize,
-        dp_shard=config.parallel.dp_shard,
-        num_moments=len(rule_of(config.optim.name).moments),
+        dp_shard=plan.parallel.dp_shard,
+        num_moments=len(rule_of(plan.optim.name).moments),
     )
 
 
-def refuse_unknown(config: RunConfig) -> None:
-    """Raise ConfigError for settings that change memory in ways that are not counted here."""
-    problems, recipe = [], config.precision.fp8
-    unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
-    if recipe in unknown:
-        known = " or ".join(name for name in Fp8Recipe if name not in unknown)
-        problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
-    if config.parallel.dp_shard is DpShard.fsdp2:
-        problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
-    if not config.compile.enabled:
-        problems.append("compile.enabled=false keeps what autograd keeps; use compile.enabled=true")
-    if attention_facts(config.model).kept is None:
-        problems.append(
-            f"the facts of model.attention={config.model.attention} do not say what its backward keeps; "
-            f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
-        )
-    if config.model.layer not in LAYERS.names:
-        problems.append(f"model.layer={config.model.layer} keeps what is not known; use {LAYERS.names[0]}")
-    if config.passes.enabled is not None or config.passes.disabled:
-        problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
-    dispatcher = config.moe.dispatcher
-    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
-        problems.append(
-            f"the buffers of moe.dispatcher={dispatcher} are not known here; use moe.dispatcher=alltoall, or "
-            f"symm inside nodes"
-        )
-    if problems:
-        raise ConfigError("not projected: " + "; ".join(problems))
-
-
 def own_buffer_bytes(
-    config: RunConfig, sizes: Sizes, stages: Sequence[StagePieces], lanes: float
-) -> dict[str, float]:
+    recompute: Recompute, moe: MoEConfig, graph: GraphConfig, sizes: Sizes, stages: Sequence[StagePieces],
+    lanes: float,
+) -> dict[str, float]:  # fmt: skip
     """Return bytes by purpose, without communication; ``lanes``: most stages of micro-batches in flight."""
     layers, model = _layers(sizes, stages), sizes.model
-    moe = sum(i >= model.num_dense_layers for i in layers)
-    recompute, scope = Recompute.of(config.recompute), config.graph.scope
+    moe_layers, scope = sum(i >= model.num_dense_layers for i in layers), graph.scope
     working = of_lane = _working_bytes(sizes, recompute, stages)
     embedding = max((_embedding_work(sizes, recompute, stage) for stage in stages), default=0.0)
     if embedding > working:
@@ -167,11 +120,13 @@ def own_buffer_bytes(
     of_rotation = 4 * sizes.seq_len * sizes.attention.rotary
     of_router = 4 * model.num_experts * (2 if model.selection_bias else 1)  # counts and biases
     return {
-        "tables": of_rotation + of_router * moe,
+        "tables": of_rotation + of_router * moe_layers,
         "fp8_weights": fp8_weight_bytes(sizes, layers),
-        "dispatch": shared_bytes(sizes, config.moe, config.graph),
+        "dispatch": shared_bytes(sizes, moe, graph),
         "working": working,
-        "graph_pool": _graph_pool(scope, sizes, moe, len(layers) - moe, lanes, max(len(stages), 1), of_lane),
+        "graph_pool": _graph_pool(
+            scope, sizes, moe_layers, len(layers) - moe_layers, lanes, max(len(stages), 1), of_lane
+        ),
     }
 
 
@@ -276,30 +231,6 @@ def communication_bytes(sizes: Sizes) -> float:
 def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
     of_mtp = [sizes.model.num_layers + k for stage in stages for k in stage.mtp]
     return [i for stage in stages for i in stage.layers] + of_mtp
-
-
-def write_projected_memory(folder: Path, plan: Plan) -> None:
-    """Write the projected memory to a run's folder; no error of a projection ends the run."""
-    try:
-        write_json(folder / PROJECTION_FILE, projected_memory(plan))
-    except Exception as error:
-        log.warning("no projected memory in the report: %s: %s", type(error).__name__, error)
-
-
-def projected_memory(plan: Plan) -> dict[str, Any]:
-    """Return GiB by kind of each place along pp as ``places``, or the refusal as ``why_not``."""
-    try:
-        run = replace(plan, config=with_its_transport(plan))
-        places = exact_memory(run, on_nvidia=torch.version.hip is None)
-    except ConfigError as error:
-        return {"why_not": str(error)}
-    return {"places": [place.kinds(2**30, OUTSIDE_ALLOCATOR) for place in places]}
-
-
-def with_its_transport(plan: Plan) -> RunConfig:
-    """Return the configuration with the transport that the run chose on its devices."""
-    config, transport = plan.config, plan.transport
-    return config if transport is None else replace(config, moe=replace(config.moe, transport=transport))
 
 
 def allocated_bytes(place: PlaceMemory) -> float:

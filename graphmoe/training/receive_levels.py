@@ -47,7 +47,7 @@ def receive_ladder(
 
     def num_bytes(dispatchers: tuple[Dispatcher, ...]) -> int:
         rooms = [each.capacity for each in dispatchers if each.capacity is not None]
-        return room_bytes(rooms, plan.config.model, plan.layout, plan.dtype.itemsize, fused=fused)
+        return room_bytes(rooms, plan.model, plan.layout, plan.dtype.itemsize, fused=fused)
 
     def has_memory(now: tuple[Dispatcher, ...], then: tuple[Dispatcher, ...]) -> bool:
         more = num_bytes(then) - num_bytes(now)

@@ -1,8 +1,7 @@
 """Several ranks on this machine, each a process, that run a list of cases one after the other.
 
-A rank on the CPU is a child of a server that has torch and graphmoe imported, so that a start costs half a
-second; one on a GPU is a process of its own, since imports of torch may ask for GPUs, which a child may not.
-Where there are fewer GPUs than ranks, ranks share them and talk by gloo, which nobody can capture.
+A rank on the CPU is a child of a server that has torch and graphmoe imported; one on a GPU is a process.
+If there are fewer GPUs than ranks, ranks share them and use gloo, which can't be captured.
 """
 
 import gc

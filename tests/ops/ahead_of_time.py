@@ -3,9 +3,7 @@
 A file of tests lists a few representative calls in a function ``ahead_of_time_cases``, whose kernels are the
 cases (`launches_of`). `tests/ops/test_kernels.py` finds it, and asserts on the facts.
 
-All cases of a module are compiled for all targets in one fresh process, once per session: an interpreter
-process (TRITON_INTERPRET=1) can't compile, and Triton decides between the two where it is imported. Results
-are kept in Triton's own cache, so that a second session only reads them.
+All cases of a module are compiled in one fresh process: one with TRITON_INTERPRET=1 can't compile.
 """
 
 import fcntl

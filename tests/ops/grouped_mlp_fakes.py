@@ -1,7 +1,7 @@
 """Vendor grouped products with recorded signatures over a loop in fp64.
 
-A fake takes exactly the calls that the recorded signature takes and refuses layouts, offsets, dtypes and
-sizes that the vendor refuses or would misread. Rows beyond the last offset come back as NaN.
+A fake takes exactly the calls of the recorded signature and refuses what the vendor refuses or would misread.
+Rows beyond the last offset are NaN.
 """
 
 from __future__ import annotations

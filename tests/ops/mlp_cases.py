@@ -1,7 +1,6 @@
 """Routings, inputs and checks for the grouped MLP: for the op, for kernels in the interpreter, on a GPU.
 
-Suffixes as in graphmoe/ops/grouped_mlp/__init__.py. What is expected is computed in fp64, expert by
-expert from the experts that tokens chose, without a plan.
+Suffixes as in graphmoe/ops/grouped_mlp. Expected values: fp64, expert by expert, without a plan.
 """
 
 import os

@@ -25,9 +25,9 @@ from graphmoe.report.page import compile_section, segments_section, trace_of, wr
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run import files
-from graphmoe.training.memory import allocated_bytes, exact_memory, projected_memory
+from graphmoe.training.memory import allocated_bytes, memory_of_places
 from graphmoe.web_page import quoted
-from graphmoe.worker import leave_report
+from graphmoe.worker import leave_report, projected_memory
 from tests.kineto import FACTS, two_steps
 from tests.runs import config
 
@@ -164,7 +164,7 @@ def test_projected_memory_is_beside_the_measured_and_what_the_allocator_lacks_is
     compiled = config("compile.enabled=true", *words)
     plan = plan_of(compiled, 2 if words else 1)
     document = projected_memory(plan)
-    (place,) = exact_memory(plan, on_nvidia=True)
+    (place,) = memory_of_places(plan, on_nvidia=True)
     (kinds,) = document["places"]
     assert tuple(charts.OUTSIDE_ALLOCATOR) == graphmoe.training.memory.OUTSIDE_ALLOCATOR
     assert set(kinds) == {*charts.KINDS, *charts.OUTSIDE_ALLOCATOR, "total"}

@@ -16,7 +16,6 @@ from graphmoe.ops.dispatch import send_plan
 from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm.exchange import _take
 from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
-from graphmoe.plan.costs.sizes import Sizes as ProjectedSizes
 from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
@@ -24,7 +23,7 @@ from graphmoe.plan.resolve import resolve
 from graphmoe.runtime.dispatch import planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh
-from graphmoe.training.memory import projected_memory, with_its_transport
+from graphmoe.worker import projected_memory
 from tests.runs import config
 
 SIZES = Sizes(tokens=6, row_bytes=20, slots=2, places=4, rows=30, block=3)
@@ -213,7 +212,7 @@ def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monke
     run = config(*words)
     dispatcher = planned_dispatcher(plan_of(run, 2))
     assert (dispatcher.block > 0) == copies
-    sizes = ProjectedSizes.from_config(with_its_transport(plan_of(run, 2)), LAYOUT, on_nvidia=hip is None)
+    sizes = plan_of(run, 2).with_its_transport().sizes(on_nvidia=hip is None)
     assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
 
 

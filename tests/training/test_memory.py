@@ -17,7 +17,7 @@ from graphmoe.runtime.dispatch import close_dispatcher, make_dispatcher, open_di
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.runtime.torch_compat import fake_process_group
 from graphmoe.training.dry_run import dry_run
-from graphmoe.training.memory import exact_memory
+from graphmoe.training.memory import memory_of_places
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, slow_but
 
@@ -41,7 +41,7 @@ PEAKS = {
 
 def memory_of(*words: str, ranks: int = 1):
     run = config(*MODEL, *words)
-    return exact_memory(plan_of(run, ranks), on_nvidia=False)
+    return memory_of_places(plan_of(run, ranks), on_nvidia=False)
 
 
 @pytest.mark.parametrize("words", slow_but(PEAKS, "8 bits, replicas"))
@@ -154,7 +154,7 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
     run = config(*MODEL, *words)
     run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
     plan = plan_of(run, 4)
-    places = exact_memory(plan, on_nvidia=False)
+    places = memory_of_places(plan, on_nvidia=False)
     assert plan.pipeline is not None and len(places) == 4
     for place, peak in zip(places, peak_activations(plan.pipeline.table), strict=True):
         if place.place in (1, 2):  # all stages there are alike

@@ -6,9 +6,13 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
+from graphmoe.config.choices import ATTENTIONS, LAYERS
+from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import (
     AttentionBackend,
     ComputeDtype,
+    ConfigError,
+    DpShard,
     Fp8Recipe,
     Fp8WeightGrad,
     ModelConfig,
@@ -16,7 +20,15 @@ from graphmoe.config.schema import (
     Transport,
 )
 from graphmoe.plan.attention import AttentionFacts, attention_facts
-from graphmoe.plan.experts import Load, arrivals_of, blocks_of, experts_of, routed_tokens, transport_of
+from graphmoe.plan.experts import (
+    Load,
+    arrivals_of,
+    blocks_of,
+    dispatcher_facts,
+    experts_of,
+    routed_tokens,
+    transport_of,
+)
 from graphmoe.plan.layout import Layout
 
 
@@ -143,3 +155,33 @@ class Sizes:
 
     def heads(self, count: int) -> int:
         return count // (self.layout.tp * self.exchanging)
+
+
+def refuse_unknown(config: RunConfig) -> None:
+    """Raise ConfigError for settings whose memory or rates are not known here."""
+    problems, recipe = [], config.precision.fp8
+    unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
+    if recipe in unknown:
+        known = " or ".join(name for name in Fp8Recipe if name not in unknown)
+        problems.append(f"bytes and rates of precision.fp8={recipe} are not known here; use {known}")
+    if config.parallel.dp_shard is DpShard.fsdp2:
+        problems.append("parallel.dp_shard=fsdp2 gathers weights for each layer; use parallel.dp_shard=zero1")
+    if not config.compile.enabled:
+        problems.append("compile.enabled=false keeps what autograd keeps; use compile.enabled=true")
+    if attention_facts(config.model).kept is None:
+        problems.append(
+            f"the facts of model.attention={config.model.attention} do not say what its backward keeps; "
+            f"give them kept, or use model.attention={' or '.join(ATTENTIONS.names)}"
+        )
+    if config.model.layer not in LAYERS.names:
+        problems.append(f"model.layer={config.model.layer} keeps what is not known; use {LAYERS.names[0]}")
+    if config.passes.enabled is not None or config.passes.disabled:
+        problems.append("passes.enabled and passes.disabled change what is kept; leave them out")
+    dispatcher = config.moe.dispatcher
+    if dispatcher_facts(dispatcher).reads_peers and dispatcher != "symm":
+        problems.append(
+            f"the buffers of moe.dispatcher={dispatcher} are not known here; use moe.dispatcher=alltoall, or "
+            f"symm inside nodes"
+        )
+    if problems:
+        raise ConfigError("not projected: " + "; ".join(problems))

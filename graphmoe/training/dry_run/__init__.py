@@ -64,7 +64,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     projected = []
     if pipeline:
         padded = replace(model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
-        as_run = replace(plan, config=replace(plan.config, model=padded))
+        as_run = replace(plan, config=replace(plan.config, model=padded), model=padded)
         places = memory_of_places(as_run, on_nvidia=torch.version.hip is None)
         projected = [round(place.total - place.buffers["communication"]) for place in places]
     rank = launch.fake_rank

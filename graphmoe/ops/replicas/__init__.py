@@ -1,11 +1,6 @@
-"""Plan of replicas: which experts are computed on further ranks, so that all ranks have as many rows.
+"""Replica plan: which hot experts are also computed on other ranks, to equalize the ranks' rows.
 
-Each rank makes it of the counts of all, so it needs no further exchange, and no host. It is exact: with as
-many slots as a rank owns experts no rank has more than its share of rows (`reference` proves it).
-
-The traffic is in `exchange`, whose operations whoever opens a dispatcher registers.
-
-Suffixes: R ranks, E experts, S slots of a rank.
+Suffixes: R ranks, E experts, S replica slots of a rank.
 """
 
 import torch
@@ -20,11 +15,10 @@ from graphmoe.plan.experts import slack_of
 
 @torch.library.custom_op("graphmoe::replica_plan", mutates_args=())
 def plan(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of experts on their owners [E]; experts [R, S], -1 for none, and their rows [R, S], int32.
+    """Return owners' rows [E], experts in the replica slots [R, S] (-1: none) and their rows [R, S]; int32.
 
-    ``counts_RE`` [R, E] int32 are the rows of each rank's tokens; an n-th of the experts is each rank's. No
-    rank has more than the mean, rounded up, and ``slack`` rows, with E / R ``slots`` or more. No device sync
-    on a GPU.
+    ``counts_RE``: int32 rows from each rank. With E / R ``slots``, no rank exceeds ceil(mean) + ``slack``.
+    No device sync on a GPU.
     """
     R = len(counts_RE)
     if counts_RE.device.type == "cpu":
@@ -37,7 +31,6 @@ def plan(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor, Ten
 
 
 def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by a kernel."""
     import triton
 
     from graphmoe.ops.replicas.kernels import plan_kernel
@@ -55,12 +48,10 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("graphmoe::replica_places", mutates_args=())
 def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Ends [E, R] of the rows of each expert that this rank sends to each, and the expert's places [E, R].
+    """Return this rank's cumulative rows [E, R] to each rank, and each copy's position [E, R]; int32.
 
-    Of its rows of expert e, in their order, a rank sends those from ``ends[e, r - 1]`` to ``ends[e, r]`` to
-    rank r. Rows stay where they are as far as there is a copy. A rank has G = E / R + S places, of its own
-    experts and of its slots: place ``r * G + g``, or -1 where rank r does not have the expert. int32. No
-    device sync on a GPU.
+    Rank r has positions ``r * (E / R + S) + g``, own experts, then replicas; -1 without a copy. No device
+    sync on a GPU.
     """
     rank = exchange_of(len(counts_RE)).peers.rank
     return (plain_places if counts_RE.device.type == "cpu" else places_by_kernel)(
@@ -71,7 +62,6 @@ def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor
 def plain_places(
     counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """`places` of a rank in Python."""
     R, E = counts_RE.shape
     found = reference.Replicas(*(each.tolist() for each in (home_E, expert_RS, rows_RS)))
     sent = [reference.split(counts_RE[:, e].tolist(), found.copies(e))[rank] for e in range(E)]
@@ -83,7 +73,6 @@ def plain_places(
 def places_by_kernel(
     counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """The same by a kernel."""
     import triton
 
     from graphmoe.ops.replicas.kernels import places_kernel
@@ -99,9 +88,9 @@ def places_by_kernel(
 
 
 def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots of each expert [E], the place [T, K] of each slot, and experts [R, S] of the plan, int32.
+    """Return slots per expert [E], the position [T, K] of each slot's copy, and replicas [R, S]; int32.
 
-    A collective of the ranks. No device sync on a GPU.
+    A collective. No device sync on a GPU.
     """
     ops, chosen_TK = torch.ops.graphmoe, expert_TK.long()
     counts_E, ends_E, row_TK, _ = routing_plan(expert_TK, experts)
@@ -114,7 +103,7 @@ def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> t
 
 
 def with_replicas(w: Tensor, expert_RS: Tensor | None) -> Tensor:
-    """Return the weights of the own experts [L, ...], then of those in this rank's slots: [L + S, ...]."""
+    """Concatenate own expert weights [L, ...] and this rank's replicas -> [L + S, ...]."""
     return w if expert_RS is None else torch.cat([w, torch.ops.graphmoe.replica_weights(w, expert_RS)])
 
 

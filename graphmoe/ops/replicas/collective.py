@@ -1,7 +1,4 @@
-"""Traffic of replicas by collectives of torch.distributed, with sizes that the host knows.
-
-The kernels of `shared` must equal it. Suffixes as in `exchange`.
-"""
+"""Replica traffic by torch.distributed collectives with host-known sizes: the reference of `shared`."""
 
 from collections.abc import Sequence
 
@@ -14,7 +11,6 @@ from graphmoe.ops.symm.peers import CollectivePeers
 
 
 def gather_counts(peers: CollectivePeers, counts_E: Tensor) -> Tensor:
-    """Counts of all ranks, int32 [R, E]."""
     counts_RE = counts_E.new_empty(peers.size, len(counts_E))
     if peers.group is None:
         return counts_RE.copy_(counts_E)
@@ -23,7 +19,7 @@ def gather_counts(peers: CollectivePeers, counts_E: Tensor) -> Tensor:
 
 
 def pull(peers: CollectivePeers, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """As `Exchange.pull`; slots without an expert are 0."""
+    # empty slots are 0
     held, owned = expert_RS.tolist(), len(weights[0])
     sent = [[e - peers.rank * owned for e in row if _owner(e, owned) == peers.rank] for row in held]
     slots = [[s for s, e in enumerate(held[peers.rank]) if _owner(e, owned) == r] for r in range(peers.size)]
@@ -39,19 +35,16 @@ def pull(peers: CollectivePeers, weights: Sequence[Tensor], expert_RS: Tensor) -
 def gradient_room(
     peers: CollectivePeers, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """As `shared.gradient_room`, of any memory."""
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 def add_made(
     peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> None:
-    """As `shared.add_made`."""
     home(peers, expert_RS, made, totals)
 
 
 def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """As `shared.home`."""
     held, owned = expert_RS.tolist(), len(totals[0])
     sent = [[s for s, e in enumerate(held[peers.rank]) if _owner(e, owned) == r] for r in range(peers.size)]
     experts = [[e - peers.rank * owned for e in row if _owner(e, owned) == peers.rank] for row in held]
@@ -64,8 +57,7 @@ def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], tota
 
 
 def _owner(expert: int, owned: int) -> int:
-    """The rank of an expert; -1 for none."""
-    return expert // owned
+    return expert // owned  # -1 for an empty slot, too
 
 
 def _flat(lists: list[list[int]]) -> list[int]:
@@ -73,7 +65,6 @@ def _flat(lists: list[list[int]]) -> list[int]:
 
 
 def _transfer(peers: CollectivePeers, x: Tensor, sent: list[list[int]], arrived: list[list[int]]) -> Tensor:
-    """Rows ``sent[r]`` of x to rank r, and those that come back for ``arrived[r]``, in the order of ranks."""
     rows = x[_flat(sent)]
     if peers.group is None:
         return rows

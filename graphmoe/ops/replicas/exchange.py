@@ -1,13 +1,10 @@
-"""Traffic of replicas: counts of all ranks, weights to ranks that have replicas, gradients to owners.
+"""Replica traffic: gather counts, fetch weights, reduce gradients to the owners.
 
-Calls are collectives of the peers, on one stream, which may be another than that of rows. They have two
-forms: `shared`, kernels over memory that ranks share, without device sync and fit for captures, and
-`collective`, by torch.distributed (CPUs, fp64, the reference).
+Calls are collectives on one stream: kernels over peer memory (`shared`), or torch.distributed (`collective`:
+CPUs, fp64, reference). ``expert_RS`` int32: experts in the replica slots, equal on all ranks; -1 is an empty
+slot, never read.
 
-An expert e is owned by rank e // L. ``expert_RS`` int32 are the experts in the slots of each rank, equal on
-all ranks; -1 is none, and what such a slot holds is never read.
-
-Suffixes: R ranks, E experts, L of a rank, S slots of a rank, X shape of an expert's weight.
+Suffixes: R ranks, E experts, L experts of a rank, S replica slots of a rank, X shape of an expert's weight.
 """
 
 from collections import deque
@@ -35,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class Prefetch(NamedTuple):
-    """Weights of own experts that are sent with rows to the ranks that have replicas of them."""
+    """Weights of own experts to send to replicas with the dispatched rows."""
 
     weights: tuple[Tensor, ...]
     expert_RS: Tensor
@@ -44,7 +41,6 @@ class Prefetch(NamedTuple):
     def of(
         cls, w_gate_up: Tensor | None, w_down: Tensor | None, expert_RS: Tensor | None
     ) -> "Prefetch | None":
-        """None where there are no weights."""
         if w_gate_up is None or w_down is None or expert_RS is None:
             return None
         return cls((w_gate_up.contiguous(), w_down.contiguous()), expert_RS)
@@ -57,11 +53,10 @@ class Prefetch(NamedTuple):
 @dataclass(eq=False)
 class _Prefetched:
     of: Prefetch
-    captured: bool  # a replay writes them in place; a graph must not read those fetched outside of it
-    left: dict[int, Tensor]  # by number of the weight, until they are read
+    captured: bool  # a replay rewrites them in place; a graph must not read ones fetched outside it
+    left: dict[int, Tensor]  # by weight index, until read
 
     def numbers(self, weights: Sequence[Tensor], expert_RS: Tensor) -> list[int]:
-        """Return the numbers of these weights; fewer if any is missing, or of another plan."""
         if self.captured != is_capturing() or not self.of.expert_RS.is_set_to(expert_RS):
             return []
         return [i for w_LX in weights for i in self.left if self.of.weights[i].is_set_to(w_LX)]
@@ -72,11 +67,11 @@ class _Deferred:
     expert_RS: Tensor
     made: Sequence[Tensor]
     totals: Sequence[Tensor]
-    added: list[Callable[[], None]] = field(default_factory=list)  # called once a stream has waited
+    added: list[Callable[[], None]] = field(default_factory=list)  # run once a stream has waited
 
 
 class Exchange:
-    """Replica traffic with peers, and what waits between its calls, while a dispatcher is open."""
+    """Replica traffic of an open dispatcher."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -86,30 +81,30 @@ class Exchange:
             from graphmoe.ops.replicas import shared
 
             self._form, self._of_ranks = shared, cast(MemoryPeers, peers).replicas
-        # of a forward, and of a backward beside it: the limit bounds memory
+        # one forward and one overlapped backward; the limit bounds memory
         self._prefetched: deque[_Prefetched] = deque(maxlen=2)
         self._defers = False
-        # gradients that the next exchange of rows adds behind its barrier
+        # the next exchange of rows reduces these, after its barrier
         self.deferred: _Deferred | None = None
-        # added on another stream, with its event; their tensors are held until a stream has waited for it
+        # reduced on another stream, with its event; keeps their tensors alive until a stream has waited
         self._under_way: list[tuple[torch.cuda.Event | None, _Deferred]] = []
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """Return the counts of all ranks, int32 [R, E]."""
+        """Gather int32 counts [E] -> [R, E]."""
         counts_RE: Tensor = self._form.gather_counts(self._of_ranks, counts_E)
         return counts_RE
 
     def keep(self, along: Prefetch, pulled: Sequence[Tensor]) -> None:
-        """Hold what was fetched for this rank's slots until `pull` reads it, or two others are kept."""
+        """Hold fetched replica weights until `pull` reads them."""
         self._prefetched.append(_Prefetched(along, is_capturing(), dict(enumerate(pulled))))
 
     def drop_prefetched(self) -> None:
         self._prefetched.clear()
 
     def pull(self, weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
-        """Return the weights [S, X] of the experts in this rank's slots, of weights [L, X] of own experts.
+        """Return this rank's replica weights [S, X], prefetched or fetched from the owners' weights [L, X].
 
-        Without traffic if they are prefetched. ``again``: they are read once more.
+        ``again`` keeps prefetched weights for another read.
         """
         for each in reversed(self._prefetched):
             numbers = each.numbers(weights, expert_RS)
@@ -118,7 +113,7 @@ class Exchange:
                 if not each.left:
                     self._prefetched.remove(each)
                 return pulled
-        self.settle()  # deferred gradients are in the memory that the weights need
+        self.settle()  # deferred gradients occupy the memory that the weights need
         fetched: list[Tensor] = self._form.pull(self._of_ranks, weights, expert_RS)
         return fetched
 
@@ -126,11 +121,10 @@ class Exchange:
     def slot_gradients(
         self, totals: Sequence[Tensor], expert_RS: Tensor, dtype: torch.dtype, *, may_defer: bool = False
     ) -> Iterator[Sequence[Tensor]]:
-        """Yield tensors [S, X] for gradients of this rank's slots; then add all ranks' to totals [L, X].
+        """Yield buffers [S, X] for this rank's replica gradients; then reduce them into totals [L, X].
 
-        In place, in the order of ranks, then slots, in fp32 (fp64 if a total is), rounded once to the total's
-        dtype. Kernels have fp32, bf16 and fp16. With ``may_defer``, inside `deferring`, the next exchange of
-        rows or `settle` adds them: read the totals after `when_at_owners`.
+        Deterministic order, in fp32 (fp64 if a total is), rounded once. Kernels support fp32, bf16, fp16.
+        With ``may_defer`` inside `deferring`, read totals after `when_at_owners`.
         """
         self.settle()
         shapes = [(expert_RS.shape[1], *total_LX.shape[1:]) for total_LX in totals]
@@ -143,7 +137,7 @@ class Exchange:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Let gradients of slots wait for the next exchange of rows, to overlap with it."""
+        """Defer gradient reduction to the next exchange of rows."""
         self._defers = True
         try:
             yield
@@ -151,7 +145,7 @@ class Exchange:
             self._defers = False
 
     def add_deferred(self) -> None:
-        """Add deferred gradients, in an exchange of rows: after its barrier all ranks have made theirs."""
+        """Reduce deferred gradients, after the barrier of an exchange of rows."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return
@@ -162,7 +156,7 @@ class Exchange:
         self._under_way.append((event, deferred))
 
     def settle(self) -> None:
-        """Make the current stream wait until all gradients are at their owners. A collective if any waits."""
+        """Make the current stream wait until all gradients are reduced. A collective if any is deferred."""
         deferred, self.deferred = self.deferred, None
         if deferred is not None:
             self._form.home(self._of_ranks, deferred.expert_RS, deferred.made, deferred.totals)
@@ -176,13 +170,13 @@ class Exchange:
 
 
 def use_peers(peers: Peers | None) -> None:
-    """Set the peers of this process's exchanges, in a new `Exchange`; None clears them."""
+    """Set the peers of this process, with a new `Exchange`; None clears them."""
     IN_USE.exchange = None if peers is None else Exchange(peers)
 
 
 @contextmanager
 def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
-    """Call after the body, or, if it has deferred gradients, when a stream has waited for them."""
+    """Run ``call`` after the body, or once its deferred gradients are reduced."""
     exchange: Exchange | None = IN_USE.exchange
     before = exchange.deferred if exchange else None
     yield
@@ -196,9 +190,9 @@ def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
 def room_bytes(
     shapes: Sequence[Shape], element_bytes: int, slots: int, *, along: bool, apart: bool
 ) -> tuple[int, int]:
-    """Bytes that each rank shares with rows, for weights [L, X] that come ``along`` with them; and apart.
+    """Return bytes of peer memory for weights [L, X] sent ``along`` with rows, and for other traffic.
 
-    Apart are counts, then gradients of slots, fp32 at most, or weights where any are pulled ``apart``.
+    ``apart``: some weights are fetched without rows.
     """
     weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)[-1]
     gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)[-1]
@@ -207,13 +201,11 @@ def room_bytes(
 
 @torch.library.custom_op("graphmoe::replica_counts", mutates_args=())
 def _counts(counts_E: Tensor, ranks: int) -> Tensor:
-    """Counts of all ranks, int32 [R, E]."""
     return exchange_of(ranks).gather_counts(counts_E)
 
 
 @torch.library.custom_op("graphmoe::replica_weights", mutates_args=())
 def _weights(w_LX: Tensor, expert_RS: Tensor) -> Tensor:
-    """`Exchange.pull` of one weight; its gradient is the sum over its copies."""
     return exchange_of(len(expert_RS)).pull([w_LX], expert_RS)[0]
 
 

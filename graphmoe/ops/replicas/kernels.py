@@ -1,6 +1,6 @@
-"""Kernels of replicas: one program makes their plan, one of each expert places its rows, many move weights.
+"""Triton kernels of replicas.
 
-Suffixes: R ranks, H experts of a rank, E of all, S slots. Sizes are padded to powers of two.
+Suffixes: R ranks, H experts of a rank, E all experts, S slots. Sizes are padded to powers of two.
 """
 
 # mypy: allow-untyped-defs
@@ -9,8 +9,7 @@ Suffixes: R ranks, H experts of a rank, E of all, S slots. Sizes are padded to p
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(2**30)
-"""More rows than any rank has."""
+NEVER = tl.constexpr(2**30)  # more rows than any rank has
 
 
 @triton.jit
@@ -18,7 +17,7 @@ def plan_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, slack,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan` of counts [R, E] -> home [E], and experts and rows of slots [R, S], filled before."""
+    """`reference.plan` in one program; ``expert_ptr`` and ``rows_ptr`` [R, S] are prefilled."""
     rank, expert = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
     place = rank[:, None] * H + expert[None, :]
     known = (rank < R)[:, None] & (expert < H)[None, :]
@@ -55,7 +54,7 @@ def places_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, until_ptr, place_ptr, own,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The rows of an expert that rank ``own`` sends, `reference.split`, as ends [E, R], and places [E, R]."""
+    """`reference.split` for one expert and rank ``own``: cumulative rows and positions [E, R]."""
     expert, rank, slot = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     counts = tl.load(counts_ptr + rank * (R * H) + expert, rank < R, other=0)
     known = (rank < R)[:, None] & (slot < S)[None, :]
@@ -83,7 +82,6 @@ def put_kernel(
     from_HN, to_HN, expert_RS, words, rank,
     H: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copy the ``words`` of each own expert that is in any slot."""
     held = _held(expert_RS, rank, H, RS, BLOCK_RS)
     if tl.max(held, 0) >= 0:
         for expert in range(0, H):
@@ -99,10 +97,7 @@ def pull_kernel(
     address_R, to_SN, expert_RS, offset, words, rank,
     H: tl.constexpr, S: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Copy the ``words`` of the expert in each slot of a rank, from ``offset`` in its owner's region.
-
-    Ranks begin with different slots, so they read from different owners.
-    """
+    """Copy the experts in this rank's slots, ``words`` each, from ``offset`` in the owners' regions."""
     word_bytes: tl.constexpr = to_SN.dtype.element_ty.primitive_bitwidth // 8
     lane = tl.arange(0, BLOCK_S)
     held = tl.load(expert_RS + rank * S + lane, lane < S, other=-1) >= 0
@@ -110,6 +105,7 @@ def pull_kernel(
         slot = (i + rank) % S
         expert = tl.load(expert_RS + rank * S + slot)
         if expert >= 0:
+            # ranks start at different slots, to spread reads over the owners
             base = tl.load(address_R + expert // H) + offset
             base += tl.cast(words, tl.int64) * word_bytes * (expert % H)
             source = tl.multiple_of(base.to(to_SN.dtype), ALIGNMENT)
@@ -125,11 +121,7 @@ def home_kernel(
     H: tl.constexpr, S: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add to each own expert's total the ``numbers`` of its slots, at ``offset`` in their regions, in fp32.
-
-    They are of the dtype of ``made_SN``, those of this rank. In the order of ranks and slots; experts in no
-    slot are left as they are.
-    """
+    """Add replica gradients, at ``offset`` in all regions, to own totals, in fp32 and rank order."""
     number_bytes: tl.constexpr = made_SN.dtype.element_ty.primitive_bitwidth // 8
     held, lane = _held(expert_RS, rank, H, RS, BLOCK_RS), tl.arange(0, BLOCK_RS)
     if tl.max(held, 0) >= 0:
@@ -152,7 +144,7 @@ def home_kernel(
 
 @triton.jit
 def _held(expert_RS, rank, H: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr):
-    """The own expert, from 0, in each slot of all ranks; -1 for those of others and for none."""
+    # local index of each slot's expert, -1 if not owned here
     lane = tl.arange(0, BLOCK_RS)
     expert = tl.load(expert_RS + lane, lane < RS, other=-1) - rank * H
     return tl.where((expert >= 0) & (expert < H), expert, -1)

@@ -1,12 +1,4 @@
-"""The plain form of the plan of replicas, in whole numbers of Python.
-
-The bound: with as many slots as experts a rank owns, no rank has more than ``most`` rows, which is at least
-the mean. A rank with more owns an expert with more than ``most`` / H of its rows, for it owns H. So whoever
-lacks D rows can be filled with at most ``ceil(D * H / most)`` pieces, each all rows of such an expert or the
-last ones that it lacks: no more than H, as D is at most ``most``. A piece may be more than its rank has too
-much, which then lacks rows itself, and has all of its slots. Each piece fills a rank, which stays full, or
-takes an expert's last rows from its owner: at most R + E pieces in all.
-"""
+"""Reference of the replica plan, in Python integers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +6,15 @@ from dataclasses import dataclass
 
 @dataclass
 class Replicas:
-    """A plan: where the rows of experts are computed. Suffixes: E experts, R ranks, S slots."""
+    """Replica plan. Suffixes: E experts, R ranks, S slots."""
 
     home_E: list[int]
-    """Rows of each expert that stay on its owner."""
+    """Rows that stay on each expert's owner."""
     expert_RS: list[list[int]]
-    """Experts in the slots of each rank; -1 for none."""
+    """Experts in the slots; -1 for none."""
     rows_RS: list[list[int]]
-    """Rows of them there."""
 
     def loads(self) -> list[int]:
-        """Return the rows of each rank."""
         owned = len(self.home_E) // len(self.rows_RS)
         return [
             sum(self.home_E[rank * owned : (rank + 1) * owned]) + sum(rows)
@@ -41,7 +31,7 @@ class Replicas:
         return found
 
     def places(self, expert: int) -> list[int]:
-        """Return the place of an expert on each rank; -1 for none."""
+        """Return the position of an expert's copy on each rank; -1 for none."""
         ranks, slots = len(self.expert_RS), len(self.expert_RS[0])
         owned = len(self.home_E) // ranks
         found = [
@@ -54,11 +44,10 @@ class Replicas:
 
 
 def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
-    """Place the rows of experts so that no rank has more than ``most``, at least the mean of all.
+    """Replicate experts until no rank has more than ``most`` rows, at least the mean.
 
-    Each step moves rows of the largest expert of the fullest rank to the emptiest with a slot: no more than
-    the one has too much and the other lacks, unless slots would run out so. With fewer slots than experts of
-    a rank some may keep more. Equal ranks and experts go by their number.
+    Greedy: the fullest rank's largest expert to the emptiest rank with a free slot; ties: lower index. With
+    fewer slots than experts per rank, ranks may stay above ``most``.
     """
     owned = len(rows_E) // ranks
     home, load = list(rows_E), [sum(rows_E[r * owned : (r + 1) * owned]) for r in range(ranks)]
@@ -73,6 +62,10 @@ def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
         expert = max(range(source * owned, (source + 1) * owned), key=lambda e: (home[e], -e))
         lacks, left = most - load[target], slots - used[target] - 1
         moved = min(lacks, load[source] - most, home[expert])
+        # With as many slots as experts per rank (H), no rank ends above ``most``: such a rank owns an expert
+        # with more than ``most`` / H rows, so ceil(D * H / most) <= H pieces fill a deficit D. A piece is all
+        # rows of that expert or the whole deficit. It may leave its source with a deficit and free slots.
+        # Each piece fills a rank for good or moves an expert's last rows: at most R + E pieces.
         if (lacks - moved) * owned > left * most:
             moved = min(lacks, home[expert])
         home[expert] -= moved
@@ -83,10 +76,9 @@ def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
 
 
 def split(counts_R: Sequence[int], copies_R: Sequence[int]) -> list[list[int]]:
-    """Rows of an expert from each rank (first index) to each rank's copy.
+    """Return the rows of an expert sent from each rank (first index) to each rank's copy.
 
-    Rows stay where they are as far as the copy there takes them; the others go, in the order of ranks, to
-    what is left of the copies, in that order.
+    Local rows fill the local copy first; the rest fill the remaining copies in rank order.
     """
     ranks = range(len(counts_R))
     sent = [[min(counts_R[r], copies_R[r]) if r == d else 0 for d in ranks] for r in ranks]

@@ -1,8 +1,4 @@
-"""Traffic of replicas by kernels over memory that ranks share: no device sync, to be captured.
-
-Each call is: barrier (all have read what lay there), write what is one's own, barrier, read. Counts have a
-place of their own; weights and gradients share the one behind it. Suffixes as in `exchange`.
-"""
+"""Replica traffic by kernels over peer memory: no device sync, capturable."""
 
 import math
 from collections.abc import Sequence
@@ -16,15 +12,14 @@ from graphmoe.ops.replicas import kernels
 from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
 from graphmoe.ops.symm.peers import COUNT_BYTES, MemoryPeers, SharedMemory, offsets
 
+# fp32 tiles of 8 KiB: 4 MiB in flight per link, without register spills
 HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
-"""Numbers of a tile, 8 KiB in fp32, so that a link has 4 MiB under way, and registers are enough."""
 WORD_BYTES = 4
 Regions = SharedMemory | MemoryPeers
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
-    """Counts of all ranks, int32 [R, E]."""
     assert counts_E.nbytes <= COUNT_BYTES, counts_E.shape
     memory.reserve(COUNT_BYTES)
     of_ranks = [memory.view(rank, 0, tuple(counts_E.shape), counts_E.dtype) for rank in range(memory.size)]
@@ -35,7 +30,7 @@ def gather_counts(memory: SharedMemory, counts_E: Tensor) -> Tensor:
 
 
 def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """As `Exchange.pull`. Own experts that a slot holds are put, each once; those of own slots are pulled."""
+    # behind the first barrier peers have read the old content
     memory.reserve(COUNT_BYTES + offsets([w_LX.nbytes for w_LX in weights])[-1])
     memory.barrier()
     put(memory, COUNT_BYTES, weights, expert_RS)
@@ -44,14 +39,14 @@ def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> 
 
 
 def put(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> None:
-    """Put own experts that a slot holds into the own region, from byte ``first`` on."""
+    """Write own experts that have replicas to this rank's region, from byte ``first``."""
     for start, w_LX in zip(offsets([w_LX.nbytes for w_LX in weights]), map(_words, weights), strict=False):
         to_LN = memory.view(memory.rank, first + start, tuple(w_LX.shape), w_LX.dtype)
         put_held(to_LN, w_LX, expert_RS, memory.rank)
 
 
 def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """Return the experts in this rank's slots, [S, X], from where peers have `put` them."""
+    """Read the experts [S, X] in this rank's slots, after the owners' `put`."""
     found = [w_LX.new_empty(expert_RS.shape[1], *w_LX.shape[1:]) for w_LX in weights]
     for start, w_SX in zip(offsets([w_LX.nbytes for w_LX in weights]), found, strict=False):
         pull_slots(memory, first + start, _words(w_SX), expert_RS, len(weights[0]))
@@ -61,7 +56,7 @@ def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Te
 def gradient_room(
     memory: SharedMemory, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Tensors of the own region for the gradients of this rank's slots, which peers no longer read."""
+    """Return buffers in this rank's region for its replica gradients, once peers have read the old ones."""
     *starts, end = _starts(shapes, dtype)
     memory.reserve(end)
     memory.barrier()
@@ -71,7 +66,7 @@ def gradient_room(
 
 
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """Add gradients of all ranks' slots, each in its `gradient_room`, to the totals of owners."""
+    """Reduce replica gradients, in all ranks' `gradient_room`, to the owners' totals."""
     memory.barrier()
     add_made(memory, expert_RS, made, totals)
 
@@ -79,14 +74,13 @@ def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals
 def add_made(
     memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> None:
-    """Add gradients of slots, which all ranks have made in their regions, to the totals of owners."""
+    """As `home`, without its barrier."""
     starts = _starts([tuple(made_SX.shape) for made_SX in made], made[0].dtype)
     for start, made_SX, total_LX in zip(starts, made, totals, strict=False):
         add_home(memory, start, made_SX, total_LX, expert_RS)
 
 
 def put_held(to_LN: Tensor, from_LN: Tensor, expert_RS: Tensor, rank: int) -> None:
-    """Copy the words of own experts that are in a slot of any rank."""
     kernels.put_kernel[(PUT.programs,)](
         from_LN, to_LN, expert_RS, from_LN.shape[1], rank,
         H=len(from_LN), TILE=PUT.tile_bytes // WORD_BYTES, num_warps=num_warps(PUT.threads),
@@ -95,7 +89,6 @@ def put_held(to_LN: Tensor, from_LN: Tensor, expert_RS: Tensor, rank: int) -> No
 
 
 def pull_slots(memory: Regions, start: int, to_SN: Tensor, expert_RS: Tensor, owned: int) -> None:
-    """Copy the words of the experts in this rank's slots from where their owners have put them."""
     kernels.pull_kernel[(PULL.programs,)](
         memory.addresses, to_SN, expert_RS, start, to_SN.shape[1], memory.rank,
         H=owned, S=len(to_SN), BLOCK_S=triton.next_power_of_2(len(to_SN)), TILE=PULL.tile_bytes // WORD_BYTES,
@@ -104,7 +97,6 @@ def pull_slots(memory: Regions, start: int, to_SN: Tensor, expert_RS: Tensor, ow
 
 
 def add_home(memory: SharedMemory, start: int, made_SX: Tensor, total_LX: Tensor, expert_RS: Tensor) -> None:
-    """Add the gradients of all slots of own experts, which ranks have at ``start``; this one ``made_SX``."""
     assert made_SX.dtype in GRADIENTS and total_LX.dtype in GRADIENTS, (made_SX.dtype, total_LX.dtype)
     assert total_LX.is_contiguous()
     total_LN = total_LX.view(len(total_LX), -1)
@@ -117,7 +109,7 @@ def add_home(memory: SharedMemory, start: int, made_SX: Tensor, total_LX: Tensor
 
 
 def _words(w_LX: Tensor) -> Tensor:
-    """Show contiguous weights as int32 [L, N]: copies don't ask what a number is. Odd lengths as bytes."""
+    # int32 words, or bytes for odd sizes: copies ignore dtypes
     bytes_LN = w_LX.view(len(w_LX), -1).view(torch.uint8)
     return bytes_LN if bytes_LN.shape[1] % WORD_BYTES else bytes_LN.view(torch.int32)
 

@@ -43,7 +43,7 @@ def _fused(
         exp_avgs,
         exp_avg_sqs,
         [],
-        [*scalars.done.expand(len(mains)).clone().unbind()],  # torch counts each of them up
+        [*scalars.done.expand(len(mains)).clone().unbind()],  # torch increments each of them
         fused=True,
         grad_scale=scalars.shrink,
         found_inf=(~scalars.ok).float(),

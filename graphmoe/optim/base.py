@@ -1,4 +1,4 @@
-"""Interface of optimizers, and what `zero1` and `fsdp` share: counters, schedule, norm and clipping."""
+"""Optimizer interface; counters, schedule, norm and clipping shared by `zero1` and `fsdp`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -38,53 +38,52 @@ class StepOptimizer(ABC):
     weight_forms: WeightForms | None
     """Quantized weight copies; None if weights have no fixed addresses."""
     gradient_of: Callable[[Tensor], Gradient] | None
-    """Function to a parameter's gradient sum; None if autograd keeps the gradients."""
+    """Maps a parameter to its gradient sum; None if autograd accumulates gradients."""
     model_is_whole: bool
-    """True if each rank has its whole part of the model after ``gather``."""
+    """True if this rank's part of the model is unsharded after ``gather``."""
     rounds: bool
-    """True if weights are rounded from the master weights."""
+    """True if model weights are rounded master weights."""
 
     def __init__(self, optim: OptimConfig, train: TrainConfig, mesh: Mesh, device: torch.device) -> None:
         self.config, self.train, self.mesh, self.rule = optim, train, mesh, rule_of(optim.name)
         self.applied, self.skipped, self.skipped_in_row, self.longest_skip = (
             torch.zeros((), device=device) for _ in COUNTERS
         )
-        self.void = torch.zeros((), device=device)
-        """1.0 while ``step`` must be a no-op, else 0.0; set by the caller."""
+        self.void = torch.zeros((), device=device)  # 1.0 makes ``step`` a no-op, else 0.0; set by the caller
         of_lr, of_rule = LrNumbers.of(optim, train.steps), self.rule.numbers(optim)
         numbers = [*of_lr, *of_rule, optim.weight_decay, train.clip_grad_norm]
-        self._numbers = torch.tensor(numbers, device=device)  # as a tensor: other values don't recompile
+        self._numbers = torch.tensor(numbers, device=device)  # a tensor: new values don't recompile
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:  # noqa: B027
-        """Compile the in-place update by ``compiler(function, arguments)``; default: not compiled."""
+        """Compile the in-place update by ``compiler(function, arguments)``; no-op by default."""
 
     @abstractmethod
     def executor(self, execute: Executor) -> Executor:
-        """Wrap an executor so that it waits for the segments' weights."""
+        """Wrap an executor to wait for the segments' weights."""
 
     @property
     def scales(self) -> DelayedScales | None:
         return self.weight_forms.scales if self.weight_forms else None
 
     def start_gather(self) -> None:  # noqa: B027
-        """Begin a step: start to gather the weights of other ranks."""
+        """Start to gather weights that other ranks updated."""
 
     def gather(self) -> None:  # noqa: B027
-        """Make the model's weights those of the last step. A collective."""
+        """Gather all weights of the last update. A collective."""
 
     def restore_weights(self) -> None:  # noqa: B027
         """Restore weights whose memory a forward without update has overwritten."""
 
     @abstractmethod
     def step(self, loss: Tensor) -> StepResult:
-        """Apply the gradients; skip if the norm, or ``loss`` of all ranks, is not finite. A collective."""
+        """Update the weights; skip if the norm, or ``loss`` on any rank, is not finite. A collective."""
 
     @abstractmethod
     def model_state(self) -> dict[str, Tensor | FlatShard]:
-        """Return the model's state by name for a checkpoint. A collective."""
+        """Return the model's state for a checkpoint. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's master weights and moments by parameter name, counters and scales; no copies."""
+        """Return this rank's master weights, moments, counters and scales; no copies."""
         found = {moment: self._entries(moment) for moment in self.rule.moments}
         found["main"] = self._entries("main") if self.rounds else {}
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}
@@ -94,18 +93,18 @@ class StepOptimizer(ABC):
         """Return a moment, or the master weights ("main"), by parameter name."""
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Adopt a loaded ``state_dict``, whose tensors were filled in place, and ``model_state``."""
-        self.longest_skip.zero_()  # a run that it stopped may go on, with other settings
+        """Finish a load that filled ``state_dict`` and ``model_state`` in place."""
+        self.longest_skip.zero_()  # a run stopped by skips may resume with other settings
         if self.scales:
             self.scales.load(state.get("scales", {}))
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
-        """Return all tensors that a captured step uses besides its arguments, by name."""
+        """Return all static tensors of a captured step except its arguments."""
         raise AssertionError("a captured step needs fixed addresses")
 
     @abstractmethod
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:
-        """Return the fp32 weights by parameter name; fill them, then call ``adopt``."""
+        """Return fp32 weights by parameter name, to fill and pass to ``adopt``."""
 
     def adopt(self, weights: Mapping[str, Any]) -> None:  # noqa: B027
         """Copy filled weights to the master weights."""
@@ -121,21 +120,21 @@ class StepOptimizer(ABC):
         lr = learning_rate(self.config.schedule, of_lr, applied)
         clips = self.train.clip_grad_norm > 0
         shrink = ((norm + 1e-6) / clip).clamp_min(1.0) if clips else torch.ones_like(norm)
-        # Above 1.8e19 the square, which a second moment takes up, is infinite in fp32, and would stay so.
+        # Above 1.8e19 the square overflows fp32, and the second moment would stay infinite.
         ok = torch.isfinite((norm / shrink).square()) & torch.isfinite(shrink)
         ok = ok & torch.isfinite(loss) & (void == 0.0)
         return StepScalars(lr, shrink, applied, ok, weight_decay, tuple(of_rule))
 
     def _over_ranks(self, own: Tensor) -> Tensor:
-        # each element of a gradient is counted by one rank
+        # one rank counts each gradient element
         norms = own.new_empty(self.mesh.layout.size("world"))
         all_gather_into(norms, own.reshape(1), group=self.mesh.group("world"))
         return torch.linalg.vector_norm(norms).float()
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together; fp64 on a CPU."""
-    # On a CPU an eager norm adds one element after the other: fp32 would lose three digits.
+    """Return the joint norm of all gradients; fp64 on a CPU."""
+    # An eager CPU norm sums elements one by one: fp32 would lose three digits.
     exact = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = [torch.linalg.vector_norm(gradient, dtype=exact) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))

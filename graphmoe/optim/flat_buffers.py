@@ -1,13 +1,11 @@
 """Flat buffers of parameters whose gradients are reduced over the same ranks.
 
-Parameters are in model order, decayed ones first. Each of n ranks owns 1/n of every bucket, regardless of
-parameter boundaries. The second of three ranks owns what is marked::
+Parameters are in model order, decayed ones first. Each rank owns an equal part of every bucket, regardless of
+parameter boundaries. Rank 1 of 3 owns::
 
     whole    | bucket 0           | bucket 1     | bucket of norms |
                      ------             ----             -----
     shard    | ------ | ---- | ----- |
-
-On one rank a shard is the whole buffer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ from graphmoe.runtime.ranks import Mesh
 class Region(NamedTuple):
     decays: bool
     tensors: list[Tensor]
-    """Master weights, gradient, moments, and the rounded weights, if any."""
+    """Master weights, gradient, moments, and rounded weights if any."""
 
     @property
     def grad(self) -> Tensor:
@@ -34,7 +32,7 @@ class Region(NamedTuple):
 
 
 class Family:
-    """Whole buffers and shards of parameters reduced over one axis; parameters become views of ``weight``."""
+    """Flat buffers and shards of parameters reduced over one axis; parameters become views of ``weight``."""
 
     def __init__(
         self,
@@ -47,22 +45,18 @@ class Family:
     ) -> None:
         """``order``: indices of the weights in the model."""
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
-        self.group = mesh.group(axis)
-        """None if this rank owns all."""
+        self.group = mesh.group(axis)  # None if this rank owns everything
         ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
         self.layout = BufferLayout.of(self.weights, ranks, index, bucket_elements)
         dtype, device, size = self.weights[0].dtype, self.weights[0].device, self.layout.size
-        self.weight = torch.zeros(size, dtype=dtype, device=device)
-        """Whole weights that the model reads; other ranks' parts as of the last gather."""
+        self.weight = torch.zeros(size, dtype=dtype, device=device)  # unsharded weights that the model reads
         with torch.no_grad():  # move the parameters into it
             for weight, view in zip(self.weights, self.views(self.weight).values(), strict=True):
                 view.copy_(weight)
                 weight.data = view
-        self.grad = torch.zeros(size, device=device)
-        """This rank's gradients, fp32, whole."""
+        self.grad = torch.zeros(size, device=device)  # this rank's unreduced fp32 gradients
         self.weight_shard = self._own(self.weight)
-        self.main = self.weight_shard.float()
-        """Master weights: ``weight_shard`` itself if that is fp32."""
+        self.main = self.weight_shard.float()  # master weights; ``weight_shard`` itself if that is fp32
         self.grad_shard = self.grad if self.group is None else torch.zeros_like(self.main)
         self.moments = {name: torch.zeros_like(self.main) for name in moments}
 
@@ -71,7 +65,7 @@ class Family:
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """Return first element and values, [N], of this rank's part of each parameter."""
+        """Return offset and values [N] of this rank's part of each parameter."""
         found = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -92,7 +86,7 @@ class Family:
         return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
 
     def reduce(self, bucket: Bucket) -> dist.Work:
-        """Start the reduce-scatter of a bucket's gradients to their owners."""
+        """Start the reduce-scatter of a bucket's gradients."""
         shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
         return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
 
@@ -102,7 +96,7 @@ class Family:
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Gather whole tensors by parameter name, as views of ``into``; on one rank of ``shard``."""
+        """Gather unsharded tensors by parameter name, as views of ``into``; on one rank of ``shard``."""
         if self.group is None:
             return self.views(shard)
         for bucket in self.layout.buckets:
@@ -110,7 +104,6 @@ class Family:
         return self.views(into)
 
     def shard_weights(self) -> None:
-        """Copy this rank's part of the model's weights to ``weight_shard``."""
         if self.group is not None:
             self.weight_shard.copy_(self._own(self.weight))
 
@@ -133,7 +126,7 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: S
 
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
-    """Sort all shared buckets by the model index of their first parameter."""
-    # A forward needs this order, a backward the reverse; communicators need one order on all ranks.
+    """Sort all sharded buckets by the model index of their first parameter."""
+    # the forward's order, reversed in the backward; communicators need one order on all ranks
     buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))

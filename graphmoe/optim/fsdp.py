@@ -1,6 +1,6 @@
 """Updates with torch's ``fully_shard``: each rank has 1/n of weights, gradients and moments.
 
-The update is that of ``graphmoe.optim.zero1``; addresses are not fixed.
+Same update as `zero1`; addresses are not fixed.
 """
 
 import functools
@@ -27,10 +27,10 @@ from graphmoe.segments import Executor, Segment
 
 
 class ShardedOptimizer(StepOptimizer):
-    """StepOptimizer over fp32 DTensors, the master weights; its executor gathers each layer while it runs."""
+    """StepOptimizer over fp32 DTensor master weights; its executor gathers each layer while it runs."""
 
     gradient_of = None
-    weight_forms = None  # would be as large as the whole weights
+    weight_forms = None  # would be as large as the unsharded weights
     model_is_whole = False
 
     def __init__(
@@ -47,14 +47,14 @@ class ShardedOptimizer(StepOptimizer):
         self.model, self._dtype = model, next(model.parameters()).dtype
         self.rounds = self._dtype != torch.float32
         blocks = model.blocks()
-        # each block is sharded before the next is filled, so no rank ever holds the whole model
+        # each block is sharded before the next is filled: no rank ever holds the whole model
         self._sharded = ShardedWeights(blocks, mesh, device, fill)
         needed_once = not model.mtp and not model.config.tie_embeddings  # embedding and head
         self._sharded.gather_ahead(range(len(blocks)) if needed_once else range(1, 1 + len(model.layers)))
         model.loss = self._sharded.around(model.loss)  # type: ignore[method-assign]
         self.weights = dict(model.named_parameters())
+        # this rank's rows of each fp32 weight
         self.main = {name: _local(weight) for name, weight in self.weights.items()}
-        """This rank's rows of each fp32 weight."""
         self.moments = {
             kind: {name: torch.zeros_like(main) for name, main in self.main.items()}
             for kind in self.rule.moments
@@ -101,7 +101,7 @@ class ShardedOptimizer(StepOptimizer):
         for name, own in tensors.items():
             weight = self.weights[name]
             parallel, shape = layout_of(weight), weight.shape
-            rows = -(-shape[0] // layout.size(parallel.summed_over))  # as torch.chunk cuts
+            rows = -(-shape[0] // layout.size(parallel.summed_over))  # as torch.chunk splits
             first = min(rows * layout.index(parallel.summed_over, rank), shape[0])
             start = first * math.prod(shape[1:])
             found[name] = FlatShard(own.view(-1), start, shape, parallel, layout, rank)
@@ -113,8 +113,8 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach()
 
 
+# module and attribute name of a parameter; still valid after the parameter is replaced
 Holder = tuple[nn.Module, str]
-"""Module that holds a parameter, and its name there; stable when the parameter is replaced."""
 
 
 class _Gathering(nn.Module):
@@ -129,10 +129,10 @@ class _Gathering(nn.Module):
 
 
 class ShardedWeights:
-    """Parameters as fp32 DTensors, sharded by rows over the ranks with the same part.
+    """fp32 DTensor parameters, sharded by rows over the ranks with the same part.
 
-    While a block runs they are whole tensors of the compute dtype, always the same objects. After its
-    backward gradients are reduce-scattered in fp32, undivided, and accumulated.
+    While a block runs, its parameters are unsharded tensors of the compute dtype, always the same objects.
+    Their gradients are reduce-scattered in fp32, as sums, and accumulated.
     """
 
     def __init__(
@@ -147,22 +147,22 @@ class ShardedWeights:
         self._device, self._mesh, self._fill = device, mesh, fill
         self._meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
         self._places: dict[FSDPModule, frozenset[Holder]] = {}
+        # `_Gathering` modules of each block, outermost first
         self._blocks = [[*self._gatherings(block)] for block in blocks]
-        """The gatherings of each block, outermost first."""
         self._root = _Gathering([gathering for block in self._blocks for gathering in block])  # type: ignore[misc]
         fully_shard(self._root, mesh=self._mesh_over("world"))
         self._needs: dict[nn.Module, tuple[FSDPModule, ...]] = {}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward, so that it starts from the last update's weights."""
+        """Wrap a forward to start from the last update's weights."""
         return functools.partial(self._root, run)
 
     def gather_ahead(self, order: Sequence[int]) -> None:
-        """Prefetch each block while the one before it runs, and in reverse in the backward."""
+        """Prefetch each block during the previous one, in the backward in reverse."""
         for number, following in zip(order, order[1:], strict=False):
             self._blocks[number][-1].set_modules_to_forward_prefetch(self._blocks[following])
         for place, number in enumerate(order):
-            inside_out = self._blocks[number][::-1]  # as a backward enters them
+            inside_out = self._blocks[number][::-1]  # the order in which a backward enters them
             before = self._blocks[order[place - 1]][::-1] if place else []
             for i, gathering in enumerate(inside_out):
                 gathering.set_modules_to_backward_prefetch(inside_out[i + 1 :] or before)
@@ -192,7 +192,7 @@ class ShardedWeights:
             gathering.set_force_sum_reduction_for_comms(True)
             gathering.set_unshard_in_backward(not all(isinstance(module, nn.Embedding) for module in block))
             for place in own:
-                getattr(*place).parallel = marks[place]  # it is another object now
+                getattr(*place).parallel = marks[place]  # the attribute holds another object now
             self._places[gathering] = frozenset(own)
             yield gathering
 
@@ -210,7 +210,7 @@ class ShardedWeights:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments with exactly their modules' weights gathered."""
+        """Run segments with only their modules' weights gathered."""
         names = [*tensors]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:

@@ -12,19 +12,19 @@ from torch import Tensor
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import OptimConfig
 
+# map decay progress, 0 to 1, to a position between floor (0) and peak (1)
 DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "cosine": lambda progress: 0.5 * (1 + torch.cos(math.pi * progress)),
     "wsd": lambda progress: 1 - progress.sqrt(),
 }
-"""Position between floor and peak by the progress of the decay, 0 to 1."""
 
 
 class LrNumbers(NamedTuple):
-    """Settings of a schedule, as floats or fp32 device scalars."""
+    """Schedule settings, as floats or fp32 device scalars."""
 
     peak: Any
     floor: Any
-    """Final learning rate over the peak."""
+    """Final over peak learning rate."""
     warmup: Any
     start: Any
     span: Any
@@ -38,10 +38,10 @@ class LrNumbers(NamedTuple):
 
 
 def learning_rate(schedule: str, numbers: LrNumbers, done: Tensor) -> Tensor:
-    """Return the learning rate of the step after ``done`` applied ones; fp32 scalar, no device sync.
+    """Return the learning rate after ``done`` applied steps; fp32 scalar, no device sync.
 
-    Linear warm-up, then constant; or cosine (arXiv 1608.03983); or wsd: stable, then a 1 - sqrt decay over
-    the last steps (arXiv 2405.18392, section 4); or a plug-in's decay. Decays end at floor * peak.
+    Linear warm-up, then constant; cosine (arXiv 1608.03983); wsd: constant, then 1 - sqrt decay over the last
+    steps (arXiv 2405.18392, section 4); or a plug-in. Decays end at floor * peak.
     """
     step = done.float() + 1
     factor = torch.ones_like(step)

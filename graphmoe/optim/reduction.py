@@ -1,6 +1,6 @@
-"""Gradient reduction overlapped with the backward, and weight gather overlapped with the forward.
+"""Gradient reduction overlapped with the backward, weight gather overlapped with the forward.
 
-Both work by bucket; every rank queues its collectives in the same order. No device sync.
+One collective per bucket, in the same order on all ranks. No device sync.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ from graphmoe.segments import Executor, Segment, profiler_range
 
 
 class GradientReduction:
-    """Reduces a bucket to its owners when it has as many gradients as in the previous step.
+    """Reduces a bucket when it has as many gradients as in the previous step.
 
-    Ranks of a group must run the same program, so that they agree on this.
+    Ranks of a group must run the same program to agree on this.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:
@@ -30,8 +30,8 @@ class GradientReduction:
         self._num_started = 0
 
     def finish(self) -> None:
-        """Start the remaining buckets after the last backward; the current stream waits for all."""
-        # Buckets with fewer gradients than before, and those behind them, start here; those with more again.
+        """Reduce the remaining buckets after the last backward; the current stream waits for all."""
+        # Buckets with fewer gradients than last step, and those behind, start here; those with more restart.
         late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
         for bucket in [*self._queue[self._num_started :], *late]:
             bucket.start()
@@ -52,8 +52,7 @@ class _BucketSum:
         self._family, self._bucket = family, bucket
         self._gradients, self._on_complete = gradients, on_complete
         self._come = 0
-        self._expected: int | None = None
-        """Gradients of the previous step; None in the first."""
+        self._expected: int | None = None  # gradients in the previous step; None in the first
         self.incomplete = False
         self._work: dist.Work | None = None
         for gradient in gradients:
@@ -87,7 +86,7 @@ class _BucketSum:
 
 
 class WeightGather:
-    """Gather of weights that other ranks updated, by bucket in forward order."""
+    """Gather of weights that other ranks updated, in forward order."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._queue = in_forward_order(families)
@@ -96,18 +95,17 @@ class WeightGather:
             for number, (family, bucket) in enumerate(self._queue)
             for i in bucket.members
         }
-        self._underway: dict[int, dist.Work] = {}
-        """Collectives by queue index that the current stream has not waited for."""
+        self._underway: dict[int, dist.Work] = {}  # collectives not yet waited for, by queue index
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def start(self) -> None:
-        """Queue all collectives after the update."""
+        """Queue all gathers after the update."""
         self.wait()
         with profiler_range("weights", "gather"):
             self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}
 
     def wait(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Make the current stream wait for these parameters, or for all."""
+        """Make the current stream wait for these parameters, or all."""
         if not self._underway:
             return
         numbers: Iterable[int | None] = [*self._underway]
@@ -124,12 +122,12 @@ class WeightGather:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments when their modules' weights are gathered."""
+        """Run segments once their modules' weights are gathered."""
         for segment in segments:
             owner = owner_of(segment.run)
             if owner is not None:
                 if owner not in self._held:
                     self._held[owner] = tuple(owner.parameters())
-                # The stream waits: outside of captured units, inside a captured step.
+                # a stream wait, outside of captured units or inside a captured step
                 self.wait(self._held[owner])
         return execute(segments, tensors, keep)

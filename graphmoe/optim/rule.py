@@ -1,4 +1,4 @@
-"""Rule of an update, independent of how weights, gradients and moments are sharded."""
+"""Optimizer update rules, independent of sharding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ class StepScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """A rule of `RULES`, or a plug-in; elementwise, since tensors are flat fp32 shards of parameters."""
+    """Elementwise update rule, of `RULES` or a plug-in: tensors are flat fp32 shards."""
 
     moments: tuple[str, ...]
-    """Names of a parameter's moments, zero at first; checkpoints use them."""
+    """Names of a parameter's moments, initially zero; used in checkpoints."""
     numbers: Callable[[OptimConfig], Sequence[float]]
-    """Settings that the update reads as device scalars."""
+    """Settings read as device scalars."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars], Sequence[Tensor]]
-    """Pure function of decayed weights, clipped gradient, moments and scalars to new weights and moments."""
+    """Pure: decayed weights, clipped gradient, moments, scalars -> new weights and moments."""
     fused: Callable[..., None] | None = None
-    """`apply` as one kernel, for uncompiled steps."""
+    """Fused kernel of `apply` for uncompiled steps."""
 
     def __post_init__(self) -> None:
         if len({*self.moments, "main", "counters"}) < len(self.moments) + 2:
@@ -41,7 +41,7 @@ class UpdateRule:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a compiled update moves for each parameter."""
+        """Bytes that a compiled update moves per parameter."""
         # master weights and moments are read and written, gradients read twice, bf16 weights written
         return 4 * (2 * (1 + len(self.moments)) + 2) + 2
 
@@ -56,7 +56,7 @@ class UpdateRule:
         scalars: StepScalars,
         fused: bool = True,
     ) -> None:
-        """Apply one step in place. No device sync. ``fused`` is False in compiled code."""
+        """Update in place. No device sync. ``fused`` is False in compiled code."""
         if fused and self.fused:
             self.fused(mains, grads, moments, config=config, decays=decays, scalars=scalars)
             return

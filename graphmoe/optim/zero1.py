@@ -1,7 +1,6 @@
-"""Updates of fp32 master weights in flat buffers, sharded as ZeRO-1 (arXiv 1910.02054). No device sync.
+"""ZeRO-1 (arXiv 1910.02054): fp32 master weights sharded in flat buffers. No device sync.
 
-A step reduce-scatters gradients, takes the norm of all shards and updates them. The next step starts with
-the all-gather of weights.
+A step reduce-scatters gradients, computes the norm and updates shards; the next one gathers weights.
 """
 
 import functools
@@ -44,7 +43,7 @@ class Optimizer(StepOptimizer):
         totals = self._by_name({name: g for f in self.families for name, g in f.views(f.grad).items()})
         gradients = {name: Gradient(total) for name, total in totals.items()}
         self._gradients = {id(w): g for w, g in zip(self.weights, gradients.values(), strict=True)}
-        # Weakly: the garbage collector doesn't see autograd's hooks, and would free neither.
+        # weak: the garbage collector doesn't see autograd's hooks, and would free neither
         collect = weakref.WeakMethod(self._collect)
         for weight in self.weights:
             weight.register_post_accumulate_grad_hook(functools.partial(_if_alive, collect))
@@ -57,7 +56,7 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update; on several ranks the norm is a function of its own, since they combine it."""
+        """Compile the update; on several ranks the norm separately, since they combine it."""
         arguments = self._arguments(self.applied)
         if not self._alone:
             self._norm = compiler(self._norm, self._gradient_shards())
@@ -125,13 +124,13 @@ class Optimizer(StepOptimizer):
         return list(self.weights_to_fill().values())
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather the whole fp32 weights by parameter name, in the memory of gradients. A collective."""
+        """Gather unsharded fp32 weights by parameter name, in gradient memory. A collective."""
         found = [family.gathered(family.main, into=family.grad) for family in self.families]
         return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy whole fp32 weights, equal on all ranks, to the master weights."""
+        """Copy unsharded fp32 weights, equal on all ranks, to the master weights."""
         for family in self.families:
             for name, (start, own) in family.owned(family.main).items():
                 own.copy_(weights[name].reshape(-1)[start : start + own.numel()])

@@ -1,1 +1,1 @@
-"""The folder of a run: its files, how they are written and read again."""
+"""A run's folder: its files, written and read."""

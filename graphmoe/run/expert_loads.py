@@ -1,28 +1,23 @@
-"""Loads of experts: the bar that shows them, and the watch for those that get nothing or nearly all."""
+"""Expert loads: bar charts, and detection of dead or overfull experts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-Loads = Sequence[Sequence[float]]
-"""Loads over the mean of their MoE layer, by layer."""
+Loads = Sequence[Sequence[float]]  # loads relative to the mean of their MoE layer, by layer
 Place = tuple[int, int]
 
 DEAD = 0.02
-OVERFULL = 0.8
-"""Share of all tokens from which an expert is overfull."""
-MOST_LOAD = 8.0
-"""Load from which it is too, if that is a smaller share."""
-LEAST_LOAD = 1.5
-"""Load below which none is overfull."""
-WINDOW = 10
-"""Fewest steps whose mean load is judged."""
+OVERFULL = 0.8  # share of all tokens from which an expert is overfull
+MOST_LOAD = 8.0  # load from which an expert is overfull even with a smaller share
+LEAST_LOAD = 1.5  # load below which no expert is overfull
+WINDOW = 10  # fewest steps whose mean load is judged
 MOST_GLYPHS = 16
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "._-=+*%#"
 MOST_NAMED = 4
 
 
 class Unbalanced(NamedTuple):
-    """Experts that were dead or overfull over two windows of steps in a row."""
+    """Experts that were dead or overfull in two windows of steps in a row."""
 
     first: int
     last: int
@@ -51,7 +46,7 @@ class Unbalanced(NamedTuple):
 
 
 class LoadWatch:
-    """Watch over the loads of a run; each window of steps is compared with the one before."""
+    """Detector of unbalanced experts; compares each window of steps with the one before."""
 
     def __init__(self, top_k: int) -> None:
         self._top_k = top_k
@@ -61,7 +56,7 @@ class LoadWatch:
         self.found: Unbalanced | None = None
 
     def add(self, last: int, steps: int, loads: Loads) -> Unbalanced | None:
-        """Add the mean loads of ``steps`` steps up to ``last``; return the result of a full window."""
+        """Add mean loads of ``steps`` steps up to ``last``; judge a full window."""
         if not self._steps:
             self._sums = [[0.0] * len(layer) for layer in loads]
         self._sums = [
@@ -97,7 +92,7 @@ def watch_rows(rows: Iterable[dict[str, Any]], top_k: int) -> list[Unbalanced]:
 
 
 def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
-    """Experts dead or overfull at the end of a run, and its steps with any such."""
+    """Count dead or overfull experts at the end of a run, and its steps with any."""
     found = watch_rows(rows, top_k)
     at_end = found[-1] if found and rows[-1]["step"] - found[-1].last < WINDOW else None
     return {
@@ -108,7 +103,7 @@ def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
 
 
 def load_bar(loads: Sequence[float], glyphs: str = BLOCKS) -> str:
-    """Draw a glyph for an expert, or some neighbours by their largest; 0 is dead, the fourth is the mean."""
+    """Draw a glyph per expert, or per maximum of neighbours; 0 is dead, the fourth is the mean."""
     few = -(-len(loads) // MOST_GLYPHS)
     tops = [max(loads[start : start + few]) for start in range(0, len(loads), few)]
     return "".join("0" if top < DEAD else glyphs[min(int(top * 3.5), 7)] for top in tops)

@@ -1,6 +1,6 @@
-"""Files of a run's folder: names, and types for readers of a folder that anybody may have written.
+"""Names of a run's files, and types to read untrusted ones.
 
-Fields that a type does not name are ignored. Integers are below 2^53, on which JSON's readers agree.
+Unknown fields are ignored. Integers are below 2^53, on which JSON readers agree.
 """
 
 import json
@@ -13,21 +13,19 @@ from msgspec import Meta
 from graphmoe.runtime.host.files import replace_text
 
 CONFIG_FILE = "resolved.yaml"
-ENVIRONMENT_FILE = "env.json"
-"""Written when training begins."""
+ENVIRONMENT_FILE = "env.json"  # written when training begins
 METRICS_FILE = "metrics.jsonl"
 EXPERT_LOADS_FILE = "expert_load.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 PROJECTION_FILE = "projection.json"
 TOKENIZER_FILE = "tokenizer.json"
+# repeated in `graphmoe.runtime`, which cannot import this; a test compares them
 COMPILE_FILE, CAPTURE_FILE, PIPELINE_FILE = "compile_report.json", "capture_report.json", "pipeline.json"
-"""`graphmoe.runtime` repeats these names, since it imports nothing of a run; a test compares."""
 PROFILE_FOLDER = "profile"
-FACTS = "graphmoe"
-"""Key in a trace of facts about the run."""
+FACTS = "graphmoe"  # key of facts about the run in a trace
+# prefix of step ranges in a trace
 STEP = "ProfilerStep#"
-"""Prefix of a range that is a step."""
 
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Size = Annotated[int, Meta(ge=1, lt=2**53)]
@@ -53,16 +51,16 @@ MetricsRow = _record(
     load_max_over_mean=list[float] | None,
     skipped=bool,
 )
-"""Line of metrics.jsonl: a step of training, which has ``loss``, or a validation.
+"""Line of metrics.jsonl: a training step, which has ``loss``, or a validation.
 
-The first step of each start has ``start_s``, seconds from the command to its end. Of steps that the host read
-together, the last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the read before.
+The first step of each start has ``start_s``, seconds from the command to its end. Of steps read together, the
+last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the previous read.
 """
 _Loads = Annotated[list[float], Meta(min_length=1)]
+# line of expert_load.jsonl: loads relative to the mean, by layer and expert
 ExpertLoad = _record(
     "step steps load", step=Count, steps=Count, load=Annotated[list[_Loads], Meta(min_length=1)]
 )
-"""Line of expert_load.jsonl: loads over their mean by layer and expert."""
 Summary = _record(
     "",
     finished=bool | None,
@@ -74,6 +72,7 @@ Summary = _record(
     **_each(Number, "median_tokens_per_s median_tflops median_mfu peak_memory_gib device_memory_gib"),
     **_each(Number, "time_to_first_step_s data_s validation_s checkpoint_s"),
 )
+# structured fields of env.json
 Environment = _record(
     "",
     command=list[str] | None,
@@ -81,7 +80,6 @@ Environment = _record(
     **_each(Size | None, "num_workers workers_of_node threads usable_cores"),
     **_each(str | None, "device host OMP_NUM_THREADS"),
 )
-"""Fields of env.json that are more than a line in a table."""
 _Section = _record(
     "",
     **_each(str | None, "name device compute fp8"),
@@ -90,14 +88,14 @@ _Section = _record(
     **_each(Count | None, "steps global_batch_size num_experts top_k"),
     **_each(Size | None, "tp cp pp ep etp"),
 )
+# keys of resolved.yaml that pages read
 Config = _record("", **_each(_Section, "run model train precision parallel compile graph"))
-"""Keys of resolved.yaml that a page asks for."""
 _Place = _record(
     "total",
     **_each(float, "total params grads main_params moments activations buffers communication dispatch"),
 )
+# content of projection.json: GiB by kind, for the ranks at each pp index
 Projection = _record("", places=list[_Place], why_not=str)  # type: ignore[valid-type]
-"""Content of projection.json: GiB by kind on the ranks of each place along pp."""
 _Pass = _record(
     "matches nodes_before nodes_after ms",
     **_each(int, "matches left nodes_before nodes_after"),

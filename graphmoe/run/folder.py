@@ -1,7 +1,6 @@
-"""The folder of a run: which one a start may use.
+"""Choice of a run's folder.
 
-``claim`` hands out a folder and holds its lock until the process ends, so that two live runs never
-write to the same one.
+``claim`` locks a folder until the process ends, so two live runs never write to the same one.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ log = logging.getLogger(__name__)
 _LOCK_FILE = "run.lock"
 _TRACES = (CONFIG_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
 _OF_TRAINING = (ENVIRONMENT_FILE, SUMMARY_FILE, METRICS_FILE, CHECKPOINTS)
+# comment in resolved.yaml with a fingerprint of environment values, which it does not contain
 _PRINTS = "# values from the environment: "
-"""Start of the comment in resolved.yaml that tells runs apart whose values it does not have."""
-_MOST_LISTED, _MOST_KEYS = 3, 2
-"""Unfinished runs that are named at start, and keys of each that differ."""
+_MOST_LISTED, _MOST_KEYS = 3, 2  # unfinished runs named at start, and differing keys of each
 _FREE_SECTIONS = ("format", "sweep")
+# keys that may differ if a run is resumed
 _FREE_KEYS = (
     *("compile.cache", "compile.cache_dir", "compile.cache_shared", "data.cache_dir"),
     *("host.env", "host.gc_interval", "host.kernarg_pool_mb", "host.manual_gc", "host.max_hw_queues"),
@@ -46,26 +45,25 @@ _FREE_KEYS = (
     *("launch.endpoint", "launch.gpus_per_job", "launch.hang_timeout_s", "launch.max_restarts"),
     "launch.write_only",
 )
-"""Keys that make no difference to which run a configuration stands for."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A folder that this process alone may write to, and whether it continues a run there."""
+    """A folder locked by this process, and whether it continues a run."""
 
     path: Path
     base: Path
     resumed: bool
     _lock: FileLock
     _written: str | None = None
-    """Text of the resolved.yaml that nothing was trained with, where ours has replaced one."""
+    """Replaced resolved.yaml, if nothing was trained with it."""
 
     def release(self) -> None:
-        """Let another run claim the folder; without a call the end of the process does."""
+        """Unlock the folder before the process ends."""
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the folder; a new one without training is free again, with what write_only left there."""
+        """Release the folder; without training, remove or restore its resolved.yaml."""
         if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
             if self._written is None:
                 (self.path / CONFIG_FILE).unlink(missing_ok=True)
@@ -75,7 +73,7 @@ class RunFolder:
 
 
 def missing_place(base: Path) -> Iterator[str]:
-    """Yield the reason why the folder of a run cannot be made, if its parents show one."""
+    """Yield why a run's folder cannot be created, judging by its parents."""
     there = next(path for path in (base, *base.absolute().parents) if os.path.exists(path))
     if there != base and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         why = "cannot be written to" if there.is_dir() else "is not a folder"
@@ -83,7 +81,7 @@ def missing_place(base: Path) -> Iterator[str]:
 
 
 def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
-    """Return the folder that `claim` would choose now."""
+    """Return the folder that `claim` would choose."""
     usable, ours = _usable(resume), _as_read(config)
     for path in _numbered(base):
         with contextlib.suppress(FileError, OSError):
@@ -93,9 +91,9 @@ def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
 
 
 def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
-    """Lock the first of ``base``, ``base-2``, ... that this run may use: a free one, or one to ``resume``.
+    """Lock the first of ``base``, ``base-2``, ... that is free, or that ``resume`` may continue.
 
-    An unfinished run of the same configuration can be resumed; ``_FREE_KEYS`` make no difference to that.
+    An unfinished run can be resumed if only ``_FREE_KEYS`` differ.
     """
     usable, ours = _usable(resume), _as_read(config)
     found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
@@ -107,7 +105,7 @@ def _usable(resume: bool) -> tuple[_State, ...]:
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write ``resolved.yaml``, which workers read."""
+    """Write ``resolved.yaml`` for workers."""
     text, found = yaml.safe_dump(config, sort_keys=False), prints()
     replace_text(
         folder / CONFIG_FILE, text + (f"{_PRINTS}{json.dumps(found)}\n" if found else ""), durably=True
@@ -115,7 +113,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def announce(folder: RunFolder, config: dict[str, Any]) -> None:
-    """Log which folder the run has, and which unfinished runs of other configurations it passed over."""
+    """Log the chosen folder, and unfinished runs of other configurations."""
     has_run = folder.resumed and (folder.path / ENVIRONMENT_FILE).exists()
     saved = saved_steps(folder.path / CHECKPOINTS)
     how = " (continued)" if saved else " (again: it saved nothing)" if has_run else ""
@@ -132,7 +130,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
-    """The newest unfinished runs before ``chosen``, each with 'key=theirs, here ours'; number of others."""
+    """Return the newest unfinished runs before ``chosen`` with 'key=theirs, here ours'; number of others."""
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
     unfinished = [path for path in reversed(before) if _is_unfinished(path, ours)]
@@ -186,7 +184,7 @@ def _brief(value: Any) -> str:
 def _enter(
     path: Path, base: Path, config: dict[str, Any], ours: Any, usable: tuple[_State, ...]
 ) -> RunFolder | None:
-    """Lock a usable folder and make it a run's; None for any other. *Raises* ConfigError of the disk."""
+    """Lock and set up a usable folder; None for others. *Raises* ConfigError."""
     if _state(path, ours) not in usable:
         return None
     is_new = not path.exists()
@@ -202,14 +200,14 @@ def _enter(
     if lock is None:
         log.info("%s belongs to a run that is going on", path)
         return None
-    state = _state(path, ours)  # again: it may have changed until the lock was ours
+    state = _state(path, ours)  # again: it may have changed before we got the lock
     if state not in usable:
         lock.release()
         return None
     has_config = (path / CONFIG_FILE).exists()
     try:
         written = read_text(path / CONFIG_FILE) if state is _State.free and has_config else None
-        write_config(path, config)  # of a resumed run too: what tells no run from another may have changed
+        write_config(path, config)  # of a resumed run too: its free keys may have changed
     except OSError as error:
         lock.release()
         raise ConfigError(f"{path / CONFIG_FILE} cannot be written ({error.strerror or error})") from error
@@ -223,7 +221,6 @@ class _State(enum.Enum):
 
 
 def _state(path: Path, ours: Any) -> _State:
-    """A folder with something in it that cannot be read is taken; one warning says so."""
     try:
         return _readable_state(path, ours)
     except (FileError, OSError) as error:
@@ -266,7 +263,6 @@ def _is_unfinished(path: Path, ours: Any) -> bool:
 
 
 def _is_finished(summary: Path) -> bool:
-    """*Raises* FileError for one that cannot be read."""
     if not summary.exists():
         return False
     document = json_object(read_text(summary))

@@ -1,4 +1,4 @@
-"""Machine of a run: its device, memory, and the record of versions in ``env.json``."""
+"""Device, memory and software versions (``env.json``) of a run."""
 
 import os
 import platform
@@ -25,14 +25,12 @@ PACKAGES = (
     *(package.module for package in VENDORS.values()),
 )
 V2 = "memory.max", "memory.current", "inactive_file"
+# cgroup v1 files of limit and usage, and memory.stat's key of reclaimable bytes
 V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-"""Files of a control group's limit and use, and the reclaimable key of its memory.stat."""
-PER_CPU = 16
-"""The most threads, and the most processes, for each CPU: tests have many on few."""
+PER_CPU = 16  # most threads, and most processes, per CPU; tests run many on few
 
 
 def open_device(choice: DeviceChoice) -> torch.device:
-    """The device that a resolved configuration names."""
     if choice is DeviceChoice.cuda:
         if not torch.cuda.is_available():
             raise ConfigError("run.device=cuda, but torch sees no GPU; use run.device=cpu or auto")
@@ -41,14 +39,14 @@ def open_device(choice: DeviceChoice) -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device's whole memory; of a CPU no more than its control groups allow."""
+    """Return a device's total bytes; on a CPU at most its cgroup limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return min([psutil.virtual_memory().total, *(limit for limit, _ in _memory_limits())])
 
 
 def free_memory_of(device: torch.device) -> int:
-    """Bytes that this process can get, on a GPU also those that it holds; page cache counts as free."""
+    """Return bytes available to this process, including what it holds on a GPU; page cache is free."""
     if device.type == "cuda":
         return reachable_bytes(device)
     machine = psutil.virtual_memory().available
@@ -56,7 +54,7 @@ def free_memory_of(device: torch.device) -> int:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group of this process, and the bytes used without page cache."""
+    """Yield limit and used bytes, without page cache, of each control group."""
     for group, is_v1 in control_groups("memory"):
         limit, used, cache = V1 if is_v1 else V2
         most, now = read_system(group / limit), read_system(group / used)
@@ -66,7 +64,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def check_processes(host: HostConfig, nproc: int) -> None:
-    """Refuse more threads or processes than this machine can serve. *Raises* ConfigError."""
+    """Refuse more threads or processes than this machine can run. *Raises* ConfigError."""
     most = PER_CPU * (os.cpu_count() or 1)
     for key, value in (("host.threads", host.threads or 1), ("launch.nproc", nproc)):
         if value > most:
@@ -76,7 +74,7 @@ def check_processes(host: HostConfig, nproc: int) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, device, cores that it may use, source commit and command line of this process."""
+    """Return versions, device, usable cores, source commit and command line."""
     return {
         "python": platform.python_version(),
         "packages": {package: version_of(package) for package in PACKAGES},
@@ -112,7 +110,7 @@ def device_name(device: torch.device) -> str:
 
 
 def git_commit() -> str | None:
-    """Commit of this source tree, with '-dirty' if it has changes; None outside a git checkout."""
+    """Return the source commit, with '-dirty' if changed; None outside a git checkout."""
     words = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     command = ["git", "-C", str(Path(__file__).parent), *words]
     try:
@@ -129,7 +127,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def taken_gib(device: torch.device) -> float:
-    """Memory of the GPU that is in use now, by whatever and whomever, in GiB; on a CPU as `memory_gib`."""
+    """GiB of a GPU's memory in use by all processes; on a CPU as `memory_gib`."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30
@@ -137,12 +135,12 @@ def taken_gib(device: torch.device) -> float:
 
 
 def reachable_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that this process holds by torch's allocator, or can get."""
+    """Return GPU bytes that torch's allocator holds or can get."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def seconds_since_command() -> float:
-    """Wall time since the command, job of a sweep, or restarted worker began, imports included."""
+    """Seconds since the command, sweep job or restarted worker began, imports included."""
     launched = (
         os.environ.get(LAUNCHED_AT) if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
     )

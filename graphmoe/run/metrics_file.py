@@ -1,4 +1,4 @@
-"""Rows of a run's metrics.jsonl: read without torch, cut where a run resumes, and summed up at its end."""
+"""Rows of metrics.jsonl: read without torch, cut on resume, summarised."""
 
 import json
 import logging
@@ -14,19 +14,19 @@ from graphmoe.runtime.host.files import replace_text
 
 Row = dict[str, Any]
 
+# host seconds of rank 0 waiting for data, or outside of steps
 BESIDE_STEPS = ("data_s", "validation_s", "checkpoint_s")
-"""Seconds of rank 0's host waiting for data, or beside the steps."""
 
 log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a metrics.jsonl, none without a file. *Raises* FileError."""
+    """Read a metrics.jsonl; no rows without a file. *Raises* FileError."""
     return read_lines(path, MetricsRow)
 
 
 def read_lines(path: Path, kind: type[Any]) -> list[Row]:
-    """Lines of a file that are of a ``TypedDict``, none without a file. *Raises* FileError."""
+    """Read the valid lines of a file, none without a file. *Raises* FileError."""
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def timed(steps: Sequence[Row]) -> list[Row]:
-    """Steps but the first of each start, which compile; all if there are no others."""
+    """Return steps without the first of each start, which compiles; all if none remain."""
     later = [row for place, row in enumerate(steps) if place and row.get("start_s") is None]
     return later or [*steps]
 
@@ -58,7 +58,7 @@ def validations_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def cut_metrics(path: Path, step: int) -> int:
-    """Drop rows after ``step`` and unreadable ones, atomically; return their number."""
+    """Atomically drop unreadable rows and those after ``step``; return their number."""
     if not path.exists():
         return 0
     text = path.read_bytes().decode("utf-8", errors="replace")
@@ -86,7 +86,7 @@ def json_object(text: str) -> Row | None:
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Final losses, medians and sums of a run; the first step of each start is in no median."""
+    """Return final losses, medians and sums; medians leave out the first step of each start."""
     steps, validations = steps_of(rows), validations_of(rows)
     last = validations[-1] if validations and steps and validations[-1]["step"] >= steps[-1]["step"] else None
     summary: dict[str, Any] = {
@@ -107,7 +107,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def value_of(summary: dict[str, Any]) -> float | None:
-    """Final validation loss, or without validation the final loss."""
+    """Return the final validation loss, else the final loss."""
     final = summary.get("final_val_loss")
     return summary.get("final_loss") if final is None else final
 

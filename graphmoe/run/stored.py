@@ -1,4 +1,4 @@
-"""A stored run by its resolved.yaml, and the tokenizer of the weights that a run starts from."""
+"""Stored runs (resolved.yaml), and the tokenizer of the weights that a run starts from."""
 
 import enum
 import functools
@@ -30,8 +30,7 @@ from graphmoe.run.files import CONFIG_FILE, TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
 
-META_FILE = "weights.json"
-"""File of a folder of weights in graphmoe's own names only."""
+META_FILE = "weights.json"  # only in folders of weights in our format
 
 
 class StoredPrecision(msgspec.Struct):
@@ -51,7 +50,7 @@ class StoredCheckpoint(msgspec.Struct):
 
 
 class StoredRun(msgspec.Struct):
-    """The keys that readers of another's run ask for."""
+    """Keys that are read from a stored run."""
 
     model: dict[str, Any]
     precision: StoredPrecision = msgspec.field(default_factory=StoredPrecision)
@@ -60,13 +59,13 @@ class StoredRun(msgspec.Struct):
 
 
 def config_file(folder: Path) -> Path | None:
-    """The resolved.yaml of a run, its ``checkpoints`` or one of them, or None."""
+    """Return the resolved.yaml of a run, its ``checkpoints`` or one of them; else None."""
     path = run_of(folder.absolute()) / CONFIG_FILE
     return path if path.is_file() else None
 
 
 def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
-    """Path and content of a run's resolved.yaml. *Raises* ConfigError."""
+    """Read a run's resolved.yaml -> path, content. *Raises* ConfigError."""
     path = config_file(folder)
     if path is None:
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}{near_path(folder)}")
@@ -74,7 +73,7 @@ def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
 
 
 def run_tokenizer(folder: Path) -> tuple[Path, int | None, str | None]:
-    """A run's tokenizer.json (its own or the copy, may be missing), and its documents' end token."""
+    """Return a run's tokenizer.json (may be missing), and id and text of its end-of-document token."""
     config, run = read_stored_run(folder)
     place, data = config.parent, run.data
     named = find_tokenizer(data.tokenizer, fetch=False) if data.tokenizer else place
@@ -93,7 +92,7 @@ class FolderKind(enum.Enum):
 
 
 def kind_of(folder: Path) -> FolderKind:
-    """Kind of a folder by its files; weights go before a run. *Raises* ConfigError."""
+    """Return a folder's kind by its files; weights take precedence over a run. *Raises* ConfigError."""
     if (folder / META_FILE).is_file():
         return FolderKind.graphmoe
     if (folder / "config.json").is_file():
@@ -108,7 +107,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield why the folder to start from cannot be one, by the names of its files."""
+    """Yield why the folder to start from is unusable, by its file names."""
     if (start := _start(checkpoint)) is None:
         return
     key, folder = start
@@ -122,12 +121,12 @@ def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def with_start_tokenizer(config: RunConfig) -> RunConfig:
-    """The configuration with the tokenizer of the folder to start from, if none was chosen."""
+    """Set the tokenizer of the folder to start from, if none was chosen."""
     data, start = config.data, _start(config.checkpoint)
     if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
         return config
     _, folder = start
-    if not os.path.isfile(path := _tokenizer_in(folder)):  # of a name that no file can have, too
+    if not os.path.isfile(path := _tokenizer_in(folder)):  # also False for names that no file can have
         return config
     end = None
     if config_file(folder):
@@ -141,7 +140,7 @@ def with_start_tokenizer(config: RunConfig) -> RunConfig:
 def refuse_other_tokenizer(
     checkpoint: CheckpointConfig, data: DataConfig, tokenizer: Tokenizer | None
 ) -> None:
-    """Refuse data whose token ids stand for other text than those of the weights to start from."""
+    """Refuse data tokenized differently from the weights to start from."""
     start = _start(checkpoint)
     if start is None or tokenizer is None or checkpoint.other_tokenizer:
         return
@@ -181,7 +180,7 @@ def _tokenizer_in(folder: Path) -> Path:
 
 @contextmanager
 def named_source(key: str, folder: str | None) -> Iterator[None]:
-    """Prefix errors with the key that named the folder, if one did."""
+    """Prefix errors with the key that named the folder, if any."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

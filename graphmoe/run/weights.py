@@ -1,7 +1,7 @@
-"""Folders of weights in graphmoe's own names, and loading weights of any folder.
+"""Folders of weights in our format, and loading weights from any folder.
 
-Such a folder has ``model/<name>.yaml``, ``weights.safetensors`` or its shards, and ``weights.json``. Anybody
-may have written it, or a run's ``resolved.yaml``: both are typed, and nothing in them is resolved.
+Such a folder has ``model/<name>.yaml``, ``weights.safetensors`` or shards, and ``weights.json``. These, and a
+run's ``resolved.yaml``, are untrusted: they are typed, and interpolations are refused.
 """
 
 import json
@@ -43,8 +43,7 @@ log = logging.getLogger(__name__)
 FORMAT = "graphmoe-weights-1"
 STEM = "weights"
 OPTIONS = "model"
-Named = Collection[str | None]
-"""Code outside the package that a file may name, since its reader has."""
+Named = Collection[str | None]  # plug-ins that a file may name because its reader has named them
 
 
 def load_weights(
@@ -54,10 +53,10 @@ def load_weights(
     layout: Layout = ALONE,
     rank: int = 0,
 ) -> FolderKind:
-    """Fill a model in place with the weights of a folder of any kind, cast to its dtypes; return the kind.
+    """Load a folder's weights into a model, cast to its dtypes; return the folder's kind.
 
-    ``into``: filled instead of the model's own, such as fp32 master weights. *Raises* ConfigError
-    (CheckpointError for a run) if tensors do not fit; the model is unchanged then.
+    ``into``: tensors to fill instead, such as fp32 master weights. *Raises* ConfigError (CheckpointError for
+    a run) before any change if tensors do not fit.
     """
     config, folder = model.config, Path(folder)
     assert isinstance(config, ModelConfig)
@@ -75,7 +74,7 @@ def load_weights(
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise what ``load_weights`` would; only headers are read."""
+    """Raise as ``load_weights`` would; reads headers only."""
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
     _take(state, folder, config, only_check=True)
 
@@ -103,7 +102,7 @@ def _take(
 
 
 def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
-    """Model of a folder of any kind, and whether it has weights. *Raises* ConfigError."""
+    """Return the model of any folder, and whether it has weights. *Raises* ConfigError."""
     kind = kind_of(folder)
     if kind is FolderKind.run:
         return run_config(folder, named), bool(saved_steps(run_of(folder.absolute()) / CHECKPOINTS))
@@ -113,7 +112,7 @@ def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
 
 
 def open_folder(folder: Path, kind: FolderKind, named: Named) -> OpenFolder:
-    """Open a folder of safetensors of either kind. *Raises* ConfigError."""
+    """Open a folder of safetensors, Hugging Face's or ours. *Raises* ConfigError."""
     return open_hf(folder) if kind is FolderKind.hf else open_weights(folder, named)
 
 
@@ -131,7 +130,7 @@ def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) ->
 
 
 def of_another_model(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str | None:
-    """Error text with the keys in which a folder's model differs; None if it is the same."""
+    """Return an error with the model keys that differ; None if none do."""
     if not (changes := different_keys(theirs, ours)):
         return None
     listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
@@ -153,7 +152,7 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Add the model keys that differ to a MismatchError."""
+    """Add the differing model keys to a MismatchError."""
     try:
         yield
     except MismatchError as error:
@@ -167,7 +166,7 @@ def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
 
 
 class WeightsMeta(msgspec.Struct):
-    """Fields of weights.json that are read."""
+    """Fields read from weights.json."""
 
     format: str
     model: str
@@ -175,7 +174,7 @@ class WeightsMeta(msgspec.Struct):
 
 
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
-    """Read the headers of a folder of our own format. *Raises* ConfigError."""
+    """Read the headers of a folder in our format. *Raises* ConfigError."""
     meta = read_json(folder / META_FILE, WeightsMeta)
     if meta.format != FORMAT:
         raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
@@ -193,7 +192,7 @@ def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
 
 
 def start_token_ids(run: Path) -> dict[str, Any]:
-    """Ids of the begin and padding tokens of the weights that a run, or the run before it, began with."""
+    """Return begin and padding token ids of the weights that a run, or one before it, started from."""
     places, seen = [run], set[Path]()
     while places:
         if (folder := places.pop(0).absolute()) in seen:
@@ -207,7 +206,7 @@ def start_token_ids(run: Path) -> dict[str, Any]:
             if config_file(folder):
                 stored = read_stored_run(folder)[1]
                 start, tokenizer = stored.checkpoint, stored.data.tokenizer
-                # the path of a tokenizer is absolute, that of a start may not be
+                # the tokenizer's path is absolute, that of a start may not be
                 places += [find_tokenizer(tokenizer, fetch=False).parent] if tokenizer else []
                 named = None if start.other_tokenizer else start.init_from or start.resume_from
                 places += [Path(named)] if named else []
@@ -225,7 +224,7 @@ def write_weights(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write a folder of our own format; return its files."""
+    """Write a folder in our format; return its files."""
     written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
     option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
     option.parent.mkdir(exist_ok=True)
@@ -245,7 +244,7 @@ def train_command(folder: Path) -> str:
 
 
 def option_name(name: str) -> str:
-    """The name as Hydra and file systems take it."""
+    """Return a name without characters that Hydra or file systems reject."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "imported"
 
 
@@ -259,13 +258,13 @@ def own_model_code(config: ModelConfig) -> Named:
 
 
 def run_config(folder: Path, named: Named = ()) -> ModelConfig:
-    """Model of a run, its ``checkpoints`` or one of them."""
+    """Return the model of a run, its ``checkpoints`` or one of them."""
     path, run = read_stored_run(folder)
     return model_from(run.model, f"{path}: model.", named)
 
 
 def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelConfig:
-    """Model of these keys; ``named`` is the code that they may import. *Raises* ConfigError."""
+    """Parse a model; it may import the plug-ins in ``named``. *Raises* ConfigError."""
     for key, value in plain.items():
         if "${" in str(value):
             raise FileError(
@@ -292,7 +291,7 @@ def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelCon
 
 
 def read_run(folder: Path, step: int | None, named: Named = ()) -> tuple[ModelConfig, dict[str, Tensor], int]:
-    """Model, fp32 master weights and step of a run's checkpoint, the newest by default."""
+    """Return model, fp32 master weights and step of a run's checkpoint, by default the newest."""
     config = run_config(folder, named)
     state = {name: torch.empty(shape, dtype=torch.float32) for name, shape in shapes_of(config).items()}
     places = _places_in_run(folder, state)
@@ -309,7 +308,7 @@ def _places_in_run(folder: Path, state: Mapping[str, Tensor | FlatShard]) -> dic
         raise FileError(f"{path}: precision.compute={compute} must be one of {valid}")
     if compute != ComputeDtype.bf16.name:
         return {"model": state}
-    # The weights under "model" are rounded to bf16; the optimizer has what they are rounded from.
+    # "model" holds weights rounded to bf16; the optimizer holds the master weights.
     buffers = {name: tensor for name, tensor in state.items() if name.endswith(".selection_bias")}
     main = {name: tensor for name, tensor in state.items() if name not in buffers}
     return {"model": buffers, "optimizer": {"main": main}}

@@ -1,4 +1,4 @@
-"""Facts of each kind of attention; the defaults are those of a plug-in."""
+"""Facts of each kind of attention; defaults are those of a plug-in."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from graphmoe.plan.layout import divisors
 
 
 class Weight(NamedTuple):
-    """A weight of attention, as a GEMM of each token."""
+    """An attention weight, as a GEMM on each token."""
 
     name: str
     rows: int
-    """Input elements of a token; in the last GEMM those of all value heads."""
+    """Input width; in the last GEMM that of all value heads."""
     columns: int
-    """Output elements of a token; tp splits them, except in the last GEMM."""
+    """Output width; sharded over tp, except in the last GEMM."""
 
 
 class Latents(NamedTuple):
-    """Compressed states, gathered in place of the normed input, or of keys and values over cp."""
+    """Compressed states, gathered in place of the normed input, or over cp of keys and values."""
 
     queries: int
-    """Elements that queries are computed from; 0 if that is the normed input."""
+    """Width that queries are computed from; 0 if that is the normed input."""
     keys: int
-    """Elements that keys and values are computed from, without the shared rotated part of a key."""
+    """Width that keys and values are computed from, without the shared rotary part of a key."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class AttentionFacts:
     head: int
     value: int
     rotary: int
-    """Elements of a head that get the rotary embedding."""
+    """Elements of a head with rotary embedding."""
     weights: tuple[Weight, ...]
-    """The last projects all value heads to the output; the others make queries, keys and values."""
+    """The last projects value heads to the output; the others make queries, keys and values."""
     kv_heads: int | None = None
     """None if equal to the number of query heads."""
     normed_heads: int = 0
@@ -46,10 +46,11 @@ class AttentionFacts:
     axes: tuple[str, ...] = ()
     """Supported axes, of tp and cp."""
     kept: int | None = None
-    """Saved elements of a token, split over tp, besides queries, keys, values, result and inputs of
-    `normed_heads`; None: unknown."""
+    """Further saved elements of a token, sharded over tp, besides queries, keys, values, result and inputs
+    of `normed_heads`; None: unknown.
+    """
     keys: tuple[str, ...] = ()
-    """Keys of ``model`` that this kind reads and some other kind does not."""
+    """Keys of ``model`` that not every kind reads."""
     problems: tuple[str, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Buckets of flat buffers; `graphmoe.optim.flat_buffers` draws a picture and holds the tensors."""
+"""Buckets of flat buffers; `graphmoe.optim.flat_buffers` holds the tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+# elements, 128 bytes in bf16: alignment of every parameter and shard; gaps are filled with zeros
 ALIGNMENT = 64
-"""Elements, 128 bytes in bf16: alignment of every parameter and shard; gaps are filled with zeros."""
 
 
 def decays(weight: Tensor) -> bool:
@@ -19,14 +19,14 @@ def decays(weight: Tensor) -> bool:
 
 
 class Bucket(NamedTuple):
-    """Consecutive parameters whose gradients are reduced, and weights gathered, at once."""
+    """Consecutive parameters that share one gradient reduction and one weight gather."""
 
     members: tuple[int, ...]
     whole: slice
     own: slice
-    """Range that this rank owns, in whole buffers."""
+    """This rank's range in whole buffers."""
     shard: slice
-    """Range that this rank owns, in its shards."""
+    """This rank's range in its shards."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BufferLayout:
     buckets: tuple[Bucket, ...]
     size: int
     decayed: int
-    """Length of the front part of the shards, which weight decay applies to."""
+    """Length of the shards' front part, which weight decay applies to."""
 
     @classmethod
     def of(

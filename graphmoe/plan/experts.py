@@ -1,7 +1,7 @@
 """Decisions about routed experts: dispatcher, transport and receive capacity.
 
-Without a host count a rank has capacity for ``moe.receive_budget`` times balanced routing, since the worst
-case, all tokens on one rank, is too large. A step that overflows it is re-run with more (docs/parallel.md).
+Without a host count, capacity is ``moe.receive_budget`` times balanced routing: the worst case, all tokens on
+one rank, is too large. A step that overflows is re-run with more (docs/parallel.md).
 """
 
 from __future__ import annotations
@@ -28,38 +28,36 @@ from graphmoe.config.schema import (
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.recompute import Recompute
 
-INSTEAD = "moe.dispatcher=alltoall, or symm within a node"
-"""Dispatchers that need no package."""
+INSTEAD = "moe.dispatcher=alltoall, or symm within a node"  # dispatchers that need no package
 WORST_CASE = "worst_case"
+# A rank may exceed its share by 1/SLACK before replication: computing is faster than sending weights
 SLACK = 64
-"""A rank may exceed its rows by 1/SLACK before replication: computing them is faster than sending weights."""
-BLOCK_STEP = 128
-"""Rows: granularity of copy-engine blocks."""
+BLOCK_STEP = 128  # granularity of copy-engine blocks, in rows
 
 
 class BufferLimits(NamedTuple):
-    """Limits of a package that sends bf16 rows through a buffer between the GPUs of a node."""
+    """Limits of a package that sends bf16 rows through a buffer between GPUs of a node."""
 
     hidden_step: int
     """Granularity of hidden sizes."""
     hidden_most: int | None
     top_k: int
-    """Most slots of a token: one for each thread of a warp."""
+    """Most slots of a token: one per thread of a warp."""
     ranks: tuple[int, ...] = (2, 4, 8)
-    """Ranks that share a buffer: the kernels are compiled for these (launch.cuh)."""
+    """Ranks per buffer that the kernels are compiled for (launch.cuh)."""
     experts: int = 128
-    """Most experts of a rank: each is a thread of one block (``notify_dispatch`` in intranode.cu)."""
+    """Most experts of a rank: one per thread of a block (``notify_dispatch`` in intranode.cu)."""
 
 
 @dataclass(frozen=True)
 class DispatcherFacts:
     reads_peers: bool = True
-    """Ranks access each other's GPU memory, and capacity needs no host count."""
+    """Ranks access each other's GPU memory; capacity needs no host count."""
     sync_free_stage: int = 3
     """The highest ``moe.sync_free_stage`` that it supports."""
     one_node: bool = False
     platform: Literal["cuda", "rocm", "gpu"] | None = None
-    """GPUs that it supports: gpu for either vendor, None for any device."""
+    """Supported GPUs: gpu for either vendor, None for any device."""
     package: str | None = None
     buffer: BufferLimits | None = None
     moves_fp8: bool = False
@@ -71,8 +69,8 @@ FACTS: dict[str, DispatcherFacts] = {
     "alltoall": DispatcherFacts(reads_peers=False, sync_free_stage=1),
     "symm": DispatcherFacts(one_node=True, moves_fp8=True),
     "nvshmem": DispatcherFacts(platform="gpu"),
-    # DeepEP 1.2.1: a warp sums 256 numbers in each round of `combine` and synchronises inside it, so each of
-    # its threads must have a part of every round. `dispatch` moves half a row through a warp's 8 KiB of
+    # DeepEP 1.2.1: in each round of `combine` a warp sums 256 numbers and synchronises, so each of its
+    # threads must have a part of every round. `dispatch` moves half a row through a warp's 8 KiB of
     # shared memory.
     "deepep": DispatcherFacts(
         one_node=True, platform="cuda", package="deepep", buffer=BufferLimits(256, 7936, top_k=32)
@@ -85,7 +83,7 @@ FACTS: dict[str, DispatcherFacts] = {
 
 
 def dispatcher_facts(choice: str) -> DispatcherFacts:
-    """Return the facts of a dispatcher that is not auto; a plug-in has them as ``facts``."""
+    """Return the facts of a dispatcher other than auto; a plug-in has them as ``facts``."""
     return look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
 
 
@@ -111,11 +109,11 @@ class ExpertPlan:
     dispatcher: str
     """Never auto."""
     reads_peers: bool
-    """Ranks access each other's GPU memory, and receive buffers have more rows than tokens."""
+    """Ranks access each other's GPU memory; receive buffers have more rows than tokens."""
     balance: Balance
     """Never auto."""
     fuses_experts: bool
-    """A layer's experts run as one operation."""
+    """A layer's experts run as one op."""
     experts_in_fp8: bool
     fp8_vendor: str | None
     """Library that computes fp8 experts; None for our kernels."""
@@ -129,7 +127,7 @@ class ExpertPlan:
     keeps_replicas: bool
     """Replica weights are saved for the backward."""
     brings_weights: bool
-    """Replica weights are sent with the rows, to the operation of fuse_experts."""
+    """Replica weights are sent with the rows, to the op of fuse_experts."""
 
 
 def experts_of(config: RunConfig) -> ExpertPlan:
@@ -198,7 +196,7 @@ def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> 
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
-    """Return the transport of symm's rows, never auto; None with other dispatchers."""
+    """Return the transport of symm, never auto; None with other dispatchers."""
     if dispatcher_of(config.moe, config.parallel) != "symm":
         return None
     if config.moe.transport is not Transport.auto:
@@ -208,7 +206,7 @@ def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
 
 
 def transport_of_run(config: RunConfig) -> Transport | None:
-    """Return ``transport_of`` on the devices of the run itself; its configuration is resolved."""
+    """Return ``transport_of`` on this run's devices; ``config`` is resolved."""
     import torch
 
     # a dry run models GPUs of the vendor that this torch is built for, whatever this machine has
@@ -223,7 +221,7 @@ def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:
 
 
 def slack_of(slots: int) -> int:
-    """Rows that a rank may exceed its share by before an expert is replicated; ``slots`` of one rank."""
+    """Return the rows by which a rank may exceed its share before replication; ``slots`` per rank."""
     return slots // SLACK
 
 
@@ -242,7 +240,7 @@ def routed_tokens(config: RunConfig, layout: Layout) -> int:
 
 
 def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
-    """Return the expected load of uniform routing; ``tokens`` per rank."""
+    """Return the expected load under uniform routing; ``tokens`` per rank."""
     here, slots = model.num_experts // layout.ep, tokens * model.top_k * layout.etp
     # hypergeometric: the probability that all top_k experts of a token are on other ranks
     elsewhere = math.comb(model.num_experts - here, model.top_k) / math.comb(model.num_experts, model.top_k)
@@ -252,12 +250,12 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
 def room_bytes(
     rooms: Sequence[Load], model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool
 ) -> int:
-    """Bytes of a rank's tensors that are as large as there is room in each MoE layer, while a step runs.
+    """Bytes of tensors sized by receive capacity on a rank, during a step.
 
-    The forward of each MoE layer keeps, of a row, the plan of its slots, and with ``fused`` experts the token
-    and the weights; of a slot, gate and up, and in separate steps the token, the weight, and the activation
-    in three stages. One layer at a time needs more: a row's sum, both gradients and its place in the region
-    of symm; a slot's output, activation and gradients. ``recompute`` is ignored, though it may keep less.
+    Saved per MoE layer: per row the plan of its slots, and if ``fused`` token and weights; per slot gate and
+    up, and if not ``fused`` token, weight and three stages of the activation. One layer at a time also needs
+    per row a sum, both gradients and its symm region; per slot output, activation and gradients.
+    ``recompute`` is ignored.
     """
     width, inner = model.hidden_size * element_bytes, model.expert_ffn_size // layout.etp * element_bytes
     of_row, of_slot = 8 * model.top_k, 2 * inner
@@ -272,19 +270,20 @@ def room_bytes(
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rows and slots that a rank can receive in a micro-batch, and its capacity for them."""
+    """Rows and slots that a rank can receive in a micro-batch, and its capacity."""
 
     balanced: Load
     """Load of uniform routing."""
     worst: Load
     """Load if as many tokens as possible are routed to the rank; with an exact replica plan its share and
-    slack."""
+    slack.
+    """
     budget: float | None
-    """``moe.receive_budget``; None if there is capacity for the worst case."""
+    """``moe.receive_budget``; None if capacity covers the worst case."""
     replica_slots: int
     """Replica slots per rank; 0 without replicas."""
     exact_of: int | None
-    """Tokens of each rank if a replica plan has all slots that it can need; else None."""
+    """Tokens of each rank if the replica plan never lacks slots; else None."""
 
     def room(self, factor: float = 1.0) -> Load:
         """Capacity for ``factor`` times the receive budget, at most the worst case."""
@@ -297,7 +296,7 @@ class Arrivals:
 
 
 def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Arrivals:
-    """``tokens`` are those of one rank; ``moe`` is resolved."""
+    """Return the arrivals for a resolved ``moe``; ``tokens`` per rank."""
     rows, owned = layout.size("ep_etp") * tokens, model.num_experts // layout.ep
     replicas = replica_slots(moe, model, layout.ep)
     is_exact = replicas == owned
@@ -317,12 +316,12 @@ def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int)
 
 
 def blocks_of(balanced: Load, room: Load, ranks: int, exact_of: int | None = None) -> tuple[int, int]:
-    """Return the rows that copy engines send for each pair of ranks, and the row capacity."""
-    # a block holds the rows of balanced routing; a pair with fewer sends garbage behind them, and a kernel
-    # pulls the rest of a pair with more
+    """Return the rows that copy engines send per pair of ranks, and the row capacity."""
+    # a block holds the rows of balanced routing: pairs with fewer pad it, and for pairs with more a kernel
+    # fetches the rest
     block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP
     beyond = max(room.rows - balanced.rows, 0)
     if exact_of is not None:
-        full, rest = divmod(room.rows, exact_of)  # most if few ranks send all that they have
+        full, rest = divmod(room.rows, exact_of)  # the most is beyond if few ranks send all their rows
         beyond = full * max(exact_of - block, 0) + max(rest - block, 0)
     return block, ranks * block + beyond

@@ -1,7 +1,7 @@
-"""Expert loads that a benchmark forces on routers, for runs and simulations.
+"""Expert loads that a benchmark forces on routers (``moe.expert_load``).
 
 A load is the share of tokens that choose each expert of a MoE layer: ``top_k`` in total, at most 1 each.
-``moe.expert_load`` selects it. Suffixes: S steps, L MoE layers, E experts.
+Suffixes: S steps, L MoE layers, E experts.
 """
 
 import itertools
@@ -13,15 +13,13 @@ from graphmoe.config.untrusted import FileError, read_json
 
 NO_LOAD = "none"
 LOADS = ("balanced", "hot_experts", "hot_rank", "one_expert", "rotating", "burst", "idle_rank")
+# consecutive hot experts, at most an eighth of all, and their share of tokens
 HOT_EXPERTS, HOT_SHARE = 4, 0.4
-"""Consecutive hot experts, or an eighth of all if that is less, and their share of tokens."""
 BURST_STEPS = 10
-UNIT = 1 << 24
-"""The share 1 as an integer, in which a router draws; 32-bit kernels hold up to 127 of them."""
+UNIT = 1 << 24  # the share 1 in a router's fixed point; 32-bit kernels hold up to 127 of them
 LARGEST_BYTES = 1 << 28
 
-Counts = list[list[list[float]]]
-"""Recorded loads [S, L, E], on any scale."""
+Counts = list[list[list[float]]]  # recorded loads [S, L, E], on any scale
 
 
 def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: int) -> list[float]:

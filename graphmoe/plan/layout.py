@@ -1,7 +1,7 @@
 """Layout of a job's ranks along the parallel dimensions.
 
-The same ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): PP x DP x CP x TP for dense
-weights, PP x EDP x EP x ETP for routed experts. Ranks along the last dimension are consecutive.
+Ranks are folded twice (parallel folding, arXiv 2504.14960, section 3): PP x DP x CP x TP for dense weights,
+PP x EDP x EP x ETP for routed experts. Ranks along the last dimension are consecutive.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SPANS: dict[Axis, tuple[tuple[Axis, ...], tuple[Axis, ...]]] = {
     "world": (DENSE, DENSE),
 }
 AXES: tuple[Axis, ...] = (*_SPANS, "embed")
+# axes over which gradients, new weights and a step's scalars are communicated
 SUMMED_OVER: tuple[Axis, ...] = ("dp", "dp_cp", "dp_pp", "edp", "stage", "embed", "world")
-"""Axes over which gradients, new weights and a step's scalars are communicated."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Cut:
     dim: int
     axis: Axis
     pieces: int = 1
-    """Equal pieces along the dimension, each sharded by itself: 2 for stacked gate and up rows."""
+    """Equal pieces along the dimension, each sharded separately: 2 for stacked gate and up rows."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ REPLICATED = ParameterLayout()
 
 @functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Return a key that axes with the same process groups share: the group of rank 0 stands for all."""
+    """Return a key equal for axes with the same process groups, judged by the group of rank 0."""
     return None if layout.size(axis) == 1 else layout.groups(axis)[0]
 
 

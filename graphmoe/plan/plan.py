@@ -1,4 +1,4 @@
-"""The plan of a run: all that follows by arithmetic from its configuration and number of ranks."""
+"""Plan of a run: all that follows from its configuration and number of ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from graphmoe.segments import FULL_ITERATION, segments_of
 if TYPE_CHECKING:
     import torch
 
+# configuration keys that are not sections of a plan
 DECIDED = ("pipeline", "recompute", "sweep", "format")
-"""Keys of the configuration that are no sections of a plan."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Plan(ExpertPlan, Arrivals):
         return self.num_micro_batches * self.layout.dp
 
     def replica_bytes(self, backends: str) -> int:
-        """Bytes sent for a replica in a micro-batch: weights and gradient; ``backends`` of fused experts."""
+        """Bytes sent per replica and micro-batch, weights and gradient; ``backends`` of fused experts."""
         numbers = 3 * self.model.hidden_size * self.model.expert_ffn_size
         times, in_fp8 = 1 if self.keeps_replicas else 2, self.experts_in_fp8
         # fp32 sums are sent in fp32

@@ -12,7 +12,7 @@ from graphmoe.segments import LAYER_SEGMENTS, Segment
 
 @dataclass(frozen=True)
 class UnitRecompute:
-    """Recomputation in one compile unit; equal for equal units."""
+    """Recomputation in one compile unit, comparable."""
 
     regions: tuple[frozenset[str], ...] = ()
     """Runs of consecutive segments, each recomputed from its inputs."""

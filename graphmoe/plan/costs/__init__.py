@@ -1,1 +1,1 @@
-"""Seconds and bytes of parts of a step on a card."""
+"""Time and memory of parts of a step on a card."""

@@ -1,7 +1,7 @@
-"""Bytes of activations that the parts of a model save of one micro-batch, by segment.
+"""Bytes of activations saved for the backward of one micro-batch, by segment.
 
-The tensors are those that compiled units save with all passes (docs/tuning.md). A tensor is saved unless it
-is recomputed: with its part, or in a run of recomputed segments that contains all its readers.
+Tensors are those that compiled units save with all passes (docs/tuning.md). A tensor is not saved if its part
+is recomputed, or if all its readers are in the same run of recomputed segments.
 """
 
 import functools
@@ -18,12 +18,10 @@ from graphmoe.plan.pipeline.layouts import StagePieces, normalises
 from graphmoe.plan.recompute import Recompute
 
 DENSE_SEGMENTS = ("attn", "mlp")
+# segments of layers in order, as in `graphmoe.model.layer`
 MOE_SEGMENTS = tuple(name for name in SEGMENT_NAMES if name not in ("embed", "mlp", "loss", "optimizer"))
-"""Segments of layers in order, as in `graphmoe.model.layer`."""
-Bytes = Counter[str]
-"""Bytes by segment."""
-RECEIVED = "received"
-"""Key, beside segment names, of the input received from another stage."""
+Bytes = Counter[str]  # bytes by segment
+RECEIVED = "received"  # key, beside segment names, of the input received from another stage
 
 
 class Kept(NamedTuple):
@@ -36,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
-    """Bytes that a stage saves of one micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
+    """Saved bytes of a stage and micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     dense = model.num_dense_layers
     if pieces.embed:
@@ -50,7 +48,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
             like[key] = layer_activations(sizes, recompute, i)
         found[f"layer {i}"] = like[key].copy()
     ends_here = pieces.loss or len(pieces.mtp)
-    if len(pieces.layers) and not ends_here:  # sent on, and let go
+    if len(pieces.layers) and not ends_here:  # sent to the next stage, then freed
         last = pieces.layers[-1]
         found[f"layer {last}"]["mlp" if last < dense else "moe_combine"] -= sizes.state
     for k in pieces.mtp:
@@ -62,7 +60,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
-    """Bytes that a layer saves besides its input, with its result; MTP layers have the last indices."""
+    """Saved bytes of a layer with its result, without its input; MTP layers have the last indices."""
     is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
@@ -70,7 +68,7 @@ def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
 
 
 def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
-    """Bytes that the backward of a layer recomputes."""
+    """Bytes that a layer's backward recomputes."""
     whole = layer_activations(sizes, Recompute(), index)
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
@@ -113,11 +111,9 @@ def _read(
     part: str = "",
     fp8_part: str = "",
 ) -> Iterator[Kept]:
-    """Yield what products of a segment read of each row, to make so many elements each.
-
-    Products in 8 bits keep it so, with a scale of the row; it is kept as it is too where some are not.
-    """
+    """Yield the saved [rows, width] input of a segment's GEMMs, which have ``made`` output columns."""
     in_fp8 = [name in sizes.fp8 and fits_fp8(width, columns) for columns in made]
+    # fp8 GEMMs save it quantized with a scale per row, bf16 GEMMs as it is
     if any(in_fp8):
         yield Kept(name, rows * (width + ROWWISE.scale_bytes), part=fp8_part)
     if not (in_fp8 and all(in_fp8)):
@@ -130,7 +126,7 @@ def _attn(sizes: Sizes, next_segment: str) -> Iterator[Kept]:
     yield Kept("attn", 4 * tokens, part="layernorm")
     yield Kept("attn", e * sizes.gathered * own // tp)
     of_input = [each for each in sizes.attention.weights[:-1] if each.rows == d]
-    if latents or tp == 1:  # ranks of tp gather what the others make of it
+    if latents or tp == 1:  # with latents, tp ranks gather those instead of the input
         made = [each.columns for each in of_input if tp == 1 or each.name not in sizes.attention.up]
         yield from _read(sizes, "attn", tokens, d, made, "layernorm")
     else:
@@ -147,7 +143,7 @@ def _heads(sizes: Sizes) -> Iterator[Kept]:
         yield Kept("attn", e * normed * facts.head)
         yield Kept("attn", 4 * normed, part="layernorm")
     yield Kept("attn", e * sizes.attended * facts.head * (sizes.heads(heads) + sizes.heads(groups)))
-    # after an exchange, values are a part of what came with queries and keys
+    # after an exchange, values are a view of the received queries, keys and values
     values = sizes.heads(groups) if sizes.exchanging == 1 else sizes.heads(heads + 2 * groups)
     yield Kept("attn", e * sizes.attended * sizes.value_head * values)
     yield from _attention_result(sizes)
@@ -163,7 +159,7 @@ def _latent_heads(sizes: Sizes, latents: Latents) -> Iterator[Kept]:
     yield Kept("attn", 4 * tokens, part="layernorm")
     of_queries, up = rank or model.hidden_size, "mla_up_proj"
     made = {each.rows: [each.columns / layout.tp] for each in facts.weights if each.name in facts.up}
-    if sizes.exchanging > 1:  # keys and values are made by a part of their weight, in no 8 bits
+    if sizes.exchanging > 1:  # keys and values use a slice of their weight, which stays in bf16
         yield Kept("attn", e * sizes.attended * (latent + rope))
         of_heads = sizes.heads(model.num_heads) * (facts.head - rope + facts.value)
         yield Kept("attn", e * latent * of_heads)
@@ -177,7 +173,7 @@ def _latent_heads(sizes: Sizes, latents: Latents) -> Iterator[Kept]:
         yield from _read(sizes, "attn", sizes.gathered, of_queries, made.get(of_queries, ()))
     elif rank:
         yield from _read(sizes, "attn", tokens, rank, made.get(rank, ()), "layernorm", up)
-    # values that are not padded are a part of what keys come from
+    # unpadded values are a view of the up-projection's output
     of_values = facts.head if sizes.pads_values else facts.head - rope + facts.value
     of_heads = sizes.heads(model.num_heads) * (2 * facts.head + of_values)
     yield Kept("attn", e * sizes.attended * of_heads, part="mla_up_proj")
@@ -221,7 +217,7 @@ def _router(sizes: Sizes, travels: bool, shared_again: bool) -> Iterator[Kept]:
         model.shared_ffn_size and not (_shares_in_fp8(sizes) and not (travels and shared_again))
     )
     if (not travels or model.shared_ffn_size) and (reads or sizes.element_bytes == 4):
-        # what travels is a result of its unit, so it is there whatever is made again
+        # dispatched tokens are an output of their unit: saved, whatever is recomputed
         yield Kept("moe_router", sizes.state, readers, "" if travels else "layernorm")
     if sizes.element_bytes != 4:
         yield Kept("moe_router", 4 * tokens * model.hidden_size, part="layernorm")
@@ -299,7 +295,7 @@ def _loss(sizes: Sizes, pieces: StagePieces) -> Bytes:
     # a stage with the head has the losses of every depth
     norms = len(pieces.mtp) + normalises(pieces, depths)
     found["loss"] += 4 * sizes.tokens * norms
-    # the next depth reads each of them, but for the last, which is sent on or goes into its loss
+    # the next depth reads each state but the last, which is sent on or goes into its loss
     found["loss"] += sizes.state * max(norms - 1, 0)
     if not pieces.loss:
         return found

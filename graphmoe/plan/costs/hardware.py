@@ -33,21 +33,21 @@ class Card:
         return not self.name.startswith("MI")
 
 
+# A 400 Gb/s NIC for each GPU: ConnectX-7 of DGX and HGX, Pollara 400 or Thor 2 of Instinct
 _NIC_GB_PER_S = 50.0
-"""A 400 Gb/s NIC for each GPU: ConnectX-7 of DGX and HGX, Pollara 400 or Thor 2 of Instinct."""
 
+# AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven peer links of 128 GB/s both ways
 MI300X = Card("MI300X", 1307.4, 192, 5.3, 448, 64, _NIC_GB_PER_S)
-"""AMD Instinct MI300X data sheet: 192 GB HBM3, 5.3 TB/s; seven peer links of 128 GB/s both ways."""
+# AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven peer links of 128 GB/s both ways
 MI325X = Card("MI325X", 1307.4, 256, 6.0, 448, 64, _NIC_GB_PER_S)
-"""AMD Instinct MI325X data sheet: 256 GB HBM3E, 6 TB/s; seven peer links of 128 GB/s both ways."""
+# AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven peer links of 153.6 GB/s both ways
 MI355X = Card("MI355X", 2516.6, 288, 8.0, 537.6, 76.8, _NIC_GB_PER_S)
-"""AMD Instinct MI355X data sheet: 288 GB HBM3E, 8 TB/s; seven peer links of 153.6 GB/s both ways."""
+# NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways
 H100 = Card("H100", 989.4, 80, 3.35, 450, 450, _NIC_GB_PER_S)
-"""NVIDIA H100 SXM data sheet: 80 GB HBM3, 3.35 TB/s; NVLink of 900 GB/s both ways."""
+# NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways
 H200 = Card("H200", 989.4, 141, 4.8, 450, 450, _NIC_GB_PER_S)
-"""NVIDIA H200 SXM data sheet: 141 GB HBM3e, 4.8 TB/s; NVLink of 900 GB/s both ways."""
+# NVIDIA HGX B200 data sheet: 180 GB HBM3e (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both ways
 B200 = Card("B200", 2250.0, 180, 8.0, 900, 900, _NIC_GB_PER_S)
-"""NVIDIA HGX B200 data sheet: 180 GB HBM3e (1.44 TB of eight), 8 TB/s; NVLink of 1.8 TB/s both ways."""
 
 CARDS = {card.name.lower(): card for card in (MI300X, MI325X, MI355X, H100, H200, B200)}
 

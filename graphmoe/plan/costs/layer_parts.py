@@ -15,7 +15,7 @@ from graphmoe.plan.layout import Axis
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Seconds of the parts of attn. Communication counts exposed time, the same for forward and backward."""
+    """Seconds of attn's parts. Communication counts exposed time, equal in forward and backward."""
 
     before: Product
     up: Product
@@ -23,13 +23,13 @@ class AttentionParts:
     scores: Product
     after: Product
     gather: float
-    """Gather before the GEMMs: over tp, and of latents over cp if heads are exchanged."""
+    """All-gather before the GEMMs: over tp, and of latents over cp if heads are exchanged."""
     scatter: float
-    """Reduce-scatter after the last GEMM, over tp."""
+    """Reduce-scatter over tp after the last GEMM."""
     heads: float
-    """All-to-all of positions for heads over cp, and back."""
+    """All-to-all over cp from positions to heads, and back."""
     ring: tuple[float, float]
-    """Ring communication, forward and backward, that the GEMMs of blocks do not hide."""
+    """Ring communication, forward and backward, that GEMMs do not hide."""
 
     @property
     def exchange(self) -> tuple[float, float]:
@@ -89,14 +89,14 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
 
 @functools.lru_cache(maxsize=1024)
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
-    """Time the GEMMs of a rank's experts under balanced routing; gate and up take two thirds."""
+    """Seconds of a rank's expert GEMMs under balanced routing; gate and up take two thirds."""
     model, eight = sizes.model, FP8 if "experts" in sizes.fp8 else ""
     flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     inner = model.expert_ffn_size / sizes.layout.etp
     of_expert = sizes.tokens * model.top_k * sizes.layout.size("ep_etp") / model.num_experts
     forward = speeds.seconds(flops, f"{eight}grouped", inner, of_expert)
     weights = speeds.weights_seconds(flops, f"{eight}grouped_weights", inner, of_expert)
-    # rows are quantized when they arrive, and so are the gradients of what is sent back
+    # received rows and the combine's gradients are quantized on arrival
     if eight:
         rows = balanced_load(model, sizes.layout, sizes.tokens).rows
         forward += speeds.quantised(rows * model.hidden_size, sizes.element_bytes)
@@ -142,7 +142,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
     if not layout.ring:
         return 0.0, 0.0
     block = e * sizes.gathered / layout.tp * sizes.kv_heads * (facts.head + facts.value)
-    # a block is passed on while the GEMMs on it run; its fp32 gradients too in the backward
+    # a block is sent while the GEMMs on it run; in the backward its fp32 gradients too
     passing = speeds.pass_on(block, in_node=layout.cp * layout.tp <= speeds.card.per_node)
     gradients, steps = passing * FP32 / e, layout.cp - 1
     forward = steps * max(passing - scores.forward / layout.cp, 0.0)
@@ -152,7 +152,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
 
 
 def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]:
-    """Yield, of a segment's fp8 weights, the axis that shards them, number, rows and columns."""
+    """Yield a segment's fp8 weights: sharding axis, number, rows, columns."""
     model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
     found: list[tuple[Axis, int, float, float]] = []
     if name == "moe_experts" and "experts" in sizes.fp8:
@@ -172,7 +172,7 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
 
 
 def attention_sides(sizes: Sizes) -> dict[str, Sides]:
-    """Return the sides of attention's weights on a rank; tp splits those of heads, not of latents."""
+    """Return the local sizes of attention's weights; tp shards heads, not latents."""
     facts, tp = sizes.attention, sizes.layout.tp
     *before, last = facts.weights
     found = {last.name: (last.rows / tp, float(last.columns))}

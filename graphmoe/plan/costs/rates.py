@@ -1,4 +1,4 @@
-"""Rates as shares of a card's peaks (measured, assumed, or from a file), and the speeds they give."""
+"""Rates as shares of a card's peaks (measured, assumed, or from a file), and resulting speeds."""
 
 import dataclasses
 import functools
@@ -18,18 +18,16 @@ from graphmoe.config.schema import ConfigError, Fp8Recipe
 from graphmoe.config.untrusted import FileError, from_json, read_json, typed
 from graphmoe.plan.costs.hardware import H200, Card
 
-FP8 = "fp8_"
-"""Beginning of the names of rates of products in 8 bits, as shares of that peak."""
+FP8 = "fp8_"  # prefix of rates of fp8 GEMMs, as shares of the fp8 peak
+# the format that is modelled; `Format.rates` counts others as it, or refuses them
 ROWWISE = FORMATS[Fp8Recipe.rowwise]
-"""The format that is counted; others are counted as it, or refused, by `Format.rates`."""
 LARGEST = 1e300
 Size = Annotated[float, Meta(gt=0, lt=LARGEST)]
 Part = Annotated[float, Meta(gt=0, le=1)]
 Time = Annotated[float, Meta(ge=0, lt=LARGEST)]
-Point = tuple[Size, Size, Part]
-"""Two sizes of a GEMM, named by `CLASSES`, and the share of the peak that it reached."""
+Point = tuple[Size, Size, Part]  # two sizes of a GEMM, named by `CLASSES`, and its share of the peak
+# share of a peak, 0 to 1, for all sizes or as measured points
 Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
-"""Share of a peak, 0 to 1: one number for all sizes, or measured points."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Rates:
     """Shares of a card's peaks, 0 to 1, and fixed overheads."""
 
     dense: Share
-    """GEMMs with dense weights: forward and dgrad."""
+    """Forward and dgrad of GEMMs with dense weights."""
     dense_weights: Share
     """wgrad of dense weights, stored in fp32."""
     dense_weights_added: Share
@@ -51,19 +49,19 @@ class Rates:
     router: Share
     """The router's GEMM: fp32, as a share of the bf16 peak."""
     head: Share
-    """The three GEMMs of the head with its loss, without tp."""
+    """The head's three GEMMs and the loss, without tp."""
     attention_forward: Share
     """Attention's GEMMs; causal ones count half."""
     attention_backward: Share
-    """Four GEMMs are counted, though kernels compute five."""
+    """Counts four GEMMs, though kernels compute five."""
     fp8_dense: Share
-    """As `dense`, in fp8, without quantization; a share of the fp8 peak."""
+    """As `dense` in fp8, without quantization; a share of the fp8 peak."""
     fp8_dense_weights: Share
     fp8_dense_weights_added: Share
     fp8_grouped: Share
-    """As `grouped`, in fp8, with quantization between the GEMMs but not of the input."""
+    """As `grouped` in fp8, with quantization between the GEMMs but not of the input."""
     fp8_grouped_weights: Share
-    """As `grouped_weights`, with the transposed copies of its inputs."""
+    """As `grouped_weights`, with transposed copies of its inputs."""
     fp8_grouped_weights_added: Share
     fp8_quantise: Part
     """Quantization to fp8: bytes read and written, as a share of memory bandwidth."""
@@ -86,6 +84,7 @@ _DENSE, _GROUPED, _SCORES = (
     ("width of an expert", "rows of an expert"),
     ("size of a query head", "tokens of a sequence"),
 )
+# rates that may be points, and their two sizes: the first selects a class, the second is interpolated
 CLASSES = {
     **{
         fp8 + kind + direction: sizes
@@ -97,7 +96,6 @@ CLASSES = {
     "head": ("hidden size", "tokens"),
     **dict.fromkeys(("attention_forward", "attention_backward"), _SCORES),
 }
-"""Rates that may be points, and their two sizes: the first selects a class, the second is interpolated."""
 
 
 FP8_RATES = tuple(field.name for field in dataclasses.fields(Rates) if field.name.startswith(FP8))
@@ -114,9 +112,9 @@ def share_at(share: Share, kind: float, size: float) -> float:
 
 @functools.cache
 def default_rates(*, is_nvidia: bool) -> Rates:
-    """Return the default rates of a vendor's cards, measured on H200s (docs/benchmarks/projection_h200).
+    """Return a vendor's default rates, measured on H200s (docs/benchmarks/projection_h200).
 
-    The network, hidden shares, other NVIDIA cards and all of AMD's are assumed.
+    Network, hidden shares, other NVIDIA cards and all AMD cards are assumed.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
@@ -127,7 +125,7 @@ def fits_fp8(*sides: float) -> bool:
 
 
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
-    """Name the source of the rates of `rates_of`, and of those that ``recipe`` needs."""
+    """Describe the source of the rates that ``recipe`` needs, for a log."""
     if path is None:
         known, which = _source_of_defaults(card), "those of fp8 GEMMs"
     else:
@@ -184,13 +182,13 @@ class Product(NamedTuple):
 
 class Fp8Dense(NamedTuple):
     element_bytes: int
-    """Before quantization."""
+    """Size before quantization."""
     bf16_weights: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Speeds that a card reaches, in FLOP/s and bytes/s; compared by identity, as a cache key."""
+    """Speeds of a card, in FLOP/s and bytes/s; compared by identity, as a cache key."""
 
     card: Card
     rates: Rates
@@ -203,7 +201,7 @@ class Speeds:
         return (1 - self.adding) * first + self.adding * later
 
     def stored(self, elements: float) -> float:
-        """Seconds to write a weight's fp32 gradient and read it once, and to read the sum it is added to."""
+        """Seconds to write and read a weight's fp32 gradient once, and to read the sum it is added to."""
         return (2 + self.adding) * FP32 * elements / self.hbm
 
     def seconds(self, flops: float, rate: str, kind: float, size: float) -> float:
@@ -211,7 +209,7 @@ class Speeds:
         return flops / (peak * 1e12 * share_at(getattr(self.rates, rate), kind, size))
 
     def dense(self, rows: float, products: Iterable[Sides], fp8: Fp8Dense | None = None) -> Product:
-        """Time GEMMs of ``rows`` rows with weights of these sides; ``fp8`` includes quantization."""
+        """Seconds of GEMMs of ``rows`` rows with weights of these sizes; ``fp8`` includes quantization."""
         forward = inputs = weights = 0.0
         # GEMMs with the same input width are assumed to share their input, which is quantized once
         rounded = set[float]()
@@ -236,7 +234,7 @@ class Speeds:
         return elements * (element_bytes + 1) / (self.card.hbm_tb_per_s * 1e12 * self.rates.fp8_quantise)
 
     def weight_forms(self, elements: float, element_bytes: int) -> float:
-        """Seconds of a micro-batch for both quantized weight copies, made once a step."""
+        """Seconds of both quantized weight copies, made once a step, per micro-batch."""
         return (1 - self.adding) * 2 * self.quantised(elements, element_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""Times of segments on a rank for one micro-batch, and of model parts, which balance pipelines."""
+"""Times of segments and model parts on a rank for one micro-batch; the latter balance pipelines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.recompute import Recompute
 
-MOVED = 1.5
-"""Times that each saved byte crosses the card's memory in the forward."""
+MOVED = 1.5  # times that each saved byte is read or written in the forward
 
 
+# seconds to plan replicas: measured on an H200, 8 ranks, 256 experts, without gathering counts
 REPLICA_PLAN = 50e-6
-"""Seconds to plan replicas: measured on an H200 for 8 ranks and 256 experts, without gathering counts."""
-REPLICAS = 1
-"""Replicas that a rank computes in a layer if routing is nearly balanced."""
+REPLICAS = 1  # replicas of a rank in a layer if routing is nearly balanced
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class SegmentTime:
     """dgrad, with its communication and recomputation."""
     weights: float = 0.0
     exchange: float = 0.0
-    """Part of ``forward`` and ``inputs`` spent in exposed communication."""
+    """Exposed communication in ``forward`` and ``inputs``."""
 
     @property
     def total(self) -> float:
@@ -73,7 +71,7 @@ def times_of_layers(
 ) -> list[list[SegmentTime]]:
     """Return the times of several layers' segments; equal layers share one list.
 
-    ``hidden``: hidden share of dispatch and combine. ``host_counts``: experts' wgrad counts with dgrad.
+    ``hidden``: hidden share of dispatch and combine. ``host_counts``: dgrad includes experts' wgrad.
     """
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
     kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
@@ -174,7 +172,7 @@ def _moe(
     products = experts(sizes, speeds)
     if host_counts:
         products = Product(products.forward, products.inputs + products.weights)
-    shown = 1 if "experts" in sizes.fp8 else 1 - hidden  # weights in 8 bits do not come along with rows
+    shown = 1 if "experts" in sizes.fp8 else 1 - hidden  # fp8 weights are not sent with the rows
     copies = REPLICAS * shown if sizes.replica_slots else 0
     pulled = copies * speeds.pass_on(sizes.pulled_bytes, in_node=True)
     again = 0.0 if sizes.keeps_replicas else pulled
@@ -201,7 +199,7 @@ def _segment(
 
 
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
-    """Return the seconds of recomputation for one micro-batch, by segment."""
+    """Return seconds of recomputation by segment."""
     model, is_dense = sizes.model, index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     whole = {name for name in segments if recompute.covers(name, index)}
@@ -223,7 +221,7 @@ def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: in
     if "attn" in whole:
         add("attn", attention.before.forward + attention.scores.forward)
         add("attn", attention.gather + attention.heads + attention.ring[0])
-        if segments[1] in whole:  # reads the last product
+        if segments[1] in whole:  # reads the last GEMM's output
             add("attn", attention.after.forward + attention.scatter)
     else:
         if "mla_up_proj" in parts:
@@ -252,9 +250,9 @@ def modelled_parts(
     expert_ranks: int = 1,
     joint_experts: bool = False,
 ) -> list[SegmentTime]:
-    """Return the seconds of one sequence on an H200 in each part: E, layers, MTP layers, L.
+    """Return the seconds of one sequence on an H200 by part: E, layers, MTP layers, L.
 
-    ``expert_ranks`` share the experts. ``joint_experts``: experts' wgrad counts with dgrad.
+    ``expert_ranks`` share the experts. ``joint_experts``: dgrad includes experts' wgrad.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
     depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)

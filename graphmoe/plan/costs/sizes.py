@@ -42,13 +42,13 @@ class Sizes:
     sequences: int
     seq_len: int
     room: Load
-    """Received rows and slots of a rank's experts, or the capacity for them."""
+    """Rows and slots that a rank's experts receive, or their capacity."""
     is_planned: bool
-    """True if the receive capacity is set without a host count."""
+    """True if receive capacity is set without a host count."""
     pads_values: bool
     """True if attention pads value heads to the size of query heads."""
     block: int = 0
-    """Rows that copy engines send for each pair of ranks."""
+    """Rows that copy engines send per pair of ranks."""
     fp8: frozenset[str] = frozenset()
     """fp8 GEMMs, of `graphmoe.config.choices.FP8_PRODUCTS`."""
     fp8_skips: frozenset[int] = frozenset()
@@ -74,7 +74,7 @@ class Sizes:
         experts, arrivals = experts_of(config), arrivals_of(config.moe, model, layout, tokens)
         if travels:
             room = arrivals.room()
-        else:  # a balanced routing that spreads each token as widely as it can, as in a dry run
+        else:  # balanced routing that spreads each token over as many ranks as it can, as in a dry run
             room = Load(tokens * min(model.top_k, layout.ep) * layout.etp, tokens * model.top_k * layout.etp)
         if transport_of(config, on_nvidia=on_nvidia) is Transport.copy_engine:
             block, rows = blocks_of(arrivals.balanced, room, layout.size("ep_etp"), arrivals.exact_of)

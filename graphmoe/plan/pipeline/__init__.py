@@ -1,1 +1,1 @@
-"""Stages, schedules and their tables: which rank computes what, and when."""
+"""Pipeline stages, schedules and their tables."""

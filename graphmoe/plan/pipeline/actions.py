@@ -10,8 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
-"""Forward; whole backward; dgrad; wgrad. B is I, then W."""
+Kind = Literal["F", "B", "I", "W"]  # forward; whole backward; dgrad; wgrad. B is I, then W.
 
 
 class Action(NamedTuple):

@@ -10,12 +10,9 @@ from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
 from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.layouts import short_layout
 
-Borders = list[int]
-"""Boundaries of stages among the parts of a model: from 0 to the number of parts."""
-Key = tuple[float, ...]
-"""Rounded costs, so that sums in another order are equal."""
-MOST_TRIED = 20_000
-"""Layouts enumerated exhaustively, in some 0.3 s; beyond that only neighbours of a good one."""
+Borders = list[int]  # boundaries of stages among a model's parts, from 0 to their number
+Key = tuple[float, ...]  # rounded costs: sums in another order are equal
+MOST_TRIED = 20_000  # layouts enumerated exhaustively, in 0.3 s; beyond that, only neighbours of a good one
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -> str:
@@ -25,7 +22,7 @@ def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -
 
 @functools.lru_cache(maxsize=1024)  # schedules may place stages alike; the largest layout takes a second
 def balanced_layout(costs: tuple[tuple[str, float], ...], rank_of: tuple[int, ...]) -> str:
-    """Return the layout of non-empty stages whose busiest rank has least to do. *Raises* ConfigError.
+    """Return the layout of non-empty stages that minimizes the busiest rank's time. *Raises* ConfigError.
 
     ``costs``: letter and cost of each part. Ties: least largest stage, sum of squares, lighter stages first.
     """
@@ -126,6 +123,7 @@ def _squares(costs: Iterable[float]) -> float:
     return sum(cost * cost for cost in costs)
 
 
+# parts that may have one time each, and the segments that each sums
 KINDS = {
     "embed": ("embed",),
     "dense": DENSE_SEGMENTS,
@@ -133,13 +131,12 @@ KINDS = {
     "mtp": ("mtp",),
     "loss": ("loss",),
 }
-"""Parts whose times may be given as a whole, and the segments that each sums."""
 
 
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return letter and milliseconds of each part, forward plus backward. *Raises* ConfigError.
 
-    Names are `KINDS`, segments, or units of segments (``attn..moe_combine``). The embedding may be left out.
+    Names: `KINDS`, segments, or ranges of segments (``attn..moe_combine``). The embedding may be left out.
     """
     for name, ms in measured_ms.items():
         if not any(_pieces_in(name, kind) for kind in KINDS):

@@ -1,4 +1,4 @@
-"""Dependencies of a table's actions, the check that it can run, and its activation counts."""
+"""Dependencies of a table's actions, check for deadlocks, and activation counts."""
 
 import functools
 import operator
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, Together, parts
 
-FORWARD_ONLY = "forward_only"
-"""Schedule name of tables that evaluate."""
+FORWARD_ONLY = "forward_only"  # schedule name of tables that evaluate
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
@@ -47,7 +46,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return each rank's peak moments, as numbers of micro-batches by stage."""
+    """Return each rank's peak moments: micro-batches in flight by stage."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -112,7 +111,7 @@ def _check_order(table: Table, rank: int) -> None:
     last: dict[tuple[str, int], Action] = {}
     for action in table.actions(rank):
         if action.kind == "W":
-            continue  # it sends nothing
+            continue  # has no result to send
         key = ("forward" if action.kind == "F" else "backward", action.stage)
         before = last.get(key)
         if before and before.micro_batch > action.micro_batch:

@@ -33,13 +33,12 @@ def needs_embedding(stage: StagePieces, *, tied: bool) -> bool:
 
 
 def normalises(stage: StagePieces, mtp_depth: int) -> bool:
-    """Return whether a stage applies the final norm: the first MTP stage, or else the stage of the loss."""
+    """Return whether a stage applies the final norm: the first MTP stage, else the stage of the loss."""
     return stage.mtp.start == 0 and len(stage.mtp) > 0 if mtp_depth else stage.loss
 
 
 KEY = "pipeline.layout"
-MAX_SIGNS = 10_000
-"""Most letters and borders of an expanded layout."""
+MAX_SIGNS = 10_000  # most letters and borders of an expanded layout
 _VALID = "E (embedding), t (layer), m (multi-token-prediction layer), L (loss), |, x*n and (x)*n"
 _REPEAT = "such as t*3 or (tt|)*3"
 
@@ -125,9 +124,9 @@ def _checked(source: _Source) -> list[_Sign]:
 
 
 def _written_out(source: _Source) -> list[_Sign]:
-    groups: list[list[_Sign]] = [[]]  # those that are open, the outermost first
+    groups: list[list[_Sign]] = [[]]  # open groups, the outermost first
     opened: list[int] = []
-    last: list[_Sign] = []  # a star repeats it
+    last: list[_Sign] = []  # repeated by a star
     for match in re.finditer(r"\*[\s,]*(\d*)|[^\s,]", source.text, re.ASCII):
         char, at = match[0][0], match.start()
         if char in "EtmL|":

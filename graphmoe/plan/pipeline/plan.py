@@ -24,7 +24,7 @@ class PipelinePlan:
     stages: tuple[StagePieces, ...]
     table: Table
     costs: Costs
-    """Modelled or given times of the stages; the tables of some schedules depend on them."""
+    """Modelled or given times of the stages; some schedules' tables depend on them."""
     embed_on: tuple[int, ...]
 
     @property
@@ -37,7 +37,7 @@ class PipelinePlan:
         return [[self.stages[number] for number in of_place] for of_place in numbers]
 
     def pieces_of_place(self, place: int) -> list[str]:
-        """Return the pieces of one rank's stages as layout strings: ``['Et', 'L']``."""
+        """Return one rank's stages as layout strings: ``['Et', 'L']``."""
         pieces = parse_layout(self.layout)
         return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
 
@@ -165,8 +165,7 @@ def _schedule_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
 
 
 PLAIN = "1f1b"
-SIMULATED = 16
-"""Most simulated micro-batches for each pipeline rank: tables of thousands take seconds."""
+SIMULATED = 16  # most simulated micro-batches per pipeline rank: tables of thousands take seconds
 
 
 def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
@@ -193,8 +192,7 @@ def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
-    """Return a message with a faster schedule than this one, of those that can run; None if 1f1b is no
-    faster."""
+    """Return a message that names a faster schedule; None if 1f1b is not faster."""
     if schedule == PLAIN:
         return None
     own, plain = timeline_of(schedule), timeline_of(PLAIN)

@@ -23,7 +23,7 @@ class Span:
     rank: int
     track: Track
     step: Step
-    """On the track ``comm``, the action that waits for its input."""
+    """For transfers (track ``comm``), the action that waits for the input."""
     start: float
     end: float
 
@@ -76,9 +76,9 @@ class Costs:
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     comm: float = 0.0
-    """Transfer time to another rank; no rank is busy with it."""
+    """Transfer time to another rank; does not occupy the ranks."""
     hidden: float = 0.0
-    """Time that a forward and a backward save when overlapped; at most the shorter of both."""
+    """Time that an overlapped forward and backward save; at most the shorter of both."""
     activation_bytes: tuple[float, ...] | None = None
 
     @classmethod
@@ -93,7 +93,7 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Return equal stages from the costs of a rank's whole stage, ``hidden`` too."""
+        """Return equal stages from the costs of a rank's whole stage, including ``hidden``."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"
@@ -178,7 +178,7 @@ def _timed(table: Table, costs: Costs) -> Iterator[tuple[int, Step, float, float
 
 def _numbers(placement: Placement, comm: float) -> dict[Kind, list[tuple[int, list[tuple[int, float]]]]]:
     stages, rank_of = range(placement.num_stages), placement.rank_of
-    # results of micro-batch 0; those of micro-batch n have n more, and no pipeline has 2**32
+    # results of micro-batch 0; those of micro-batch n are n higher, and no pipeline has 2**32
     own = {(kind, stage): (3 * stage + i) * 2**32 for i, kind in enumerate("FIW") for stage in stages}
 
     def numbered(action: Action) -> tuple[int, list[tuple[int, float]]]:

@@ -1,7 +1,7 @@
 """Messages of a table's ranks, without tensors.
 
 Messages of a channel, an ordered pair of ranks, arrive in send order. A receive is posted just before the
-step that reads it, or a later one: a waiting receive stalls other collectives on AMD GPUs.
+step that reads it or a later message: on AMD GPUs a waiting receive stalls other collectives.
 """
 
 import itertools
@@ -13,8 +13,7 @@ from typing import NamedTuple
 from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, parts
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
-HELD = 2
-"""Messages of a channel that a rank holds in evaluation, which has no answers."""
+HELD = 2  # messages per channel that a rank holds in evaluation, which has no replies
 Channel = tuple[int, int]
 
 
@@ -36,7 +35,7 @@ class Transfers:
     sends: Mapping[Action, Message]
     """Messages by content; each is sent when its action ends."""
     over: Mapping[Step, tuple[Message, ...]]
-    """Sent messages that were received by now, whose memory is free."""
+    """Sent messages that have been received by then, so that their memory is free."""
 
 
 def channels_of(table: Table) -> list[Channel]:
@@ -61,11 +60,11 @@ def transfers_of(table: Table, rank: int) -> Transfers:
             note(posts, time, message)
         sent = [message for message in all_sent if message.destination == other]
         if table.schedule == FORWARD_ONLY:
-            # No ranks wait in a circle for the message that is `HELD` behind
-            # (tests/plan/pipeline/test_transfers.py), and holding more gains a rank nothing.
+            # waiting for the message that is `HELD` behind cannot deadlock
+            # (tests/plan/pipeline/test_transfers.py), and holding more gains nothing
             for message, later in zip(sent, sent[HELD:], strict=False):
                 note(over, made[later.content], message)
-        elif sent:  # over with the first answer that the other rank made after it had read the message
+        elif sent:  # freed by the first reply that the receiver computed after reading it
             read_there, made_there = _times(table, other)
             answers = [(made_there[answer.content], read[answer.content]) for answer in received]
             for message in sent:

@@ -1,1 +1,1 @@
-"""Rules of a configuration, by subject."""
+"""Configuration rules by subject."""

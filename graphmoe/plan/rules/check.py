@@ -1,4 +1,4 @@
-"""The check of a configuration: ranges of values, and rules across keys."""
+"""Configuration check: ranges of values, and rules across keys."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,8 +10,9 @@ from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.plan import pipeline_of
 from graphmoe.plan.rules import experts, model, parallel, run
 
+# rules that must hold before a pipeline can be planned
 FIRST = (model.model_rules, model.router_rules, parallel.batch_rules, parallel.pipeline_rules)
-"""Rules that must hold before a pipeline can be planned."""
+# each yields the rules that a configuration violates
 RULES = (
     run.name_rules,
     run.length_rules,
@@ -38,10 +39,8 @@ RULES = (
     parallel.shard_rules,
     parallel.context_parallel_rules,
 )
-"""Functions that yield the rules that a configuration violates."""
 
-FUNCTIONS = ("optim.schedule", "data.source")
-"""Keys whose plug-in is a function."""
+FUNCTIONS = ("optim.schedule", "data.source")  # keys whose plug-in is a function
 
 
 def check(config: RunConfig) -> None:

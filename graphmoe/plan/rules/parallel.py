@@ -21,8 +21,8 @@ from graphmoe.plan.rules.experts import splits_backward
 from graphmoe.segments import FULL_ITERATION
 
 MOST_MICRO_BATCHES = 2**16
+# backends that leave the kernel to us: a ring needs log-sum-exp, which others do not return
 RING_BACKENDS = (AttentionBackend.auto, AttentionBackend.sdpa)
-"""Backends that leave the kernel to us: a ring merges blocks by log-sum-exp, which others do not return."""
 
 
 DEFAULT_SEQ_LEN = 4096

@@ -28,8 +28,7 @@ from graphmoe.plan.rules.parallel import seq_len_of
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, LAYER_SEGMENTS, PARTS, SCOPES, segments_of
 
 MOST_TOKENS = 10**18
-LONGEST_NAME = 200
-"""Bytes: file systems allow 255, and numbers and endings are added."""
+LONGEST_NAME = 200  # bytes: file systems allow 255, and numbers and endings are added
 
 
 def name_rules(config: RunConfig) -> Iterator[str]:
@@ -348,9 +347,9 @@ def dry_run_rules(config: RunConfig) -> Iterator[str]:
 
 
 def with_dry_batch(config: RunConfig) -> RunConfig:
-    """Return the configuration with the default global batch of a dry run.
+    """Return the configuration with a dry run's default global batch.
 
-    One micro-batch for each dp rank; with pp ``pipeline.microbatches``, or four for each pipeline rank.
+    One micro-batch per dp rank; with pp ``pipeline.microbatches``, or four per pipeline rank.
     """
     launch, train, parallel = config.launch, config.train, config.parallel
     if launch.fake_world is None or train.global_batch_size != TrainConfig.global_batch_size:

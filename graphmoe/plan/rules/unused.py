@@ -1,4 +1,4 @@
-"""Keys that a run warns of: set but without effect, or with unlikely values."""
+"""Warnings about keys without effect and unlikely values."""
 
 import dataclasses
 import math
@@ -12,8 +12,7 @@ from graphmoe.plan.attention import keys_of_others
 from graphmoe.plan.plan import Plan
 from graphmoe.plan.rules.parallel import seq_len_of
 
-LARGE_LR = 10
-"""Factor of ``model.peak_lr`` above which a learning rate is suspected to be a mistake."""
+LARGE_LR = 10  # factor of ``model.peak_lr`` above which a learning rate is probably a mistake
 
 
 def doubtful(config: RunConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Schedules by name; a new one is a file here and a row of `SCHEDULES`."""
+"""Schedules by name; to add one, add a file and a row of `SCHEDULES`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from graphmoe.plan.pipeline.schedules.one_f_one_b import one_forward_one_backwar
 from graphmoe.plan.pipeline.schedules.v_shaped import folded
 from graphmoe.plan.pipeline.simulate import Costs
 
+# arguments: numbers of ranks, micro-batches and virtual stages; on a V also ``costs``
 Build = Callable[..., Table]
-"""Takes the numbers of ranks, micro-batches and virtual stages; on a V also ``costs``."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,15 @@ class Schedule:
     build: Build
     description: str
     virtual_stages: tuple[int, int | None] = (1, 1)
-    """Least and most on each rank; None: any number."""
+    """Least and most per rank; None: any number."""
     splits_backward: bool = False
-    """True if tables have I and W instead of B."""
+    """True if tables have dgrad and wgrad (I, W) instead of B."""
     is_folded: bool = False
-    """True if stages are placed on a V and tables follow their costs; otherwise round-robin."""
+    """True if stages are placed on a V and tables depend on costs; otherwise round-robin."""
     build_overlapped: Build | None = None
     """Builder of the table with overlapped forwards and backwards, if any."""
     keeps_all: bool = False
-    """True if ranks save all micro-batches' activations; a search skips such schedules."""
+    """True if ranks save activations of all micro-batches; a search skips such schedules."""
 
 
 def _in_turns(name: str, description: str, virtual_stages: tuple[int, int | None]) -> Schedule:
@@ -58,7 +58,7 @@ SCHEDULES = {
     "zb1p": Schedule(
         zb1p, "1f1b with weight gradients where ranks would wait: a third of the bubble", splits_backward=True
     ),
-    # With F = I = W, and no fewer micro-batches than ranks, the last rank waits for its first forward only.
+    # With F = I = W and no fewer micro-batches than ranks, the last rank only waits for its first forward.
     "zbv": _on_a_v(
         "zbv",
         "two stages on each rank, there and back: least bubble, with the activations of 1f1b",
@@ -92,8 +92,8 @@ def make_table(
 ) -> Table:
     """Return the table of a schedule. *Raises* ConfigError.
 
-    ``virtual_stages`` defaults to the least. ``costs`` are of tables on a V. ``stands_for``: micro-batches of
-    the run whose order a short table has. ``overlap`` pairs forwards and backwards.
+    ``virtual_stages`` defaults to the least. ``costs``: for tables on a V. ``stands_for``: micro-batches of
+    the run that a short table represents. ``overlap`` pairs forwards and backwards.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:

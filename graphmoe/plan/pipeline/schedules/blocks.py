@@ -1,4 +1,4 @@
-"""Blocks of tables on a V: times of one micro-batch on each rank; the next is a period later.
+"""Blocks of tables on a V: times of one micro-batch on each rank, repeated every period.
 
 Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A rank's actions,
 shifted by whole periods into the same one, must not overlap.
@@ -18,23 +18,22 @@ from graphmoe.plan.pipeline.simulate import Costs
 Work = tuple[Literal["F", "I"], int]
 Array = npt.NDArray[np.float64]
 
+# all orders of a rank's work in a period: F there, F back, I there, I back, W of both stages
 ORDERS = np.array([(0, *order) for order in itertools.permutations(range(1, 6))])
-"""All orders of a rank's work in a period: F there, F back, I there, I back, W of both stages."""
+# orders with distinct starts if W of both stages is equally long
 ORDERS_ALIKE = ORDERS[ORDERS.argsort(axis=1)[:, 4] < ORDERS.argsort(axis=1)[:, 5]]
-"""Orders with distinct starts if W of both stages is equally long."""
-NOTHING = 1e-9
-"""Rounding tolerance, as a share of a period."""
+NOTHING = 1e-9  # rounding tolerance, as a share of a period
 
 
 @dataclass(frozen=True)
 class Block:
-    """Times of micro-batch 0 on each rank; later ones are shifted by the period."""
+    """Start times of micro-batch 0 on each rank; later ones are shifted by the period."""
 
     times: tuple[dict[Work, float], ...]
     period: float
 
     def kept(self, costs: Costs) -> int:
-        """Return the peak number of virtual stages' activations on any rank if W directly follows I."""
+        """Return the peak of saved activations of virtual stages on any rank if W directly follows I."""
         num_stages, most = 2 * len(self.times), 0
         for rank, times in enumerate(self.times):
             lives = [
@@ -63,7 +62,7 @@ def block_of(
     works = []
     for rank in range(num_ranks):
         *inner, first, second = _durations(costs, rank, num_ranks)
-        # spare time is next to W: a short path saves fewer activations, and a longer one leaves wgrad for the
+        # spare time goes next to W: a short path saves fewer activations, a longer one leaves wgrad to the
         # end
         rest = (period - sum(inner) - first - second) / 2
         works.append((*inner, first + rest, second + rest))
@@ -89,7 +88,7 @@ def _durations(costs: Costs, rank: int, num_ranks: int) -> tuple[float, ...]:
 
 
 def _phases(works: list[Array], between: list[float], period: float) -> list[list[float]]:
-    # dynamic program from the last rank to the first: for each order of a rank the best order of the next one
+    # dynamic program from the last rank to the first: for each order of a rank, the best order of the next
     starts = [_starts(work) for work in works]
     last, work = starts[-1], works[-1]
     # a micro-batch turns on the last rank, twice, and on the first
@@ -130,8 +129,8 @@ def _starts(work: Array) -> Array:
 def _hop(
     here: Array, after: Array, work: Array, work_after: Array, between: list[float], period: float
 ) -> tuple[Array, Array]:
-    # waits of all legs, and the next rank's delay, for each pair of orders; one leg does not wait, that with
-    # the least total wait
+    # waits of all legs and the next rank's delay, for each pair of orders; the leg with the least total wait
+    # does not wait
     x, y = here.T[:, :, None], after.T[:, None, :]
     legs = (
         x[0] - y[0] + work[0] + between[0],
@@ -140,7 +139,7 @@ def _hop(
         x[3] - y[3] - work_after[3] - between[3],
     )
     waits, shares = np.empty((4, *legs[0].shape)), np.empty((4, *legs[0].shape))
-    for number, shift in enumerate(legs):  # one pair of legs at a time, which the processor's cache holds
+    for number, shift in enumerate(legs):  # one pair of legs at a time, to fit the processor's cache
         of_pairs = [
             _later(shift - leg if towards else leg - shift, period)
             for towards, leg in zip((True, False, True, False), legs, strict=True)

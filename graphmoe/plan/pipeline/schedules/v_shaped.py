@@ -1,4 +1,4 @@
-"""Tables on a V: each rank has a stage on the way to the last rank and one on the way back.
+"""Tables on a V: each rank has one stage on the way to the last rank and one on the way back.
 
 Sources: arXiv 2401.10241, section 6, for ZB-V; arXiv 2405.15362, sections 2 and 3, for V-half and V-min. Each
 rank runs the next action of all `blocks` as soon as it can; gaps are filled by the costs of stages.
@@ -16,20 +16,14 @@ from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table
 from graphmoe.plan.pipeline.schedules.blocks import Block, block_of, busy
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 
-FILLING = 2
-"""Micro-batches for each rank with which blocks are compared; longer tables use the same block."""
-COMPARED = 4
-"""Most micro-batches for each rank with which tables by given and equal costs are compared."""
-CLEAR = 0.02
-"""Relative difference of short tables beyond which longer ones have the same ranking."""
-PATIENCE = (0.25, 0.75)
-"""Shares of the other work's time that a rank waits for arrivals; both are tried."""
-LONGER = 1.03
-"""Growth factor of periods until a block fits its limit."""
+FILLING = 2  # micro-batches per rank at which blocks are compared; longer tables use the same block
+COMPARED = 4  # most micro-batches per rank at which tables by given and equal costs are compared
+CLEAR = 0.02  # relative difference of short tables beyond which longer ones rank the same
+PATIENCE = (0.25, 0.75)  # shares of the other work's time that a rank waits for input; both are tried
+LONGER = 1.03  # growth factor of periods until a block fits its limit
+# legs of a block that may be slower than necessary if memory allows
 SLOWER_LEGS = ((0.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0))
-"""Legs of a block that may be slower than necessary if memory allows."""
-SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)
-"""Shares of the longest delay that such a leg can have."""
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.2)  # shares of the longest delay that such a leg can have
 
 
 def folded(
@@ -53,7 +47,7 @@ def folded(
     costs = Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.comm)
     assert len(costs.forward) == placement.num_stages
     if limit > 2 * num_ranks or limit >= 2 * num_micro_batches:
-        limit = 2 * num_ranks  # of few micro-batches no rank can keep more than it may
+        limit = 2 * num_ranks  # with few micro-batches no rank can exceed its limit
     compared = min(stands_for or num_micro_batches, COMPARED * num_ranks)
     followed = _followed(costs, num_ranks, compared, limit)
     steps, _ = _steps(followed, num_ranks, num_micro_batches, limit)
@@ -114,23 +108,23 @@ Turn = tuple[float, int, int]
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose work, numbered by stage: F of all stages, then I, then W."""
+    """Rules by which ranks choose work, indexed by stage: F of all stages, then I, then W."""
 
     num_stages: int
     period: float
     seconds: tuple[float, ...]
     waits: list[float]
-    """Seconds that a rank waits for an arrival rather than do this work."""
+    """Seconds that a rank waits for input rather than do this work."""
     limit: int
     arrivals: list[list[float]]
-    """Known earliest starts of the micro-batches of each F and I."""
+    """Known earliest starts of each micro-batch's F and I."""
 
 
 class _Rank:
     def __init__(self, rules: _Rules, turns: list[Turn]) -> None:
         self.rules = rules
-        self.turns = turns  # next of each F and I, in the order of time; work without another is left out
-        self.owed = deque[tuple[int, int]]()  # weight gradients whose turn has not come
+        self.turns = turns  # next F and I of each stage, in order of time; exhausted ones are left out
+        self.owed = deque[tuple[int, int]]()  # deferred weight gradients
         self.steps: list[tuple[int, int]] = []  # work and micro-batch
         self.kept, self.free_from = 0, 0.0
 

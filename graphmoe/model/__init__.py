@@ -1,1 +1,1 @@
-"""Models in plain PyTorch, independent of compilation and capture. The layout is all they know of ranks."""
+"""Models in plain PyTorch, independent of compilation and capture; of ranks they know only the layout."""

@@ -44,7 +44,7 @@ def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) 
 class CoreAttention:
     """Causal attention for any split of the sequence over cp."""
 
-    # Plain values only, so equal layers share compiled code.
+    # plain values only, so that equal layers share compiled code
     scale: float
     backend: AttentionBackend
     cp: int
@@ -59,7 +59,7 @@ class CoreAttention:
         return 1 if self.ring else self.cp
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention output [B, S / cp, H, V]; inputs come from `whole_sequence`."""
+        """Return the attention output [B, S / cp, H, V]; inputs come from `whole_sequence`."""
         with part("core_attn"):
             if self.ring:
                 return ring_attention(q, k, v, scale=self.scale, axis="cp", size=self.cp)
@@ -69,7 +69,7 @@ class CoreAttention:
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """[B, S / cp, H, E] of own positions -> [B, S, H / cp, E] of own heads; the identity for a ring."""
+        """Exchange positions for heads, [B, S / cp, H, E] -> [B, S, H / cp, E]; the identity for a ring."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
 
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         return x_BSD + reduce_scatter(self.out_proj(out_BSHV.flatten(2)), "tp", self.tp, dim=1)
 
     def _gathered(self, q_latent: Tensor, *of_keys: Tensor) -> tuple[Tensor, ...]:
-        # latents are small: they are gathered, not what is computed from them
+        # latents are smaller than keys and values, so they are gathered
         # keys and values need the latents of all positions of cp, queries only those of tp
         if self.attend.exchanging > 1:
             ranks = self.attend.exchanging * self.tp
@@ -183,8 +183,8 @@ class GroupedQueryAttention(nn.Module):
         return self.attend.whole_sequence(torch.cat(of_ranks, dim=3).flatten(2, 3)).split(counts, dim=2)
 
 
+# attention modules; their facts are in `graphmoe.plan.attention.FACTS`
 KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
     "mla": LatentAttention,
     "gqa": GroupedQueryAttention,
 }
-"""Attention modules; their facts are in `graphmoe.plan.attention.FACTS`."""

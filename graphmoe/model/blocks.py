@@ -1,4 +1,4 @@
-"""Blocks of all models: norm, sharded matrices, embedding, cross-entropy, tied head, own positions.
+"""Blocks of all models: norm, sharded matrices, embedding, cross-entropy, tied head, cp positions.
 
 tp: Megatron-LM (arXiv 1909.08053, section 3), with sequences split outside matrices (arXiv 2205.05198,
 section 4.2.2) and the vocabulary by rows. Suffixes: B batch, S sequence, T = B * S tokens, V this rank's part
@@ -16,12 +16,12 @@ from graphmoe.plan.layout import Cut, Layout, ParameterLayout, layout_of
 from graphmoe.segments import part
 
 IGNORED = -100
+# both names of a tied weight; the state dict has the first
 EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
-"""Both names of a tied weight; the state dict has only the first."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` (arXiv 1910.07467), a part of traces."""
+    """``nn.RMSNorm`` (arXiv 1910.07467), as the part ``layernorm``."""
 
     def forward(self, x: Tensor) -> Tensor:
         with part("layernorm"):
@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
-    """A matrix of this rank's outputs; ``pieces`` as in ``Cut``."""
+    """Matrix with this rank's outputs; ``pieces`` as in ``Cut``."""
     assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
     linear = nn.Linear(width, outputs // tp, bias=False)
     cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
@@ -37,7 +37,7 @@ def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Li
 
 
 def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
-    """A matrix of this rank's inputs; the product is the sum over tp."""
+    """Matrix with this rank's inputs; the product is summed over tp."""
     assert inputs % tp == 0, (inputs, tp)
     linear = nn.Linear(inputs // tp, width, bias=False)
     cut_along_tp(linear.weight, tp, dim=1)
@@ -50,12 +50,12 @@ def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
 
 
 def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
-    """Positions of this cp rank along ``dim``; the tensor if cp is 1. No device sync. *Raises* ValueError."""
+    """This cp rank's positions along ``dim``. No device sync. *Raises* ValueError."""
     if layout.cp == 1:
         return whole
     place = index_along("cp", whole)
     chunks = 2 * layout.cp if layout.ring else layout.cp
-    # a ring assigns chunk i and chunk 2 * cp - 1 - i ("zigzag"), so causal attention is equal work on all
+    # a ring assigns chunks i and 2 * cp - 1 - i ("zigzag"), so causal attention is equal work on all
     # ranks
     if whole.shape[dim] % chunks:
         raise ValueError(f"{whole.shape[dim]} positions cannot be cut into {chunks} equal chunks")
@@ -73,7 +73,7 @@ class Embedding(nn.Embedding):
         cut_along_tp(self.weight, tp, dim=0)
 
     def reset_parameters(self) -> None:
-        """No-op."""
+        """Leave the weight unset."""
         # ``init_weights`` fills the weight; torch's own on the meta device imports its compiler
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -85,11 +85,11 @@ class Embedding(nn.Embedding):
 
 
 def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tensor:
-    """Sum over labels that are not ignored, fp32 logits -> fp32 scalar, equal on all ranks of tp."""
+    """Sum over labels that are not ignored; fp32 logits -> fp32 scalar, equal on all tp ranks."""
     if tp == 1:
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
     own_T, row_T = _own_rows(labels_T, logits_TV.shape[1])
-    # ranks share each token's largest logit, then the sum of exponentials and the label's logit (on one rank)
+    # tp ranks reduce each token's largest logit, then the sum of exponentials and (from one rank) the label's
     highest_T = all_reduce(logits_TV.detach().amax(dim=-1), "tp", tp, "max")
     shifted_TV = logits_TV - highest_T.unsqueeze(1)
     label_T = shifted_TV.gather(1, row_T.unsqueeze(1)).squeeze(1).masked_fill(~own_T, 0.0)
@@ -100,7 +100,7 @@ def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tenso
 
 def _own_rows(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     own = ids.div(num_rows, rounding_mode="floor") == index_along("tp", ids)
-    # the other ids keep distinct rows: if all had one row, its gradient would be one serial sum over most
+    # ids of other ranks keep distinct rows: the gradient of one row for all would be a serial sum over most
     # tokens
     return own, ids.remainder(num_rows)
 
@@ -117,7 +117,7 @@ def tie_head(model: nn.Module) -> None:
 
 def _share_weight(model: nn.Module, incompatible_keys: Any = None) -> None:
     holder, _, key = HEAD.rpartition(".")
-    # load_state_dict(assign=True) makes two parameters of the tied one
+    # load_state_dict(assign=True) unties the weight
     model.get_submodule(holder).register_parameter(key, model.get_parameter(EMBEDDING))
 
 
@@ -135,7 +135,7 @@ def _load_head_with_embedding(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    # a state with a head weight is from a model whose head is not tied
+    # the model that wrote a head weight has no tied head
     if prefix + HEAD in state:
         unexpected.append(prefix + HEAD)
     if prefix + EMBEDDING in state:

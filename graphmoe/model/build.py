@@ -30,7 +30,7 @@ def build_model(
     """Build a rank's part of the model on ``device``; without ``stages`` it has all layers.
 
     The router's bias and counts stay fp32. ``seed=None`` leaves weights unset. Without a dispatcher the rank
-    must hold all experts. A sharded layer runs after ``graphmoe.ops.collectives.use_groups``.
+    must hold all experts. Sharded layers need ``graphmoe.ops.collectives.use_groups`` before they run.
     """
     with torch.device("meta"):
         model = Transformer(config, execution or MoEConfig(), layout, dispatcher, stages)
@@ -67,8 +67,8 @@ def init_weights(
     only: Collection[Tensor] | None = None,
 ) -> None:
     """Fill matrices with N(0, std) and norms with 1, in place; ``only`` these if given."""
-    # Each parameter and each routed expert has its own generator, seeded by name: a weight does not depend on
-    # the other weights. A sharded one is drawn whole and cut: it does not depend on the layout either.
+    # Each parameter and routed expert has its own generator, seeded by name: weights do not depend on each
+    # other. Sharded ones are drawn whole and cut: they do not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}
     experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
     for name, parameter in model.named_parameters():
@@ -105,6 +105,6 @@ def _init_part(
 
 
 def _generator(like: Tensor, seed: int, name: str) -> torch.Generator:
-    # A hash, since torch's CPU generator reads only the low 32 bits of what it is given.
+    # a hash, since torch's CPU generator reads only the low 32 bits of a seed
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return torch.Generator(device=like.device).manual_seed(int.from_bytes(digest, "little"))

@@ -27,7 +27,7 @@ def has_load(dispatcher: Dispatcher | None) -> bool:
 
 class DispatchSegment(nn.Module):
     def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
-        """Weights of ``along`` are sent to replicas with the rows."""
+        """``along``: experts whose weights are sent to replicas with the rows."""
         super().__init__()
         self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
@@ -38,7 +38,7 @@ class DispatchSegment(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """The tensors of ``writes``, then the handle. ``plan`` ends with experts of slots if ``along``."""
+        """Return the tensors of ``writes``, then the handle. With ``along``, ``plan`` ends with replicas."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class CombineSegment(nn.Module):
         self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """-> [B, S, D]. ``tensors``: plan, handle, experts of slots if ``along``, the shared experts' sum."""
+        """Return [B, S, D]. ``tensors``: plan, handle, replicas if ``along``, the shared experts' sum."""
         rest, more = [*tensors], {}
         shared = [rest.pop()] if self.has_shared else []
         if self.along is not None:
@@ -69,8 +69,8 @@ class CombineSegment(nn.Module):
 class BoundedPath(nn.Module):
     """Dispatch, experts and combine in chunks: memory is bounded; the backward dispatches again.
 
-    Gradients equal those of the path in one piece bitwise if a GEMM's row does not depend on the number of
-    rows, except for an expert with more rows than a chunk, which is summed in fp32.
+    Gradients equal those of the unchunked path bitwise if a GEMM's rows do not depend on their number; but an
+    expert with more rows than a chunk is summed in fp32.
     """
 
     def __init__(self, dispatcher: Dispatcher, experts: Experts) -> None:
@@ -80,11 +80,11 @@ class BoundedPath(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The tensors of ``ROUTED``. Syncs the device."""
+        """Return the tensors of ``ROUTED``. Syncs the device."""
         return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward`` by one operation; weight gradients are added to ``totals``, if any."""
+        """``forward`` as one op; weight gradients are added to ``totals``, if any."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class BoundedPath(nn.Module):
 
 
 class _Steps:
-    """A ``chunk`` is received h, slot weights, expert numbers."""
+    """Steps of the path. A ``chunk``: received h, slot weights, expert numbers."""
 
     totals: Sequence[Gradient] = ()
     """If empty, autograd gets the weight gradients."""
@@ -147,7 +147,7 @@ class _Fused:
         ends_L, row_CK, slot_R = self._experts.plan(number_CK)
         plan = slot_R, row_CK, ends_L
         weights = self._experts.w_gate_up, self._experts.w_down
-        if len(slot_R) == 0:  # kernels of vendors may refuse no rows
+        if len(slot_R) == 0:  # vendor kernels may refuse empty inputs
             nothing = h_CD.new_empty(0, weights[0].shape[1]), h_CD.new_empty(0, weights[1].shape[2])
             return plan, torch.zeros_like(h_CD), torch.zeros_like(weight_CK), *nothing
         ops = torch.ops.graphmoe
@@ -217,7 +217,7 @@ def _weight_gradients(ctx: Any, dy_ND: Tensor, *received: Tensor) -> tuple[Tenso
 
 
 def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
-    """Tokens that fit one chunk. Syncs the device."""
+    # syncs the device
     room = dispatcher.chunk
     assert room is not None
     before_N = _slots_of(number_NK).cumsum(0).cpu()
@@ -230,12 +230,12 @@ def _chunks(number_NK: Tensor, dispatcher: Dispatcher) -> Iterator[slice]:
 
 
 def _by_expert(number_NK: Tensor, num_experts: int, dispatcher: Dispatcher) -> Iterator[tuple[slice, Tensor]]:
-    """Rows and numbers of experts that fit one chunk. Syncs the device."""
+    # syncs the device
     room = dispatcher.chunk
     assert room is not None
     live_S = number_NK[number_NK >= 0]
     counts = torch.bincount(live_S, minlength=num_experts).tolist()
-    # wgrad goes expert by expert, so each weight gradient is one GEMM as in the unchunked path
+    # one expert at a time: each weight gradient is one GEMM, as in the unchunked path
     for first, end in _groups(counts, room):
         numbers_NK = number_NK.masked_fill((number_NK < first) | (number_NK >= end), -1)
         if sum(counts[first:end]) <= room.slots:

@@ -39,7 +39,7 @@ PLAN = ("counts", "ends", "row", "slot")
 class MoEOutput(NamedTuple):
     x_BSD: Tensor
     loss: Tensor
-    """Weighted auxiliary losses, fp32 scalar."""
+    """Weighted auxiliary losses; fp32 scalar."""
     stats: Tensor
     """``graphmoe.model.moe_segments.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
@@ -49,7 +49,7 @@ class MoEOutput(NamedTuple):
     received_load: Tensor | None = None
     """`graphmoe.plan.experts.Load` of this rank, int32; None if not measured."""
     expert_RS: Tensor | None = None
-    """Experts in the replica slots of all ranks, int32, -1 for none."""
+    """Experts in all ranks' replica slots, int32, -1 for none."""
 
     @classmethod
     def from_results(cls, writes: Sequence[str], results: Iterable[Tensor]) -> MoEOutput:
@@ -82,9 +82,9 @@ class DenseLayer(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine.
+    """MoE layer; base class of plug-in layers (``model.layer``), which override `segments`, keeping names.
 
-    Base class of plug-in layers (``model.layer``), which override `segments` and keep the names.
+    Segments: attn, moe_router, moe_preprocess, moe_dispatch, shared_experts, moe_experts, moe_combine.
     """
 
     dense: type[DenseLayer] = DenseLayer
@@ -104,8 +104,8 @@ class MoELayer(nn.Module):
         self.moe_router = Router(config, execution, layout)
         self.moe_preprocess = SendPreprocess(config, layout) if dispatcher else Preprocess(config)
         slots = replica_slots(execution, config, layout.ep)
+        # replaces ``moe_preprocess`` if tokens are sent to replicas
         self.moe_replicas = SendPreprocess(config, layout, slots) if slots else None
-        """Replaces ``moe_preprocess`` if tokens are sent to replicas."""
         self.moe_experts = Experts(config, layout)
         self.shared_experts = (
             SwiGLU(config.hidden_size, config.shared_ffn_size, layout.tp) if config.shared_ffn_size else None
@@ -115,7 +115,7 @@ class MoELayer(nn.Module):
         self.use(dispatcher)
 
     def use(self, dispatcher: Dispatcher | None) -> None:
-        """Switch dispatchers; one used before keeps its compiled code."""
+        """Switch dispatchers; compiled code of earlier ones is kept."""
         self.dispatcher = dispatcher
         if dispatcher is None or dispatcher in self._paths:
             return
@@ -191,7 +191,7 @@ class MoELayer(nn.Module):
 
     def _bounded(self, path: BoundedPath, piece: Callable[..., Segment]) -> list[Segment]:
         reads = ("h", "weight", "experts", *SEND_PLAN)
-        # The path recomputes what its backward needs; the stream comm keeps others from doing so.
+        # the path recomputes what its backward needs; stream="comm" excludes it from other recomputation
         experts = piece("moe_experts", path, reads, ROUTED, stream="comm", dynamic=True, fused=path.fused)
         return [
             piece("moe_preprocess", self.moe_preprocess, ("experts",), ("counts", *SEND_PLAN)),
@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Inputs from earlier micro-batches, by name."""
+        """Return inputs from earlier micro-batches, by name."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 
@@ -245,7 +245,7 @@ def layer_class(config: ModelConfig) -> type[MoELayer]:
 class MtpLayer(nn.Module):
     """One depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    Depth k joins the state of position i with the embedding of token i + k and predicts token i + k + 1.
+    Depth k combines the state of position i with the embedding of token i + k and predicts token i + k + 1.
     """
 
     def __init__(

@@ -28,9 +28,9 @@ ROUTER_STATS = ("balance_loss", "z_loss", "router_entropy")
 
 
 class Router(nn.Module):
-    """Pre-MLP norm, gate, scores, top-k and auxiliary losses, in fp32 after the norm.
+    """Pre-MLP norm, gate, scores, top-k and auxiliary losses; in fp32 after the norm.
 
-    Losses and statistics cover the tokens of all ranks of cp and tp.
+    Losses and statistics cover the tokens of all cp and tp ranks.
     """
 
     selection_bias: Tensor
@@ -57,16 +57,15 @@ class Router(nn.Module):
 
     @property
     def reads_earlier(self) -> bool:
-        """True if the balance loss counts earlier micro-batches too."""
         return self.config.aux_loss is AuxLoss.global_batch and self.has_balance
 
     @property
     def counts_apart(self) -> bool:
-        """True if the balance loss counts other slots than those routed."""
+        # the balance loss counts other slots than those routed
         return self.reads_earlier and self.config.selection_bias
 
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
-        """-> h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
+        """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
         If `counts_apart`, also counted slots int32 [E]. ``earlier_E``: fp32 copy of ``earlier_counts``.
         """
@@ -126,9 +125,7 @@ class Router(nn.Module):
         return loss, torch.stack([balance, z, entropy]).detach()
 
     def _of_global_batch(self, counts_BE: Tensor, earlier_E: Tensor | None) -> Tensor:
-        """Slots [1, E] of all micro-batches up to this one over dp; this rank's own outside training."""
-        # micro-batches are dealt to the ranks one by one: those up to this one are the earlier ones of all
-        # ranks and the current ones of lower ranks
+        # micro-batches are dealt to ranks in turn: count all earlier ones, and lower ranks' current ones
         if earlier_E is None or self.dp == 1 or not torch.is_grad_enabled():
             return counts_BE
         both_12E = torch.stack([counts_BE, earlier_E[None]], dim=1)
@@ -157,7 +154,7 @@ class SendPreprocess(nn.Module):
     """Build the send plan on the device."""
 
     def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
-        """With ``replica_slots`` per rank, a collective over ep."""
+        """With ``replica_slots`` per rank, calls are collectives over ep."""
         super().__init__()
         self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
 
@@ -166,7 +163,7 @@ class SendPreprocess(nn.Module):
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Slots of experts [E], a `SendPlan`; with replicas also positions [T, K] and experts [R, S]."""
+        """Return slots per expert [E], a `SendPlan`; with replicas also positions [T, K], replicas [R, S]."""
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
             counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
@@ -200,7 +197,7 @@ class Experts(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
-        """The weighted sum over each token's experts -> [T, D]; all are local."""
+        """Return each token's weighted sum over its experts [T, D]; all are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
@@ -208,9 +205,9 @@ class Experts(nn.Module):
         return unpermute(grouped_mm(act_RF, self.w_down, ends_E), slot_R, row_TK)
 
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
-        """Weighted sum over local experts -> [N, D]. Syncs the device once.
+        """Return weighted sums over local experts [N, D]. Syncs the device once.
 
-        ``number_NK`` counts this rank's experts from 0; other numbers are experts elsewhere.
+        ``number_NK``: this rank's experts from 0; other numbers are experts elsewhere.
         """
         return self.planned(h_ND, weight_NK, *self.plan(number_NK))
 
@@ -223,7 +220,7 @@ class Experts(nn.Module):
         slot_R: Tensor,
         expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """``received`` by a plan of the local slots -> [N, D]; rows from the last end on are padding.
+        """``received`` with a given plan of local slots; rows from the last end on are padding.
 
         With ``expert_RS``, replicas follow the own experts.
         """
@@ -239,17 +236,17 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """``received`` by one operation; weight gradients are added to ``totals``, if any."""
+        """``received`` as one op; weight gradients are added to ``totals``, if any."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
-            return self.received(h_ND, weight_NK, number_NK)  # kernels of vendors may refuse no rows
+            return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
         arguments = (h_ND, self.w_gate_up, self.w_down, weight_NK, slot_R, row_NK, ends_L)
         if totals:
             return grouped_mlp_into(totals, backend, *arguments)
         return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """End rows, row of each slot (-1 elsewhere), slot of each row."""
+        """Return end rows, row of each slot (-1 elsewhere), slot of each row."""
         _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, len(self.w_down))
         # the device sync: slicing by the real count leaves no padding rows
         rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows
@@ -274,7 +271,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         with part(self.PART):
-            # No token needs another, so they may stand in any order: along dim 0 nothing is copied.
+            # Tokens are independent, so their order is free: along dim 0 nothing is copied.
             gate, up = self.gate_up(all_gather(h, "tp", self.tp, dim=0)).chunk(2, dim=-1)
             return reduce_scatter(self.down(F.silu(gate) * up), "tp", self.tp, dim=0)
 
@@ -296,14 +293,14 @@ def dispatch_local(h_TD: Tensor) -> Tensor:
 
 
 def combine(x_BSD: Tensor, routed_TD: Tensor, shared_TD: Tensor | None = None) -> Tensor:
-    """Residual + routed + shared experts -> [B, S, D]."""
+    """Sum residual, routed and shared experts -> [B, S, D]."""
     if shared_TD is not None:
         routed_TD = routed_TD + shared_TD
     return x_BSD + routed_TD.view_as(x_BSD)
 
 
 def update_selection_bias(bias_E: Tensor, counts_E: Tensor, rate: float, done: Tensor) -> None:
-    """Balance by bias (arXiv 2408.15664, algorithm 1), in place; a no-op if ``done`` is 0.0."""
+    """Balance by bias (arXiv 2408.15664, algorithm 1), in place; no-op if ``done`` is 0.0."""
     load_E = counts_E.float()
     # sign, not the difference: the update rate does not depend on the imbalance
     bias_E.add_((load_E.mean() - load_E).sign() * rate * done)

@@ -14,7 +14,7 @@ from graphmoe.config.schema import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine times YaRN's magnitude -> two fp32 [S, P]."""
+    """Cosine and sine, scaled by YaRN's magnitude: two fp32 [S, P]."""
     position_S = torch.arange(seq_len, device=device, dtype=torch.float32)
     angle_SP = torch.outer(position_S, inverse_frequencies(config, dim).to(device))
     magnitude = 1.0
@@ -25,7 +25,7 @@ def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.devic
 
 
 def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
-    """Radians per position of each rotation pair -> fp32 [dim / 2], on the CPU."""
+    """Radians per position of each rotation pair, fp32 [dim / 2], on the CPU."""
     exponent_P = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     kept_P = 1.0 / config.rope_theta**exponent_P
     if config.rope_scaling is RopeScaling.none:
@@ -34,13 +34,13 @@ def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
     high = math.ceil(_pair_of_rotations(config, dim, config.yarn_beta_slow))
     low, high = max(low, 0), min(high, dim - 1)
     pair_P = torch.arange(dim // 2, dtype=torch.float32)
-    # high < low where not even one rotation fits: the published codes keep every frequency then
+    # if high < low no full rotation fits: the published codes keep every frequency then
     ramp_P = ((pair_P - low) / (high - low or 0.001)).clamp(0, 1)
     return kept_P * (1 - ramp_P) + kept_P / config.yarn_factor * ramp_P
 
 
 def yarn_magnitude(factor: float, coefficient: float) -> float:
-    """YaRN's correction; 1 for factors up to 1."""
+    """YaRN's magnitude; 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 

@@ -18,6 +18,7 @@ from graphmoe.plan.costs.layer_parts import attention_scores, swiglu_weights
 from graphmoe.plan.layout import ALONE, Layout, layout_of, ranks_of
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces, needs_embedding, normalises
 
+# component by the first of these substrings in a parameter's name; others are norms
 COMPONENTS = {
     "mtp.": "mtp",
     "norm": "norms",
@@ -29,7 +30,6 @@ COMPONENTS = {
     "moe_experts.": "routed_experts",
     "shared_experts.": "shared_experts",
 }
-"""Component by the first of these parts in a parameter's name; others count as norms."""
 STATE_KINDS = ("params", "grads", "main_params", "moments")
 FP32 = 4
 
@@ -37,10 +37,10 @@ BODY = ("attention", "dense_mlp", "router", "routed_experts", "shared_experts")
 
 
 def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
-    """Parameters by component, ``full`` (all) and ``body`` (no embedding, head, norms, mtp; docs/model.md).
+    """Count parameters by component: ``full`` (all), ``body`` (no embedding, head, norms, mtp).
 
-    ``active``: those that one token uses, with the whole embedding, as published figures do. A tied head
-    counts 0, and so does the selection bias, a buffer.
+    ``active``: parameters that one token uses, with the whole embedding, as in published figures. A tied head
+    and the selection bias, a buffer, count 0.
     """
     counts = {"total": Counter[str](), "active": Counter[str]()}
     for name, weight in _named_weights(model, ALONE, [all_pieces(model.num_layers, model.mtp_depth)]):
@@ -57,18 +57,18 @@ def count_parameters(model: ModelConfig) -> dict[str, dict[str, int]]:
 
 
 def attention_weights(model: ModelConfig) -> int:
-    """Weights of one layer's attention projections, without norms."""
+    """Count weights of one layer's attention projections, without norms."""
     layer = next(part for kind, part in _parts(model, ALONE).items() if kind in ("dense", "moe", "mtp"))
     return sum(weight.numel() for name, weight in layer.items() if "attn." in name and weight.dim() == 2)
 
 
 def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
-    """Meta parameters of the rank with these stages, in order; layers of a kind share theirs."""
+    """Return meta parameters of these stages, in order; equal layers share theirs."""
     return [weight for _, weight in _named_weights(model, layout, stages)]
 
 
 def layer_weights(model: ModelConfig, layout: Layout, layer: int) -> dict[str, Tensor]:
-    """A rank's parameters of one layer by name; MTP layers are last."""
+    """Return a rank's parameters of one layer by name; MTP layers are last."""
     kind = "dense" if layer < model.num_dense_layers else "moe" if layer < model.num_layers else "mtp"
     return _parts(model, layout)[kind]
 
@@ -99,10 +99,10 @@ def state_bytes(
     dp_shard: DpShard = DpShard.zero1,
     num_moments: int = 2,
 ) -> dict[str, float]:
-    """Bytes of state by kind on each rank that has these stages, by default all.
+    """Return bytes of state by kind, on each rank that has these stages (by default all).
 
-    Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have master weights
-    in fp32. With fsdp2 all is sharded; the weights gathered for a layer are not counted.
+    Flat buffers hold whole weights and gradients, and a rank's shard of all. bf16 weights have fp32 master
+    weights. With fsdp2 all is sharded; weights gathered for a layer are not counted.
     """
     found = dict.fromkeys(STATE_KINDS, 0.0)
     if dp_shard is DpShard.fsdp2:
@@ -125,7 +125,7 @@ def state_bytes(
 def owned_elements(
     model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
 ) -> int:
-    """Elements of a rank's shards."""
+    """Count elements of a rank's shards."""
     return sum(size // ranks for size, ranks in _flat_buffers(model, layout, stages, bucket_mb))
 
 
@@ -175,7 +175,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
-    """FLOPs of a token by part of the model, averaged over positions."""
+    """Return FLOPs of a token by part of the model, averaged over positions."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)

@@ -34,14 +34,14 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 
 class LossOutput(NamedTuple):
-    """Losses of a micro-batch or stage, fp32 scalars on the device, and router statistics."""
+    """Losses (fp32 scalars on the device) and router statistics of a micro-batch or stage."""
 
     total: Tensor
     """cross-entropy + mtp_loss_weight * mtp + auxiliary losses."""
     cross_entropy: Tensor
     """Mean over labels that are not ignored; detached."""
     mtp: Tensor
-    """Mean over MTP depths, 0 without; detached."""
+    """Mean over MTP depths, or 0; detached."""
     stats_L3: Tensor
     """``ROUTER_STATS`` of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
@@ -53,7 +53,7 @@ class LossOutput(NamedTuple):
     replicas: Tensor | None = None
     """Number of replicas over all ranks and MoE layers, int64."""
     carried: tuple[Tensor, ...] = ()
-    """For the next stage, [B, S, D] each: the last state, or after the final norm those of all depths."""
+    """Tensors [B, S, D] for the next stage: the last state, or after the final norm those of all depths."""
 
 
 class Elsewhere(nn.Module):
@@ -71,16 +71,16 @@ class LossHead(nn.Module):
         self.head = column_parallel(width, config.vocab_size, self.tp) if has_head else Elsewhere()
 
     def segments(self, norm: nn.Module | None, *, loss: bool = True) -> list[Segment]:
-        """Segments of the loss; without ``norm`` the input is normed already."""
+        """Return the loss segments; without ``norm`` the input is normed already."""
         found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
         if loss:
             found.append(Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)))
         return found
 
     def cross_entropy(self, h_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Mean over all ranks of cp, from normed states; 0 if every label is ignored."""
+        """Mean loss over all cp ranks, from normed states; 0 if every label is ignored."""
         logits_TV = self.head(all_gather(h_BSD, "tp", self.tp, dim=1)).flatten(0, 1).float()
-        # every tp rank has all positions and a part of the vocabulary
+        # each tp rank has all positions and a part of the vocabulary
         labels_T = labels_BS.flatten()
         total, count = cross_entropy_sum(logits_TV, labels_T, self.tp), (labels_T != IGNORED).sum()
         if self.cp > 1:
@@ -94,7 +94,7 @@ class LossHead(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only MoE language model, or one rank's part of it."""
+    """Decoder-only MoE language model, or one rank's part of it."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class Transformer(nn.Module):
         dispatcher: Dispatcher | None = None,
         stages: Sequence[StagePieces] = (),
     ) -> None:
-        """``stages`` are this rank's; by default the whole model."""
+        """``stages``: this rank's; by default the whole model."""
         super().__init__()
         self.config, self.layout = config, layout
+        # one per MoE layer of the whole model; empty if tokens stay on their rank
         self.dispatchers = (dispatcher,) * self.num_moe_layers if dispatcher else ()
-        """One for each MoE layer of the whole model; empty if tokens stay on their rank."""
         self.stages = (*stages,) or (all_pieces(config.num_layers, config.mtp_depth),)
         embeds = any(needs_embedding(stage, tied=config.tie_embeddings) for stage in self.stages)
         self.embed = Embedding(config.vocab_size, config.hidden_size, layout.tp) if embeds else Elsewhere()
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         self._own_rope: tuple[Tensor, Tensor] | None = None
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        """Logits of the next token, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
+        """Return next-token logits, fp32 [B, S, V]. *Raises* ConfigError if tp or cp splits them."""
         for name, ranks in (("tp", self.layout.tp), ("cp", self.layout.cp)):
             if ranks > 1:
                 raise ConfigError(
@@ -146,9 +146,9 @@ class Transformer(nn.Module):
         return self.loss_head.logits(x_BSD)
 
     def loss(self, tokens_BS: Tensor, labels_BS: Tensor, execute: Executor = run_segments) -> LossOutput:
-        """Losses of a micro-batch; label -100 is ignored. No device sync.
+        """Return the losses of a micro-batch; label -100 is ignored. No device sync.
 
-        All ranks of cp and tp get whole sequences and return the same losses.
+        All cp and tp ranks pass whole sequences and get the same losses.
         """
         (whole,) = self.stages
         return self.stage(whole, (), tokens_BS, labels_BS, execute)
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
         labels_BS: Tensor,
         execute: Executor = run_segments,
     ) -> LossOutput:
-        """Run one stage on the tensors ``carried`` from the stage before. No device sync."""
+        """Run a stage on the tensors ``carried`` from the stage before. No device sync."""
         outputs: list[MoEOutput] = []
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         if pieces.embed:
@@ -200,7 +200,6 @@ class Transformer(nn.Module):
         execute: Executor,
         outputs: list[MoEOutput],
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """The normed states of all depths so far, and this stage's losses by depth."""
         rope, losses = self.rope(tokens_BS.shape[1], tokens_BS.device), list[Tensor]()
 
         def finish(x_BSD: Tensor, norm: nn.Module | None, depth: int) -> list[Tensor]:
@@ -235,7 +234,7 @@ class Transformer(nn.Module):
     def hidden(
         self, tokens_BS: Tensor, execute: Executor = run_segments
     ) -> tuple[Tensor, list[MoEOutput], tuple[Tensor, Tensor]]:
-        """Hidden states before the final norm, the MoE layers' outputs, and the rotary tables."""
+        """Return states before the final norm, outputs of the MoE layers, and rotary tables."""
         rope = self.rope(tokens_BS.shape[1], tokens_BS.device)
         x_BSD = self._embed(tokens_BS, execute)
         x_BSD, outputs = self._run_layers(x_BSD, range(len(self.layers)), rope, execute)
@@ -271,10 +270,10 @@ class Transformer(nn.Module):
         return own_positions(whole_BS, self.layout, dim=1)
 
     def rope(self, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine tables, fp32 [S, P]."""
-        # tables grow only: a shorter sequence is a slice
+        """Return cosine and sine tables, fp32 [S, P]."""
+        # tables only grow: shorter sequences use a slice
         if self._rope is None or len(self._rope[0]) < seq_len or self._rope[0].device != device:
-            with torch.inference_mode(False):  # a table made while generating serves a later backward too
+            with torch.inference_mode(False):  # a table made while generating serves a later backward
                 self._rope = rope_tables(self.config, attention_facts(self.config).rotary, seq_len, device)
             self._own_rope = None
         cos_SP, sin_SP = (table_SP[:seq_len] for table_SP in self._rope)
@@ -291,7 +290,6 @@ class Transformer(nn.Module):
         return self.dispatchers[0] if self.dispatchers else None
 
     def use(self, dispatchers: tuple[Dispatcher, ...]) -> None:
-        """Switch dispatchers, one for each MoE layer of the model."""
         self.dispatchers = dispatchers
         here = [place for stage in self.stages for place in self.moe_layers(stage)]
         layers = [module for module in self.modules() if isinstance(module, MoELayer)]

@@ -10,8 +10,8 @@ from torch.library import CustomOpDef
 
 from graphmoe.config.ranges import ConfigError
 
-# What operations look up when they run; compiled graphs must not hold it, since it differs from job to job.
-# Of the process, not of a thread: autograd runs backwards in its own.
+# State that operations look up when they run. Compiled graphs must not hold it: it differs from job to job.
+# It belongs to the process, not to a thread: autograd runs backwards in its own.
 IN_USE = SimpleNamespace(
     groups=None,  # `collectives.use_groups`
     exchange=None,  # `symm.use_peers`
@@ -39,7 +39,7 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile, powers of two: as wide as the rows if possible."""
+    """Return rows and columns of a tile, powers of two: as wide as the rows if possible."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)
     return min(max(elements // width, 1), most_rows), width
 
@@ -55,7 +55,7 @@ def register_gradient(
 ) -> None:  # fmt: skip
     """Register ``gradient(*d_results, *saved(inputs, output))`` for the first inputs of an operation.
 
-    Only the first ``results`` are differentiable. ``saved`` returns tensors or None first, then numbers.
+    Only the first ``results`` are differentiable. ``saved`` returns tensors or None, then numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -47,7 +47,7 @@ def choose_backend(
     """Return the backend to run: ``auto`` resolved, any other checked. Raises ConfigError."""
     largest = max(head_dim, v_head_dim)
     if requested is AttentionBackend.auto:
-        # Flash on ROCm takes equal head sizes only, and there is no cuDNN to take the others.
+        # flash on ROCm needs equal head sizes, and ROCm has no cuDNN for others
         pads = device_type == "cuda" and is_rocm and head_dim != v_head_dim
         fits = largest <= FLASH_MAX_HEAD_DIM
         return AttentionBackend.padded_flash if pads and fits else AttentionBackend.sdpa

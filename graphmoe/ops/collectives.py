@@ -10,7 +10,7 @@ from torch import Tensor
 from graphmoe.ops import IN_USE, register_gradient
 from graphmoe.plan.layout import Axis
 
-# Their names from torch 2.13 on, which warns of those before.
+# public names since torch 2.13, which warns of the private ones
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Reduction = Literal["sum", "max"]
@@ -81,7 +81,7 @@ def index_along(axis: Axis, like: Tensor) -> Tensor:
 @torch.library.custom_op("graphmoe::all_gather", mutates_args=())
 def _all_gather(x: Tensor, axis: str, size: int, dim: int) -> Tensor:
     group, whole = group_of(axis, size), x.new_empty(_exchanged(x, size, join=dim))  # type: ignore[arg-type]
-    if math.prod(x.shape[:dim]) == 1:  # the parts follow each other in memory
+    if math.prod(x.shape[:dim]) == 1:  # the parts are contiguous in memory
         all_gather_into(whole.view(-1), x.flatten(), group=group)
         return whole
     parts = x.new_empty(size, *x.shape)
@@ -136,7 +136,7 @@ _index_along.register_fake(lambda like, axis: like.new_empty((), dtype=torch.int
 register_gradient(_all_gather, _reduce_scatter, lambda inputs, _: inputs[1:])
 register_gradient(_reduce_scatter, _all_gather, lambda inputs, _: inputs[1:])
 register_gradient(_all_to_all, _all_to_all, lambda inputs, _: (*inputs[1:3], inputs[4], inputs[3]))
-# All ranks compute the same from the sum, so the gradient of each addend is that of the result.
+# All ranks compute the same from the sum, so each addend's gradient is that of the result.
 _all_reduce.register_autograd(lambda ctx, d_total: (d_total, None, None), setup_context=_keep_reduction)
 
 

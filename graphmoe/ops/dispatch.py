@@ -39,9 +39,9 @@ REPLICAS = ("places", "replicas")
 
 
 class Dispatcher(Protocol):
-    """Dispatch and combine of all layers: collectives of ``ep_etp``.
+    """Dispatch and combine of all layers: collectives over ``ep_etp``.
 
-    With a ``capacity`` it is a frozen dataclass of numbers, which tells units that call it apart.
+    With a ``capacity`` it is a frozen dataclass of numbers, by which compiled units distinguish dispatchers.
     """
 
     @property
@@ -50,11 +50,11 @@ class Dispatcher(Protocol):
 
     @property
     def chunk(self) -> Load | None:
-        """Load that experts process and recompute at a time; None for all. Only without a capacity."""
+        """Load that experts process, and recompute, at a time; None for all. Only without a capacity."""
 
     @property
     def handle(self) -> tuple[str, ...]:
-        """Names of the last tensors of ``dispatch``, which ``combine`` reads."""
+        """Names of the last results of ``dispatch``, which ``combine`` reads."""
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
@@ -70,7 +70,7 @@ class Dispatcher(Protocol):
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
-    """Plan sending tokens to the ranks of their experts, ordered by rank, then token. No device sync."""
+    """Plan which tokens to send to which ranks, ordered by rank, then token. No device sync."""
     block_TK = expert_TK // (num_experts // ep)
     earlier_KK = torch.ones(2 * block_TK.shape[1:], dtype=torch.bool, device=block_TK.device).tril(-1)
     again_TK = ((block_TK[:, :, None] == block_TK[:, None, :]) & earlier_KK).any(dim=2)
@@ -115,6 +115,6 @@ def register_exchange(
 
     dispatch_grad.register_fake(fake_dispatch_grad)
     combine.register_fake(fake_combine)
-    # One operation for both gradients, so that every rank sends them in the same order.
+    # one operation for both gradients, so that all ranks communicate in the same order
     register_gradient(dispatch, dispatch_grad, way_back, results=2)
     register_gradient(combine, combine_grad, lambda inputs, _: way_there(inputs))

@@ -1,8 +1,8 @@
-"""Kernels of each number format of fp8 GEMMs; `graphmoe.config.formats` has the facts.
+"""Kernels of each fp8 format; `graphmoe.config.formats` has the facts.
 
 Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`. GEMMs
-contract the last axis of both operands, along which a row has one scale (rowwise), that of its tensor
-(tensorwise), or one per block (`ops.fp8_blocks`).
+contract the last axis of both operands. A row has one scale (rowwise), its tensor has one (tensorwise), or
+each block has one (`ops.fp8_blocks`).
 """
 
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtyp
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the rows of dy for its GEMM with x, and the scale of the result."""
-    # wgrad contracts rows, whose scales differ: rows of much smaller gradients can underflow to zero
+    """Return factors for the rows of dy in its GEMM with x, and the scale of the result."""
+    # wgrad contracts rows with different scales; rows with much smaller gradients can underflow to zero
     both_R1 = scale_R1 * of_x_R1
     largest = both_R1.amax().clamp(min=SMALLEST)
     return both_R1 / largest, largest

@@ -20,7 +20,7 @@ def fp8_dtype() -> torch.dtype:
 
 
 def wide_dtype() -> torch.dtype:
-    """Return e5m2fnuz on gfx942, else e5m2: a bit less, 2^14 times the range."""
+    """Return e5m2fnuz on gfx942, else e5m2: one mantissa bit less, 2^14 times the range."""
     return torch.float8_e5m2fnuz if _is_fnuz() else torch.float8_e5m2
 
 
@@ -58,7 +58,7 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Offsets of an fp32 maximum's bits and exponent that give its scale."""
+    """Return the offsets that turn the bits of an fp32 maximum into its scale's exponent."""
     # The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
         dtype, (0x1FFFFF, 15)
@@ -92,7 +92,7 @@ def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[
 def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Quantize by a known scale, clamped to the range; infinities and NaN become NaN."""
     most = torch.finfo(dtype).max
-    scaled = x.float() * (1 / scale)  # of a power of two, so that nothing is rounded
+    scaled = x.float() * (1 / scale)  # 1 / scale is a power of two, so nothing is rounded
     within = scaled.clamp(-most, most)
     return within.where(scaled.abs() < torch.inf, torch.nan).to(dtype)
 
@@ -115,9 +115,9 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """Quantize by a known scale [1], if ``wide`` as e5m2; return q and the running maximum [1]."""
+    """Quantize by a known scale [1], as e5m2 if ``wide``; return q and the running maximum [1]."""
     dtype = wide_dtype() if wide else fp8_dtype()
-    # By rows first: Inductor joins their maxima with what makes the rows.
+    # rows first: Inductor fuses their maxima with the rows' producer
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
 
 
@@ -127,7 +127,7 @@ INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
 
 
 def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
-    """Return q and the delayed scale [1] of a weight's input or output gradient."""
+    """Return q and the delayed scale [1]; ``side`` is the input or output gradient of weight ``w``."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
     return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
 

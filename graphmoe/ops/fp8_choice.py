@@ -1,8 +1,7 @@
-"""Choice of the GEMMs that run in fp8: those faster than in bf16, forward and gradients together.
+"""Choice of the GEMMs to run in fp8: those faster than in bf16, forward and gradients together.
 
-Each is timed once per size and device, and the answer is stored, as in `ops.grouped_mlp.choice`.
-
-Suffixes: R rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
+Each is timed once per size and device, and the answer is stored, as in `ops.grouped_mlp.choice`. Suffixes: R
+rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
 """
 
 import logging
@@ -61,7 +60,7 @@ class Dense:
     recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on random numbers."""
+        """Return `FORMS` on random inputs."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -76,7 +75,7 @@ class Dense:
         along, turned = by.weight(w), by.transposed(w)
         stored, gradient = by.quantize(x, w, INPUT), by.quantize(dy, w, GRADIENT)
 
-        # a compiled graph fuses the quantization of activations with their producer; fp8_rows moves as much
+        # a compiled graph fuses this quantization with its producer; fp8_rows moves as many bytes
         def in_fp8() -> Any:
             q, _ = ops.fp8_rows(x), ops.fp8_rows(dy)
             by.product(stored, along, self.dtype)
@@ -98,7 +97,7 @@ class Experts:
     recipe: str = "rowwise"
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on a random routing, weight gradients stored in fp32 as in a step."""
+        """Return `FORMS` on random routing, with weight gradients stored in fp32 as in a step."""
         shape, generator = self.shape, torch.Generator(device).manual_seed(0)
         weight_TK, plan = random_routing(shape, generator)
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
@@ -133,10 +132,10 @@ def speeds(
     products: Mapping[str, Dense | Experts], num_micro_batches: int, device: torch.device,
     memory: Memory | None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the speedup of each GEMM in fp8, quantization included.
+    """Return the speedup of each GEMM in fp8, including quantization.
 
-    Without ``memory`` nothing is stored. Measuring waits for the device, so not inside a capture. Raises
-    ConfigError if out of memory.
+    Without ``memory`` nothing is stored. Syncs the device, so not in a capture. Raises ConfigError if out of
+    memory.
     """
     found = {}
     for name, each in products.items():

@@ -20,7 +20,7 @@ class Known(NamedTuple):
 class MlpSteps(NamedTuple):
     """Steps that differ between formats, and between kernels and reference.
 
-    ``more`` are quantized weights of replicas, whose rows follow those of own experts.
+    ``more``: quantized replica weights, whose rows follow those of own experts.
     """
 
     # (plan, number of own experts) -> rows of own experts and of replicas, per GEMM
@@ -39,7 +39,7 @@ class MlpSteps(NamedTuple):
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return y_TD and h; ``known`` is the activation's delayed scale."""
+        """Return y_TD and saved h; ``known``: the activation's delayed scale."""
         parts = self.parts(plan, len(w_down[0]))
         y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
         h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
@@ -65,9 +65,9 @@ class MlpSteps(NamedTuple):
         dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
         more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dx_TD, dweight_TK, quantized dh and weighted activation; weights are transposed.
+        """Return dx_TD, dweight_TK, quantized dh and weighted activation, from transposed weights.
 
-        ``known_a`` and ``known`` are delayed scales of the activation and of dh.
+        ``known_a`` and ``known``: delayed scales of the activation and of dh.
         """
         parts, R = self.parts(plan, len(w_down[0])), len(plan.slot_R)
         da_RF, dx_RD = (h[0].new_empty(R, w[0].shape[1], dtype=dtype) for w in (w_down, w_gate_up))

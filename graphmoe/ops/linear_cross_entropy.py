@@ -49,11 +49,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
 def _backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     dh_TD, dw_VD = ctx.saved_tensors
     dh = dw = None
-    # Plain arithmetic: a compiler makes one pass of product and cast, and of what follows.
+    # plain arithmetic: a compiler fuses product, cast and what follows
     if dloss is not None and ctx.needs_input_grad[0]:
         dh = (dh_TD.float() * dloss).to(dh_TD.dtype)
     if dloss is not None and ctx.needs_input_grad[1]:
-        # rounded on the way out: the product in fp32 would be as large as dw
+        # rounded by the GEMM: the product in fp32 would be as large as dw
         dw = torch.mul(dw_VD, dloss, out=dw_VD.new_empty(dw_VD.shape, dtype=ctx.w_dtype))
     return dh, dw, None, None
 

@@ -69,7 +69,7 @@ def _add_product(sum_VD: Tensor, d_VC: Tensor, h_CD: Tensor, *, first: bool) -> 
 
 @functools.cache
 def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
-    # builds for ROCm may not add bf16 products to an fp32 matrix
+    # ROCm builds may not add bf16 products to an fp32 matrix
     a, total = (torch.zeros(16, 16, dtype=d, device=device_type) for d in (dtype, torch.float32))
     try:
         torch.mm(a, a, out_dtype=torch.float32, out=total)
@@ -103,11 +103,11 @@ def _rows_kernel(
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    blocks = V // BLOCK  # whole ones; their loads carry no mask, so they are wide
+    blocks = V // BLOCK  # whole blocks: their loads need no mask, so they are wide
     tail = blocks * BLOCK + column
     label = tl.load(labels + token)
     if label != ignore_index:
-        # Before any barrier: other warps overwrite it in the second pass. No such class: the loss is NaN.
+        # before any barrier: other warps overwrite it in the second pass; an invalid label gives a NaN loss
         known = (label >= 0) & (label < V)
         at_label = tl.load(base + label, mask=known, other=float("nan")).to(tl.float32)
         highest, total = tl.full((LANES,), LOWEST, tl.float32), tl.zeros((LANES,), tl.float32)
@@ -138,7 +138,7 @@ def _rows_kernel(
 
 @triton.jit
 def _total_kernel(losses, labels, total, count, T, ignore_index, BLOCK: tl.constexpr):
-    # one program, so the order of the sum depends on T only
+    # a single program, so the summation order depends on T only
     loss, kept = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, T, BLOCK):
         token = start + tl.arange(0, BLOCK)

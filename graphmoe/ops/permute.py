@@ -94,12 +94,12 @@ def _permute_op(
         return permute_kernels.spread_rows(x_TD, row_TK, weight_TK, len(slot_R))
     if row_TK.numel() == 0:
         return x_TD.new_full((len(slot_R), x_TD.shape[1]), float("nan"))
-    slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # anything may stand in dead rows
+    slot_R = slot_R.long().clamp(0, row_TK.numel() - 1)  # dead rows may hold anything
     y_RD = x_TD[slot_R // row_TK.shape[1]]
     if weight_TK is not None:
         y_RD = (y_RD * weight_TK.reshape(-1, 1)[slot_R].to(accumulator(y_RD))).to(y_RD.dtype)
     dead_R = torch.arange(len(slot_R), device=slot_R.device) >= ends_E[-1]
-    return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # so that a reader of dead rows is seen
+    return y_RD.masked_fill_(dead_R.unsqueeze(1), float("nan"))  # NaN makes a read of dead rows visible
 
 
 @torch.library.custom_op("graphmoe::unpermute", mutates_args=())

@@ -225,11 +225,11 @@ def _rank_kernel(
     inside = slot < slots
     expert = tl.load(expert_N + slot, inside, other=-1).to(tl.int32)
     bucket = _bucket_of(expert, num_experts)
-    # Buckets beyond the last expert are empty: the start of that of dead slots is the number of live ones.
+    # buckets beyond the last expert are empty: the dead slots' bucket starts at the number of live slots
     first = tl.gather(ends - counts, bucket, 0)
     before = tl.load(counts_CB + chunk * (num_experts + 1) + bucket, inside, other=0)
 
-    # The whole chunk down and a few slots across: so the warps share the chunk, and each loads its part once.
+    # the whole chunk down, a few slots across: the warps share the chunk, and each loads its part once
     step = tl.arange(0, BLOCK // STEP)
     ranks = tl.zeros([BLOCK // STEP, STEP], tl.int32)
     for i in range(BLOCK // STEP):
@@ -237,7 +237,7 @@ def _rank_kernel(
         mine = tl.load(expert_N + chunk * BLOCK + later, chunk * BLOCK + later < slots, other=-1).to(tl.int32)
         same = (expert[:, None] == mine[None, :]) & (index[:, None] < later[None, :])
         ranks = tl.where((step == i)[:, None], tl.sum(same.to(tl.int32), 0)[None, :], ranks)
-    # Ids of dead slots may differ among themselves, so they are counted rather than compared.
+    # ids of dead slots may differ, so they are counted rather than compared
     dead = (bucket == num_experts).to(tl.int32)
     rank = tl.where(dead == 1, tl.cumsum(dead, 0) - 1, tl.reshape(ranks, [BLOCK]))
     row = first + before + rank

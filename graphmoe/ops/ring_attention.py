@@ -1,8 +1,8 @@
-"""Causal attention over sequences shared by ranks, which pass keys and values around (arXiv 2310.01889).
+"""Causal attention over sequences split among ranks, which circulate keys and values (arXiv 2310.01889).
 
 A sequence of n ranks is 2n equal chunks; rank i has chunks i and 2n - 1 - i ("zigzag"), which balances the
-keys of each step. At step s a rank has the keys of the rank s before it. Blocks are joined by their
-log-sum-exp. Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T keys of a block.
+work of each step. At step s a rank has the keys of the rank s before it. Blocks are merged by log-sum-exp.
+Shapes as in ``graphmoe.ops.attention``; S positions of this rank, T keys of a block.
 """
 
 from typing import Any, Literal
@@ -44,8 +44,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis,
 
 class _Shift:
     def __init__(self, sent: Tensor, group: dist.ProcessGroup) -> None:
-        # A send to the next rank and a receive from the previous, as one all-to-all: no order that could
-        # block.
+        # a send to the next rank and a receive from the previous one, as one all-to-all: cannot deadlock
         size, index = group.size(), dist.get_rank(group)
         self._sent, self._received = sent, torch.empty_like(sent)  # kept until both have arrived
         to, of = ([0] * size for _ in range(2))
@@ -62,9 +61,9 @@ def _part(step: int, index: int, seq: int) -> tuple[slice, slice, bool]:
     everything = slice(0, seq)
     if step == 0:
         return everything, everything, True
-    if step <= index:  # keys of a lower rank: all queries see its first chunk
+    if step <= index:  # keys of a lower rank: all queries attend to its first chunk
         return everything, slice(0, seq // 2), False
-    return slice(seq // 2, seq), everything, False  # of a higher rank: the second chunk sees both
+    return slice(seq // 2, seq), everything, False  # of a higher rank: the second chunk attends to both
 
 
 @torch.library.custom_op("graphmoe::ring_attention", mutates_args=())
@@ -118,7 +117,7 @@ def _ring_attention_backward(
             block = passing.wait()
     assert adding is not None
     dk, dv = _unpacked(adding.wait(), k.shape, v.shape)
-    # copies, since no result of an operation may share memory with another
+    # copies: results of an operation may not share memory
     return tuple(x.to(q.dtype, copy=True) for x in (dq, dk, dv))  # type: ignore[return-value]
 
 
@@ -166,7 +165,7 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     mask_and_lse = (None, True) if kernel in ("cudnn", "efficient") else ()
     out, lse, *_ = FORWARD[kernel](q, k, v, *mask_and_lse, 0.0, causal, scale=scale)
     batch, heads, seq = q.shape[:3]
-    # cuDNN's log-sum-exp has one more dimension, that of the efficient kernel more queries.
+    # cuDNN's log-sum-exp has one more dimension, the efficient kernel's has padded queries
     lse = lse[:, :, :seq].reshape(batch, heads, seq)
     return out.transpose(1, 2)[..., :V], lse
 
@@ -174,7 +173,7 @@ def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
 def gradients_of_block(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from this block; ``out`` and ``lse`` [B, H, S] are of all blocks."""
+    """Return gradients of q, k and v from this block; ``out`` and ``lse`` [B, H, S] are of all blocks."""
     # torch's backward kernels accept the log-sum-exp over all keys in place of their own block's
     kernel, (E, V), groups = choose_kernel(q, k, v, causal), (q.shape[-1], v.shape[-1]), k.shape[2]
     seq, keys = q.shape[1], k.shape[1]

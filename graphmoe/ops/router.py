@@ -25,7 +25,7 @@ def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
 
 
 def relative_scores(logits_TE: Tensor, scores_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Scores of each token up to a factor -> fp32 [T, E]."""
+    """Scores of each token up to a common factor -> fp32 [T, E]."""
     if function is not ScoreFunction.sigmoid:
         return scores_TE
     is_low_T1 = logits_TE.amax(dim=-1, keepdim=True) < LOW_LOGIT
@@ -57,7 +57,7 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
     # Systematic sampling: a token takes the experts at K points one unit apart; points of neighbouring tokens
     # are the golden ratio apart, so any run of tokens has nearly the loads.
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
-    # The mask is right where a compiler multiplies in 32 bits too.
+    # the mask is also correct where a compiler multiplies in 32 bits
     point_TK = (token_T1 * GOLDEN & (UNIT - 1)) + UNIT * torch.arange(top_k, device=end_E.device)
     return torch.searchsorted(end_E, point_TK, right=True, out_int32=True)
 
@@ -113,7 +113,7 @@ def weights_of(
     logits_TE: Tensor, scores_TE: Tensor, relative_TE: Tensor, expert_TK: Tensor, renormalise: bool,
     softmax_after_topk: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Weight of each chosen expert -> fp32 [T, K]."""
+    """Weights of the chosen experts -> fp32 [T, K]."""
     if softmax_after_topk:
         weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
     else:
@@ -232,7 +232,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(logits_TE, output[1])
     ctx.arguments = num_sequences, score, renormalise, softmax_after_topk, scale
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.set_materialize_grads(False)  # a result that nobody differentiates costs its gradient nothing
+    ctx.set_materialize_grads(False)  # gradients that nobody needs cost nothing
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -249,7 +249,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, group_top: int) -> Tensor:
     """The top_k experts of each token, best first -> int32 [T, K]; NaN ranks last."""
-    # a NaN is the worst choice, so ids are valid and distinct
+    # NaN ranks last, so ids are valid and distinct
     choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
     if num_groups > 1:
         choice_TE = keep_best_groups(choice_TE, num_groups, topk_groups, group_top)

@@ -15,7 +15,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 
 BLOCK, THREADS = 1024, 128  # elements of a block of logits; threads
-# keeps the partial sums small; no property of the device, which would change the order of sums
+# keeps the partial sums small; not a device property, which would change the summation order
 MOST_PROGRAMS = 1024
 SUMMED_ROWS, SUMMED_COLUMNS = 32, 32
 
@@ -35,7 +35,7 @@ def forward(
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
     if chosen_TK is not None:
-        num_groups = 1  # nothing to choose
+        num_groups = 1  # a single group needs no choice
     size = E // num_groups
     padded_groups, padded_size = triton.next_power_of_2(num_groups), triton.next_power_of_2(size)
     tokens = tokens_of_block(padded_groups * padded_size, S)
@@ -109,7 +109,7 @@ def _columns(
 ):
     column = tl.arange(0, PADDED_GROUPS * PADDED_SIZE)
     real, id_E = column < GROUPS * SIZE, column
-    # A case of its own: it hides from the compiler that ids are consecutive, so its loads are narrow.
+    # a separate case: it hides from the compiler that ids are consecutive, so its loads are narrow
     if GROUPS > 1 and SIZE != PADDED_SIZE:
         real = (column // PADDED_SIZE < GROUPS) & (column % PADDED_SIZE < SIZE)
         id_E = tl.where(real, column // PADDED_SIZE * SIZE + column % PADDED_SIZE, NO_EXPERT)

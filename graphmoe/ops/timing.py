@@ -10,7 +10,7 @@ FLUSH_BYTES = 512 * 2**20  # twice the last-level cache of an MI300X; that of an
 WARM_UP_CALLS = 3  # the first compiles
 MAX_CASE_S = 1.5  # fewer rounds, but at least MIN_ROUNDS, if all would take longer
 MIN_ROUNDS = 3
-MAX_FLUSHES = 32  # before one call; if the host queues longer, the device waits
+MAX_FLUSHES = 32  # per call; if the host queues longer, the device waits
 
 Call = Callable[[], object]
 
@@ -25,7 +25,7 @@ def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) 
 
 
 def spread(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 10th percentile, the median and the 90th percentile, interpolated."""
+    """Return the 10th, 50th and 90th percentiles, interpolated."""
     values = torch.tensor(samples, dtype=torch.float64)
     low, median, high = values.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
     return low, median, high
@@ -78,7 +78,7 @@ def _times_of_device(calls: Mapping[str, Call], rounds: int, device: torch.devic
 
 
 def _seconds(call: Call, device: torch.device) -> tuple[float, float]:
-    """Seconds until a call is queued, and until it is done; of the second of two calls."""
+    """Return seconds until the second of two calls is queued, and until it is done."""
     for _ in range(2):
         torch.cuda.synchronize(device)
         started = time.perf_counter()

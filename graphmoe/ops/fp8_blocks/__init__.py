@@ -1,14 +1,13 @@
-"""fp8 operands with a scale for each block of the contracted axis, and their GEMMs.
+"""fp8 operands with one scale per block of the contracted axis, and their GEMMs.
 
 Suffixes: R rows, C columns, N outputs and K inputs of a weight, B blocks; q are quantized values, s scales.
 
-*blockwise*: blocks of 128 numbers of a row, and of 128 x 128 of a weight, with the fp32 scales of `ops.fp8`:
-[B, R], or [N / 128, B] with B padded to a multiple of 4, as cuBLASLt reads them
+*blockwise*: 128 elements of a row, or 128 x 128 of a weight, share an fp32 scale of `ops.fp8`. Scales are [B,
+R], or [N / 128, B] with B padded to a multiple of 4, as cuBLASLt reads them
 (aten/src/ATen/native/cuda/ScaledBlas.cpp).
 
-*mxfp8*: blocks of 32 numbers with the byte of a power of two (e8m0), [R, B]: 2^(floor(log2 a) - 8) for the
-largest number a of a block, NaN (255) if a is not finite; numbers saturate at 448 scales (OCP Microscaling
-Formats 1.0, 6.3).
+*mxfp8*: 32 elements share a power of two, stored as a byte (e8m0), [R, B]: 2^(floor(log2 amax) - 8), or NaN
+(255) if amax is not finite. Values saturate at 448 scales (OCP Microscaling Formats 1.0, 6.3).
 """
 
 from typing import Any

@@ -42,7 +42,7 @@ def squares_kernel(
     w_ptr, q_ptr, scale_ptr,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q and scales, of PADDED columns, of a weight [N, K] or the transposed one."""
+    """Quantize a weight [N, K] or its transpose by squares; scales have PADDED columns."""
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
     n = (column if TURNED else row) + tl.arange(0, BLOCK)
     k = (row if TURNED else column) + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def store_turned(
     x, q_ptr, scale_ptr, at, first, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [ROWS, COLUMNS] at row ``at``, column ``first`` along the rows -> q [C, PADDED]."""
+    """Quantize and transpose x [ROWS, COLUMNS], from row ``at``, column ``first`` -> q [C, PADDED]."""
     row, column = at + tl.arange(0, ROWS), (first + tl.arange(0, COLUMNS)).to(tl.int64)
     is_column = column < C
     blocks = x.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
@@ -135,7 +135,7 @@ def turned_kernel(
 ):  # fmt: skip
     """Requantize x [R, C], with scales if any, along the rows -> q [C, PADDED].
 
-    The third axis of programs are matrices, without scales.
+    The third axis of programs enumerates matrices without scales.
     """
     of_matrix = tl.program_id(2).to(tl.int64) * C
     x_ptr += of_matrix * R
@@ -162,8 +162,8 @@ def add_product(
     total, x, xs, w, ws,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``total`` [M, N] plus x [M, C] times w [C, N], whose scales are [M, C / BLOCK] and [N, C / BLOCK]."""
-    if UPCAST:  # the interpreter has no such product
+    """Return ``total`` [M, N] + x [M, C] @ w [C, N]; scales are [M, C / BLOCK] and [N, C / BLOCK]."""
+    if UPCAST:  # the interpreter has no fp8 product
         x = x.to(tl.float32).reshape(M, C // BLOCK, BLOCK) * powers_of(xs)[:, :, None]
         w = w.to(tl.float32).T.reshape(N, C // BLOCK, BLOCK) * powers_of(ws)[:, :, None]
         return tl.dot(x.reshape(M, C), w.reshape(N, C).T, total)
@@ -177,7 +177,7 @@ def mx_product_kernel(
     N: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [R, N] = x [R, C] times w [N, C], both with scales along C; EVEN: C is whole tiles."""
+    """``out`` [R, N] = x [R, C] @ w [N, C].T, both with scales along C; EVEN: C is whole tiles."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     row_tile, column_tile = in_turns(tl.program_id(0), tl.cdiv(R, BLOCK_M), COLUMN_TILES, GROUP)
     row, column = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

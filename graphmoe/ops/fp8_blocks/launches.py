@@ -80,7 +80,7 @@ def product(
 def blockwise_product(
     q_RK: Tensor, scale_BR: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """torch's GEMM, which wants scales contiguous along the rows, or the contracted blocks."""
+    """Call torch's GEMM with the scale layout that it needs: contiguous along rows or contracted blocks."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     kind = ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128

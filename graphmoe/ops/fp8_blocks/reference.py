@@ -20,7 +20,7 @@ def is_mx(scale: Tensor) -> bool:
 
 
 def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale's byte for fp32 ``amax``, and the inverse of the scale; 2^-127 at least.
+    """Return the scale's byte for fp32 ``amax`` (at least 2^-127) and the scale's inverse.
 
     Both are NaN if amax is not finite.
     """
@@ -60,7 +60,7 @@ def square_values(q_NK: Tensor, scale_NB: Tensor) -> Tensor:
 
 
 def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Return q [N, K] of a weight or the transposed one, and scales [N / 128, B] of blocks of 128 x 128."""
+    """Quantize a weight or its transpose: q [N, K], scales [N / 128, B] of blocks of 128 x 128."""
     w_NK = w_NK.t().contiguous() if turned else w_NK
     N, K = w_NK.shape
     tiles = w_NK.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK).permute(0, 2, 1, 3).reshape(-1, BLOCK * BLOCK)
@@ -71,8 +71,8 @@ def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Requantize rows along the rows -> q [C, R'], R' padded with zeros to whole blocks."""
-    # Between power-of-two scales only numbers under 2^-13 of the largest in their new block are rounded
-    # again, and in mxfp8 those above 448 scales.
+    # with power-of-two scales, requantization rounds only numbers under 2^-13 of the largest in their new
+    # block, and in mxfp8 those above 448 scales
     x_RC = values(q_RC, scale)
     x_CR = pad(x_RC, (0, 0, 0, -len(x_RC) % block_of(scale))).t().contiguous()
     return quantise_mx(x_CR) if is_mx(scale) else quantise_blockwise(x_CR)

@@ -3,9 +3,9 @@
 Suffixes as there; B blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
 ``recipe`` is a key of `ops.formats.KERNELS`.
 
-A token is quantized once, before its rows are gathered. h has a scale per block, which one tile of the GEMM
-can compute; the activation and row gradients have one per row, or a delayed scale. Formats with block scales
-quantize these by blocks, and for wgrad both operands again along each expert's rows, padded with zeros.
+A token is quantized once, before its rows are gathered. h has one scale per block, computed within a tile of
+the GEMM. The activation and row gradients have one per row, or a delayed scale. Formats with block scales
+quantize them by blocks; for wgrad they requantize both operands along each expert's rows, padded with zeros.
 """
 
 from collections.abc import Sequence
@@ -52,13 +52,13 @@ def _largest(known: Known | None, like: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::fp8_rows", mutates_args=())
 def rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q like w [..., N, C], contiguous, and the scales [..., N, 1] of its rows. No device sync."""
+    """Quantize w [..., N, C] by rows -> q, contiguous, scales [..., N, 1]. No device sync."""
     return _rounding(w).rows(w)
 
 
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
 def columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q [..., C, N] and scales [..., C, 1] of the transposed matrix or matrices. No device sync."""
+    """Quantize and transpose matrices by columns -> q [..., C, N], scales [..., C, 1]. No device sync."""
     return _columns(w, whole=False)
 
 
@@ -86,9 +86,9 @@ def _forward(
     dtype: torch.dtype, recipe: str, known_a: Tensor | None = None, largest_a: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """y [T, D], and h for the backward: hq [R, H], hs [R, B]; weights are those of `rows`.
+    """Return y [T, D], and h saved for the backward: hq [R, H], hs [R, B]. Weights are those of `rows`.
 
-    Last the running maximum [1] of the activation if its scale is known, else [0].
+    Last result: the running maximum [1] of the activation if its scale is known, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -116,9 +116,10 @@ def _dgrad(
     known_a: Tensor | None = None, known_dh: Tensor | None = None, largest_dh: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F] as q and scales.
+    """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
-    Weights are those of `columns`. Last the running maximum [1] of dh if its scale is known, else [0].
+    Weights are those of `columns`. Last result: the running maximum [1] of dh if its scale is known, else
+    [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -133,7 +134,7 @@ def _wgrad(
     aq_RF: Tensor, as_R1: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     recipe: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up [E, H, D] and dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
+    """Return dw_gate_up [E, H, D], dw_down [E, D, F] in fp32; exactly zero for experts without rows."""
     sizes = weight_shapes(xq_TD, dhq_RH, aq_RF, ends_E, expert_RS)
     up, down = (dys_T1.new_empty(size, dtype=DTYPE) for size in sizes)
     sides = (dyq_TD, dys_T1), (xq_TD, xs_T1), (dhq_RH, dhs_R1), (aq_RF, as_R1)
@@ -175,7 +176,7 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """y, hq and hs of a layer; with ``carries`` x is a carrier of `ops.symm.stored`."""
+    """Return y, hq and hs of a layer; with ``carries`` x is a carrier of `ops.symm.stored`."""
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
@@ -189,7 +190,7 @@ def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Ten
 def mlp_gradients(
     dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
 ) -> tuple[Tensor, ...]:
-    """Gradients of x, of both weights and of slot weights; with ``carries`` x and dy are carriers."""
+    """Return gradients of x, weights and slot weights; with ``carries`` x and dy are carriers."""
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
     plan, replicas = plan[:3], plan[3:]
     ops, by, dtype = torch.ops.graphmoe, KERNELS[recipe], x_TD.dtype
@@ -268,7 +269,6 @@ def _(dyq_TD: Tensor, dys_T1: Tensor, hq_RH: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _of_largest(like: Tensor, rest: Sequence[Any], place: int) -> Tensor:
-    """As `_largest`, of an optional argument at a position."""
     return like.new_empty(0 if len(rest) <= place or rest[place] is None else 1, dtype=DTYPE)
 
 

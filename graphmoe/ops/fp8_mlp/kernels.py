@@ -47,7 +47,7 @@ def quantise_rows_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [R, C] and scales [R] of x [R, C]; given ``largest``, of matrices of N rows."""
+    """Quantize x [R, C] by rows -> q, scales [R]; given ``largest``, by matrices of N rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
@@ -74,7 +74,7 @@ def quantise_columns_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q [E, C, N] and scales [E, C] of w [E, N, C]; given ``largest``, of matrices."""
+    """Quantize w [E, N, C] by columns -> q [E, C, N], scales [E, C]; given ``largest``, by matrices."""
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
@@ -126,12 +126,12 @@ def rows_kernel(
             else:
                 x = tl.load(x_from + c, mask=(c + c_range < C)[None, :], other=0.0)
             w = w_ptr.load([expert, column, c]).reshape(BLOCK_N, BLOCK_C).T
-            if UPCAST:  # the interpreter multiplies 8 bits wrongly
+            if UPCAST:  # the interpreter's fp8 product is wrong
                 x, w = x.to(tl.float32), w.to(tl.float32)
             product = tl.dot(x, w, product)
         columns = column + tl.arange(0, BLOCK_N)
         ws = tl.load(ws_ptr + expert * N + columns, columns < N, other=0.0)
-        # xs in two factors: the sum times a large xs may overflow, and a tile of xs * ws spills on sm_100.
+        # two factors of xs: the sum times a large xs may overflow; a tile of xs * ws spills on sm_100
         xs = tl.load(xs_ptr + near)
         half = ((xs.to(tl.int32, bitcast=True) >> 23) + 127) >> 1
         product *= (half << 23).to(tl.float32, bitcast=True)[:, None]
@@ -165,9 +165,9 @@ def swiglu_kernel(
     F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: h by blocks, and silu(gate) * up * weight [R, F] by rows, unless ``aq`` is None.
+    """Quantize h [R, H] by blocks, and silu(gate) * up * weight [R, F] by rows unless ``aq`` is None.
 
-    With a ``known`` scale ``largest`` is the maximum of each program.
+    With a ``known`` scale each program stores its maximum in ``largest``.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -206,9 +206,9 @@ def swiglu_grad_kernel(
     F: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr, MOST: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H] and the weighted activation [R, F], and dweight [R].
+    """Compute dh [R, H], the weighted activation [R, F] and dweight [R] from da [R, F] and h.
 
-    With ``known`` scales ``largest`` is the maximum of dh of each program.
+    With ``known`` scales each program stores its maximum of dh in ``largest``.
     """
     live = live_rows(ends_ptr, experts, rows)
     first = tl.program_id(0) * ROWS
@@ -258,7 +258,7 @@ def expert_scales_kernel(
     dhs_ptr, xs_ptr, as_ptr, dys_ptr, slot_ptr, ends_ptr, scale_ptr, tile_ptr,
     K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Largest scale products of an expert's rows [2, E]: dh and x, a and dy; its first tile [E + 1]."""
+    """Store the largest scale product of each expert's rows [2, E] (dh x, a dy), and first tiles [E + 1]."""
     expert = tl.program_id(0)
     known = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + known, mask=known < E, other=0)
@@ -284,7 +284,7 @@ def transposed_kernel(
     q_ptr, own_ptr, other_ptr, slot_ptr, scale_ptr, ends_ptr, table_ptr, to_ptr, max_tiles, padded,
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Transpose each expert's rows -> [C, padded]; those of [R, C] are rescaled, with GATHER [T, C] not."""
+    """Transpose each expert's rows -> [C, padded]; rows of [R, C] are rescaled, gathered tokens are not."""
     tile, part = tl.program_id(0), tl.program_id(1)
     if tile < tl.load(table_ptr):
         expert = tl.load(table_ptr + 1 + tile)
@@ -309,7 +309,7 @@ def transpose_kernel(
     q_ptr, factor_ptr, to_ptr, rows, stride,
     C: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Transpose rows [R, C], times factors if any -> [C, stride]; zeros from R on."""
+    """Transpose rows [R, C], times factors if any -> [C, stride]; columns from R on are zero."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < C)[None, :]

@@ -171,7 +171,7 @@ def _by_rows(
 def _transposed(
     of: tuple[Tensor, Tensor | None], other: Tensor | None, scale_E: Tensor | None, plan: Plan, table: Tensor
 ) -> Tensor:
-    """Rows of experts as columns [C, padded]; gathered tokens if there is no scale."""
+    """Transpose experts' rows -> [C, padded]; without ``scale_E`` they are gathered tokens."""
     from graphmoe.ops.fp8_mlp.kernels import transposed_kernel
 
     (q, own), max_tiles, C = of, len(table) // 2, of[0].shape[1]

@@ -23,9 +23,9 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``w[e(r)] @ x[r]`` -> ``out`` [R, N]; x is [T, C] with GATHER, else [R, C]; w is [E, N, C]."""
+    """``out`` [R, N] = ``w[e(r)] @ x[r]``; x is [T, C] with GATHER, else [R, C]; w is [E, N, C]."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    # C is no constant: a short loop would be unrolled, into more than registers hold
+    # C is not constexpr: a short loop would be unrolled, into more than registers hold
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
     m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     b_range = tl.arange(0, BLOCK_C // BLOCK)
@@ -63,7 +63,7 @@ def swiglu_kernel(
     h_ptr, weight_ptr, slot_ptr, ends_ptr, hq_ptr, hs_ptr, aq_ptr, as_ptr, experts, rows,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From h [R, H]: h quantized, and silu(gate) * up * weight [R, F], unless ``aq`` is None."""
+    """Quantize h [R, H], and silu(gate) * up * weight [R, F] unless ``aq`` is None."""
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     H: tl.constexpr = 2 * F
@@ -87,9 +87,7 @@ def swiglu_grad_kernel(
     experts, rows,
     F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From da [R, F] and h: dh [R, H], the weighted activation [R, F], dweight in ``partial`` [column
-    tiles, R].
-    """
+    """Compute dh [R, H], the weighted activation [R, F], ``partial`` dweight [column tiles, R] from da, h."""
     live, first = live_rows(ends_ptr, experts, rows), tl.program_id(1) * COLUMNS
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     H: tl.constexpr = 2 * F
@@ -142,7 +140,7 @@ def weight_grad_kernel(
 ):  # fmt: skip
     """``out`` [E, M, N] = the product of an expert's rows; ADD adds to it.
 
-    Operands are [M, padded] and [N, padded]; an expert begins a tile of BLOCK_R rows. With BEHIND
+    Operands are [M, padded] and [N, padded]; an expert starts at a tile of BLOCK_R rows. With BEHIND,
     ``in_front`` experts precede, and experts after the last one with rows are unwritten.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M

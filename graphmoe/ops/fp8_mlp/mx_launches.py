@@ -67,7 +67,7 @@ def _wgrad(
         _weight_grad(left, right, plan, total, add=add)
         for each in more:
             _weight_grad(left, right, plan, each, in_front=E)
-        del left, right  # before those of the next product
+        del left, right  # frees them before those of the next GEMM
     return up, down
 
 

@@ -26,7 +26,7 @@ BACKENDS: dict[str, Backend] = {
     "turbo": vendor.TURBO,
     "te": vendor.TE,
 }
-# vendors' fp8 GEMMs by recipe: named by the pass fp8_experts, by no key
+# vendors' fp8 GEMMs by recipe: selected by the pass fp8_experts, not by a key
 FP8_BACKENDS: dict[str, Backend] = {f"turbo.{recipe}": each for recipe, each in vendor.TURBO_FP8.items()}
 DIRECTIONS = ("forward", "dgrad", "wgrad")
 # operands of the two weight gradients: dy_TD, x_TD, dh_RH, a_RF
@@ -39,7 +39,7 @@ def row_of(name: str) -> Backend:
 
 
 def backend_of(backend: str, direction: str) -> str:
-    """Return the backend that "triton" or "triton,triton,torch" names for one of `DIRECTIONS`."""
+    """Return the backend for one of `DIRECTIONS`, from "triton" or "triton,triton,torch"."""
     names = backend.split(",")
     names = names * 3 if len(names) == 1 else names
     assert len(names) == 3 and all(n in BACKENDS | FP8_BACKENDS or ":" in n for n in names), backend
@@ -149,7 +149,7 @@ def _with_replicas(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     expert_RS: Tensor, *, may_defer: bool,
 ) -> None:  # fmt: skip
-    # other backends round to the dtype of the model, so their gradients are sent in that
+    # other backends round to the model's dtype, so their gradients are sent in that dtype
     dtype = totals[0].dtype if kernels is triton_backend else given[0].dtype
     exchange = exchange_of(len(expert_RS))
     with exchange.slot_gradients(totals, expert_RS, dtype, may_defer=may_defer) as made:
@@ -164,8 +164,8 @@ def wgrad_in_two(
 
     In each half of ``of_more`` gradients are stored up to the last replica with rows.
     """
-    # Backends other than triton write zeros for each expert without rows. So on a GPU they compute the first
-    # half, as all are seldom in use, and kernels that skip what has no rows the others.
+    # Backends other than triton write zeros for each expert without rows. On a GPU they compute the first
+    # half, as all are seldom used, and kernels that skip experts without rows compute the others.
     own, slots = len(plan.ends_E) - len(of_more[0]), len(of_more[0])
     skips = triton_backend.reason_against(given[0].dtype, given[0].device, True) is None
     until = own + (0 if kernels is triton_backend else slots // 2 if skips else slots)

@@ -43,7 +43,7 @@ class MlpShape:
 
 
 class Memory(Protocol):
-    """Small answers that outlive the process."""
+    """Storage of small answers that outlives the process."""
 
     def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
         """Return the answer stored for these facts, or None."""
@@ -89,7 +89,7 @@ def recalled(
     memory: Memory | None, name: str, facts: Mapping[str, Any], is_answer: Callable[[Any], bool],
     measure: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the stored answer for the facts if it is one; else measure, and store what was found."""
+    """Return the valid stored answer for the facts; else measure, and store the result."""
     known = None if memory is None else memory.recall(name, facts)
     if known is not None and is_answer(known):
         return dict(known)
@@ -152,7 +152,7 @@ def milliseconds(
             try:
                 call_op(op, *inputs, name, *last)
             except Exception as error:
-                failed[name] = error.with_traceback(None)  # which would hold the inputs
+                failed[name] = error.with_traceback(None)  # a traceback would keep the inputs alive
 
     # in turns, since a GPU's clock changes under load
     calls = {name: functools.partial(call, name) for name in backends}

@@ -132,7 +132,7 @@ def store(
 ) -> None:
     """Store gradients in totals of another dtype, or add them.
 
-    On a GPU with ``ends_E``, which continue others, only up to the last expert with rows.
+    On a GPU with ``ends_E`` of experts behind others, only up to the last expert with rows.
     """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):
@@ -155,7 +155,7 @@ TORCH = Stepwise(lambda dtype: _PRODUCTS, _reason_against_torch)
 
 
 def row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the routing weight of each row; dead rows have that of any slot."""
+    """Return the routing weight of each row; arbitrary for dead rows."""
     if weight_TK.numel() == 0:
         return weight_TK.new_empty(slot_R.shape)
     return weight_TK.reshape(-1)[slot_R.long().clamp(0, weight_TK.numel() - 1)]

@@ -226,8 +226,8 @@ def _launch_rows(
     load_w = config.descriptors != "none" and _describable(w)
     load_x = config.descriptors == "both" and slot is None and _describable(x)
     (C, N), contract_last = sizes, not step.endswith("dgrad")
-    # A flattened loop carries the mask of the columns, of which the compiler then knows nothing: it would
-    # load element by element.
+    # a flattened loop carries the column mask, whose structure the compiler then cannot see: it would load
+    # element by element
     flatten = config.flatten and (contract_last or load_w or N % config.block_n == 0)
     rows_kernel[(programs,)](
         descriptor(x, (config.block_m, config.block_k)) if load_x else x,
@@ -254,7 +254,7 @@ def _describable(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, block: tuple[int, ...]) -> Any:
-    # made on the host at each launch, so that it needs no scratch memory
+    # made on the host at each launch, so no scratch memory is needed
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(x, list(block))

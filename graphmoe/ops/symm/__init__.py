@@ -1,12 +1,12 @@
-"""Dispatch and combine with sizes unknown to the host: the dispatcher symm.
+"""Dispatcher symm: dispatch and combine with sizes unknown to the host.
 
 Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W positions of a token in the send plan, R = T * W, N rows
 of the received tensors (fixed, live and dead), D hidden.
 
-Collectives on the peers of ``use_peers``: kernels (`exchange`: no device sync, capturable) or
+Collectives of the peers set by ``use_peers``: kernels (`exchange`: no device sync, capturable) or
 torch.distributed (`collective`: CPUs, fp64, the reference).
 
-``arrivals_PP[s, p]`` rows are sent from rank s to rank p. There, row j of source s is at
+Rank s sends ``arrivals_PP[s, p]`` rows to rank p. There, row j of source s has the position
 
     s * block + j                                                     if j < block,
     P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise.
@@ -87,7 +87,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """As ``symm_dispatch``, of quantized values whose scales are the last column of ``weight_TK``."""
+    """``symm_dispatch`` of quantized values; the last column of ``weight_TK`` is their scales."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)

@@ -1,7 +1,7 @@
-"""The operations of `graphmoe.ops.symm` by kernels that read peers' memory: no device sync, capturable.
+"""Operations of `graphmoe.ops.symm` by kernels on peer memory: no device sync, capturable.
 
-An exchange writes the own region, passes a barrier and reads from peers. Copies on ``peers.streams`` move the
-first ``block`` rows for each rank, kernels the rest.
+Each exchange writes this rank's region, passes a barrier and reads from peers. Copies on ``peers.streams``
+move the first ``block`` rows for each rank, kernels the rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def bring(
     weight_bytes = along.num_bytes if along else 0
     region = peers.reserve(Sizes(tokens, row_bytes, slots, places, rows, block, weight_bytes))
     received_ND = x_TD.new_empty(rows, columns) if into_ND is None else into_ND
-    # copies need an early start; kernels that pull gain nothing from it
+    # copies need an early start; pulling kernels gain nothing from it
     with before_products() if block else nullcontext():
         _take(peers, "out")
         if block:
@@ -101,11 +101,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _take(peers: MemoryPeers, side: Side) -> None:
-    # no peer may still read what this side held
+    # no peer may still be reading this side
     capturing = is_capturing()
     other: Side = "back" if side == "out" else "out"
-    # The sides alternate, so one barrier per exchange is enough: after it all ranks have written this side
-    # and read the other.
+    # Sides alternate, so one barrier per exchange is enough: after it all ranks have written this side and
+    # read the other.
     if peers.last not in (None, (other, capturing)):
         peers.barrier()
     peers.last = side, capturing
@@ -114,7 +114,7 @@ def _take(peers: MemoryPeers, side: Side) -> None:
 def _blocks(peers: MemoryPeers, to_PBD: Tensor, offset: int) -> list[tuple[Tensor, Tensor]]:
     block, columns = to_PBD.shape[1:]
     own = offset + peers.rank * block * columns * to_PBD.element_size()
-    # each rank starts with its successor, so that not all read from one
+    # each rank starts with its successor, to spread reads over ranks
     others = [(peers.rank + i) % peers.size for i in range(1, peers.size)] if block else []
     return [(to_PBD[rank], peers.view(rank, own, (block, columns), to_PBD.dtype)) for rank in others]
 

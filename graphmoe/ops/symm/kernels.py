@@ -1,7 +1,7 @@
 """Kernels that exchange rows between ranks: tokens to the owners of their experts, and sums back.
 
-Suffixes as in the package; ``columns`` = D. RANKS is P rounded up to a power of two. A record is 1 + 2 K
-int32 of a row sent: token, weights, expert numbers at the receiver; LANES is its padded length.
+Suffixes as in the package; ``columns`` = D. RANKS is P rounded up to a power of two. A sent row has a record
+of 1 + 2 K int32: token, weights, expert numbers at the receiver; LANES is its padded length.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
@@ -50,7 +50,7 @@ def pack_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy each token into the blocks of its ranks, and to ``token_TD`` if it is beyond one."""
+    """Copy each token into its ranks' blocks, and to ``token_TD`` if a peer must fetch it."""
     across = tl.cdiv(columns, COLUMNS)
     token = ((tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,7 +90,7 @@ def receive_kernel(
     row_bytes, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write each received row's address (0: dead), with K > 0 weights and numbers, and the counts."""
+    """Write each received row's address (0: dead) and the counts; with K > 0 also weights and numbers."""
     rank = tl.arange(0, RANKS)
     base = tl.load(address_P + rank, rank < P, other=0)
     counts_at = (base + counts_offset).to(arrivals_PP.dtype)
@@ -145,12 +145,12 @@ def pull_kernel(
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), stretch * P * across, tl.num_programs(0)):
         turn = i // across
-        # each rank starts at its own stretch of sources, so that not all read from one
+        # each rank starts at a different source, to spread reads over ranks
         tile = (turn + me) % P * stretch + turn // P
         row = tile * ROWS + tl.arange(0, ROWS)
         column = i % across * COLUMNS + tl.arange(0, COLUMNS)
         live = row < live_rows
-        # one load of an address before those of the row
+        # one load of addresses, then the rows
         at = tl.multiple_of(tl.load(from_N + first + row, live, other=0).to(received_ND.dtype), ALIGNMENT)
         is_value = live[:, None] & (column < columns)[None, :]
         x = tl.load(at[:, None] + column[None, :], is_value)
@@ -163,7 +163,7 @@ def put_kernel(
     y_ND, sum_ND, arrivals_PP, columns, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the live rows of other ranks' tokens."""
+    """Copy the rows of other ranks' tokens into this rank's region."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
     rest = tl.maximum(arrived - block, 0)
@@ -192,7 +192,7 @@ def way_back_kernel(
     sums_offset, dweights_offset, row_bytes, me, rows, block, num_places,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write the address of each place's term, 0 for none."""
+    """Write the addresses of the row and of its weight gradient at each position; 0 for none."""
     rank = tl.arange(0, RANKS)
     known = rank < P
     ends = tl.load(ends_P + rank, known, other=NO_END)[None, :]
@@ -212,7 +212,7 @@ def way_back_kernel(
     at = tl.where(row_of_rank < block, me * block + row_of_rank, rest).to(tl.int64)
     fits = (row >= 0) & (at < rows)
     sums_at = base + sums_offset + at * row_bytes
-    # blocks of other ranks are local already
+    # blocks of other ranks have been copied already
     if staged_PBD is not None:
         staged_row = (to * block + row_of_rank).to(tl.int64)
         sums_at = tl.where(row_of_rank < block, staged_PBD.to(tl.int64) + staged_row * row_bytes, sums_at)
@@ -231,7 +231,7 @@ def sum_kernel(
     W: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows of each token's places, in order, in fp32; AT_ONCE loads are in flight."""
+    """Add the rows at each token's positions, in order, in fp32; AT_ONCE loads are in flight."""
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * across, tl.num_programs(0)):
         token = (i // across * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

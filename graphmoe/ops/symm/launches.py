@@ -34,13 +34,13 @@ PULL = Launch(tile_bytes=32 << 10, width_bytes=4096, threads=512, programs=128)
 PUT = Launch(tile_bytes=16 << 10, width_bytes=4096, threads=256, programs=1024)
 # one 16-byte vector per thread, held in registers while it is stored up to W times; one tile per program
 PACK = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=0)
-# one 16-byte vector per thread and place, so a token of six places has 24 KiB in flight
+# one 16-byte vector per thread and position, so a token with six positions has 24 KiB in flight
 SUM = Launch(tile_bytes=4096, width_bytes=4096, threads=256, programs=2048)
-# the fewest numbers of records in a tile that fill the 128-byte lines of a link
+# the smallest tile of records that fills the 128-byte lines of a link
 RECORD_TILE, RECORD_THREADS = 1024, 128
 PLACES, PLACE_THREADS = 256, 128
 WIDEST = 16  # bytes of the widest load
-AT_ONCE = 16  # places in one round; registers hold a piece of each row
+AT_ONCE = 16  # positions per round; registers hold a piece of each row
 
 
 def put_records(
@@ -85,7 +85,7 @@ def pack(
 def receive(
     peers: MemoryPeers, region: Region, rows: int, slots: int, row_bytes: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Address of each row int64 [N], weights and expert numbers [N, K], arrivals."""
+    """Return the address of each row int64 [N], weights and expert numbers [N, K], arrivals."""
     like, lanes = peers.addresses, triton.next_power_of_2(1 + 2 * slots)
     height = max(RECORD_TILE // lanes, 1)
     arrivals_PP = like.new_empty(peers.size, peers.size, dtype=torch.int32)
@@ -111,7 +111,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy the live rows of other ranks' tokens into this rank's region."""
+    """Copy the rows of other ranks' tokens into this rank's region."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     kernels.put_kernel[(PUT.programs,)](
@@ -125,7 +125,7 @@ def way_back(
     peers: MemoryPeers, region: Region, way: tuple[Tensor, Tensor, Tensor, int], staged_PBD: Tensor | None,
     y_ND: Tensor, dweight_NK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Addresses of each place's terms, of rows and weight gradients: int64 [T, W]."""
+    """Return the addresses of rows and of weight gradients at each position: int64 [T, W]."""
     ends_P, row_TW, arrivals_PP, block = way
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)

@@ -36,7 +36,7 @@ class CollectivePeers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one exchange, equal on all ranks."""
+    """Sizes of an exchange, equal on all ranks."""
 
     tokens: int
     row_bytes: int  # of a token: D elements
@@ -52,9 +52,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Region:
-    """Byte offsets in each rank's region. Side "out" is tokens to weights, side "back" the rest.
+    """Byte offsets in each rank's region. Side "out" is from tokens to weights, side "back" the rest.
 
-    Only the owner writes, one side while peers may read the other.
+    Only the owner writes; it writes one side while peers may read the other.
     """
 
     sizes: Sizes
@@ -96,7 +96,7 @@ COUNT_BYTES = 16 << 10  # counts of 4,096 experts
 
 
 class SharedMemory(Peers, Protocol):
-    """Memory of each rank that all of them read. Call alike on all ranks, on ordered streams.
+    """Memory of each rank that all ranks read. Called alike on all ranks, on ordered streams.
 
     Graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``.
     """
@@ -116,12 +116,12 @@ class SharedMemory(Peers, Protocol):
 class MemoryPeers(Peers, Protocol):
     """Peers that read each other's regions, one exchange at a time."""
 
-    # Side of the last exchange, and whether it was captured. A replay does not set it: graphs, and what runs
-    # between them, must alternate sides.
+    # Side of the last exchange, and whether it was captured. A replay does not set it: graphs, and code that
+    # runs between them, must alternate sides.
     last: tuple[Side, bool] | None
     addresses: Tensor  # int64 [P] on the device: base of each rank's region
     streams: Sequence[torch.cuda.Stream]  # for copies from the P - 1 other ranks; none on a CPU
-    replicas: SharedMemory  # a second memory, so that weights move beside exchanges of rows
+    replicas: SharedMemory  # a second memory, so that weights are sent beside exchanges of rows
 
     def reserve(self, sizes: Sizes) -> Region:
         """Return the region, grown for ``sizes``, as `SharedMemory.reserve`."""
@@ -145,7 +145,7 @@ def reserve(sizes: Sizes, replica_bytes: int) -> None:
 
 
 def forget_graphs() -> None:
-    """Free memory kept for graphs, which have all ended."""
+    """Free memory kept for graphs; call after all graphs have been deleted."""
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         cast(MemoryPeers, IN_USE.exchange.peers).forget_graphs()
 
@@ -171,9 +171,9 @@ def is_capturing() -> bool:
 
 @contextmanager
 def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Let exchanges inside overlap GEMMs that are queued on ``stream`` afterwards."""
-    # Kernels of another stream that are launched after GEMMs wait for a free SM, and the transfer with them.
-    # So the exchange packs what it sends on the GEMMs' stream.
+    """Overlap the exchanges inside with GEMMs queued on ``stream`` afterwards."""
+    # A kernel launched on another stream after GEMMs waits for a free SM, and delays the transfer. So the
+    # exchange packs what it sends on the GEMMs' stream.
     before, IN_USE.products = IN_USE.products, stream
     try:
         yield
@@ -183,7 +183,7 @@ def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @contextmanager
 def before_products() -> Iterator[None]:
-    """Queue kernels inside on the GEMMs' stream, if any, in order with the current stream."""
+    """Queue kernels inside on the GEMMs' stream, if any, ordered with the current stream."""
     products = IN_USE.products
     if products is None:
         yield

@@ -1,6 +1,6 @@
-"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized at arrival.
+"""Rows sent in fp8: quantized values and row scales, bitwise as if quantized on arrival.
 
-Gradients of received tensors have the model's dtype, so fp8 rows arrive in a tensor of that dtype, the
+Autograd needs received tensors in the model's dtype. So fp8 rows are in a tensor of that dtype, the
 **carrier**: N * D bytes of values, then 4 * N of scales. Never add or cast it.
 """
 
@@ -31,7 +31,7 @@ def words(q: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::fp8_arrived", mutates_args=())
 def arrived(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """q [N, D] and scales fp32 [N, 1]: copies to save, half as large as the carrier."""
+    """Copy q [N, D] and scales fp32 [N, 1] to save them; half as large as the carrier."""
     q_ND, scale_N1 = parts(carrier_ND.contiguous())
     return q_ND.clone(), scale_N1.clone()
 

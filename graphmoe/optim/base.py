@@ -83,7 +83,7 @@ class StepOptimizer(ABC):
         """Return the model's state for a checkpoint. A collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's master weights, moments, counters and scales; no copies."""
+        """Return this rank's master weights and moments by parameter name, counters and scales; no copies."""
         found = {moment: self._entries(moment) for moment in self.rule.moments}
         found["main"] = self._entries("main") if self.rounds else {}
         return {**found, "counters": self._counters(), "scales": self.scales.values() if self.scales else {}}

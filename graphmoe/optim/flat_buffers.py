@@ -24,7 +24,7 @@ from graphmoe.runtime.ranks import Mesh
 class Region(NamedTuple):
     decays: bool
     tensors: list[Tensor]
-    """Master weights, gradient, moments, and rounded weights if any."""
+    """Master weights, gradient, moments, rounded weights if any."""
 
     @property
     def grad(self) -> Tensor:
@@ -86,12 +86,10 @@ class Family:
         return [Region(d, [s[part] for s in shards]) for d, part in parts.items() if part.stop > part.start]
 
     def reduce(self, bucket: Bucket) -> dist.Work:
-        """Start the reduce-scatter of a bucket's gradients."""
         shard, whole = self.grad_shard[bucket.shard], self.grad[bucket.whole]
         return reduce_scatter_into(shard, whole, group=self.group, async_op=True)
 
     def gather(self, bucket: Bucket) -> dist.Work:
-        """Start the all-gather of a bucket's weights."""
         shard, whole = self.weight_shard[bucket.shard], self.weight[bucket.whole]
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 

@@ -99,7 +99,6 @@ class WeightGather:
         self._held: dict[nn.Module, tuple[Tensor, ...]] = {}
 
     def start(self) -> None:
-        """Queue all gathers after the update."""
         self.wait()
         with profiler_range("weights", "gather"):
             self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}

@@ -25,7 +25,7 @@ from graphmoe.segments import Executor
 
 
 class Optimizer(StepOptimizer):
-    """StepOptimizer over flat buffers; the model's parameters become views of them."""
+    """StepOptimizer over flat buffers, which the model's parameters become views of."""
 
     model_is_whole = True
 
@@ -130,7 +130,6 @@ class Optimizer(StepOptimizer):
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy unsharded fp32 weights, equal on all ranks, to the master weights."""
         for family in self.families:
             for name, (start, own) in family.owned(family.main).items():
                 own.copy_(weights[name].reshape(-1)[start : start + own.numel()])

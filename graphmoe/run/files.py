@@ -1,4 +1,4 @@
-"""Names of a run's files, and types to read untrusted ones.
+"""Names of a run's files, and types to parse them; their content is untrusted.
 
 Unknown fields are ignored. Integers are below 2^53, on which JSON readers agree.
 """

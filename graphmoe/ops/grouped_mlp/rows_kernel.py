@@ -3,8 +3,8 @@
 Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2F. BLOCK_M,
 BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
 
-One of P programs computes every P-th tile. Row tiles are in a table that `tiles_kernel` makes of ``ends_E``:
-the host knows only an upper bound of their number.
+One of P programs computes every P-th tile. `tiles_kernel` builds a table of row tiles from ``ends_E``: the
+host only knows an upper bound of their number.
 """
 
 # mypy: allow-untyped-defs

@@ -99,7 +99,7 @@ def parts_of(plan: Plan, own: int) -> list[Part]:
 def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
     """Return the table of row tiles of a height (`tiles_kernel`), each made once.
 
-    ``behind``: ``ends_E`` continues other ends, and its first expert begins at the last of them.
+    ``behind``: ``ends_E`` continues other ends, the last of which is the start of its first expert.
     """
     import triton
 

@@ -234,7 +234,7 @@ class Speeds:
         return elements * (element_bytes + 1) / (self.card.hbm_tb_per_s * 1e12 * self.rates.fp8_quantise)
 
     def weight_forms(self, elements: float, element_bytes: int) -> float:
-        """Seconds of both quantized weight copies, made once a step, per micro-batch."""
+        """Seconds per micro-batch to quantize both weight copies, which is done once a step."""
         return (1 - self.adding) * 2 * self.quantised(elements, element_bytes)
 
     @property

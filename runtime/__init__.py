@@ -1,1 +1,1 @@
-"""Execution of a run: compile units, their graphs and code, the report, host tuning."""
+"""Execution of a run: processes, dispatch, compiled units, captured graphs, pipelines."""

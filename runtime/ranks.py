@@ -17,9 +17,9 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.layout import AXES, SUMMED_OVER, Axis, Layout
 
 T = TypeVar("T")
-# of tensors: the others wait while one rank compiles; hangs are detected sooner
+# for tensors: long enough for one rank to compile; HangWatch detects hangs sooner
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-PATIENCE = timedelta(hours=12)  # of objects: the others wait while one rank tokenizes a corpus
+PATIENCE = timedelta(hours=12)  # for objects: long enough for one rank to tokenize a corpus
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, item: T) -> list[T]:
-        """Every rank's item, in rank order."""
+        """Return every rank's item, in rank order."""
         if self.group is None:
             return [item]
         items: list[Any] = [None] * self.size
@@ -47,7 +47,7 @@ class Ranks:
         return items
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on rank 0; all get its result or error."""
+        """Run ``action`` on rank 0; all ranks get its result or error."""
         if self.size == 1:
             return action()
         outcome: list[Any] = list(_outcome(action)) if self.is_first else [None, None]
@@ -55,7 +55,7 @@ class Ranks:
         return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
-        """Likewise on each node's first rank, for its node. Collective over all ranks."""
+        """Run ``action`` on each node's first rank, for the ranks of that node. Collective over all ranks."""
         if self.size == 1:
             return action()
         mine = _outcome(action) if self.local_index == 0 else (None, None)
@@ -120,7 +120,7 @@ class Mesh:
                 self._groups[axis] = made[key]
 
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """Process group of an axis; None if its size is 1."""
+        """Return an axis's process group; None if its size is 1."""
         return self._groups.get(axis)
 
     def index(self, axis: Axis) -> int:

@@ -50,20 +50,19 @@ COMMANDS = {
     "doctor": "this machine: versions, devices, and optional packages that are missing",
     "worker": "one rank of a run, for a torchrun of your own",
 }
-"""All commands, with a line each."""
 WIDTH, LONG_KEY = 100, 44
-"""Columns of a help; a longer key has a line of its own."""
+"""Columns of help text; longer keys get their own line."""
 MOST_NAMED = 50
-"""Keys that an error lists."""
+"""Most keys named in errors."""
 MOST_COMPARED = 10_000
-"""Names of a folder compared with a missing one."""
+"""Most folder entries compared with a missing name."""
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")
 
 
 def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = None) -> None:
-    """Run ``main``; a known error is one line on stderr and exit status 2, of a disk 1."""
+    """Run ``main``; known errors print one line and exit with status 2, disk errors with 1."""
     try:
         main(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
@@ -88,10 +87,10 @@ def print_error(error: object) -> None:
 
 
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str, places: Sequence[str] = ()) -> Args:
-    """Fill the dataclass from arguments; ``--help`` and ``--version`` exit. *Raises* ConfigError.
+    """Parse arguments into the dataclass; ``--help`` and ``--version`` exit. *Raises* ConfigError.
 
-    Lists are split at commas, ``none`` clears a value, nested fields have dotted keys; words without a key
-    are assigned to ``places``.
+    Commas split lists, ``none`` clears a value, nested fields have dotted keys; arguments without a key fill
+    ``places``.
     """
     if wants_help(argv):
         emit({}, usage(cls, prog, places), OutputFormat.text)
@@ -123,9 +122,9 @@ def key_value_words(
     as_they_are: re.Pattern[str] = _KEY,
     listed: Callable[[list[str]], str] = ",".join,
 ) -> tuple[list[str], list[str]]:
-    """Return the words as ``key=value``, and the problems of others.
+    """Return arguments as ``key=value``, and the problems of others.
 
-    ``hints``: types of the keys; a list takes several words, true may be omitted.
+    ``hints``: types of the keys; a list takes several arguments, a bool alone means true.
     """
     words, problems, rest, free = list[str](), list[str](), deque(argv), deque(places)
 
@@ -178,7 +177,7 @@ def answer_version(argv: Sequence[str]) -> None:
 
 
 def typed_as(prog: str) -> str:
-    """Return the command as it was typed, as console script or with ``python -m``."""
+    """Return the command as typed."""
     is_console = Path(sys.argv[0]).name == "graphmoe" or sys.argv[0].endswith("graphmoe/__main__.py")
     return prog.replace(".", " ", 1) if is_console else f"python -m {prog}"
 
@@ -210,7 +209,7 @@ def key_lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def nearest(word: str, choices: Sequence[str]) -> str:
-    """'; did you mean ...?', or the list of choices."""
+    """Return '; did you mean ...?', or the list of choices."""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     if close:
         return f"; did you mean '{close[0]}'?"
@@ -218,7 +217,7 @@ def nearest(word: str, choices: Sequence[str]) -> str:
 
 
 def near_path(path: str | Path) -> str:
-    """'; did you mean ...?' for a missing path with a similar sibling; else nothing."""
+    """Return '; did you mean ...?' if a missing path has a similar sibling, else ''."""
     parts = Path(os.path.expanduser(path)).parts
     if not parts or os.path.exists(Path(*parts)) or glob.glob(str(Path(*parts)), recursive=True):
         return ""
@@ -239,7 +238,7 @@ def near_path(path: str | Path) -> str:
 
 
 def parse_size(key: str, text: str, *, least: int = 0) -> int:
-    """Return the bytes of '20GB', '1.5GiB' or '0'. *Raises* ConfigError."""
+    """Parse '20GB', '1.5GiB' or '0' to bytes. *Raises* ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     scale = {unit.lower(): size for unit, size in UNITS.items()}.get(match[2]) if match else None
     size = float(match[1]) * (scale or 1) if match else -1
@@ -250,7 +249,7 @@ def parse_size(key: str, text: str, *, least: int = 0) -> int:
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
-    """Yield why the path is not a writable file name with the suffix of ``example``."""
+    """Yield problems of an output path; ``example`` has the required suffix."""
     if path is None:
         return
     suffix = Path(example).suffix
@@ -263,7 +262,7 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
 
 
 def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "\n") -> None:
-    """Print a JSON document or the text form on stdout."""
+    """Print JSON or text."""
     output_begins()
     try:
         if output is OutputFormat.json:
@@ -288,8 +287,7 @@ def text_table(
     styles: Sequence[str | None] = (),
     **options: Any,
 ) -> Table:
-    """A table for a terminal; columns ``names`` may wrap, the others are numbers; ``options`` of rich's
-    Table."""
+    """Build a terminal table; columns ``names`` may wrap, others are numbers; ``options``: rich's."""
     table = Table(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
     for place, column in enumerate(columns):
         is_name = place in names
@@ -322,7 +320,7 @@ def _keys(cls: type, outer: tuple[str, ...] = ()) -> Iterator[_Key]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Documentation of each field of a dataclass, on one line."""
+    """Return each field's docstring on one line."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     docs: dict[str, str] = {}

@@ -14,12 +14,12 @@ Row = TypeVar("Row")
 
 
 class SourceFacts(NamedTuple):
-    """Needs of a source of tokens; the defaults are those of a plug-in."""
+    """Requirements of a data source; the defaults are a plug-in's."""
 
     needs: tuple[str, ...] = ()
     """Required keys of ``data``."""
     reads: tuple[str, ...] | None = None
-    """Other keys of ``data`` that it reads; None: possibly any."""
+    """Optional keys of ``data``; None: any."""
     endless: bool = True
 
     def ignores(self, key: str) -> bool:
@@ -27,7 +27,7 @@ class SourceFacts(NamedTuple):
 
 
 EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")
-"""Keys of ``data`` that every source reads."""
+"""Keys of ``data`` for all sources."""
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
@@ -57,7 +57,7 @@ def compute_words(compute: str, fp8: str, share: str = "products") -> str:
 
 
 def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
-    """Return the row, or the object (its ``attribute``) of ``package.module:NAME``. *Raises* ConfigError."""
+    """Return a table row, or a plug-in's object or its ``attribute``. *Raises* ConfigError."""
     if choice in table:
         return table[choice]
     # imports code, so graphmoe.command.hydra.load_config rejects files that name code unless its reader does
@@ -69,7 +69,7 @@ def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object,
 
 
 def import_code(path: str, key: str, attribute: str = "", choices: Iterable[str] = ()) -> Any:
-    """Return what ``package.module:NAME`` names, or an ``attribute`` of it. *Raises* ConfigError.
+    """Import ``package.module:NAME`` or its ``attribute``. *Raises* ConfigError.
 
     Searches Python's path, the working folder, then the folders of --config-dir.
     """

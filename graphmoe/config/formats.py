@@ -16,7 +16,7 @@ class Gpu(NamedTuple):
 
 
 class TurboScales(NamedTuple):
-    """Its ``Float8QuantConfig`` in Primus-Turbo."""
+    """``Float8QuantConfig`` in Primus-Turbo."""
 
     granularity: str
     block_size: int | None = None
@@ -24,7 +24,7 @@ class TurboScales(NamedTuple):
     transposes: bool = True
     """False if its GEMMs take weights only as [E, N, C]."""
     needs: str = ""
-    """Format whose devices it supports; empty: its own."""
+    """Format whose device requirements apply; empty: its own."""
 
 
 class Format(NamedTuple):
@@ -33,18 +33,18 @@ class Format(NamedTuple):
     runs_on: Callable[[Gpu], bool]
     turbo: TurboScales
     aligned: int = 16
-    """Sizes of a weight are multiples of it (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    """Divisor of weight sizes (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
     block: int | None = None
-    """Elements of a row per scale; None: all."""
+    """Elements per scale along a row; None: all."""
     hidden_block: int = 128
     """Elements per scale of saved gate and up."""
     scale_bytes: int = 4
     is_delayed: bool = False
-    """Activations use the scales of earlier steps."""
+    """Activations are scaled by earlier steps' amax."""
     dispatched: bool = False
-    """Dispatchers can send rows in it."""
+    """Dispatched tokens can have this format."""
     rates: Literal["measured", "assumed", "unknown"] = "unknown"
-    """assumed: rowwise's; unknown: projections refuse it."""
+    """assumed: as rowwise; unknown: projections reject it."""
     why_no_experts: str = ""
     """Why experts cannot use it; empty if they can."""
 

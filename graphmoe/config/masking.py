@@ -1,4 +1,4 @@
-"""Values that are never written to files or logs: those of host.env, and of ${oc.env:NAME}."""
+"""Masking of host.env and ${oc.env:NAME} values in files and logs."""
 
 import dataclasses
 import hashlib
@@ -63,8 +63,7 @@ def prints() -> dict[str, str]:
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Return another run's configuration as `to_plain` writes ours where values are equal; ``prints`` are
-    theirs."""
+    """Mask another run's configuration like ours where values are equal; ``prints``: its hashes."""
     for key in {**_written, **prints}:
         their_place, our_place = _place(theirs, key), _place(ours, key)
         name = key.rpartition(".")[2]

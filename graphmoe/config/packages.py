@@ -16,9 +16,9 @@ class Package(NamedTuple):
     """Values of keys that need it."""
     install: str
     is_native: bool = False
-    """Built against torch or a driver, so it may fail to load."""
+    """Built against torch or drivers; may fail to load."""
     plugin: str | None = None
-    """Distribution that offers it to Hydra."""
+    """Distribution of its Hydra plug-in."""
 
 
 _BUILT = "pip install --no-build-isolation"
@@ -86,7 +86,7 @@ def require_package(key: str, value: str, instead: str | None = None) -> None:
 
 
 def missing_packages(config: Any) -> Iterator[str]:
-    """Yield a line for each missing package that the configuration needs."""
+    """Yield a line per missing package that the configuration needs."""
     for package in PACKAGES:
         for word in package.enables.split(", "):
             key, _, value = word.partition("=")

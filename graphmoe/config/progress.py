@@ -1,4 +1,4 @@
-"""Progress of long work, in a bar, on a rewritten line, or as lines."""
+"""Progress output: a bar, a rewritten line, or lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-"""Seconds to the first line; each further one takes twice as long."""
+"""Seconds until the first line; intervals then double."""
 _bars: list[Callable[[str], None]] = []
 _blocks: list[str] = []
 _has_output = threading.Event()
@@ -26,7 +26,7 @@ _has_output = threading.Event()
 
 @functools.cache
 def console() -> Console:
-    """The console that log, bars and rewritten lines share."""
+    """Return the console of log, bars and rewritten lines."""
     from rich.console import Console
 
     return Console(stderr=True)
@@ -39,7 +39,7 @@ def output_begins() -> None:
 
 @functools.cache
 def starting(prog: str) -> None:
-    """Print that a command starts and is at work, until there is a log or output."""
+    """Print that a command is starting, until log or output begins."""
     # without torch imported a start is slow; only the first rank of a node prints
     if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
         return
@@ -58,7 +58,7 @@ def starting(prog: str) -> None:
 
 @contextmanager
 def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
-    """Send progress to a live bar inside the block; an empty text clears it."""
+    """Send progress to a live bar inside the block; empty text clears it."""
     _bars.append(bar)
     try:
         yield
@@ -68,7 +68,7 @@ def shown_in(bar: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[str], None]]:
-    """Report what is being done while the block runs; the result changes the text."""
+    """Report work while the block runs; the yielded function changes the text."""
     words, began, ended = what, time.monotonic(), threading.Event()
     depth = len(_blocks)
     _blocks.append(what)
@@ -77,7 +77,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
         wait_s = EVERY_S
         with ExitStack() as line:
             while not ended.wait(wait_s):
-                if len(_blocks) > depth + 1:  # one is inside that knows more
+                if len(_blocks) > depth + 1:  # an inner block reports instead
                     continue
                 if not _bars and not logging.getLogger().handlers and _can_rewrite():
                     line.enter_context(_rewritten_line())
@@ -102,7 +102,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """As `working`; the result adds finished bytes."""
+    """As `working`; the yielded function adds finished bytes."""
     done = 0
     with working(what) as say:
 

@@ -1,4 +1,4 @@
-"""Ranges of values, annotated at fields, and their rules."""
+"""Value ranges annotated on fields, and their checks."""
 
 import ctypes
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 
 class ConfigError(ValueError):
-    """The message says what to type instead."""
+    """Invalid configuration; the message says what to type instead."""
 
 
 class Range(NamedTuple):
@@ -25,16 +25,16 @@ class Range(NamedTuple):
 
 
 class AtMost(NamedTuple):
-    """Above any real run, below what exhausts time or memory at start."""
+    """Limit above any real run that bounds time and memory at start."""
 
     limit: int
 
 
 class OneOf(NamedTuple):
-    """Names of rows; ``package.module:NAME`` names a plug-in."""
+    """Table names, or ``package.module:NAME`` for a plug-in."""
 
     names: tuple[str, ...] = ()
-    """Empty if a rule asks the table."""
+    """Empty if another rule checks the table."""
 
 
 class Mark(enum.Enum):
@@ -69,7 +69,7 @@ class SchemaField(NamedTuple):
 
     @property
     def items(self) -> Sequence[Any]:
-        """Values of a list, or the one value."""
+        """Items, or the one value."""
         return self.value if isinstance(self.value, list) else [self.value]
 
 
@@ -103,7 +103,7 @@ def spelled(value: Any) -> str:
 
 
 def shown_size(num_bytes: float) -> str:
-    """Return bytes as '7.63 MiB'."""
+    """Format bytes, such as '7.63 MiB'."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
@@ -111,7 +111,7 @@ def shown_size(num_bytes: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Return such as '3 steps'."""
+    """Format such as '3 steps'."""
     plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
@@ -126,7 +126,7 @@ def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def type_rules(field: SchemaField) -> Iterator[str]:
-    """Yield values that other rules cannot compute with."""
+    """Yield problems of types and sizes, which later rules do not expect."""
     key, values = field.key, field.value
     # OmegaConf accepts items of another type than the list's, and texts that are not UTF-8
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
@@ -150,7 +150,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Yield numbers out of range."""
+    """Yield out-of-range numbers."""
     for mark in field.marks:
         if not isinstance(mark, Range) or field.value is None:
             continue
@@ -168,7 +168,7 @@ def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:
-    """Yield impossible paths, and numbers that fp32 cannot hold."""
+    """Yield invalid paths, and numbers that fp32 cannot hold."""
     key, value = field.key, field.value
     for path in field.items if PATH in field.marks else ():
         if path and not is_path(path):
@@ -184,7 +184,7 @@ def form_rules(field: SchemaField) -> Iterator[str]:
 
 
 def is_path(text: str) -> bool:
-    """Return whether a file can have this name."""
+    """Return whether this can be a file name."""
     try:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:

@@ -1,5 +1,4 @@
-"""Typed schema of a run: every key with default and range; docstrings become ``docs/configuration.md`` and
---help."""
+"""Typed schema of a run: keys, defaults, ranges; docstrings become ``docs/configuration.md`` and --help."""
 
 import os
 from dataclasses import dataclass, field
@@ -59,42 +58,42 @@ from graphmoe.config.ranges import ConfigError as ConfigError
 
 @dataclass
 class DataConfig:
-    """Source of tokens, and their packing."""
+    """Token source and packing."""
 
     source: Annotated[str, DATA_SOURCES] = "stdlib"
     """stdlib (Python's own library), files, hf, memmap (.bin/.idx), synthetic, or package.module:NAME."""
     seq_len: Size | None = None
     """Tokens per sequence, > 0; default: model.context_length, at most 4096."""
     seed: int = 0
-    """Seed of the order of documents and sequences, and of synthetic tokens."""
+    """Seed of document order, sequence order and synthetic tokens."""
     paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Training files, globs or folders (files), or prefixes of .bin/.idx pairs (memmap)."""
+    """Training files, globs or folders (files), or .bin/.idx prefixes (memmap)."""
     weights: list[float] = field(default_factory=list)
-    """Share of tokens of each path, such as [0.7,0.3]; []: by length."""
+    """Token share of each path, such as [0.7,0.3]; []: by length."""
     val_paths: Annotated[list[str], PATH] = field(default_factory=list)
-    """Validation files, globs or prefixes; default: val_fraction of the training ones."""
+    """Validation files, globs or prefixes; default: val_fraction of training data."""
     val_fraction: Annotated[float, BELOW_ONE] = 0.05
-    """Share of documents (stdlib: of files) held out for validation, 0 <= share < 1."""
+    """Share of documents (stdlib: files) held out for validation, 0 <= share < 1."""
     text_field: str = "text"
-    """Field of a record that holds the text."""
+    """Record field with the text."""
     tokenizer: Annotated[str, PATH] | None = None
-    """A tokenizer.json, its folder, or a name on the hub; default: that of the weights to start from."""
+    """A tokenizer.json, its folder, or a hub name; default: that of the initial weights."""
     eod_token: str | None = None
-    """Token after each document; default: the end token that the tokenizer's files name."""
+    """Token after each document; default: the tokenizer's end token."""
     bpe_vocab_size: int = 4096
-    """Size of the tokenizer that data=stdlib trains, 300 to model.vocab_size."""
+    """Vocabulary size of data=stdlib's tokenizer, 300 to model.vocab_size."""
     cache_dir: str | None = None
-    """Folder of tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    """Tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
-    """data=hf: name or local folder of the dataset."""
+    """data=hf: dataset name or local folder."""
     hf_config: str | None = None
-    """data=hf: configuration of the dataset."""
+    """data=hf: dataset configuration."""
     hf_split: str = "train"
-    """data=hf: split to train on."""
+    """data=hf: training split."""
     hf_val_split: str | None = None
-    """data=hf: split to validate on; default: val_fraction of the documents."""
+    """data=hf: validation split; default: val_fraction of the documents."""
     shuffle: bool = True
-    """Visit documents and sequences in a seeded random order, new each epoch."""
+    """Shuffle documents and sequences by seed, anew each epoch."""
     skip_bad: bool = False
     """Count and skip unreadable files and bad records instead of stopping."""
     prefetch: CountOrZero = 4
@@ -105,27 +104,27 @@ class DataConfig:
         return SOURCES.get(self.source, SourceFacts())
 
     def trained_size(self, vocab_size: int) -> int:
-        """Return the size of the tokenizer that data=stdlib trains."""
+        """Return the vocabulary size of data=stdlib's tokenizer."""
         is_default = self.bpe_vocab_size == DataConfig.bpe_vocab_size
         return min(self.bpe_vocab_size, vocab_size) if is_default else self.bpe_vocab_size
 
 
 @dataclass
 class OptimConfig:
-    """Update rule, and learning-rate schedule."""
+    """Update rule and learning-rate schedule."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
     """Update rule: adamw, or package.module:NAME."""
     lr: Annotated[float, POSITIVE, FP32] = 3e-4
     """Peak learning rate, > 0."""
     min_lr_ratio: Annotated[float, SHARE, FP32] = 0.1
-    """Final over peak learning rate, 0 to 1; not of constant."""
+    """Final over peak learning rate, 0 to 1; unused by constant."""
     schedule: Annotated[str, LR_SCHEDULES] = "cosine"
-    """After warm-up: cosine, wsd (stable, then a decay), constant, or package.module:NAME."""
+    """After warm-up: cosine, wsd (stable, then decay), constant, or package.module:NAME."""
     warmup_steps: CountOrZero = 0
-    """Steps of linear warm-up, >= 0."""
+    """Linear warm-up steps, >= 0."""
     wsd_decay_fraction: Annotated[float, SHARE] = 0.2
-    """wsd: share of train.steps that decays, 0 < share <= 1."""
+    """wsd: decaying share of train.steps, 0 < share <= 1."""
     beta1: Annotated[float, BELOW_ONE, FP32] = 0.9
     """AdamW's first-moment decay, 0 <= beta1 < 1."""
     beta2: Annotated[float, BELOW_ONE, FP32] = 0.95
@@ -135,10 +134,10 @@ class OptimConfig:
     weight_decay: Annotated[float, NOT_NEGATIVE, FP32] = 0.1
     """Decoupled weight decay of matrices, >= 0."""
     bucket_mb: Annotated[float, POSITIVE] = 100.0
-    """Bucket size in MB of the fp32 gradient reduction, > 0."""
+    """fp32 gradient reduction bucket in MB, > 0."""
 
     def decay_steps(self, total_steps: int) -> range:
-        """Return the steps in which the schedule decays, counted from 0."""
+        """Return the decay's steps, from 0."""
         start = self.warmup_steps
         if self.schedule == "wsd":
             start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
@@ -147,12 +146,12 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    """Length, batch and safety of the training loop."""
+    """Training length, batch sizes and safety."""
 
     steps: Count = 1000
     """Optimizer steps, > 0."""
     tokens: Any = None
-    """Tokens to train on, such as 1e9 or 300M (K, M, B or T); sets the steps."""
+    """Training tokens, such as 1e9 or 300M (K, M, B or T); sets the steps."""
     epochs: Annotated[float, POSITIVE] | None = None
     """Passes over the training data, > 0; sets the steps."""
     global_batch_size: Size = 16
@@ -160,13 +159,13 @@ class TrainConfig:
     micro_batch_size: Size = 4
     """Sequences per forward and backward, > 0."""
     seed: int = 0
-    """Seed of the initial weights and of all random numbers."""
+    """Seed of initial weights and all random numbers."""
     clip_grad_norm: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
-    """Largest global L2 norm of the gradient, >= 0; 0: no clipping."""
+    """Largest global gradient L2 norm; 0: no clipping."""
     val_interval: CountOrZero = 100
-    """Steps between validations, >= 0; 0: only after the first step and at the end."""
+    """Steps between validations; 0: only after the first step and at the end."""
     val_batches: CountOrZero = 20
-    """Micro-batches per validation, >= 0; 0: no validation."""
+    """Micro-batches per validation; 0: no validation."""
     max_nonfinite: Count = 5
     """Consecutive skipped non-finite steps that end the run, > 0."""
     log_interval: Count = 10
@@ -178,19 +177,19 @@ class PrecisionConfig:
     """Number formats; master weights, gradients, moments, router and loss are fp32."""
 
     compute: ComputeDtype = ComputeDtype.auto
-    """Weights and activations: bf16, fp32, or auto (bf16 on a GPU)."""
+    """Weights and activations: bf16, fp32, or auto (bf16 on GPU)."""
     fp8: Fp8Recipe = Fp8Recipe.none
-    """Scales of fp8 GEMMs, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32)."""
+    """fp8 GEMM scaling, docs/precision.md: none, rowwise, tensorwise, blockwise (128), mxfp8 (32)."""
     fp8_products: list[str] = field(default_factory=lambda: list(FP8_PRODUCTS))
     """GEMMs in fp8: experts, attn, mlp, shared_experts."""
     fp8_wgrad: Fp8WeightGrad = Fp8WeightGrad.fp8
-    """wgrad of dense fp8 GEMMs: fp8, or bf16."""
+    """wgrad of dense fp8 GEMMs: fp8 or bf16."""
     fp8_skip_layers: list[int] = field(default_factory=list)
-    """Layers without fp8, from 0, or from the end, such as [0,-1]."""
+    """Layers without fp8, from 0; negative: from the end."""
     fp8_measure: Fp8Measure = Fp8Measure.auto
-    """auto: on a GPU, fp8 only for GEMMs that it makes 2% faster; none: for all."""
+    """auto: on a GPU, fp8 only for GEMMs at least 2% faster with it; none: for all."""
     deterministic: bool = False
-    """Use only deterministic kernels, which are slower."""
+    """Only deterministic kernels, which are slower."""
 
 
 @dataclass
@@ -198,66 +197,65 @@ class CompileConfig:
     """Compilation of the model's segments."""
 
     enabled: bool = True
-    """Compile; otherwise the model runs eagerly, without passes."""
+    """Compile; otherwise run eagerly, without passes."""
     cache: bool = True
-    """Read and write compiled code in compile.cache_dir."""
+    """Use the compile cache in compile.cache_dir."""
     cache_dir: str | None = None
-    """Folder of compiled code; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    """Compile cache folder; default: compiled in $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     cache_shared: bool = False
-    """Accept, and execute code of, a cache_dir that others can write."""
+    """Trust a cache_dir that others can write; its code is executed."""
 
 
 @dataclass
 class PassesConfig:
-    """Rewrites of the compiled graphs, docs/compile.md."""
+    """Graph rewrites, docs/compile.md."""
 
     enabled: list[str] | None = None
     """Passes to run; null: all."""
     disabled: list[str] = field(default_factory=list)
     """Passes not to run."""
     extra: list[str] = field(default_factory=list)
-    """Plug-in passes, package.module:function each; they run last."""
+    """Plug-in passes, package.module:function; run last."""
     dump: bool = False
-    """Write each graph before and after each pass to graphs/ in the run's folder."""
+    """Write graphs before and after each pass to the run's graphs/."""
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving, retention and resuming of state."""
+    """Checkpoints and resuming."""
 
     enabled: bool = True
     """Save checkpoints."""
     interval: CountOrZero = 100
-    """Steps between checkpoints, >= 0; 0: only at the end."""
+    """Steps between checkpoints; 0: only at the end."""
     keep_last: Count = 2
-    """Newest complete checkpoints to keep, > 0."""
+    """Newest complete checkpoints kept, > 0."""
     keep_every: CountOrZero = 0
-    """Keep all checkpoints whose step is a multiple of this, >= 0; 0: none."""
+    """Also keep checkpoints at multiples of this step; 0: none."""
     async_save: bool = True
     """Write in a background thread."""
     resume: bool = True
     """Continue an unfinished run of the same configuration in the run's folder."""
     resume_from: Annotated[str, PATH] | None = None
-    """Folder of another run, or its checkpoint, whose whole state to load."""
+    """Another run's folder or checkpoint, whose whole state to load."""
     init_from: Annotated[str, PATH] | None = None
-    """Folder of weights to load: Hugging Face, graphmoe.convert, or a run; without model= its model
-    too."""
+    """Weights to load: Hugging Face, graphmoe.convert, or run folder; without model= its model too."""
     other_tokenizer: bool = False
-    """Accept weights that were trained with another tokenizer."""
+    """Accept weights trained with another tokenizer."""
 
 
 @dataclass
 class HostConfig:
-    """Settings of the host."""
+    """Host settings."""
 
     manual_gc: bool = True
-    """Collect garbage at fixed steps instead of automatically."""
+    """Collect garbage at fixed steps, not automatically."""
     gc_interval: Count = 100
-    """Steps between collections with manual_gc, > 0."""
+    """manual_gc: steps between collections, > 0."""
     numa: NumaBinding = NumaBinding.auto
-    """CPUs of a worker's threads: auto (the NUMA node of its GPU) or none."""
+    """CPUs of worker threads: auto (NUMA node of the GPU) or none."""
     threads: Count | None = None
-    """Threads of CPU operations, > 0; default: torch's, or a share of the cores."""
+    """CPU compute threads, > 0; default: torch's, or a share of cores."""
     kernarg_pool_mb: Count | None = 12
     """ROCm: MiB for kernel arguments (HSA_KERNARG_POOL_SIZE), > 0; null: ROCm's default."""
     max_hw_queues: Count | None = None
@@ -265,7 +263,7 @@ class HostConfig:
     nvlink_multicast: bool = False
     """Use NVLink multicast in NCCL, NVSHMEM and symmetric memory."""
     env: dict[str, str] = field(default_factory=dict)
-    """More environment variables; those already set are unchanged."""
+    """More environment variables; existing ones win."""
 
 
 @dataclass
@@ -277,58 +275,57 @@ class LogConfig:
     report: bool = True
     """Write report.html at the end."""
     wandb: bool = False
-    """Send metrics to Weights & Biases (extra: wandb)."""
+    """Log to Weights & Biases (extra: wandb)."""
     wandb_project: str = "graphmoe"
-    """Project of log.wandb."""
+    """W&B project."""
     mlflow: bool = False
-    """Send metrics to MLflow at MLFLOW_TRACKING_URI (extra: mlflow)."""
+    """Log to MLflow at MLFLOW_TRACKING_URI (extra: mlflow)."""
     mlflow_experiment: str = "graphmoe"
-    """Experiment of log.mlflow."""
+    """MLflow experiment."""
     progress: bool = True
-    """Show a progress bar when stderr is a terminal."""
+    """Progress bar if stderr is a terminal."""
     peak_tflops: Annotated[float, POSITIVE] | None = None
-    """Dense peak of the device in TFLOP/s for MFU, > 0; default: a table of known devices."""
+    """Device peak for MFU, dense TFLOP/s, > 0; default: a table of known ones."""
     sample_tokens: CountOrZero = 120
-    """Tokens of text generated at the end of a run, >= 0; 0: none."""
+    """Tokens of sample text at the end of a run; 0: none."""
     sample_prompt: str | None = None
-    """Prompt of that text; default: the start of the validation text."""
+    """Sample prompt; default: start of the validation text."""
 
 
 @dataclass
 class RunSection:
-    """Name and device of the run."""
+    """Run name and device."""
 
     name: str = "${model.name}"
-    """Name of the run; its folder is outputs/<name>."""
+    """Run name; the folder is outputs/<name>."""
     device: DeviceChoice = DeviceChoice.auto
-    """Device type: cuda (ROCm too), cpu, or auto."""
+    """cuda (ROCm too), cpu, or auto."""
 
 
 @dataclass
 class LaunchConfig:
-    """The processes of a run, docs/launch.md."""
+    """Processes of a run, docs/launch.md."""
 
     nproc: Annotated[Any, MANY_RANKS] = 1
-    """Workers on each node, one per device: a number, or auto (gpus_per_job, visible GPUs, or 1)."""
+    """Workers per node, one per device: a number, or auto (gpus_per_job, visible GPUs, or 1)."""
     nodes: Annotated[Any, MANY_RANKS] = "auto"
     """Nodes, each started with the same command: a number, or auto (from Slurm or PyTorchJob)."""
     endpoint: str | None = None
-    """host:port of the rendezvous; default: Slurm's first host, or MASTER_ADDR."""
+    """Rendezvous host:port; default: Slurm's first host, or MASTER_ADDR."""
     max_restarts: CountOrZero = 0
-    """Restarts of all workers after a failure, >= 0."""
+    """Restarts of all workers after failures, >= 0."""
     hang_timeout_s: Count | None = 45
-    """Seconds without progress after which the job ends, > 0, at least three times the longest step;
-    null: never."""
+    """Seconds without progress that end the job, > 0, at least three times the longest step; null: never."""
     gpus_per_job: Count | None = None
-    """GPUs of each job of a sweep, > 0."""
+    """GPUs per sweep job, > 0."""
     write_only: bool = False
     """Write resolved.yaml, print the torchrun command, and stop."""
     fake_world: RankCount | None = None
-    """Dry run of one rank of so many, > 0, docs/projection.md."""
+    """Dry run of one rank in a job of this many, > 0, docs/projection.md."""
     fake_rank: int | None = None
-    """Rank of the dry run, from 0; null: one with the most projected memory."""
+    """Dry-run rank, from 0; null: largest projected memory."""
     fake_memory_gb: Annotated[float, POSITIVE] = 192.0
-    """Device memory of a dry run in GiB, > 0."""
+    """Dry-run device memory in GiB, > 0."""
 
 
 @dataclass
@@ -336,12 +333,12 @@ class SweepConfig:
     """Jobs of a sweep, docs/launch.md."""
 
     resume: Annotated[str, PATH] | None = None
-    """Folder of an interrupted sweep to continue; other overrides as before."""
+    """Folder of an interrupted sweep to continue; repeat its other overrides."""
 
 
 @dataclass
 class RunConfig:
-    """The root of a run's configuration."""
+    """Root of a run's configuration."""
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -363,7 +360,7 @@ class RunConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
     log: LogConfig = field(default_factory=LogConfig)
     format: OutputFormat = OutputFormat.text
-    """Output of a tool on stdout: text, or one JSON document."""
+    """Tool output on stdout: text, or one JSON document."""
 
 
 def cache_root(configured: str | None = None) -> Path:
@@ -384,5 +381,5 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def compiled_folder(configured: str | None = None) -> Path:
-    """Return the compile cache's folder: ``configured``, else ``compiled`` in the common folder."""
+    """Return ``configured``, else ``compiled`` in the default cache root."""
     return cache_root(configured) if configured else cache_root() / "compiled"

@@ -1,6 +1,6 @@
-"""Small untrusted files: never executed, and a bad one gives a one-line error.
+"""Readers of small untrusted files: nothing is executed, a bad file gives a one-line error.
 
-``kind`` is a dataclass, TypedDict, ``msgspec.Struct`` or ``dict[str, int]`` and the like; other fields are
+``kind`` is a dataclass, TypedDict, ``msgspec.Struct`` or such as ``dict[str, int]``; unknown fields are
 ignored.
 """
 
@@ -24,16 +24,16 @@ _DEEPEST = 100
 
 
 class FileError(ConfigError):
-    """Names path, field, what was found and what is valid."""
+    """Invalid file: names path, field, found and valid values."""
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a FIFO: an ``opener`` of `open`."""
+    """Open without blocking on a FIFO; an ``opener`` of `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_bytes(path: Path, largest_bytes: int = LARGEST_BYTES) -> bytes:
-    """Return the content of a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
+    """Read a regular file; rejects FIFOs and devices without waiting. *Raises* FileError."""
     try:
         with open(path, "rb", opener=open_at_once) as file:
             found = os.fstat(file.fileno())
@@ -56,7 +56,7 @@ def require_regular(path: Path) -> None:
 
 
 def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
-    """Return the content of a regular UTF-8 file. *Raises* FileError."""
+    """Read a regular UTF-8 file. *Raises* FileError."""
     try:
         return read_bytes(path, largest_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -64,12 +64,12 @@ def read_text(path: Path, largest_bytes: int = LARGEST_BYTES) -> str:
 
 
 def read_json(path: Path, kind: type[T], largest_bytes: int = LARGEST_BYTES) -> T:
-    """Return a JSON file as a ``kind``. *Raises* FileError."""
+    """Parse a JSON file into ``kind``. *Raises* FileError."""
     return from_json(read_text(path, largest_bytes), kind, str(path))
 
 
 def read_yaml(path: Path, kind: type[T]) -> T:
-    """Return a YAML file of plain values as a ``kind``. *Raises* FileError."""
+    """Parse a YAML file of plain values into ``kind``. *Raises* FileError."""
     return _typed(read_text(path), load_yaml, "YAML", kind, str(path))
 
 
@@ -79,12 +79,12 @@ def is_file_name(name: str) -> bool:
 
 
 def from_json(text: str, kind: type[T], source: str) -> T:
-    """Return JSON text as a ``kind``; ``source`` names it in errors. *Raises* FileError."""
+    """Parse JSON text into ``kind``; ``source`` names it in errors. *Raises* FileError."""
     return _typed(text, json.loads, "JSON", kind, source)
 
 
 def load_yaml(text: str) -> Any:
-    """Return YAML of plain values. *Raises* YAMLError or ValueError."""
+    """Parse YAML of plain values. *Raises* YAMLError or ValueError."""
     depth = 0
     for event in yaml.parse(text, _LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -108,7 +108,7 @@ def _typed(text: str, load: Callable[[str], Any], name: str, kind: type[T], sour
 
 
 def typed(found: Any, kind: type[T], source: str) -> T:
-    """Return plain values as a ``kind``; ``source`` names them in errors. *Raises* FileError."""
+    """Convert plain values to ``kind``; ``source`` names them in errors. *Raises* FileError."""
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Arguments of the conversion of weights: `__main__.py` is the command."""
+"""Arguments of weight conversion."""
 
 import enum
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
 
 
 class WeightDtype(enum.Enum):
-    """Names of torch's."""
+    """Names of torch dtypes."""
 
     keep = None
     fp32 = "float32"
@@ -23,33 +23,33 @@ class WeightDtype(enum.Enum):
 @dataclass
 class ConvertArgs:
     from_: Path
-    """Hugging Face folder, graphmoe weights folder, run folder, or one checkpoint of a run."""
+    """Hugging Face or graphmoe weights folder, run folder, or a run's checkpoint."""
     to: Path
-    """Folder that is written; it must be new or empty."""
+    """Output folder, new or empty."""
     target: Target = Target.auto
-    """Format of ``to``: hf, graphmoe, or auto: graphmoe from a Hugging Face folder, else hf."""
+    """Format of ``to``: hf, graphmoe, or auto (graphmoe from Hugging Face, else hf)."""
     dtype: WeightDtype = WeightDtype.keep
-    """Weights as fp32, bf16, fp16, or keep as they are; the router's bias is always fp32."""
+    """fp32, bf16, fp16, or keep; the router's bias is always fp32."""
     quantise: Quantise = Quantise.none
-    """none, or fp8_block: matrices of a Hugging Face folder as fp8, with a scale per 128 x 128 block."""
+    """none, or fp8_block: matrices of a Hugging Face folder in fp8, one scale per 128 x 128 block."""
     max_shard_size: str = "5GB"
-    """Largest file of weights, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
+    """Largest weights file, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
     step: int | None = None
-    """Checkpoint of a run that is taken; default: the newest."""
+    """Checkpoint step of a run; default: the newest."""
     attention: str | None = None
-    """The model.attention of ``from`` where that is code of your own, which no file is trusted to name."""
+    """Plug-in for model.attention of ``from``; files are not trusted to name code."""
     layer: str | None = None
-    """The model.layer of ``from`` where that is code of your own, likewise."""
+    """Plug-in for model.layer of ``from``, likewise."""
     name: str | None = None
-    """Name of the model and of its YAML file; default: the name of ``to``."""
+    """Model and YAML file name; default: that of ``to``."""
     overwrite: bool = False
-    """Write into a folder that holds files already; weights in it are replaced."""
+    """Write into a non-empty folder, replacing its weights."""
     format: OutputFormat = OutputFormat.text
-    """text, or json: one document on stdout and nothing else there."""
+    """Output on stdout: text, or one JSON document."""
 
 
 def target_of(args: ConvertArgs, kind: FolderKind) -> Target:
-    """Return the format to write, once ``from`` and ``to`` are found fit. *Raises* ConfigError."""
+    """Check ``from`` and ``to``; return the format to write. *Raises* ConfigError."""
     target = args.target
     if target is Target.auto:
         target = Target.graphmoe if kind is FolderKind.hf else Target.hf

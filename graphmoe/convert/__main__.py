@@ -1,4 +1,4 @@
-"""Convert weights: Hugging Face folders to graphmoe folders, and graphmoe folders or runs to Hugging Face.
+"""Convert weights: Hugging Face to graphmoe, and graphmoe folders or runs to Hugging Face.
 
 python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
 python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face folders, graphmoe folders and runs, read as one and written as another."""
+"""Conversion of weights between Hugging Face folders, graphmoe folders and runs."""
 
 import functools
 import json
@@ -41,21 +41,21 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Weights under our names, read as they are asked for."""
+    """Weights by graphmoe name, read lazily."""
 
     kind: FolderKind
     config: ModelConfig
     dtypes: dict[str, torch.dtype]
     read: Callable[[str, Index], Tensor]
     token_ids: dict[str, Any]
-    tokenizer: Path  # the tokenizer.json that goes along with the files beside it; it may be missing
+    tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
     step: int | None = None
     end_token: str | None = None
-    """Token that ends a document in a run's data, to be declared in the tokenizer's files."""
+    """End-of-document token of a run's data, for the tokenizer's files."""
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
-    """Write the folder ``to``; return what is printed. Holds one file of weights, or a whole run's."""
+    """Write ``to``; return the summary. Holds one weights file, or a whole run's weights, in memory."""
     started = time.monotonic()
     kind = kind_of(args.from_)
     target = target_of(args, kind)
@@ -122,7 +122,7 @@ def _write_tokenizer(source: Source, to: Path) -> list[Path]:
     found = {name: path for name, path in places.items() if path.is_file()}
     made: dict[str, dict[str, Any]] = {}
     if source.end_token is not None:
-        # One beside the tokenizer would be of the model that the tokenizer was taken from.
+        # A file beside the tokenizer would describe the model that the tokenizer is from.
         found.pop(GENERATION_CONFIG, None)
         made[GENERATION_CONFIG] = source.token_ids
         if TOKENIZER_CONFIG not in found:

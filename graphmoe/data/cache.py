@@ -21,18 +21,18 @@ from graphmoe.runtime.host.files import FileLock, FileSum, difference, is_locked
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Part of every key; increment it when the content of entries changes."""
+"""Part of every key; increment it when entry contents change."""
 META = "meta.json"
 SMALL_BYTES = 64 << 20
-"""Files up to this size are checked against their sha256 whenever they are opened."""
+"""Largest file whose sha256 is checked on every open."""
 _TMP = ".tmp-"
 _OTHER_HOST_S = 24 * 3600.0
-"""A draft of another host is stale after this long without a write."""
+"""Seconds without a write after which another host's draft is stale."""
 _OTHER = "set data.cache_dir=... or the variable GRAPHMOE_CACHE"
 
 
 def cache_folder(configured: str | None) -> Path:
-    """The folder for tokenised corpora: data.cache_dir, $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    """Return the cache's root, created if missing. *Raises* ConfigError."""
     folder = cache_root(configured)
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def cache_key(*parts: Any) -> str:
-    """A short hash of plain values and the entry format."""
+    """Return a short hash of plain values and the entry format."""
     text = json.dumps([FORMAT, *parts], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -57,9 +57,9 @@ class _Document(TypedDict):
 def cached(
     folder: Path, name: str, build: Callable[[Path], dict[str, Any]], kind: type[Any] = dict
 ) -> tuple[Path, Any]:
-    """(path, meta) of an entry; if missing or damaged, ``build(path)`` fills a folder and returns meta.
+    """Return an entry's path and metadata; ``build(path)`` fills a missing or damaged entry.
 
-    ``kind`` is the type of meta. Other processes wait for a builder. *Raises* ConfigError.
+    ``build`` returns the metadata, a ``kind``. Other processes wait for it. *Raises* ConfigError.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)
@@ -147,7 +147,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Remove the drafts of killed processes: of a ``name`` that only this process builds, or of all names."""
+    """Remove drafts of killed processes: of ``name``, which only this process builds, or of all."""
     for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
         of, _, maker = left_over.name.rpartition(_TMP)
         host, _, pid = maker.rpartition("-")

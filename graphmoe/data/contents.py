@@ -1,7 +1,7 @@
-"""Checksums of token files: written with them, checked when they are opened or beside training.
+"""Checksums of token files, verified on opening or during training.
 
-Cache files and pairs up to ``SMALL_BYTES`` are checked by each process on opening; larger ones by a thread of
-one process per node, so training does not wait.
+Each process checks files up to ``SMALL_BYTES`` on opening; a thread of one process per node checks larger
+ones, so training does not wait.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from graphmoe.runtime.host.files import sha256_of
 log = logging.getLogger(__name__)
 
 SUMS = ".sha256"
-"""Suffix of a pair's checksum file, in the format of sha256sum."""
+"""Suffix of checksum files, in sha256sum's format."""
 BLOCK_BYTES = 64 << 10
 MAX_BLOCKS = 1024
-"""Most blocks hashed of a corpus without checksums: 64 MiB; smaller corpora are hashed whole."""
+"""Most blocks hashed of a corpus without checksums: 64 MiB; smaller ones are hashed whole."""
 _SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
 
 
 class ContentCheck:
-    """Thread that checks files against their sums; ``close`` ends it."""
+    """Thread that checks files against their checksums; ``close`` ends it."""
 
     def __init__(self, files: Iterable[TokenFile] = ()) -> None:
         self._files = {path: file for file in files if not file.compared for path in pair(file.path)}
@@ -47,19 +47,19 @@ class ContentCheck:
             self._thread.start()
 
     def raise_damage(self) -> None:
-        """Raise DataError if a damaged file has been found so far."""
+        """Raise DataError if a damaged file was found."""
         if self._found is not None:
             self._raised = True
             raise self._found
 
     def wait(self) -> None:
-        """Wait until all files are checked. *Raises* DataError for a damaged one."""
+        """Wait for all checks. *Raises* DataError for a damaged file."""
         if self._files:
             self._thread.join()
         self.raise_damage()
 
     def close(self) -> None:
-        """End the thread; warn about unchecked or damaged files."""
+        """Stop the thread; warn of unchecked or damaged files."""
         if not self._files:
             return
         self._closed.set()
@@ -88,7 +88,7 @@ class ContentCheck:
 
 
 def read_entry_file(entry: Path, name: str) -> TokenFile:
-    """Open a pair of a cache entry. *Raises* DataError; a damaged entry is rebuilt at the next start."""
+    """Open a cache entry's token file. *Raises* DataError; the next start rebuilds a damaged entry."""
     sums = sums_of(entry)
     with entry_damage(entry):
         if missing := {path.name for path in pair(entry / name)} - sums.keys():
@@ -99,7 +99,7 @@ def read_entry_file(entry: Path, name: str) -> TokenFile:
 
 
 def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
-    """Open a pair; ``compare`` checks it now against its checksum file, if any. *Raises* DataError."""
+    """Open a token file; ``compare`` checks its checksum file, if any. *Raises* DataError."""
     sums_path = pair(prefix)[0].with_suffix(SUMS)
     if not os.path.lexists(sums_path):
         return read_token_file(prefix)
@@ -127,7 +127,7 @@ def write_sums(prefix: Path) -> None:
 
 
 def contents_of(files: Sequence[TokenFile]) -> str:
-    """A hash of the tokens: from the checksums, or from blocks of files without."""
+    """Return a hash of the tokens, from checksums or sampled blocks."""
     digest = hashlib.blake2b(digest_size=16)
     summed = all(file.sums for file in files)
     for file in files:

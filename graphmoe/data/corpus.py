@@ -1,4 +1,4 @@
-"""Corpus of a run: packed samples for training and validation, from any source."""
+"""Corpus of a run: packed training and validation samples from any source."""
 
 import logging
 from collections import Counter
@@ -40,9 +40,9 @@ def pack_corpus(
     config: DataConfig, seq_len: int, train: Documents, val: Documents | None, tokenizer: Tokenizer | None,
     bad: BadRecords, vocab_size: int, files_of_paths: Sequence[int] = (),
 ) -> Corpus:  # fmt: skip
-    """Return a corpus of packed samples; without ``val`` some training documents are held out.
+    """Pack documents into samples; without ``val`` some training documents are held out.
 
-    files_of_paths: number of training files of each of data.paths, with data.weights.
+    ``files_of_paths``: training files per entry of data.paths, for data.weights.
     """
     given = val is not None
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
@@ -68,7 +68,7 @@ def pack_corpus(
 
 
 def configured_tokenizer(config: DataConfig, vocab_size: int) -> tuple[Tokenizer, int]:
-    """Return the configured tokenizer and its end-of-document id. *Raises* ConfigError."""
+    """Return the tokenizer and its end-of-document id. *Raises* ConfigError."""
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
     refuse_small_vocabulary(config, tokenizer, vocab_size)
@@ -92,7 +92,7 @@ def corpus_of_files(
 ) -> Corpus:  # fmt: skip
     """Return the corpus of data.paths and data.val_paths; files in both are for validation.
 
-    find: from patterns and their key to files. read: from files to tokens.
+    ``find`` maps patterns and their key to files; ``read`` maps files to tokens.
     """
     bad = BadRecords(config.skip_bad)
     val = find(config.val_paths, "data.val_paths")

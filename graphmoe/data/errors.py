@@ -1,4 +1,4 @@
-"""The error for bad content, and the tally of what ``data.skip_bad=true`` skipped."""
+"""Error for bad data, and the count of what ``data.skip_bad=true`` skipped."""
 
 import logging
 from collections import Counter
@@ -12,25 +12,25 @@ class DataError(ValueError):
 
 
 def one_line(error: object) -> str:
-    """The text of another library's error, on one line."""
+    """Return another library's error text on one line."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 
 @dataclass
 class BadRecords:
-    """Tally of bad data: raises at once, or counts by kind if ``skip`` is set."""
+    """Counts of bad data by kind if ``skip`` is set; otherwise the first one raises."""
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     first: str | None = None
     """Message of the first bad record."""
     option: str = "data.skip_bad"
-    """Key that the user sets to skip."""
+    """Key that enables skipping."""
 
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
-        """Count one bad record. *Raises* DataError unless bad records are skipped.
+        """Count a bad record. *Raises* DataError unless skipping.
 
-        better: advice before that of skipping.
+        ``better``: advice before that of skipping.
         """
         if not self.skip and better:
             raise DataError(f"{message}; {better} (the last resort: {self.option}=true skips what is bad)")
@@ -42,7 +42,7 @@ class BadRecords:
         self.first = self.first or message
 
     def report_id(self, what: str, place: object, token: int, vocab_size: int) -> None:
-        """Report a token id beyond the vocabulary; raises as ``report``."""
+        """Report a token id beyond the vocabulary, as ``report``."""
         message = f"{place}: token id {token} is not below model.vocab_size={vocab_size}"
         better = (
             f"set model.vocab_size to the number of ids of its tokenizer, {token + 1} or more, or "
@@ -54,7 +54,7 @@ class BadRecords:
         self.report(f"{what} with a token id beyond the vocabulary", message, better=better)
 
     def merge(self, counts: dict[str, int], first: str | None) -> None:
-        """Add a tally made elsewhere. *Raises* DataError if it is not empty and ``skip`` is not set."""
+        """Add counts from elsewhere. *Raises* DataError if there are any and ``skip`` is unset."""
         if counts and not self.skip:
             raise DataError(f"{first} ({self.option}=true counts and skips what is bad)")
         self.counts.update(counts)

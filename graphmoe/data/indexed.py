@@ -36,12 +36,12 @@ class TokenFile:
     sums: Mapping[str, str] | None = None
     """Expected sha256 of both files by name, if known."""
     entry: Path | None = None
-    """Its cache entry, if any."""
+    """Cache entry, if any."""
     compared: bool = True
-    """False if the files are not yet checked against these sums."""
+    """False until the files are checked against ``sums``."""
 
     def document_at(self, token: int) -> int:
-        """Number of the document with this token, counted from 0."""
+        """Return the index of the document with this token."""
         ends_N = self.start_N + self.length_N
         return int(np.searchsorted(ends_N, token, side="right"))
 
@@ -81,7 +81,7 @@ def write_index(path: Path, dtype: npt.DTypeLike, length_N: npt.ArrayLike) -> No
 
 
 def write_token_file(prefix: str | Path, documents: Iterable[npt.ArrayLike], dtype: npt.DTypeLike) -> None:
-    """Write documents of token ids as ``prefix.bin`` and ``prefix.idx``; the index is written last."""
+    """Write documents of token ids as ``prefix.bin`` and ``prefix.idx``, the index last."""
     bin_path, idx_path = pair(prefix)
     lengths = []
     with open(bin_path, "wb") as file:
@@ -95,14 +95,14 @@ def write_token_file(prefix: str | Path, documents: Iterable[npt.ArrayLike], dty
 
 
 def pair(prefix: str | Path) -> tuple[Path, Path]:
-    """The paths of the ``.bin`` and the ``.idx``; the prefix may have either suffix."""
+    """Return the ``.bin`` and ``.idx`` paths; the prefix may have either suffix."""
     text = str(prefix)
     text = text[:-4] if text.endswith((".bin", ".idx")) else text
     return Path(text + ".bin"), Path(text + ".idx")
 
 
 def smallest_dtype(num_ids: int) -> np.dtype[Any]:
-    """The smallest dtype for ids below ``num_ids`` that published readers support."""
+    """Return the smallest dtype for ids below ``num_ids`` that published readers support."""
     return np.dtype(np.uint16 if num_ids <= 1 << 16 else np.int32)
 
 

@@ -1,4 +1,4 @@
-"""The loader: micro-batches of one data-parallel rank, prefetched, exactly resumable."""
+"""Loader of one data-parallel rank's micro-batches: prefetched, exactly resumable."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.samples import Samples
 
-if TYPE_CHECKING:  # what checks files and tokenizers answers before torch is imported
+if TYPE_CHECKING:  # imports no torch, so checks of files and tokenizers are fast
     from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A position in the global sequence of samples."""
+    """Position in the global sequence of samples."""
 
     consumed: int
     """Samples before it, over all ranks."""
     reader_state: dict[str, Any]
     epochs: float
-    """Passes over the corpus; whole passes for a stream, 0.0 for an endless source."""
+    """Passes over the corpus; integral for a stream, 0.0 for an endless source."""
 
 
 class Loader:
-    """An endless iterator over the micro-batches of one rank.
+    """Endless iterator over one rank's micro-batches.
 
     Global batch ``n`` is samples ``[n * global_batch_size, (n + 1) * global_batch_size)``. Its micro-step
-    ``m`` takes the next ``micro_batch_size * world_size``, of which rank ``r`` gets the ``r``-th
-    ``micro_batch_size``. So the consumed samples are a prefix, and the state is one count, independent of the
-    number of ranks.
+    ``m`` uses the next ``micro_batch_size * world_size``; rank ``r`` gets the ``r``-th ``micro_batch_size``.
+    Consumed samples form a prefix, so the state is one count, independent of the number of ranks.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Loader:
         self.samples, self.prefetch, self.pin_memory = samples, prefetch, pin_memory
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
         self.place = Place(0, {}, 0.0)
-        """Position after the last batch handed out, whatever was prefetched."""
+        """Position after the last returned batch, not the last prefetched one."""
         self._pool: ThreadPoolExecutor | None = None
         self._batches: Iterator[tuple[Tensor, Place]]
         self._ahead: deque[Future[tuple[Tensor, Place]]] = deque()
@@ -63,18 +62,18 @@ class Loader:
             self._batches = self._read(self.place, device)
         while len(self._ahead) <= self.prefetch:
             self._ahead.append(self._pool.submit(next, self._batches))
-        tokens_BT, self.place = self._ahead[0].result()  # one that failed stays in front: it fails again
+        tokens_BT, self.place = self._ahead[0].result()  # a failed batch stays first and fails again
         self._ahead.popleft()
         return tokens_BT
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, equal on all ranks: what was handed out, not what was prefetched."""
+        """Return plain values, equal on all ranks; prefetched batches do not count."""
         consumed, reader, epochs = self.place
         sums = {"fingerprint": self.samples.fingerprint, "contents": self.samples.contents}
         return {"consumed": consumed, **sums, "epochs": epochs, "reader": reader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the samples of this state. *Raises* ConfigError if the data differ."""
+        """Continue after these samples. *Raises* ConfigError if the data differ."""
         if state["fingerprint"] != self.samples.fingerprint:
             raise ConfigError(
                 f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "
@@ -93,7 +92,7 @@ class Loader:
         self.place = Place(state["consumed"], state["reader"], state["epochs"])
 
     def close(self) -> None:
-        """Stop and join the prefetch thread; may be called twice."""
+        """Join the prefetch thread; may be called twice."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         self._pool = None
@@ -115,9 +114,9 @@ class Loader:
 
 
 def first_batches(samples: Samples, n: int, micro_batch_size: int) -> Iterator[Tensor]:
-    """The first ``n`` micro-batches [micro_batch_size, seq_len + 1] int64, the same at each call.
+    """Yield the first ``n`` micro-batches [micro_batch_size, seq_len + 1] int64, the same each call.
 
-    Fewer if an epoch has fewer, so that no sample counts twice; at least one if ``n > 0``.
+    Stops after one epoch, but yields at least one if ``n > 0``.
     """
     import torch
 

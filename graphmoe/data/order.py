@@ -28,7 +28,7 @@ def permute(index_N: Index_N, size: int, key: int) -> Index_N:
 
 
 def derive_key(*parts: int) -> int:
-    """A 64-bit key from integers (seed, epoch, purpose, ...), different for each tuple."""
+    """Return a 64-bit key, different for each tuple of integers (seed, epoch, purpose, ...)."""
     key = 0
     for part in parts:
         key = int(mix64(np.array([(key + GOLDEN + part) & MASK], dtype=np.uint64))[0])
@@ -36,14 +36,14 @@ def derive_key(*parts: int) -> int:
 
 
 def mix64(x_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijective hash of 64-bit integers (the finaliser of splitmix64)."""
+    """Hash 64-bit integers bijectively (splitmix64's finaliser)."""
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x_N = (x_N ^ (x_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x_N ^ (x_N >> np.uint64(31))
 
 
 def held_out(hash_N: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask of the items with the smallest hashes: at least one, never all."""
+    """Return a mask of the smallest hashes: at least one, never all."""
     size = len(hash_N)
     mask_N = np.zeros(size, dtype=np.bool_)
     if fraction > 0 and size > 1:

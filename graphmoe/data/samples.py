@@ -1,4 +1,4 @@
-"""Samples of ``seq_len + 1`` tokens, the documents they are cut from, and the validation split."""
+"""Samples of ``seq_len + 1`` tokens, their source documents, and the validation split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Tokens_BT = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of several token files; 20 bytes of memory for each."""
+    """Documents of several token files; 20 bytes of memory each."""
 
     files: Sequence[TokenFile]
     file_N: npt.NDArray[np.int32]
@@ -35,7 +35,7 @@ class Documents:
 
     @classmethod
     def from_files(cls, files: Sequence[TokenFile]) -> Documents:
-        """All non-empty documents of these files, in order."""
+        """Return all non-empty documents, in order."""
         file_N = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.start_N) for f in files])
         none = [np.zeros(0, np.int64)]
         start_N = np.concatenate(none + [f.start_N for f in files])
@@ -54,13 +54,13 @@ class Documents:
         return Documents(self.files, self.file_N[keep_N], self.start_N[keep_N], self.length_N[keep_N])
 
     def tokens(self, number: int, first: int, count: int) -> npt.NDArray[Any]:
-        """Up to ``count`` tokens of one document, from its token ``first``."""
+        """Return up to ``count`` tokens of a document, from token ``first``."""
         start = int(self.start_N[number])
         stop = min(start + first + count, start + int(self.length_N[number]))
         return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
 
     def place(self, number: int, token: int) -> str:
-        """File, document and position of one token, counted from 0, for messages."""
+        """Describe a token's file, document and position, from 0, for messages."""
         file = self.files[int(self.file_N[number])]
         absolute = int(self.start_N[number]) + token
         document = file.document_at(absolute)
@@ -68,9 +68,9 @@ class Documents:
 
 
 def split_for_validation(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """(train, validation), independent of the seed: documents by a hash of their number.
+    """Split into (train, validation) by a hash of document numbers, independent of the seed.
 
-    With fewer than ``1 / fraction`` documents, the last ``fraction`` of each document's tokens.
+    With fewer than ``1 / fraction`` documents, validation is the last ``fraction`` of each document.
     """
     count = documents.num_documents
     if fraction * count >= 1:
@@ -88,40 +88,41 @@ class Samples(ABC):
 
     seq_len: int
     num_samples: int | None
-    """Samples in one epoch; None if unknown or endless."""
+    """Samples per epoch; None if unknown or endless."""
     fingerprint: str
-    """Identifies all that determines the samples, except for file contents."""
+    """Identity of the samples, except for file contents."""
     contents = ""
-    """Equal for equal tokens, see ``contents_of``; empty if none are stored."""
+    """Hash of the tokens, see ``contents_of``; empty if none are stored."""
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens [seq_len + 1] of one sample; positions continue after the first epoch."""
+        """Return a sample's tokens [seq_len + 1]; positions continue after the first epoch."""
         raise NotImplementedError
 
     def reader(self, state: dict[str, Any] | None = None) -> Reader:
-        """A reader at the start, or at a ``Reader.state``."""
+        """Return a reader at the start, or at a ``Reader.state``."""
         return Reader(self)
 
 
 class Reader:
-    """A forward-only position in the samples; this base class can read any."""
+    """Forward-only reader; this base class can read any samples."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
 
     def read(self, first: int, count: int) -> Tokens_BT:
-        """Samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` must not go back."""
+        """Return samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` never
+        decreases."""
         return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
         """Advance to this sample."""
 
     def state(self) -> dict[str, Any]:
-        """Plain values from which ``Samples.reader`` continues here."""
+        """Return plain values from which ``Samples.reader`` continues."""
         return {}
 
     def epochs(self, position: int) -> float:
-        """Return the passes over the corpus at this sample (whole ones for streams)."""
+        """Return the passes over the corpus at this sample (integral for streams)."""
         return position / self.samples.num_samples if self.samples.num_samples else 0.0
 
 
@@ -129,8 +130,8 @@ class Reader:
 class PackedSamples(Samples):
     """Concatenated documents, cut every ``seq_len`` tokens.
 
-    Consecutive samples share one token: the last label of one is the first input of the next. An epoch
-    shuffles the documents, cuts, and shuffles the samples; the remainder is dropped in that epoch.
+    Consecutive samples share one token: the last label of one is the first input of the next. Each epoch
+    shuffles the documents, cuts, shuffles the samples, and drops the remainder.
     """
 
     documents: Documents
@@ -138,7 +139,7 @@ class PackedSamples(Samples):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Ids are checked on access; None: not checked."""
+    """Ids are checked on access; None: unchecked."""
     bad: BadRecords = field(default_factory=BadRecords)
 
     num_samples: int = field(init=False)
@@ -157,7 +158,7 @@ class PackedSamples(Samples):
         return contents_of(self.documents.files)
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
-        """The tokens of one sample; one with a bad token is replaced by the next good one of its epoch."""
+        """Return a sample's tokens; a bad sample is replaced by the next good one of its epoch."""
         epoch, index = divmod(position, self.num_samples)
         tries = min(self.num_samples, MAX_BAD_IN_A_ROW)
         for step in range(tries):
@@ -208,10 +209,10 @@ class PackedSamples(Samples):
 
 @dataclass(eq=False)
 class MixedSamples(Samples):
-    """A mixture of corpora by weight.
+    """Weighted mixture of corpora.
 
-    The sequence is cut into shuffled blocks, in which each corpus has its share, exact to one sample since
-    the start. Each corpus has its own epochs; an epoch of the mixture is as long as all together.
+    Shuffled blocks hold each corpus's share, exact to one sample since the start. Each corpus has its own
+    epochs; the mixture's epoch has the length of all together.
     """
 
     documents: Documents
@@ -226,7 +227,7 @@ class MixedSamples(Samples):
         self.seq_len = self.parts[0].seq_len
         self.num_samples = sum(part.num_samples for part in self.parts)
         self.share_P = np.array(self.weights) / np.sum(self.weights)
-        # So long that the largest share, which takes what rounding leaves, never becomes negative.
+        # Long enough that the largest share, which absorbs the rounding, is never negative.
         self._block = max(MIX_BLOCK, 2 * len(self.parts) ** 2)
         facts = repr([*map(float, self.weights), self.seed, *(part.fingerprint for part in self.parts)])
         self.fingerprint = f"mixed:{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}"

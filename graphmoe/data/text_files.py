@@ -1,4 +1,4 @@
-"""Text files: finding .txt, .jsonl and .parquet, splitting them into parts, reading documents."""
+"""Text files (.txt, .jsonl, .parquet): finding them, splitting into parts, reading documents."""
 
 import glob
 import json
@@ -28,7 +28,7 @@ class Part:
 
 
 class LinePlace(NamedTuple):
-    """Start of a line; the line number is only counted for the text form."""
+    """Start of a line; str() counts lines, which reads the file."""
 
     path: Path
     byte: int
@@ -38,7 +38,7 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The matching files, each once, sorted within a pattern; a folder means its text files.
+    """Return matching files, each once, sorted per pattern; a folder means its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """
@@ -73,7 +73,7 @@ def _inside(folder: str) -> list[str]:
 
 
 def parts_of(path: Path, bad: BadRecords) -> list[Part]:
-    """The parts of one file, in order. A .txt is one document and one part."""
+    """Return a file's parts in order; a .txt is one document and one part."""
     size = path.stat().st_size
     if path.suffix == ".jsonl":
         ranges = [(start, min(start + PART_BYTES, size)) for start in range(0, size, PART_BYTES)]
@@ -86,7 +86,7 @@ def parts_of(path: Path, bad: BadRecords) -> list[Part]:
 
 
 def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, str]]:
-    """(place, text) of each document of the part; bad ones are reported with file and line or row."""
+    """Yield (place, text) of each document; bad ones are reported with file and line or row."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for place, text in readers[part.path.suffix](part, text_field, bad):
         if is_text(text, text_field, place, bad):
@@ -94,7 +94,7 @@ def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tup
 
 
 def is_text(value: Any, field: str, place: object, bad: BadRecords) -> bool:
-    """Return whether a document has text; non-text and lone surrogates from JSON are reported."""
+    """Return whether a document has text; reports non-text and lone surrogates from JSON."""
     if not isinstance(value, str):
         bad.report("record without text", f"{place}: field '{field}' is {type(value).__name__}, not text")
         return False

@@ -1,4 +1,4 @@
-"""Tokenise text files into one ``.bin/.idx`` pair; the result does not depend on the number of processes."""
+"""Tokenise text files into one ``.bin/.idx`` pair, the same for any number of processes."""
 
 import logging
 import multiprocessing
@@ -24,7 +24,7 @@ from graphmoe.runtime.host.signals import die_with_parent
 log = logging.getLogger(__name__)
 
 Document = tuple[object, str]
-"""Its place, for messages, and its text."""
+"""Place, for messages, and text."""
 
 BATCH_CHARS = 1 << 20
 MIN_BYTES_PER_WORKER = 16 << 20
@@ -38,7 +38,7 @@ class Recipe:
     """Id appended to each document, if any."""
     text_field: str
     id_limit: int
-    """Ids from here on are beyond the model's vocabulary."""
+    """First id beyond the model's vocabulary."""
     skip_bad: bool
     skip_option: str = "data.skip_bad"
 
@@ -57,8 +57,8 @@ def tokenise_files(
 ) -> tuple[npt.NDArray[np.int64], BadRecords]:
     """Write the documents of ``files``, in order, to ``prefix.bin`` and ``prefix.idx``.
 
-    Returns the tokens of each document, and what was skipped. ``on_bytes`` gets the bytes of each finished
-    part. *Raises* DataError for bad content, always the first in file order, and for files without text.
+    Returns each document's number of tokens, and what was skipped. ``on_bytes`` gets the bytes of each
+    finished part. *Raises* DataError for the first bad content in file order, and for files without text.
     """
     bad = BadRecords(recipe.skip_bad, option=recipe.skip_option)
     parts = [part for path in files for part in parts_of(path, bad)]
@@ -93,7 +93,7 @@ def tokenise_files(
 
 
 def workers_for(files: Sequence[Path]) -> int:
-    """Return a useful number of processes for these files and the available cores; 1 starts none."""
+    """Return a useful number of processes for these files and cores; 1 starts none."""
     from graphmoe.runtime.host.tuning import cpus_here  # imports torch
 
     total_bytes = sum(path.stat().st_size for path in files)
@@ -103,7 +103,7 @@ def workers_for(files: Sequence[Path]) -> int:
 def encode_checked(
     tokenizer: Tokenizer, batch: Sequence[tuple[object, str]], end: int | None, id_limit: int, bad: BadRecords
 ) -> list[npt.NDArray[np.int64]]:
-    """Ids of each (place, text); a document with an id beyond the vocabulary is reported and skipped."""
+    """Return ids of each (place, text); documents with ids beyond the vocabulary are reported and skipped."""
     documents = []
     for (place, _), ids_T in zip(batch, encode(tokenizer, [text for _, text in batch], end), strict=True):
         if ids_T.max(initial=0) >= id_limit:

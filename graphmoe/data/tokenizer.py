@@ -30,10 +30,10 @@ PIECE_CHARS = 1_000_000
 
 
 def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool = True) -> Path:
-    """Return the ``tokenizer.json`` of a path, a folder, or a name on the Hugging Face hub.
+    """Return the ``tokenizer.json`` of a path, a folder, or a Hugging Face hub name.
 
-    Hub files come from the local cache, else with ``fetch`` over the network. *Raises* ConfigError if a hub
-    name is found in neither.
+    Hub files come from the local cache, or with ``fetch`` from the network. *Raises* ConfigError if neither
+    has the name.
     """
     path = tokenizer_file(name)
     if path.exists() or not _HUB_NAME.fullmatch(str(name)) or path.suffix == ".json":
@@ -98,14 +98,14 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def num_ids(tokenizer: Tokenizer) -> int:
-    """One more than the largest id that the tokenizer can produce."""
+    """Return the largest id of the tokenizer plus one."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def end_of_document(
     tokenizer: Tokenizer, path: str | Path, name: str | None, key: str = "data.eod_token"
 ) -> int:
-    """Id of the end-of-document token: ``name``, or the one that the tokenizer's files declare.
+    """Return the id of ``name``, or of the end token declared by the tokenizer's files.
 
     *Raises* ConfigError with the special tokens if it is unknown.
     """
@@ -124,7 +124,7 @@ def end_of_document(
 
 
 def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
-    """Id of the declared end token, or of one with a usual name; None without."""
+    """Return the declared end token's id, or that of a usual name; None without."""
     declared = _declared_end(tokenizer_file(path).with_name("tokenizer_config.json"))
     for candidate in (declared, *END_NAMES):
         token = None if candidate is None else tokenizer.token_to_id(candidate)
@@ -134,7 +134,7 @@ def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, length: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` ids; id 0 ends a document."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` ids; id 0 ends a document."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -149,7 +149,7 @@ def train_bpe(texts: Iterator[str], vocab_size: int, length: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], end: int | None) -> list[npt.NDArray[np.int64]]:
-    """Token ids of each text, followed by ``end``. Uses all cores by default."""
+    """Return token ids of each text, followed by ``end``. Uses all cores by default."""
     # long texts are encoded in pieces, which bounds memory: the tokenizer needs about 100 bytes per token
     pieces = [list(_pieces(text)) for text in texts]
     encoded = tokenizer.encode_batch_fast([p for group in pieces for p in group], add_special_tokens=False)

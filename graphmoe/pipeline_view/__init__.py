@@ -1,1 +1,1 @@
-"""Pictures of what the ranks of a pipeline do when: a page to look into."""
+"""Page with timelines of a pipeline's ranks."""

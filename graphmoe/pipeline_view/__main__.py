@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
 
 
 def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
-    """Write the page that is asked for; return its file. *Raises* ConfigError."""
+    """Write the requested page; return its file. *Raises* ConfigError."""
     if args.out is None:
         return []
     args.out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
-    """One object for a schedule or a layout; for several timelines their list, ``schedules``."""
+    """Return one object for a schedule or layout; for several timelines, a list ``schedules``."""
     layouts = [
         {**layout_document(plan), **({"slower_than_1f1b": plan.slower} if plan.panel else {})}
         for plan in plans
@@ -64,7 +64,7 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
 def text(
     args: ViewArgs, plans: list[Plan], panels: list[Panel], pictures: list[Path]
 ) -> Iterator[RenderableType]:
-    """Yield the same as tables; a layout of several schedules is shown once."""
+    """Yield the same as tables; a layout shared by several schedules is shown once."""
     yield from (
         layout_table(plan) for plan in {(p.layout, p.placement): p for p in plans if p.layout}.values()
     )
@@ -114,7 +114,7 @@ def layout_table(plan: Plan) -> Group:
 
 
 def timeline_document(panel: Panel) -> dict[str, Any]:
-    """A timeline as plain values. ``stages`` is the number of ranks, as on the command line."""
+    """Return a timeline as plain values. ``stages`` is the number of ranks, as on the command line."""
     timeline = panel.timeline
     ranks = range(timeline.table.placement.num_ranks)
     rows: list[dict[str, list[dict[str, Any]]]] = [{"compute": [], "comm": []} for _ in ranks]

@@ -1,4 +1,4 @@
-"""Keys of ``graphmoe.pipeline_view``, and the check of their values."""
+"""Keys of ``graphmoe.pipeline_view``, and their checks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,63 +10,62 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class CostKeys:
-    """Costs of a rank's whole stage for one micro-batch, in any unit; its virtual stages share them."""
+    """Costs of a rank's stage per micro-batch, in any unit, shared by its virtual stages."""
 
     f: float | None = None
-    """Forward, > 0, default 1000; with model=... the mean of ranks."""
+    """Forward, > 0, default 1000; with model=... the mean over ranks."""
     b: float | None = None
-    """Gradients of the stage's inputs, default 1000; a whole backward takes b + w."""
+    """Input gradients (dgrad), default 1000; a whole backward costs b + w."""
     w: float | None = None
-    """Gradients of its weights, default 1000."""
+    """Weight gradients (wgrad), default 1000."""
     comm: float = 0.0
-    """Time from an action's end to the arrival of its result on another rank, >= 0; with run=... in ms."""
+    """Time from an action's end to its result's arrival on another rank, >= 0; ms with run=..."""
     hidden: float = 0.0
-    """Time that a forward and a backward save when they take turns (overlap=true), >= 0."""
+    """Time saved when a forward and a backward overlap (overlap=true), >= 0."""
     activation_gib: float | None = None
-    """Size of a rank's activations of a micro-batch, in GiB, > 0; default: peaks count activations."""
+    """GiB of a rank's activations per micro-batch, > 0; default: peaks count activations."""
 
 
 @dataclass
 class ViewArgs:
-    """Keys of the command line."""
+    """Command-line keys."""
 
     schedule: list[str] | None = None
-    """Schedules to show side by side, such as 1f1b,zb1p or package.module:NAME; a wrong one is answered with
-    the list."""
+    """Schedules to compare, such as 1f1b,zb1p or package.module:NAME; an unknown one prints the list."""
     stages: int | None = None
-    """Ranks of the pipeline; default: as many as the layout has pieces, or 4."""
+    """Pipeline ranks; default: from the layout, or 4."""
     virtual_stages: list[int] | None = None
-    """Stages of each rank: for all schedules, or one for each; default: the fewest that a schedule takes."""
+    """Stages per rank: one number for all schedules, or one each; default: the schedule's minimum."""
     microbatches: int | None = None
-    """Micro-batches of a step; default: 4 for each rank."""
+    """Micro-batches per step; default: 4 per rank."""
     overlap: bool = False
-    """Forward and backward of two micro-batches take turns, as with pipeline.ep_overlap=true."""
+    """Interleave forward and backward of two micro-batches, as pipeline.ep_overlap=true."""
     cost: CostKeys = field(default_factory=CostKeys)
     layout: str | None = None
-    """Layout string to write out, such as 'Et|(tt|)*6L'; with model=... default: the balanced one."""
+    """Layout to expand, such as 'Et|(tt|)*6L'; with model=... default: balanced."""
     model: str | None = None
-    """Preset whose modelled times say what each stage costs."""
+    """Preset whose modelled times are the stage costs."""
     seq_len: int = 4096
-    """Tokens of a sequence, of which the cost of attention depends, > 0."""
+    """Tokens per sequence, > 0, for the cost of attention."""
     run: Path | None = None
-    """Folder of a run with profile.pipeline=true: what it recorded beside a simulation with its own times."""
+    """Folder of a run with profile.pipeline=true, shown beside a simulation with its times."""
     step: int | None = None
-    """Step of the run; default: the last one that was recorded."""
+    """Step of the run; default: the last recorded."""
     out: Path | None = None
-    """Folder for pipeline.html, a page that needs no network."""
+    """Folder for pipeline.html, which needs no network."""
     format: OutputFormat = OutputFormat.text
-    """text, or json: one document on stdout and nothing else there."""
+    """Output on stdout: text, or one JSON document."""
 
 
 MOST_CELLS = 2**16
-"""Stages times micro-batches at most: so many are computed in some ten seconds."""
+"""Limit of stages times micro-batches: some ten seconds of computing."""
 LARGEST_COST = 1e100
 BESIDE_A_RUN = ("run", "step", "cost.comm", "out", "format")
 OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.comm", "cost.activation_gib")
 
 
 def check(args: ViewArgs) -> None:
-    """Check the values. *Raises* ConfigError with everything that is wrong."""
+    """Check the values. *Raises* ConfigError with all problems."""
     given = {**_given(args), **_given(args.cost, "cost.")}
     problems = [
         *_purpose(args, given),
@@ -78,7 +77,7 @@ def check(args: ViewArgs) -> None:
 
 
 def _given(keys: ViewArgs | CostKeys, prefix: str = "") -> dict[str, Any]:
-    """Return the keys whose values are not their defaults: cost.w=0 counts, cost.comm=0 does not."""
+    """Return non-default keys: cost.w=0 counts, cost.comm=0 does not."""
     default = type(keys)()
     values = {f.name: getattr(keys, f.name) for f in fields(keys) if f.name != "cost"}
     return {f"{prefix}{k}": v for k, v in values.items() if v != getattr(default, k) and v != []}

@@ -1,7 +1,7 @@
-"""Bars of a picture, one for each action of a timeline.
+"""Bars of a picture, one per action of a timeline.
 
-A rank has a row of height 1 around its number: computation, and a narrow track of transfers below. A forward
-and a backward that take turns are two bars of half the height.
+Each rank is a row of height 1 around its number: computation, and a narrow track of transfers below. An
+interleaved forward and backward are two bars of half the height.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ WORDS: dict[BarKind, str] = {
     "comm": "transfer",
 }
 _LIGHTEST = 0.55
-"""Share of white in the colour of a rank's last stage."""
+"""Share of white in a rank's last stage."""
 _HALF = 0.43
 
 
@@ -36,11 +36,11 @@ class Panel(NamedTuple):
     timeline: Timeline
     unit: str
     scale: float = 1.0
-    """Factor from the timeline's own unit to the shown one."""
+    """Factor from the timeline's unit to the shown one."""
 
 
 class Bar(NamedTuple):
-    """An action or transfer, in the unit of the panel."""
+    """Action or transfer, in the panel's unit."""
 
     kind: BarKind
     action: Action
@@ -78,7 +78,7 @@ def text_colour(colour: str) -> str:
 
 
 def idle_shares(timeline: Timeline) -> list[float]:
-    """Share of the makespan in which each rank computes nothing."""
+    """Return each rank's idle share of the makespan."""
     busy = [0.0] * timeline.table.placement.num_ranks
     for span in timeline.spans:
         busy[span.rank] += span.end - span.start if span.track == "compute" else 0.0
@@ -105,7 +105,7 @@ def summary(panel: Panel) -> str:
 
 
 def bars_by_kind(panel: Panel) -> dict[BarKind, list[Bar]]:
-    """Bars of a panel by kind, in the order of the legend, which has the colour of the first."""
+    """Return a panel's bars by kind, in the order of the legend, which has the first one's colour."""
     found: dict[BarKind, list[Bar]] = {kind: [] for kind in COLOURS}
     for bar in sorted(bars_of(panel), key=lambda bar: bar.colour != COLOURS[bar.kind]):
         found[bar.kind].append(bar)

@@ -1,4 +1,4 @@
-"""A page with the timelines of a pipeline: one file, which needs no network."""
+"""Page with the timelines of a pipeline: one file, which needs no network."""
 
 import html
 import itertools
@@ -26,18 +26,18 @@ from graphmoe.web_page import write_page as write_whole
 
 ROW_PX = 40
 HEAD_PX, GAP_PX = 70, 60
-"""Room above the first panel, and for title and axis between two."""
+"""Pixels above the first panel, and between two, for title and axis."""
 
 
 def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:
-    """Write the panels one below the other on a common axis of time, then their numbers by rank."""
+    """Write the panels on a common time axis, then their numbers by rank."""
     says = "A row is a rank; the number in a bar is its micro-batch. Later stages of a rank are lighter."
     content = grid([timeline_chart(panels)]) + table(["", *(panel.title for panel in panels)], _rows(panels))
     write_whole(path, "graphmoe: pipeline", paragraph(f"`{command}`") + paragraph(says), [("", content)])
 
 
 def timeline_chart(panels: Sequence[Panel]) -> Chart:
-    """Panels for a page, with a row for each rank and a trace for each kind of action."""
+    """Return a chart with a row per rank and a trace per kind of action."""
     heights = [panel.timeline.table.placement.num_ranks * ROW_PX for panel in panels]
     plot_px = sum(heights) + GAP_PX * (len(panels) - 1)
     traces, shown = [], set[BarKind]()

@@ -32,7 +32,7 @@ _WORDS = {
     "pipeline.microbatches": "microbatches",
     "pipeline.ep_overlap": "overlap",
 }
-"""Keys in errors of a run -> keys of this tool."""
+"""Configuration keys in errors -> keys of this tool."""
 
 
 class Plan(NamedTuple):
@@ -41,13 +41,13 @@ class Plan(NamedTuple):
     layout: str | None = None
     stages: tuple[StagePieces, ...] = ()
     costs: Sequence[SegmentTime] = ()
-    """Seconds of a sequence by stage, if a model is given."""
+    """Seconds per sequence by stage, if a model is given."""
     slower: str | None = None
-    """Warning that the schedule is slower than 1f1b, with one to use instead."""
+    """Warning that the schedule is slower than 1f1b, with an alternative."""
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
-    """*Raises* ConfigError in the tool's words."""
+    """Make a plan. *Raises* ConfigError with this tool's keys."""
     try:
         plan = _make_plan(args, place)
         return plan if plan.panel is None or args.overlap else plan._replace(slower=_slower(args, plan))
@@ -59,7 +59,7 @@ def make_plan(args: ViewArgs, place: int) -> Plan:
 
 
 def load_preset(name: str) -> ModelConfig:
-    """The shape of a preset of the group ``model``. *Raises* ConfigError."""
+    """Return a model preset. *Raises* ConfigError."""
     folder = Path(str(files("graphmoe.conf"))) / "model"
     names = sorted(path.stem for path in folder.glob("*.yaml"))
     if name not in names:
@@ -138,7 +138,7 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) 
     costs = Costs.of_rank(placement, f, b, w, comm=keys.comm, hidden=keys.hidden, activation_bytes=activation)
     if not stages:
         return costs
-    # a rank's forward takes cost.f in the mean of ranks
+    # scaled to a mean of cost.f over the ranks' forwards
     scale = f * placement.num_ranks / sum(stage.forward for stage in stages)
     return replace(
         costs,
@@ -149,7 +149,7 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) 
 
 
 def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
-    """A recorded step, by default the last, and its simulation. *Raises* ConfigError."""
+    """Return a recorded step, by default the last, and its simulation. *Raises* ConfigError."""
     from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines  # imports torch
 
     path = run / FILE_NAME
@@ -174,7 +174,7 @@ def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
 
 
 def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
-    """Median times of a run's steps by stage and kind, in the unit of the timelines."""
+    """Return median times of a run's steps by stage and kind, in the timelines' unit."""
     alone: dict[tuple[str, int], list[float]] = defaultdict(list)
     halves: dict[tuple[str, int], list[float]] = defaultdict(list)
     pairs: list[tuple[Together, float]] = []
@@ -192,14 +192,14 @@ def median_costs(timelines: Iterable[Timeline], comm: float) -> Costs:
             else:
                 alone[span.step.kind, span.step.stage].append(took)
 
-    # a stage that never runs an action alone has half of a pair's time
+    # an action that never runs alone on a stage is assigned half of a pair's time
     def of(kind: str, stage: int) -> float:
         return statistics.median(alone.get((kind, stage)) or halves.get((kind, stage)) or [0.0])
 
     saved = [sum(of(action.kind, action.stage) for action in pair) - took for pair, took in pairs]
     return Costs(
         tuple(of("F", stage) for stage in range(num_stages)),
-        tuple(of("I", stage) or of("B", stage) for stage in range(num_stages)),  # B is I and W in one
+        tuple(of("I", stage) or of("B", stage) for stage in range(num_stages)),  # B is dgrad and wgrad in one
         tuple(of("W", stage) for stage in range(num_stages)),
         comm,
         max(statistics.median(saved), 0.0) if saved else 0.0,

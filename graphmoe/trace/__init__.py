@@ -1,1 +1,1 @@
-"""Tables from a Chrome trace of torch's profiler: no torch is needed to read one."""
+"""Tables from Chrome traces of torch's profiler; reading them needs no torch."""

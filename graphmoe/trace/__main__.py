@@ -43,17 +43,17 @@ class TraceArgs:
     """Arguments of the tool."""
 
     run: list[Path] | None = None
-    """Folder of a run with profile.steps; two, by comma, are compared."""
+    """Folder of a run with profile.steps; two, separated by a comma, are compared."""
     trace: list[Path] | None = None
-    """The same for files, .json or .json.gz, in place of run."""
+    """Trace files, .json or .json.gz, in place of run."""
     rank: int | None = None
-    """Rank of the run; default: the lowest that was recorded, of two runs by both."""
+    """Rank of the run; default: the lowest that was recorded, by both of two runs."""
     kernels: int = 5
     """Largest kernels of each segment to show, > 0."""
     tracelens: bool = True
     """Call AMD's TraceLens too, if it is on PATH."""
     format: OutputFormat = OutputFormat.text
-    """text, or json: one document on stdout and nothing else there."""
+    """Output on stdout: text, or one JSON document."""
 
 
 def main(argv: list[str]) -> None:
@@ -85,7 +85,7 @@ def _other_ranks(run: Path, read: Path) -> Iterator[str]:
 
 
 def tracelens_report(trace: Path) -> Path | None:
-    """Let TraceLens, if it is on PATH, write a workbook beside a trace; print why it did not."""
+    """Write a TraceLens workbook beside a trace, if TraceLens is on PATH; print its error."""
     if shutil.which(TRACELENS) is None:
         return None
     report = trace.with_name(f"{trace.name.split('.')[0]}.tracelens.xlsx")

@@ -1,7 +1,7 @@
-"""A Chrome trace of torch's profiler (Kineto) as lists of events of the host and of the device.
+"""Host and device events of a Chrome trace by torch's profiler (Kineto).
 
-A call of the device runtime has the ``correlation`` of each kernel, copy or memset that it launched, also
-by a graph.
+A device runtime call has the ``correlation`` of each kernel, copy or memset that it launched, also through a
+graph.
 """
 
 import gzip
@@ -31,7 +31,7 @@ DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
 
 
 class HostEvent(NamedTuple):
-    """An operation, a named range, or a call of the device's runtime; times in microseconds."""
+    """An operation, a named range, or a device runtime call; times in microseconds."""
 
     name: str
     thread: Thread
@@ -58,7 +58,7 @@ class Activity(NamedTuple):
 
 @dataclass
 class Trace:
-    """Events of a trace, each list in the order of starts."""
+    """Events of a trace, each list sorted by start."""
 
     path: Path
     host: list[HostEvent] = field(default_factory=list)
@@ -78,7 +78,7 @@ def rank_of(name: str) -> int | None:
 
 
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
-    """Traces of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
+    """Return the trace of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
     of_runs = [recorded(run) for run in runs]
     if rank is None:
         common = set.intersection(*map(set, of_runs))
@@ -156,7 +156,7 @@ class _Document(msgspec.Struct):
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for a file that is no trace."""
+    """Read a ``.json`` or ``.json.gz``. *Raises* ConfigError for an invalid trace."""
     document = from_json(_text(path), _Document, str(path))
     trace = Trace(path, facts={**(document.graphmoe or {})})
     names = (device.name for device in document.deviceProperties or [] if device.name)

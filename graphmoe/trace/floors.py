@@ -1,6 +1,6 @@
-"""The least time of a kernel on a device: of 16-bit GEMMs by shapes, of copies and memsets by bytes.
+"""Lower bounds on kernel times: 16-bit GEMMs by shape, copies and memsets by bytes.
 
-A trace has no shapes of what a graph launches, nor of fused kernels, so for those it is unknown.
+Traces have no shapes of fused kernels and of graph launches, so their bounds are unknown.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
 from graphmoe.trace.events import Activity, HostEvent, Trace
 
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Operations, and the index of the first factor among their inputs."""
+"""Operations, and the index of their first matrix input."""
 _HALF = ("c10::BFloat16", "c10::Half")
 _BYTES = 2
-# (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, the more specific first: of devices
-# that nothing is projected for. Forms of a card stand here, since the card's name is one of their words
+# (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, for devices without projected rates.
+# Specific names are first, and include variants of a projected card, whose name they contain.
 _OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
     ("MI350X", 8.0),
     ("H100 PCIE", 2.0),
@@ -34,7 +34,7 @@ class Device:
     """Peaks of a device; None for an unknown one."""
 
     flops_per_us: float | None
-    """FLOPs of 16-bit numbers."""
+    """FLOPs of 16-bit GEMMs."""
     bytes_per_us: float | None
 
     @classmethod
@@ -45,7 +45,7 @@ class Device:
         return cls(peak * 1e6 if peak else None, bandwidth * 1e6 if bandwidth else None)
 
     def of_activity(self, activity: Activity) -> float | None:
-        """Microseconds that a copy inside the device or a memset takes at least."""
+        """Return the least microseconds of a memset, or a copy within the device."""
         if activity.num_bytes is None or self.bytes_per_us is None:
             return None
         if activity.kind == "memset":
@@ -53,7 +53,7 @@ class Device:
         return 2 * activity.num_bytes / self.bytes_per_us if "DtoD" in activity.name else None
 
     def of_operation(self, operation: HostEvent) -> float | None:
-        """Microseconds that an operation of torch takes at least."""
+        """Return the least microseconds of a torch operation."""
         shape = product_shape(operation)
         if shape is None or self.flops_per_us is None:
             return None
@@ -63,7 +63,7 @@ class Device:
 
 
 def product_shape(operation: HostEvent) -> tuple[float, float] | None:
-    """FLOPs and elements moved of a product of 16-bit matrices; None for all else."""
+    """Return FLOPs and elements moved of a 16-bit GEMM; None for others."""
     first = _PRODUCTS.get(operation.name)
     dims, types = operation.args.get("Input Dims"), operation.args.get("Input type")
     if first is None or not dims or not types or len(dims) < first + 2:

@@ -1,7 +1,7 @@
-"""The segment, and the operation of torch, to which each launch of the host belongs.
+"""Segment and torch operation of each host launch.
 
-It is the innermost range of ours on its thread; in an eager backward that of the forward operation which
-autograd names by its sequence number.
+The segment is that of the innermost graphmoe range on the thread. In an eager backward it is that of the
+forward operation that autograd's sequence number names.
 """
 
 import bisect
@@ -16,17 +16,17 @@ _AUTOGRAD = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(
     r"nccl|rccl|nvshmem|rocshmem|deep_ep|mori::|multimem|one_shot_all_reduce|two_shot_all_reduce"
     r"|PtoP|PeerToPeer|symm_mem"
-    # graphmoe.ops.symm: those that wait for other ranks, or read and write their memory
+    # kernels of graphmoe.ops.symm that wait for other ranks, or access their memory
     r"|^(records|receive|pull|put|way_back|sum)_kernel",
     re.IGNORECASE,
 )
 _LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
 _RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
-"""Ranges but those of torch's process groups, such as gloo:send, which last until a message arrives."""
+"""graphmoe ranges, without torch's process groups, such as gloo:send, which last until a message arrives."""
 
 
 class Owner(NamedTuple):
-    """Unit and its part, such as attn and F; empty outside of our ranges."""
+    """Unit and its part, such as attn and F; empty outside graphmoe ranges."""
 
     unit: str
     part: str
@@ -38,19 +38,19 @@ NOBODY = Owner("", "")
 class Place(NamedTuple):
     owner: Owner = NOBODY
     sequence: int | None = None
-    """The forward operation whose gradient this computes, if no range of ours is nearer."""
+    """Forward operation whose gradient this computes, if no graphmoe range is nearer."""
     operation: HostEvent | None = None
 
 
 class Owners(NamedTuple):
-    """The place of each host event and of each call, in the order of the trace's lists."""
+    """Place of each host event and call, in the order of the trace's lists."""
 
     host: list[Place]
     calls: list[Place]
     around: list[Place]
-    """Places in which host events begin."""
+    """Place around each host event."""
     inner_us: list[float]
-    """Time of operations, and ranges of ours, right inside each host event."""
+    """Microseconds of operations and graphmoe ranges directly inside each host event."""
     of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:
@@ -69,7 +69,7 @@ def owners_of(trace: Trace) -> Owners:
         for index, event in enumerate(listed):
             by_thread[event.thread].append((event, index))
     for events in by_thread.values():
-        nest: list[tuple[float, Place, int]] = []  # end, place, and index of what time inside is taken off
+        nest: list[tuple[float, Place, int]] = []  # end, place, index to which nested time counts
         for event, index in sorted(events, key=lambda pair: (pair[0].start, -pair[0].end)):
             while nest and nest[-1][0] <= event.start:
                 nest.pop()
@@ -86,12 +86,12 @@ def owners_of(trace: Trace) -> Owners:
             nest.append((event.end, place, counts))
             sequence = event.args.get("Sequence number", -1)
             if sequence >= 0 and place.sequence is None and place.owner.part == "F":
-                owners.of_sequence[sequence] = place.owner  # the last one has the node of autograd
+                owners.of_sequence[sequence] = place.owner  # the last one has the autograd node
     return owners
 
 
 def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
-    """Index of the step that a time of the host is in."""
+    """Return the index of the step that contains a host time."""
     number = bisect.bisect_right([step.start for step in steps], time) - 1
     return number if number >= 0 and time <= steps[number].end else None
 
@@ -114,6 +114,6 @@ def is_launch(name: str) -> bool:
 
 
 def unit_and_part(name: str) -> Owner | None:
-    """Unit and part of a range of ours, or None."""
+    """Return unit and part of a graphmoe range, or None."""
     match = _RANGE.fullmatch(name)
     return Owner(match[1], match[2]) if match else None

@@ -1,4 +1,4 @@
-"""Times of a trace's steps: of a GPU's kernels by the segments that launched them, else of the host."""
+"""Step times of a trace: GPU kernels by the segments that launched them, or host time."""
 
 import math
 from collections import Counter, defaultdict
@@ -24,35 +24,35 @@ from graphmoe.trace.owners import (
 )
 
 OTHER = Owner("(no segment)", "")
-"""Owner of kernels that run in a step outside of all ranges."""
+"""Owner of kernels launched in a step outside all ranges."""
 BETWEEN = Owner("(between steps)", "")
 UNKNOWN = Owner("(unknown)", "")
 """Owner of kernels whose launch is not in the trace."""
 NAME_LENGTH = 200
 Launches = Mapping[int | None, tuple[HostEvent, Place]]
-"""Calls of the host and their places, by correlation."""
+"""Host calls and their places, by correlation."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, copy or memset of a segment, or an operation on a CPU; per step."""
+    """Kernel, copy or memset of a segment, or a CPU operation; per step."""
 
     name: str
     calls: float
     ms: float
     floor_ms: float | None
-    """Least time that the device needs, if known."""
+    """Least time on this device, if known."""
 
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """A part of a segment, or of a compiled unit; per step."""
+    """Part of a segment, or of a compiled unit; per step."""
 
     segment: str
     part: str
     calls: float
     ms: float
-    """Time in which any kernel of it runs; on a CPU time of the host in its range."""
+    """Time in which any of its kernels runs; on a CPU, host time in its range."""
     communication_ms: float | None
     kernels: list[Kernel]
 
@@ -67,15 +67,15 @@ class Summary:
     facts: dict[str, Any]
     num_steps: int
     step_ms: float
-    """From the first kernel to the end of the last one; on a CPU, in which the host is in steps."""
+    """Time from the first kernel's start to the last one's end; on a CPU, host time in steps."""
     idle: float | None = None
-    """Share of that in which nothing runs on the GPU."""
+    """Share of ``step_ms`` in which the GPU is idle."""
     exposed_ms: float | None = None
-    """Communication beside which no other kernel runs."""
+    """Communication without a concurrent kernel."""
     hidden_ms: float | None = None
-    """The rest of it."""
+    """Communication with a concurrent kernel."""
     launch_ms: float | None = None
-    """Time of the host in calls that launch kernels or graphs."""
+    """Host time in calls that launch kernels or graphs."""
     launches: float | None = None
     streams: dict[str, float] = field(default_factory=dict)
     segments: list[SegmentTime] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Summary:
 
 
 def summarise(trace: Trace, num_kernels: int) -> Summary:
-    """*Raises* ConfigError for a trace without steps, or for a GPU that none of them used."""
+    """Summarise a trace. *Raises* ConfigError if it has no steps, or a GPU that no step used."""
     if not trace.steps:
         raise ConfigError(f"{trace.path} has no range {STEP}..., so no steps; profile.steps records such")
     owners = owners_of(trace)
@@ -250,7 +250,7 @@ def _calls_of(trace: Trace) -> Counter[Owner]:
 
 
 def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
-    """The names with the most time, of (name, microseconds, floor) each."""
+    """Return the names with the most time, of (name, microseconds, floor) each."""
     by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for name, took, floor in times:
         by_name[name].append((took, floor))

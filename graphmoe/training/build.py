@@ -30,7 +30,7 @@ def build(
     *,
     has_values: bool = True,
 ) -> tuple[Transformer, StepOptimizer]:
-    """Build this rank's part of the model with initial weights, and the optimizer. A collective.
+    """Build this rank's model with initial weights, and its optimizer. Collective.
 
     Without ``has_values`` weights are uninitialized. *Raises* ConfigError for fsdp2 on one rank.
     """

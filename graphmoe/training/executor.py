@@ -66,7 +66,7 @@ class Execution:
         folder: Path,
         chosen: Chosen,
     ) -> None:
-        """``chosen`` is a checkpoint's, or empty. On a GPU this may measure kernels. *Raises* ConfigError."""
+        """``chosen``: a checkpoint's kernels, or empty. May measure GPU kernels. *Raises* ConfigError."""
         scope = plan.graph.scope
         self._plan, self._ranks, self._folder = plan, ranks, folder
         self.device = device
@@ -77,15 +77,15 @@ class Execution:
         passes = select_passes(plan.passes, fp8_passes(plan))
         names = [spec.name for spec in passes] if plan.compile.enabled else []
         self.fuses = "fuse_experts" in names
-        """True if the routed experts run as one operation."""
+        """True if routed experts run as one operation."""
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
         """Weights of GEMMs that may run in fp8, by name."""
         self._in_fp8 = "fp8_experts" in names and has_experts(plan.model) and keeps_experts(plan)
         """True if experts run in fp8, except in skipped layers."""
         self._times_experts = self._in_fp8 and plan.fp8_vendor is None
-        """True if fp8 experts are timed against bf16: only our kernels are."""
+        """True if fp8 experts are timed against bf16, unlike a vendor's."""
         self._counts: tuple[int, int] | None = None
-        """Number of fp8 GEMMs, and of those left in bf16."""
+        """Numbers of fp8 GEMMs, and of those left in bf16."""
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -124,7 +124,7 @@ class Execution:
         in_fp8 = fp8_passes(plan)
         if in_fp8:
             recipe = plan.precision.fp8.value
-            # A library may multiply without the instructions that ours need.
+            # A vendor library may support devices that our kernels do not.
             needed = recipe if "fp8_quantise" in in_fp8 else FORMATS[recipe].turbo.needs or recipe
             if reason := reason_against(device, needed):
                 raise ConfigError(f"precision.fp8={recipe} {reason}")
@@ -132,9 +132,9 @@ class Execution:
         folder = Path(plan.compile.cache_dir) if plan.compile.cache else None
         store = CompileCache(folder, shared=plan.compile.cache_shared)
         dump = self._folder / "graphs" if plan.passes.dump and ranks.is_first else None
-        # Before the choice of kernels, which compiles those that it measures.
+        # Opened before kernels are chosen: measuring compiles them.
         facts = facts_of(plan.config, select_passes(plan.passes, in_fp8), device)
-        traces = plan.passes.dump or any(own_code(plan.config))  # whose sources are no facts
+        traces = plan.passes.dump or any(own_code(plan.config))  # their sources are not among the facts
         self._cache = JobCache(store, facts, ranks, None if traces else self._plan.layout)
         self.chosen, plain = ranks.on_first(lambda: self._choose(store))
         if in_fp8:
@@ -148,7 +148,7 @@ class Execution:
         )
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
         self._published = 0
-        """Graphs compiled when the cache was last written."""
+        """Compiled graphs at the last cache write."""
         self.execute = self.compiled
 
     def _choose(self, store: CompileCache) -> tuple[Chosen, InBf16]:
@@ -170,7 +170,7 @@ class Execution:
 
     @property
     def backends(self) -> str:
-        """Backends of the fused experts; empty if experts are not fused."""
+        """Backends of fused experts; empty if not fused."""
         return self.chosen.experts if self.fuses else ""
 
     def describe(self) -> list[str]:
@@ -190,7 +190,7 @@ class Execution:
         return {"fp8": recipe, "products_in_fp8": in_fp8, "products_in_bf16": in_bf16}
 
     def compile_update(self, optimizer: StepOptimizer, segments: Iterable[Sequence[Segment]]) -> None:
-        """Compile the optimizer's update, the first of the compiled units."""
+        """Compile the optimizer's update, the first compiled unit."""
         if self.compiled is not None:
             self.compiled.expect(segments)
             optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
@@ -207,7 +207,7 @@ class Execution:
         self._published = graphs
 
     def release_graphs(self) -> None:
-        """Free what was captured, before the process groups end. No step may follow."""
+        """Free captured graphs before the process groups end. No step may follow."""
         if self.capture:
             self.capture.maker.release()
 
@@ -279,7 +279,7 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
             return choose_backends(remembered, shape, device, store, sync_free=sync_free)
         except ConfigError as error:
             log.warning("the checkpoint's experts backend cannot run here, so sums may change: %s", error)
-    # torch's products wait for the host in fp32 and on some GPUs: only who names them gets them there.
+    # torch's grouped GEMMs sync in fp32 and on some GPUs, so there they run only if named.
     sync_free = sync_free or requested != "torch"
     return choose_backends(requested, shape, device, store, sync_free=sync_free)
 

@@ -1,4 +1,4 @@
-"""Expert loads of ``moe.expert_load``, stored into the routers' buffers before each step."""
+"""Expert loads of ``moe.expert_load``, written to the routers' buffers before each step."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from graphmoe.plan.plan import Plan
 
 
 class ForcedLoads:
-    """Writer of a step's loads to ``Router.load_ends``, whose addresses captured graphs keep."""
+    """Writer of ``Router.load_ends``, whose addresses captured graphs hold."""
 
     def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
         moe, model = plan.moe, plan.model
@@ -21,7 +21,7 @@ class ForcedLoads:
         self._now: list[list[int]] = []
 
     def set(self, step: int) -> None:
-        """Store the loads of a step, counted from 1, if they changed. No device sync."""
+        """Write the loads of a step, from 1, if they changed. No device sync."""
         ends_LE = [ends(self._load(step, layer)) for layer in self._routers]
         if ends_LE == self._now:
             return

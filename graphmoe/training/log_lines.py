@@ -33,10 +33,10 @@ class StepLog:
         self._blocks = _takes(console().encoding, BLOCKS)
 
     def write(self, rows: Sequence[dict[str, Any]], read: Sequence[StepRow]) -> None:
-        """Log steps ``read`` together, whose metrics.jsonl rows are ``rows``."""
+        """Log steps ``read`` together; ``rows`` are their metrics.jsonl rows."""
         last, timed = rows[-1], _timed(rows)
         left = (self._steps - last["step"]) * sum(row["step_s"] for row in timed) / len(timed)
-        compiled = last.get("start_s") is not None  # the only step, whose time says nothing of later ones
+        compiled = last.get("start_s") is not None  # one step alone, not typical of later ones
         log.info(step_line(rows, self._steps, left if left > 0 and not compiled else None))
         load_LE = sum((row.load_LE for row in read[1:]), read[0].load_LE) / len(read)
         if line := experts_line(last, load_LE, self._blocks):
@@ -48,7 +48,7 @@ class StepLog:
 
 
 def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]) -> str:
-    """Return the description of the run, one line per topic."""
+    """Describe the run, one line per topic."""
     model, layout = plan.model, plan.layout
     parameters = count_parameters(model)
     total, active = (parameters[kind]["full"] for kind in ("total", "active"))
@@ -84,7 +84,7 @@ def start_block(plan: Plan, corpus: Corpus, device: str, compiled: Sequence[str]
 
 
 def step_line(rows: Sequence[dict[str, Any]], total_steps: int, left_s: float | None) -> str:
-    """Format neighbouring steps on one line: values of the last, rate of all."""
+    """Format consecutive steps on one line: values of the last, rate of all."""
     row = rows[-1]
     timed = _timed(rows)
     share = row["step_s"] * len(timed) / sum(each["step_s"] for each in timed)

@@ -1,4 +1,4 @@
-"""Bytes that each rank of a run needs, by kind: state, activations, and buffers by purpose."""
+"""Memory of each rank by kind: state, activations, and buffers by purpose."""
 
 import logging
 from collections import Counter
@@ -26,25 +26,25 @@ log = logging.getLogger(__name__)
 
 MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
-"""Buffers that torch's allocator does not hold: communicators', and memory that ranks share."""
+"""Buffers outside torch's allocator: communicators', and memory that ranks share."""
 COMMUNICATOR_BYTES = 128 * 2**20
-"""Assumed, not measured: buffers of NCCL and RCCL per channel and peer depend on topology and version."""
+"""Assumed: buffers of NCCL and RCCL depend on topology and version."""
 CHANNEL_BYTES = 32 * 2**20
-"""Assumed for a channel between two ranks of a pipeline."""
+"""Assumed for a channel between two pipeline ranks."""
 MESSAGES_UNDER_WAY = 2
-"""Messages of a channel: one sent, and one received ahead."""
+"""Messages of a channel in flight: one sent, one received ahead."""
 
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """Bytes of the ranks at one place along pp; they are alike."""
+    """Bytes of each rank at one pipeline position."""
 
     place: int
     state: dict[str, float]
     activations: float
     """Peak of all micro-batches in flight."""
     by_segment: Bytes
-    """Activations of one micro-batch on all stages of the place."""
+    """Activations of one micro-batch on all stages of the position."""
     by_part: dict[str, Bytes]
     """The same by layer."""
     buffers: dict[str, float]
@@ -56,7 +56,7 @@ class PlaceMemory:
         return sum(self.state.values()) + self.activations + sum(self.buffers.values())
 
     def kinds(self, unit: float = 1e9, apart: Sequence[str] = ()) -> dict[str, float]:
-        """Return sizes by kind, in decimal GB; buffers named in ``apart`` are kinds of their own."""
+        """Return decimal GB by kind; buffers in ``apart`` are kinds of their own."""
         others = {name: self.buffers[name] for name in apart}
         buffers = sum(size for name, size in self.buffers.items() if name not in others)
         sizes = {**self.state, "activations": self.activations, "buffers": buffers, **others}
@@ -64,7 +64,7 @@ class PlaceMemory:
 
 
 def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
-    """Return the memory of each place along pp, as if nothing changed it that `refuse_unknown` refuses."""
+    """Return memory by pipeline position, without the effects that `refuse_unknown` rejects."""
     sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
@@ -89,12 +89,12 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 
 
 def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
-    """Return the most at each place along pp; ``of_stages``: of one micro-batch on each stage."""
+    """Return the most at each pipeline position; ``of_stages``: one micro-batch on each stage."""
     return peaks(plan.pipeline.table, of_stages) if plan.pipeline else of_stages
 
 
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:
-    """Return bytes of weights, gradients and moments of a rank at a place along pp."""
+    """Return a rank's bytes of weights, gradients and moments at a pipeline position."""
     return state_bytes(
         plan.model,
         plan.layout,
@@ -131,7 +131,7 @@ def own_buffer_bytes(
 
 
 def fp8_weight_bytes(sizes: Sizes, layers: Iterable[int]) -> int:
-    """Bytes of quantized weights of some layers and their scales, both twice, beside those in bf16."""
+    """Return bytes of two quantized copies of layers' weights, with scales, beside those in bf16."""
 
     def beside(axis: Axis) -> bool:
         return sizes.layout.size(axis) > 1 or sizes.element_bytes != 2
@@ -149,7 +149,7 @@ def _working_bytes(sizes: Sizes, recompute: Recompute, stages: Sequence[StagePie
     model, e = sizes.model, sizes.element_bytes
     found = [0.0]
     layers = _layers(sizes, stages)
-    if not (recompute.layers or sizes.fp8_skips):  # one of each kind stands for all
+    if not (recompute.layers or sizes.fp8_skips):  # layers of a kind are alike
         layers = [*{index < model.num_dense_layers: index for index in layers}.values()]
     for index in layers:
         mlp = _experts_work(sizes.of_layer(index))
@@ -187,7 +187,7 @@ def _loss_work(sizes: Sizes) -> float:
 
 
 def chunk_bytes(sizes: Sizes) -> int:
-    """Bytes of the logits that a fused loss has at a time."""
+    """Return bytes of the logits that a fused loss holds at once."""
     vocabulary, size = sizes.model.vocab_size, sizes.element_bytes
     return min(rows_per_chunk(sizes.tokens, vocabulary, size), sizes.tokens) * vocabulary * size
 
@@ -220,7 +220,7 @@ def _graph_pool(
 
 
 def communication_bytes(sizes: Sizes) -> float:
-    """Bytes of communicators, and of a pipeline's messages under way."""
+    """Return bytes of communicators, and of a pipeline's messages in flight."""
     layout = sizes.layout
     groups = {ranks_of(layout, axis) for axis in AXES if layout.size(axis) > 1}
     channels = min(layout.pp - 1, 2) * 2  # a channel for each direction to the neighbours
@@ -234,5 +234,5 @@ def _layers(sizes: Sizes, stages: Sequence[StagePieces]) -> list[int]:
 
 
 def allocated_bytes(place: PlaceMemory) -> float:
-    """Bytes of a place in torch's allocator, as torch.cuda.max_memory_allocated counts them."""
+    """Return bytes in torch's allocator, as torch.cuda.max_memory_allocated counts them."""
     return place.total - sum(place.buffers[kind] for kind in OUTSIDE_ALLOCATOR)

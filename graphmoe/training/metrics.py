@@ -64,7 +64,7 @@ class Throughput(NamedTuple):
 
 
 class HostTimes:
-    """Host seconds outside steps (validation, checkpoints) or waiting for data."""
+    """Host seconds of validation, checkpoints and waits for data."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(BESIDE_STEPS, 0.0)
@@ -83,7 +83,7 @@ class HostTimes:
             self._seconds[name] += time.perf_counter() - began
 
     def waited(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the batches, counting the time spent waiting for each."""
+        """Yield the batches, timing the wait for each."""
         while True:
             with self.of("data_s"):
                 batch = next(batches)
@@ -92,9 +92,9 @@ class HostTimes:
 
 class MetricsWriter:
     def __init__(self, folder: Path, plan: Plan, done: int) -> None:
-        """Continue after step ``done``; later rows are cut."""
+        """Continue after step ``done``; truncates later rows."""
         self._trackers = Trackers(folder, plan, done)
-        # After the trackers: if a kill comes between, the next start still sees which steps were taken back.
+        # After the trackers: if a kill interrupts, the next start still sees which steps were dropped.
         if cut := cut_metrics(folder / METRICS_FILE, done):
             log.info("%s of later steps cut from %s", number_of(cut, "row"), METRICS_FILE)
         self._file = LineFile(folder / METRICS_FILE)
@@ -102,7 +102,7 @@ class MetricsWriter:
         self._loads = ExpertLoads(folder, done, plan.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
-        """Append rows, of the steps ``read`` if they are steps. A kill loses none, a full disk does."""
+        """Append rows; ``read``: their steps, if any. A kill loses no row, a full disk does."""
         if read:
             self._loads.write(read)
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]
@@ -141,14 +141,14 @@ def _finite(value: Any) -> Any:
 
 
 MAX_LINES = 200
-"""Most lines per run, which bounds the file's size."""
+"""Most lines per run, to bound the file."""
 
 
 class ExpertLoads:
-    """Writes mean expert loads of neighbouring steps, a line at each multiple of a fixed number of steps."""
+    """Writer of mean expert loads, one line per fixed number of steps."""
 
     def __init__(self, folder: Path, done: int, total_steps: int) -> None:
-        """Continue after step ``done`` of ``total_steps``; later lines are cut."""
+        """Continue after step ``done`` of ``total_steps``; truncates later lines."""
         self._file = LineFile(folder / EXPERT_LOADS_FILE)
         cut_metrics(folder / EXPERT_LOADS_FILE, done)
         self._total, self._every = total_steps, -(-total_steps // MAX_LINES)

@@ -24,16 +24,13 @@ from graphmoe.segments import Executor
 log = logging.getLogger(__name__)
 
 Add = Callable[[StagePieces, LossOutput], None]
-"""Called with each stage's output, per stage in the order of micro-batches."""
+"""Called with a stage's output, per stage in micro-batch order."""
 Lane = Callable[[Hashable], AbstractContextManager[None]]
 """Context of a micro-batch slot's captured graphs."""
 
 
 class MicroBatches:
-    """Runs micro-batches through a model that is whole on its rank.
-
-    With overlap the backward of one runs beside the forward of the next.
-    """
+    """Runs micro-batches without a pipeline; with overlap each backward beside the next forward."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class MicroBatches:
     def train(self, batches: Iterable[Tensor], add: Add) -> None:
         """Run forward and backward of token ids [micro_batch_size, seq_len + 1] each.
 
-        Gradients are those of the mean over micro-batches of all ranks. Syncs only if the dispatcher does.
+        Gradients are means over micro-batches of all ranks. Syncs only if the dispatcher does.
         """
         if (overlap := self._overlap_in_use()) is None:
             for tokens in batches:
@@ -88,7 +85,7 @@ class MicroBatches:
 
 
 class Pipelined(MicroBatches):
-    """Runs micro-batches by the schedule of a plan. Making one is collective."""
+    """Runs micro-batches by the plan's pipeline schedule. Collective construction."""
 
     def __init__(
         self,
@@ -107,7 +104,7 @@ class Pipelined(MicroBatches):
         assert pipeline is not None
         log.info(pipeline.describe())
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
-        """Steps per program that compile or capture, in which messages go through the host."""
+        """Compiling or capturing steps per program, whose messages pass through the host."""
         self._num_run: Counter[tuple[bool, tuple[Dispatcher, ...]]] = Counter()
         """Steps and validations so far, by program."""
         self._batches: list[Tensor] = []
@@ -150,7 +147,7 @@ class Pipelined(MicroBatches):
     def _begin(self, batches: Iterable[Tensor], add: Add, waiting: int) -> None:
         self._batches = [tokens.to(self.device, non_blocking=True) for tokens in batches]
         self._add = add
-        program = torch.is_grad_enabled(), self.model.dispatchers  # each of a ladder has its own
+        program = torch.is_grad_enabled(), self.model.dispatchers  # each program of a ReceiveLadder differs
         self.channels.by_host = self._num_run[program] < waiting
         if waiting and self.channels.has_nccl and not self._num_run[program]:
             what = "steps" if program[0] else "validations"
@@ -181,12 +178,12 @@ def micro_batches_of(
     capture: Capture | None = None,
     open_channels: Callable[..., Channels] = Channels,
 ) -> MicroBatches:
-    """Return the runner of micro-batches. A collective. ``deferring`` splits dgrad from wgrad."""
+    """Return the runner of micro-batches. Collective. ``deferring`` splits dgrad from wgrad."""
     if plan.pipeline is None:
         return MicroBatches(plan, model, execute, overlap, lane)
     return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)
 
 
 def rooms_of(dispatchers: Sequence[Dispatcher], device: torch.device) -> Tensor:
-    """Return the receive capacities of dispatchers, int32 [L, 2]. Syncs the device."""
+    """Return receive capacities of dispatchers, int32 [L, 2]. Syncs the device."""
     return torch.tensor([each.capacity for each in dispatchers], dtype=torch.int32, device=device)

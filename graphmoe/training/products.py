@@ -1,4 +1,4 @@
-"""fp8 GEMMs of a run: their passes and layers, and which stay in bf16."""
+"""fp8 GEMMs of a run: passes, layers, and which stay in bf16."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,7 +66,7 @@ def measured(
     device: torch.device,
     memory: Memory,
 ) -> dict[str, float]:
-    """Return fp8 speeds of GEMMs over bf16 by name: the ``known`` ones, on a GPU all others measured.
+    """Return fp8 speedups over bf16 by GEMM: ``known`` ones, and on a GPU measured others.
 
     ``experts`` makes the experts' case; None if they are not fp8 or a library's. A forced fp8 dispatch forces
     fp8 experts.
@@ -78,7 +78,7 @@ def measured(
         return {}
     if not measures(device):
         return found  # fp8 is slow on a CPU, and for trying out only
-    # A weight meets the rows of all ranks of tp.
+    # A weight is multiplied by the rows of all ranks of tp.
     rows, wgrad, recipe = plan.tokens * plan.layout.tp, precision.fp8_wgrad.value, precision.fp8.value
     products: dict[str, Dense | Experts] = {
         name: Dense(rows, *shape, wgrad, plan.dtype, recipe)
@@ -91,7 +91,7 @@ def measured(
 
 
 def plain_products(dense: Mapping[str, tuple[int, int]], found: Mapping[str, float]) -> InBf16:
-    """Return the GEMMs that stay in bf16, which are slower in fp8."""
+    """Return the GEMMs that are slower in fp8 and stay in bf16."""
     left = slower(found)
     return InBf16(tuple(dense[name] for name in left if name in dense), EXPERTS in left)
 

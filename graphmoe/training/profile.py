@@ -1,4 +1,4 @@
-"""Recording of steps: by torch's profiler, or as the timelines of a pipeline."""
+"""Recording of steps by torch's profiler, or as pipeline timelines."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from graphmoe.training.step_rows import StepClock
 log = logging.getLogger(__name__)
 
 MARKERS = rb"USDT:.*profiler_(start|stop)\n?"
-"""Log lines of torch 2.13's profiler. They are above ERROR, so KINETO_LOG_LEVEL=6 would hide both."""
+"""Log lines of torch 2.13's profiler, above ERROR: KINETO_LOG_LEVEL=6 would hide errors too."""
 KEPT_STEPS = 20
-"""Most steps in the file of timelines."""
+"""Most steps in the timeline file."""
 
 
 class StepTrace:
-    """Records the steps of ``profile.steps`` on the ranks of ``profile.ranks`` with torch's profiler.
+    """Records ``profile.steps`` on ``profile.ranks`` with torch's profiler.
 
-    All ranks wait for starts and for writing. The steps' clock excludes both.
+    All ranks wait for starts and for writing, which the step clock excludes.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StepTrace:
             self.finish()
 
     def finish(self) -> None:
-        """Write an open recording. A collective."""
+        """Write an open recording. Collective."""
         if not self._is_open:
             return
         self._is_open = False
@@ -160,11 +160,11 @@ class StepTrace:
 class PipelineProfile:
     """Records timelines of logged pipeline steps; rank 0 writes them.
 
-    A recorded step begins with a device sync and a barrier, which the steps' clock excludes.
+    A recorded step begins with a device sync and a barrier, which the step clock excludes.
     """
 
     earlier_peak_gib = 0.0
-    """Peak GiB before the counter was reset; 0.0 if it never was."""
+    """Peak GiB before the last counter reset; 0.0 without a reset."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class PipelineProfile:
         folder: Path,
         done: int,
     ) -> None:
-        """Keep the file's steps up to ``done``. A collective."""
+        """Keep the file's steps up to ``done``. Collective."""
         assert plan.pipeline is not None
         self._interval, self._last = plan.train.log_interval, plan.train.steps
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock
@@ -243,7 +243,7 @@ class _Part(NamedTuple):
 
 
 def in_common_time(parts: Sequence[_Part]) -> list[Span]:
-    """Return the spans of all ranks from one zero."""
+    """Return all ranks' spans on one clock."""
     # Clocks of several hosts differ by more than the ends of a barrier.
     first = parts[0]
     one_host = all(part.host == first.host for part in parts)

@@ -1,4 +1,4 @@
-"""Receive capacities that a run may rise to, and the memory that each takes."""
+"""Receive capacity levels of a run, and their memory."""
 
 import logging
 
@@ -18,7 +18,7 @@ from graphmoe.runtime.ranks import Mesh, Ranks
 log = logging.getLogger(__name__)
 
 SPARE = 1.03
-"""Memory that torch's allocator holds over what is allocated at most: parts of blocks that fit nothing."""
+"""Factor of the allocator's reserved memory over the allocated peak, due to fragmentation."""
 
 
 def receive_ladder(
@@ -31,7 +31,7 @@ def receive_ladder(
     *,
     fused: bool,
 ) -> ReceiveLadder | None:
-    """Return the capacities to rise to on overflow; None if receive buffers hold any routing."""
+    """Return the capacity levels for overflows; None if receive buffers hold any routing."""
     if model.dispatcher is None or model.dispatcher.capacity is None:
         return None
     levels = levels_of(plan)
@@ -39,7 +39,7 @@ def receive_ladder(
         return None
 
     def use(dispatchers: tuple[Dispatcher, ...], program: int | None) -> None:
-        if capture and capture.use(program):  # first, so that graphs of another give back what they held
+        if capture and capture.use(program):  # first: frees memory of other graphs
             forget_graphs()
         if program is not None:
             make_room(plan, mesh, max(dispatchers, key=lambda each: each.capacity or ()), device)
@@ -63,7 +63,7 @@ def receive_ladder(
 
 
 def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
-    """Return whether ``more`` bytes than a step's peak fit; ``pool_unused``: bytes in the graphs' pool."""
+    """Return whether ``more`` bytes than a step's peak fit; ``pool_unused``: free in the graphs' pool."""
     if device.type != "cuda":
         return True
     # A replayed step needs all of the pool. The old graphs free it before larger ones are captured.
@@ -73,7 +73,7 @@ def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
 
 
 def levels_of(plan: Plan) -> list[Dispatcher]:
-    """Return dispatchers with the configured capacity, then `GROWTH` times as much, to the worst case."""
+    """Return dispatchers from the configured capacity to the worst case, `GROWTH` times as much each."""
     found, factor = [planned_dispatcher(plan)], 1.0
     while plan.room(factor) != plan.worst:
         factor *= GROWTH

@@ -51,11 +51,11 @@ from graphmoe.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 ROUND_IDS, MANY_IDS = 128, 1.05
-"""Usual multiple of a vocabulary's size; a run warns of more than 5% of ids without tokens."""
+"""Usual divisor of vocabulary sizes; a run warns of more than 5% unused ids."""
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:
-    """Tune this process and select its GPU; return the plan and log lines of the host. A collective."""
+    """Tune this process and select its GPU; return the plan and host log lines. Collective."""
     check_processes(config.host, ranks.local_size)
     lines = set_environment(config.host, config.run.device)
     on_gpu, local_rank = config.run.device is DeviceChoice.cuda, int(os.environ.get("LOCAL_RANK", "0"))
@@ -87,7 +87,7 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
     ranks.on_first(lambda: check_start(plan.config, folder))
     if plan.compile.enabled:
         import_compilers()
-    gc.freeze()  # what imports made stays: the first collection would look through it for half a second
+    gc.freeze()  # keep imported objects: the first collection would scan them for half a second
     with _known_errors(), Progress(console(), plan.train.steps, wanted=wanted) as progress:
         trainer = build_trainer(plan, folder, progress, ranks)
         if ranks.is_first:
@@ -99,7 +99,7 @@ def run_worker(plan: Plan, folder: Path, ranks: Ranks, host_lines: Sequence[Host
                 text = trainer.corpus.tokenizer.to_str(pretty=True)
                 _write(folder / TOKENIZER_FILE, text, "before the first step")
         finished = trainer.run()
-    with StopSignal():  # all steps are done: a signal is for what comes after this run
+    with StopSignal():  # all steps are done: signals no longer stop this run
         memory = ranks.gather(trainer.memory)
         return _summarise(trainer, folder, finished, memory) if ranks.is_first else {}
 
@@ -140,7 +140,7 @@ def _summarise(
 ) -> dict[str, Any]:
     peak, taken = (round(max(of_ranks), 3) for of_ranks in zip(*memory, strict=True))
     sums = summarise(read_rows(folder / METRICS_FILE))
-    rest = trainer.host_times.take().items()  # of the last checkpoint, for one
+    rest = trainer.host_times.take().items()  # such as the last checkpoint's
     summary = {
         "finished": finished,
         "stopped_by": trainer.stopped_by,
@@ -160,7 +160,7 @@ def _summarise(
 
 
 def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
-    """Return a prompt and the model's continuation; None without a tokenizer."""
+    """Return a prompt and its continuation; None without a tokenizer."""
     count, tokenizer = trainer.plan.log.sample_tokens, trainer.corpus.tokenizer
     prompt, none = trainer.plan.log.sample_prompt, (None, None)
     if count and not trainer.optimizer.model_is_whole:
@@ -182,7 +182,7 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
 
 
 def warn_of_unused_ids(plan: Plan, tokenizer: Tokenizer | None) -> None:
-    """Warn of many embedding rows without a token, except for given weights."""
+    """Warn of many embedding rows without a token, unless weights are loaded."""
     model, there = plan.model, num_ids(tokenizer) if tokenizer else 0
     enough = -(-there // ROUND_IDS) * ROUND_IDS
     given = plan.checkpoint.init_from or plan.checkpoint.resume_from

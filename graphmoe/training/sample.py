@@ -1,4 +1,4 @@
-"""Text generation for a run's end and for ``graphmoe.generate``."""
+"""Text generation at a run's end and for ``graphmoe.generate``."""
 
 import itertools
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ PROMPT_TOKENS = 16
 
 
 def model_of_one_rank(model: Transformer, execution: MoEConfig) -> Transformer | None:
-    """Return a model that shares the weights and runs on this rank alone; None if weights are sharded.
+    """Return a model that shares the weights and runs on this rank alone; None if they are sharded.
 
     It has no dispatcher, whose buffers are sized for a micro-batch.
     """
@@ -46,9 +46,9 @@ def generate(
 
 
 def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Return the first tokens of a validation document, else of a training one; '' without text.
+    """Return the first tokens of a validation or training document; '' without text.
 
-    Of a stream they are those of the first sample. *Raises* DataError if it is exhausted.
+    For a stream they are of its first sample. *Raises* DataError if it is exhausted.
     """
     samples = corpus.val or corpus.train
     documents = getattr(samples, "documents", None)

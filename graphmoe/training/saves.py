@@ -1,4 +1,4 @@
-"""State of a run, and its checkpoints: their weights are finite, checked before writing and after loading."""
+"""Run state and its checkpoints, checked for non-finite weights on saving and loading."""
 
 import ast
 import math
@@ -31,16 +31,16 @@ NOTHING = "nothing is saved (checkpoint.enabled=false)"
 
 
 class Chosen(NamedTuple):
-    """Measured choices of kernels, which a checkpoint keeps: other kernels sum in another order."""
+    """Measured kernel choices, kept in checkpoints: other kernels sum in another order."""
 
     experts: str = ""
     """Backends of the experts' forward, dgrad and wgrad; empty if none run."""
     fp8: Mapping[str, float] = {}  # noqa: RUF012  # nobody changes it
-    """Speeds of the timed GEMMs in fp8 over bf16."""
+    """fp8 speedups over bf16 of timed GEMMs."""
 
 
 def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen) -> dict[str, Any]:
-    """Return the state after ``step``; tensors are not copied. A collective."""
+    """Return the state after ``step``, without copying tensors. Collective."""
     return {
         "model": optimizer.model_state(),
         "optimizer": optimizer.state_dict(),
@@ -52,11 +52,11 @@ def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen
 
 
 class TrainingStopped(RuntimeError):
-    """A diverged run; the message names the checkpoint to resume."""
+    """Diverged run; the message names the checkpoint to resume."""
 
 
 class Saves:
-    """Checkpoints of a run. Methods are collectives."""
+    """Checkpoints of a run. Methods are collective."""
 
     def __init__(self, store: CheckpointStore, plan: Plan, ranks: Ranks) -> None:
         self.store, self._plan, self._ranks = store, plan, ranks
@@ -76,7 +76,7 @@ class Saves:
             self._good = folder_of(self.store.folder, step)
 
     def taken(self, store: CheckpointStore, step: int, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if a loaded ``state`` is not finite; it names an earlier finite one."""
+        """Raise CheckpointError, naming an earlier finite checkpoint, if a loaded state is not finite."""
         path = folder_of(store.folder, step)
         name = self.not_finite(state)
         if name is None:
@@ -122,7 +122,7 @@ class Saves:
         )
 
     def _lost(self, step: int, name: str) -> str:
-        self.store.wait()  # for one that is being written, or its error
+        self.store.wait()  # for a pending checkpoint, or its error
         instead = "no step before it is saved" if self._plan.checkpoint.enabled else NOTHING
         if self._good is not None:
             instead = (
@@ -133,7 +133,7 @@ class Saves:
 
 @torch.no_grad()
 def first_not_finite(state: dict[str, Any]) -> str | None:
-    """Return the name of the first tensor with a non-finite value on this rank. One device sync."""
+    """Return this rank's first tensor with a non-finite value. One device sync."""
     parts = {name: local_part(each) for name, each in flatten(state).tensors.items()}
     floats = {name: part for name, part in parts.items() if part.is_floating_point() and part.numel()}
     if not floats:
@@ -152,12 +152,12 @@ def seed_everything(seed: int, precision: PrecisionConfig, device: torch.device)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # On a CPU compiled code would else add gradients of indexing by several threads at once.
     torch.use_deterministic_algorithms(precision.deterministic or device.type == "cpu")
-    # What is not written is never read, which tests prove; filling it would cost a pass each time.
+    # Tests prove that uninitialized memory is never read; filling it would cost a pass each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def random_state() -> dict[str, Any]:
-    """State of the random number generators, as tensors and plain values."""
+    """Return random generator states as tensors and plain values."""
     state: dict[str, Any] = {"python": repr(random.getstate()), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -165,7 +165,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore a state of ``random_state``. *Raises* CheckpointError if it is none."""
+    """Restore a state of ``random_state``. *Raises* CheckpointError if invalid."""
     try:
         random.setstate(ast.literal_eval(state["python"]))
         torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Set up a run: its parts, from the plan to the trainer, and the state that it starts from."""
+"""Builds a run's parts, from plan to trainer, and loads the state to start from."""
 
 import logging
 from pathlib import Path
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def build_trainer(plan: Plan, folder: Path, progress: Progress, ranks: Ranks | None = None) -> Trainer:
-    """Build all parts of a run and load the state to start from. A collective, as all that follows."""
+    """Build all parts of a run and load the state to start from. Collective."""
     ranks, mesh = ranks or Ranks(), Mesh(plan.layout)
     use_groups(mesh)
     device = open_device(plan.run.device)
@@ -109,7 +109,7 @@ def _micro_batches(
 def _rows(plan: Plan, model: Transformer, device: torch.device) -> StepRows:
     train, dispatcher = plan.train, model.dispatcher
     return StepRows(
-        min(train.log_interval, train.steps) + 2,  # those of the steps launched meanwhile
+        min(train.log_interval, train.steps) + 2,  # 2: steps launched before the read
         (model.num_moe_layers, model.config.num_experts),
         device,
         planned=dispatcher is not None and dispatcher.capacity is not None,
@@ -138,7 +138,7 @@ def restore(
     loader: Loader,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, Chosen]:
-    """Load the newest checkpoint, or resume_from, or init_from; return its step and choices. A collective.
+    """Load the newest checkpoint, resume_from or init_from; return step and choices. Collective.
 
     *Raises* ConfigError for a checkpoint or weights of another model, TrainingStopped for a diverged run.
     """
@@ -163,7 +163,7 @@ def restore(
         )
     skipped = int(optimizer.skipped_in_row.item())
     if step == steps and skipped >= plan.train.max_nonfinite:
-        raise saves.diverged(step, skipped)  # no step is left that could show it again
+        raise saves.diverged(step, skipped)  # no step is left to detect it
     optimizer.restored(state["optimizer"])
     loader.load_state_dict(state["loader"])
     restore_random_state(state["random"])

@@ -1,4 +1,4 @@
-"""Checks before a run starts: the folders it names, its memory, its length."""
+"""Checks before a run starts: folders, memory, length."""
 
 import logging
 import math
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 FUSE_LOSS = "fuse_loss"
 SURE = 0.9
-"""Lower bound of saved activations over projected ones, which are within 5% of a dry run's."""
+"""Lower bound of activations over projected ones, which are within 5% of a dry run's."""
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:
-    """Check the folder of resume_from or init_from: present, complete, of this model.
+    """Check that resume_from or init_from is present, complete and of this model.
 
-    Reads shapes, not contents. A run with a checkpoint of its own ignores both keys. *Raises* ConfigError.
+    Reads shapes, not contents. Both are ignored if the run has a checkpoint. *Raises* ConfigError.
     """
     checkpoint, model = config.checkpoint, config.model
     if own_folder is not None and saved_steps(own_folder / CHECKPOINTS):
@@ -109,7 +109,7 @@ def check_memory(plan: Plan, device: torch.device) -> None:
 
 
 def state_of_places(plan: Plan) -> list[float]:
-    """Bytes of weights, gradients and moments of a rank at each position along pp."""
+    """Return a rank's bytes of weights, gradients and moments by pipeline position."""
     return [sum(state_of_place(plan, place).values()) for place in range(plan.layout.pp)]
 
 
@@ -136,7 +136,7 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
     train, data, nproc = plan.config.train, plan.config.data, plan.config.launch.nproc
     least = least_bytes(plan, state)
     cases = [(float(free_memory_of(device)), *each, "") for each in least]
-    if device.type == "cpu" and nproc == plan.layout.size("world") > 1:  # which share its memory
+    if device.type == "cpu" and nproc == plan.layout.size("world") > 1:  # ranks share host memory
         fixed, kept = (sum(each) / len(least) for each in zip(*least, strict=True))
         cases.append((memory_of(device) / nproc, fixed, kept, f" for each of {nproc} ranks"))
     free, fixed, kept, whose = max(cases, key=lambda case: case[1] + case[2] - case[0])
@@ -155,9 +155,9 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
 
 
 def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
-    """Return lower bounds of memory per position along pp: (fixed with ``state``, activations).
+    """Return lower bounds of memory by pipeline position: (fixed with ``state``, activations).
 
-    Activations are those of micro-batches in flight, or of one with its logits.
+    Activations are of micro-batches in flight, or of one with its logits.
     """
     config, layout, model = plan.config, plan.layout, plan.config.model
     sizes = Sizes.from_config(config, layout, on_nvidia=True)  # NVIDIA GPUs save least

@@ -45,18 +45,18 @@ class TrainStep:
         self.model = model = micro_batches.model
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
         self.routers = dict(zip(layers, model.routers(), strict=True))
-        """Routers of this rank by index of their MoE layer."""
+        """Routers of this rank by MoE layer index."""
         self._capacities_of: tuple[Dispatcher, ...] = ()
         self._capacities_L2: Tensor
         self._forced = ForcedLoads(plan, self.routers) if plan.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
-        """Write what the host sets before a step, counted from 1, outside of graphs."""
+        """Set the host's inputs of a step, counted from 1, outside of graphs."""
         if self._forced:
             self._forced.set(step)
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
-        """Map token ids [micro_batch_size, seq_len + 1] of each own micro-batch to a row of ``StepRows``."""
+        """Run micro-batches of token ids [micro_batch_size, seq_len + 1]; return a row of ``StepRows``."""
         optimizer, scales = self.optimizer, self.optimizer.scales
         if scales:
             scales.begin()
@@ -107,11 +107,11 @@ class _Launched(NamedTuple):
 
 
 class Steps:
-    """The host's side of a step: launches it as ``graph.scope`` says, keeps its row, reruns it on overflow.
+    """Launches steps as ``graph.scope`` says, stores their rows, reruns them on overflow.
 
-    The host reads a step's overflow flag after it launched the next step. An overflowed step and the one
-    after it were no-ops, and both run again on the same micro-batches. A step at the last level is confirmed
-    at once, so that the next can leave that level.
+    The host reads a step's overflow flag after launching the next step. An overflowed step and the one after
+    it were no-ops, and both rerun on the same micro-batches. A step at the last level is confirmed at once,
+    so that the next can leave that level.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Steps:
             self.settle(but=1)
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return the row of a step; a replayed step overwrites the row of the last one."""
+        """Return a step's row, which the next replay overwrites."""
         if self._capture is None:
             return self.step(batches)
         if self._captured is not None:

@@ -17,13 +17,12 @@ from graphmoe.runtime.launch.stamps import wait_for
 OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
 SCALARS = (*OF_STEP, *ROUTER_STATS)
 RECEIVED = ("receive_load", "void")
-"""Scalars if receive buffers have a capacity: the largest load of any rank over a balanced one, and 1.0 if
-it overflowed."""
+"""Scalars with a receive capacity: the largest rank load over a balanced one, and 1.0 on overflow."""
 REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
-"""Scalars with replicas: the largest number of slots of any rank over the mean, the number of replicas in a
-micro-batch over all MoE layers and ranks of ep, and the GB that they move."""
+"""Scalars with replicas: the largest slots of any rank over the mean, replicas per micro-batch over all
+MoE layers and ranks of ep, and GB moved."""
 Mark = torch.cuda.Event | float
-"""Device event, or the host's clock in seconds."""
+"""Device event, or host clock in seconds."""
 Interval = tuple[tuple[Mark, Mark], ...]
 """Start and end of each part between pauses."""
 
@@ -46,7 +45,7 @@ class StepRow(NamedTuple):
 def device_row(
     scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1, received_L2: Tensor | None = None
 ) -> Tensor:
-    """Return a step's fp32 row: its scalars, expert loads [L, E], and ``received_L2`` if given.
+    """Return an fp32 row: scalars, expert loads [L, E], and ``received_L2`` if given.
 
     Loads are over the mean of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks, averaged
     over layers.
@@ -68,7 +67,7 @@ def names_of(planned: bool, replicated: bool) -> tuple[str, ...]:
 
 
 class StepRows:
-    """Ring of rows, copied to the host as soon as the device has computed them."""
+    """Ring of rows, copied to the host once the device has computed them."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class StepRows:
         planned: bool = False,
         replicated: bool = False,
     ) -> None:
-        """``capacity``: most rows between two reads; ``experts``: MoE layers, experts of each."""
+        """``capacity``: most rows between reads; ``experts``: MoE layers, experts of each."""
         self._names, self._experts = names_of(planned, replicated), experts
         on_gpu = device.type == "cuda"
         self._end = len(self._names) + math.prod(experts)
@@ -93,9 +92,9 @@ class StepRows:
         return len(self._steps)
 
     def append(self, step: int, row: Tensor) -> None:
-        """Start to copy a step's row. No device sync."""
+        """Start copying a step's row. No device sync."""
         assert len(self) < len(self._host)
-        self.clock.mark()  # before the row: who has that has the time too
+        self.clock.mark()  # before the row, so a complete row has its time
         self._host[self._next].copy_(row, non_blocking=True)
         if self._arrived:
             self._arrived[self._next].record()

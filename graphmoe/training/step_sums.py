@@ -17,10 +17,10 @@ from graphmoe.runtime.ranks import Mesh, sums
 
 
 class Totals(NamedTuple):
-    """A step's sums over all ranks. No device sync reads them."""
+    """A step's sums over all ranks, without a device sync."""
 
     scalars: dict[str, Tensor]
-    """Mean losses and router statistics; with replicas their number in a micro-batch."""
+    """Mean losses and router statistics; with replicas their number per micro-batch."""
     counts_LE: Tensor
     """Tokens of each expert."""
     received_L2: Tensor | None
@@ -28,7 +28,7 @@ class Totals(NamedTuple):
 
 
 class StepSums:
-    """Device tensors that each micro-batch's output is added to. ``routers``: by index of their MoE layer."""
+    """Device sums of micro-batch outputs. ``routers``: by MoE layer index."""
 
     def __init__(self, model: Transformer, routers: Mapping[int, Router], device: torch.device) -> None:
         self._model, self._routers = model, routers
@@ -42,7 +42,7 @@ class StepSums:
         self._counted_LE = torch.zeros_like(self._counts_LE) if apart else self._counts_LE
 
     def add(self, pieces: StagePieces, output: LossOutput) -> None:
-        """Add what a stage computed for one micro-batch."""
+        """Add a stage's output of one micro-batch."""
         model = self._model
         layers = model.moe_layers(pieces)
         stats = output.stats_L3.sum(dim=0) / max(model.num_moe_layers, 1)
@@ -58,7 +58,7 @@ class StepSums:
         self._tell_routers(self._counted_LE, layers)
 
     def reduce(self, plan: Plan, mesh: Mesh) -> Totals:
-        """Sum over ranks, in one collective for each group of ranks."""
+        """Sum over ranks, one collective per process group."""
         self._tell_routers(torch.zeros_like(self._counts_LE), self._routers)
         # Ranks of cp and tp route parts of the same tokens, and have one loss.
         axes: list[tuple[Axis, Tensor]] = [("dp_pp", self._losses), ("world", self._counts_LE)]

@@ -1,8 +1,8 @@
 """TensorBoard, Weights & Biases and MLflow, which receive the scalars of metrics.jsonl.
 
-A tracker that fails receives no more rows, and the run continues. A file in the run's folder stores the id
-that a resumed run continues. W&B and MLflow can't delete rows, so a resume that drops steps begins a new
-run. Its tag names the old run, and it receives the rows up to the resumed step again.
+A failed tracker receives no more rows, and the run continues. A file in the run's folder stores the tracker's
+run id for resuming. W&B and MLflow can't delete rows, so a resume that drops steps begins a new tracker run,
+tagged with the old one, and sends the earlier rows again.
 """
 
 import logging
@@ -43,7 +43,7 @@ class Tracker(NamedTuple):
 
 class Trackers:
     def __init__(self, folder: Path, plan: Plan, done: int) -> None:
-        """Continue after step ``done``. Call before metrics.jsonl is cut. *Raises* ConfigError."""
+        """Continue after step ``done``. Call before metrics.jsonl is truncated. *Raises* ConfigError."""
         rows = read_rows(folder / METRICS_FILE) if plan.log.wandb or plan.log.mlflow else []
         kept = [row for row in rows if row["step"] <= done]
         after = done if len(kept) < len(rows) else None
@@ -90,7 +90,7 @@ def _tensorboard(folder: Path, done: int) -> Tracker:
             for name, value in scalars.items():
                 board.add_scalar(name, value, step)
 
-    return Tracker("TensorBoard", draw, board.close, (OSError,))  # its thread has ended and takes no more
+    return Tracker("TensorBoard", draw, board.close, (OSError,))  # its thread has ended
 
 
 def _wandb(folder: Path, plan: Plan, after: int | None) -> Tracker:

@@ -1,8 +1,7 @@
-"""The training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
+"""Training loop: batches -> forward and backward -> optimizer step -> metrics -> checkpoints.
 
-Every rank of a job runs it, each on its own micro-batches; rank 0 writes the run's folder.
-The host never syncs the device inside a step. It reads metrics at logging steps, of captured steps one step
-later.
+Each rank runs it on its own micro-batches; rank 0 writes the run's folder. The host never syncs the device
+inside a step: it reads metrics at logging steps, of captured steps one step later.
 """
 
 import itertools
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Trainer:
-    """The parts of one run and its loop; `graphmoe.training.setup.build_trainer` makes it."""
+    """Parts of a run and its loop, made by `graphmoe.training.setup.build_trainer`."""
 
     plan: Plan
     folder: Path
@@ -57,29 +56,29 @@ class Trainer:
     optimizer: StepOptimizer
     saves: Saves
     step: int
-    """The last step that was launched."""
+    """Last launched step."""
     execution: Execution
     heartbeat: Heartbeat
     steps: Steps
     validation: Validation
     trace: StepTrace | None
-    """None if no step of ``profile.steps`` is left."""
+    """None if no ``profile.steps`` are left."""
     pipeline_profile: PipelineProfile | None
     metrics: MetricsWriter | None
     """Writer of rank 0."""
     stopped_by: str | None = None
-    """Name of the signal that ended the run early."""
+    """Signal that ended the run early."""
     first_step_s: float | None = None
-    """Seconds from the command to the end of this start's first step."""
+    """Seconds from the command to the end of its first step."""
     memory: tuple[float, float] = 0.0, 0.0
-    """Peak of this rank, and memory in use on its device after the last step, in GiB."""
+    """This rank's peak, and device memory in use after the last step, in GiB."""
 
     def __post_init__(self) -> None:
         self.rows, self.host_times, self.step_log = self.steps.rows, HostTimes(), StepLog(self.plan)
         self.throughput, self.stop_flag = Throughput.of_run(self.plan, self.device), StopFlag(self.ranks)
         self._first = self.step + 1
         self._pending: tuple[int, float] | None = None
-        """Last step whose metrics are due to be written, and the epoch after it."""
+        """Last step with unwritten metrics, and its epoch."""
 
     def run(self) -> bool:
         """Train to the last step or to a signal; return whether the run is finished."""
@@ -104,7 +103,7 @@ class Trainer:
             if self.step not in self.saves.store.latest():
                 self._save(wait=True)
             self.saves.store.wait()
-            self.optimizer.gather()  # for who reads the model after training
+            self.optimizer.gather()  # for readers of the model after training
             self.execution.keep_code()
             if self.ranks.is_first:
                 self.execution.write_report()  # more may have been compiled after the first step
@@ -147,7 +146,7 @@ class Trainer:
         if self.first_step_s is None:
             torch.get_device_module(self.device).synchronize()
             self.first_step_s = seconds_since_command()
-            self.host_times.take()  # which are of the start
+            self.host_times.take()  # drops times of the start
             with self.rows.clock.paused():
                 if self.ranks.is_first:
                     self.execution.report()
@@ -210,7 +209,7 @@ class Trainer:
         with self.host_times.of("validation_s"):
             self.optimizer.gather()
             mean, count = self.validation()
-            self.optimizer.restore_weights()  # a captured step begins with them
+            self.optimizer.restore_weights()  # a captured step expects them
         if self.metrics:
             self.metrics.write([{"step": self.step, "val_loss": mean}])
         steps, of = self.plan.train.steps, number_of(count, "micro-batch")
@@ -230,9 +229,9 @@ class Trainer:
 
 
 class StopFlag:
-    """Agreement of all ranks on a signal, over a gloo group of its own. All ranks call it at the same points.
+    """Agreement of all ranks on a signal, over a dedicated gloo group. Call it at the same points.
 
-    Flags are read a step after they were sent, so no rank waits for a message.
+    Flags are read one step after sending, so no rank waits.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -240,7 +239,7 @@ class StopFlag:
         self._sent: tuple[Tensor, dist.Work] | None = None
 
     def signal(self, received: str | None) -> str | None:
-        """Return the signal to stop for, the same on all ranks, which several learn a call later."""
+        """Return the signal to stop for, the same on all ranks, one call after any rank received it."""
         if self._group is None:
             return received
         agreed = self.close()
@@ -251,7 +250,7 @@ class StopFlag:
         return agreed
 
     def close(self) -> str | None:
-        """Wait for the last flags; return the signal that they name."""
+        """Wait for the last flags; return their signal."""
         if self._sent is None:
             return None
         (flag, work), self._sent = self._sent, None

@@ -44,7 +44,7 @@ class Blobs:
         return self._folder / digest[:2] / digest
 
     def put(self, content: bytes) -> str:
-        """Store content unless it is there; return its SHA-256."""
+        """Store content unless already stored; return its SHA-256."""
         digest = hashlib.sha256(content).hexdigest()
         path = self.path(digest)
         with contextlib.suppress(OSError):

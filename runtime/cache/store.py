@@ -62,7 +62,7 @@ class CompileCache:
         return work
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:
-        """Store a small plain value; return the first one stored."""
+        """Store a small plain value; return the first one ever stored."""
         if self.folder is None:
             return answer
         path, document = self._answer(name, facts), {"name": name, "facts": dict(facts), "answer": answer}

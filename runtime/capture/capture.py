@@ -59,7 +59,7 @@ Step = Callable[[Iterable[Tensor]], Tensor]  # micro-batches -> the step's metri
 
 
 class Capture:
-    """State that all captures of a run share."""
+    """State shared by all captures of a run."""
 
     def __init__(
         self, scope: str | Sequence[str], device: torch.device, warmup_steps: int, folder: Path | None = None
@@ -70,7 +70,7 @@ class Capture:
         self.maker, self.warmup_steps = GraphMaker(device), warmup_steps
         self.report = CaptureReport(name, self.maker.on, warmup_steps)
         self.steps = 0  # training steps begun
-        self.program: int | None = 0  # of receive levels, which steps run now; None replays nothing
+        self.program: int | None = 0  # of receive levels, for the next steps; None: no replays
         self.planned = 0  # last program that was not None: only it may have graphs
         self._begun: dict[int | None, int] = {}  # steps by program
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -97,7 +97,7 @@ class Capture:
         self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> bool:
-        """Let later steps run this program, which warms up first; True if it is new: graphs are released."""
+        """Select the program of later steps; a new one warms up first. True if new: graphs are released."""
         self.program = program
         if program is None or program == self.planned:
             return False
@@ -209,7 +209,7 @@ class _Arrivals:
         self.arrived, self.taken = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Start the copies; their results are readable after ``arrived``. No device sync."""
+        """Start the copies; read their results after ``arrived``. No device sync."""
         if not self._staging:
             self._staging = [torch.empty_like(tensor) for tensor in like]
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -44,17 +44,17 @@ class GraphMaker:
         return graph
 
     def release(self) -> None:
-        """End all graphs."""
+        """Destroy all graphs."""
         # NCCL groups cannot be destroyed before graphs that hold their collectives
         for graph in self._made:
             graph.release()
 
     def drop(self) -> None:
-        """End all graphs and free their pools, except results still held."""
+        """Destroy all graphs and free their pools, except results still held."""
         self.prepare()  # the device may be replaying one
         self.release()
         self._made.clear()
-        self._pools.clear()  # torch starts no graph in a pool that has lost all of its own
+        self._pools.clear()  # torch captures no graph in a pool whose graphs were all released
         self.prepare()
 
     def prepare(self) -> None:
@@ -212,7 +212,7 @@ class Pool:
 
 
 class Replay:
-    """A graph of static tensors; those flagged in ``stays`` keep their addresses."""
+    """A graph of static tensors; inputs flagged in ``stays`` keep their addresses."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class UnitCapture:
             self.slot = None
 
     def pool(self, number: int) -> Pool:
-        """Return the pool of the ``number``-th forward of a unit in flight on this slot."""
+        """Return the pool of the slot's ``number``-th unfinished forward of a unit."""
         pools = self._pools.setdefault(self.slot, [])
         while len(pools) <= number:
             addresses = pools[0].addresses if pools else set[int]()
@@ -56,7 +56,7 @@ class UnitCapture:
         return pools[number]
 
     def has_new_program(self) -> bool:
-        """Return True once after all earlier graphs were released; drops what they shared."""
+        """Return True once after earlier graphs were released; drops the state that they shared."""
         if self._planned == self.capture.planned:
             return False
         self._planned = self.capture.planned

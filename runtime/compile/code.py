@@ -51,7 +51,7 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
-        """Compile the graph inside, after any rank that has begun it."""
+        """Compile the graph inside; waits for a rank that has begun to compile an equal graph."""
         path = self._folder / graph_fingerprint(graph)
         lock = wait_for(lambda: FileLock.acquire(path, wait=True))
         assert lock is not None

@@ -1,8 +1,8 @@
-"""Cut a unit's joint graph into forward and backward, and take views off its outputs.
+"""Cut a unit's joint graph into forward and backward, and remove views from its outputs.
 
-torch's partitioner cuts; marks on nodes tell it what to recompute. A region, a run of segments, is recomputed
-whole: each value that leaves it has a border, a node that is saved if a later backward needs it. A part of a
-segment has none: later operations read its recomputed results.
+torch's partitioner cuts, guided by recompute marks on nodes. A region is a run of segments that is recomputed
+as a whole: a value read outside it passes through a border node, which is saved if a later backward reads it.
+A recomputed part of a segment has no borders: later operations read its recomputed results.
 """
 
 import operator
@@ -51,7 +51,7 @@ def cut_joint(
 
 
 def take_off_borders(forward: fx.GraphModule) -> None:
-    """Replace each border by its source. In place."""
+    """Replace each border node by its input. In place."""
     for node in list(forward.graph.nodes):
         if BORDER in node.meta:
             node.replace_all_uses_with(node.args[0])
@@ -145,7 +145,7 @@ class OutputViews(NamedTuple):
 
 
 def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
-    """Leave one result per storage that ``forward`` makes; None if nothing changes. In place."""
+    """Leave one result per storage that ``forward`` allocates; None if nothing changes. In place."""
     end = forward.graph.output_node()
     outputs = [*operand(end)]
     roots = dict.fromkeys(root_of(node) for node in outputs)

@@ -42,7 +42,7 @@ class UnitTurns(Protocol):
         """Return whether a forward with interleaved units is running."""
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: UnitCall) -> tuple[Tensor, ...]:
-        """Return the unit's results, computed in its turn."""
+        """Run the unit when its turn comes; return its results."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _PlacedUnit:
 
 
 class CompiledSegments:
-    """Called like ``run_segments``; compiles each unit at its first call. Equal units share code."""
+    """Callable like ``run_segments``; compiles each unit at its first call. Equal units share code."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class CompiledSegments:
         # units of a list of segments; dynamic units run uncompiled
         self._places: dict[tuple[Any, ...], list[_PlacedUnit | Unit]] = {}
         self._codes: dict[tuple[Any, ...], tuple[UnitCode, UnitReport]] = {}
-        # without gradients in the key: inference runs the forward of code that was compiled for training
+        # the key leaves out gradients: inference runs the forward that was compiled for training
         self._forwards: dict[tuple[Any, ...], UnitCode] = {}
         self.reports: list[UnitReport] = []
         self.num_expected = 0

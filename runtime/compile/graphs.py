@@ -38,7 +38,7 @@ class UnitGraphs:
     differentiable: tuple[bool, ...]
     gradient_strides: tuple[tuple[int, ...], ...] = ()  # of output gradients that the backward expects
     kept_inputs: tuple[int, ...] = ()
-    # reads (kept inputs, saved activations, gradients of the differentiable outputs)
+    # reads (saved inputs, saved activations, gradients of the differentiable outputs)
     backward: SplitBackward | None = None
     input_gradients: tuple[int, ...] = ()  # inputs whose gradients dgrad returns, in order
     weight_gradients: tuple[int, ...] = ()

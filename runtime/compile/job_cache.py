@@ -29,7 +29,7 @@ class JobCache:
     def __init__(
         self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks, layout: Layout | None
     ) -> None:
-        """Open the cache. A collective. Traced graphs depend on the rank in ``layout``; None stores none."""
+        """Open the cache. Collective. Traced graphs depend on the rank in ``layout``; None stores none."""
         from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
 
         # Inductor's key does not cover the source of an operation's gradient, so the tag has our sources
@@ -71,7 +71,7 @@ class JobCache:
         return work.path, why, work.keeps or work.found, found
 
     def publish(self, notes: Mapping[str, Any]) -> None:
-        """Store what this node's ranks have compiled. A collective; no rank may be compiling."""
+        """Store what this node's ranks have compiled. Collective; no rank may be compiling."""
         try:
             if self._work is not None:
                 self._work.publish(notes)

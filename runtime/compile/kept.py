@@ -1,4 +1,4 @@
-"""Traced graphs in the compile cache, for jobs of the same facts: a trace takes seconds."""
+"""Cache of traced graphs for jobs with equal facts; a trace takes seconds."""
 
 import dataclasses
 import enum
@@ -66,7 +66,7 @@ def _are_sources_edited() -> bool:
 
 
 def lasting_text(value: Any) -> str | None:
-    """Return a text that identifies ``value`` in all processes; None if there is none."""
+    """Return a text that identifies ``value`` in all processes; None if impossible."""
     if isinstance(value, enum.Enum):
         return lasting_text((type(value), value.name))
     if type(value) in PLAIN:

@@ -117,9 +117,9 @@ class WeightForms:
     """Owner of a model's quantized weights, each form once, at fixed addresses. No device sync.
 
     Call ``changed`` before changed weights are read: at the start of a step, so that a captured step
-    quantizes, and before a validation. The first forward that needs a form makes it. Two forms have as many
-    bytes as the bf16 weight: they overwrite it if nothing else is read and its master weight is known.
-    ``changed`` restores it.
+    quantizes, and before a validation. The first forward that needs a form quantizes it. The two forms of a
+    weight have the size of the bf16 weight. They overwrite it if nothing else reads it and its master weight
+    is known; ``changed`` restores it.
     """
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:
@@ -138,7 +138,7 @@ class WeightForms:
         self.written()
 
     def written(self) -> None:
-        """Make all forms stale, but restore nothing: every weight is written anyway."""
+        """Make all forms stale without restoring weights, since all of them are written next."""
         self._within.clear()
         self._number += 1
 
@@ -210,7 +210,7 @@ class DelayedScales:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], tokens: int, group: dist.ProcessGroup | None) -> None:
-        """``tokens``: of a step, over which the loss is a mean; ``group``: ranks that share the layers."""
+        """``tokens`` per step, over which the loss is a mean; ``group``: ranks that share the layers."""
         self._group = group
         self._sides = {f"{name}.{side}": (weight, side) for name, weight in weights.items() for side in SIDES}
         device, count = next(iter(weights.values())).device, len(weights) * len(SIDES)
@@ -233,7 +233,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def update(self, done: Tensor) -> None:
-        """Set the next scales if the step was ``done`` (1.0). A collective."""
+        """Set the next scales if ``done`` is 1.0, so the step was applied. Collective."""
         if self._group is not None:
             dist.all_reduce(self._largest_PW, op=dist.ReduceOp.MAX, group=self._group)
         newest_P = self.largest_P.where(self.largest_P.isfinite(), 0.0)
@@ -253,7 +253,7 @@ class DelayedScales:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, list[float]]) -> None:
-        """Restore `values`; others keep their state."""
+        """Restore scales returned by `values`; others keep their state."""
         for i, name in enumerate(self._sides):
             if name in values:
                 scale, *history = values[name]

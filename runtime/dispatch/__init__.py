@@ -31,8 +31,8 @@ from graphmoe.segments import segments_of
 log = logging.getLogger(__name__)
 
 Maker = Callable[[Plan, Mesh | None, float], Dispatcher | None]
-"""(plan, mesh, factor of the receive budget) -> dispatcher; one that reads peers gets no mesh."""
-# torch reads it: blocks of an NVSHMEM exchange
+"""(plan, mesh, factor of the receive capacity) -> dispatcher; without a mesh if it reads peer memory."""
+# read by torch: number of blocks of an NVSHMEM exchange
 PROGRAMS = "TORCH_SYMMMEM_NBLOCKS"
 
 
@@ -46,7 +46,7 @@ def _maker(choice: str) -> Maker:
 
 
 def bounded_dispatcher(plan: Plan, mesh: Mesh) -> Dispatcher:
-    """Make a dispatcher without a limit, whose experts work on the receive budget at a time."""
+    """Make a dispatcher without a receive limit, whose experts run in chunks of the receive capacity."""
     return AllToAll(mesh, plan.model.num_experts, chunk=plan.room())
 
 
@@ -90,11 +90,11 @@ MAKERS: dict[str, Maker] = {
     "deepep": _deepep,
     "turbo": _deepep,
 }
-"""By the names of `graphmoe.plan.experts.FACTS`."""
+"""Makers by the names in `graphmoe.plan.experts.FACTS`."""
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Allocate what a run's dispatcher needs besides process groups. A collective of all ranks."""
+    """Allocate a dispatcher's memory, apart from process groups. Collective over all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice == "symm" else None)
     if not plan.reads_peers:
@@ -112,7 +112,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
 
 
 def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.device) -> None:
-    """Grow the shared memory to a dispatcher's capacity. A collective of all ranks, not in a capture."""
+    """Grow the shared memory to a dispatcher's capacity. Collective over all ranks, not in a capture."""
     if isinstance(dispatcher, Symm):
         sizes = plan.sizes(on_nvidia=torch.version.hip is None)
         of_dispatcher = replace(sizes, room=dispatcher.capacity, block=dispatcher.block)
@@ -137,7 +137,7 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
         experts, width = model.num_experts // sizes.layout.ep, model.expert_ffn_size
         shapes = (experts, 2 * width, model.hidden_size), (experts, model.hidden_size, width)
         along, of_slots = sizes.brings_weights, (sizes.element_bytes, sizes.replica_slots)
-        is_apart = not along or bool(segments_of(graph.scope))  # no graph takes weights from outside
+        is_apart = not along or bool(segments_of(graph.scope))  # captured graphs read no weights of others
         weights, apart = room_bytes(shapes, *of_slots, along=along, apart=is_apart)
     row_bytes, places = sizes.element_bytes * model.hidden_size, model.top_k * sizes.layout.etp
     slots = model.top_k + sizes.fp8_rows  # a row's scale is sent as one more slot weight
@@ -145,7 +145,7 @@ def _shared(sizes: Sizes, graph: GraphConfig) -> tuple[Exchange, int]:
 
 
 def close_dispatcher() -> None:
-    """Free shared memory and buffers after a successful run. A collective of all ranks."""
+    """Free shared memory and buffers after a successful run. Collective over all ranks."""
     use_peers(None)
     deepep.close_buffer()
     nvshmem.use_rows(None)
@@ -161,7 +161,7 @@ def _in_words(plan: Plan, dispatcher: Dispatcher) -> str:
 
 
 def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
-    """Allocate the buffer of deepep or turbo. A collective of all ranks."""
+    """Allocate the buffer of deepep or turbo. Collective over all ranks."""
     group = mesh.group("ep_etp")
     assert group is not None
     if choice == "turbo":
@@ -175,7 +175,7 @@ def open_buffer(choice: str, mesh: Mesh, hidden_size: int) -> None:
 def open_rows(
     model: ModelConfig, mesh: Mesh, tokens: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Grow nvshmem's memory to ``rows`` received rows. A collective of all ranks, not in a capture."""
+    """Grow nvshmem's memory to ``rows`` received rows. Collective over all ranks, not in a capture."""
     group = mesh.group("ep_etp")
     assert group is not None
     places = model.top_k * mesh.layout.etp
@@ -185,7 +185,7 @@ def open_rows(
 
 
 def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: Ranks) -> None:
-    """*Raises* ConfigError if package, hardware or layout of a dispatcher are missing here."""
+    """Check package, hardware and layout of a dispatcher. *Raises* ConfigError."""
     check_package(choice, device.type)
     group = layout.group("ep_etp", ranks.rank)
     spans = choice != "auto" and dispatcher_facts(choice).one_node
@@ -198,7 +198,7 @@ def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: R
 
 
 def check_package(choice: str, device_type: str) -> None:
-    """*Raises* ConfigError if this machine cannot run a dispatcher."""
+    """*Raises* ConfigError if this machine cannot run the dispatcher."""
     key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
     if facts is None or facts.platform is None:
         return

@@ -22,7 +22,7 @@ from graphmoe.plan.experts import Load
 # DeepEP's default of 20 SMs: one of each pair sends, the other receives
 CHANNELS = 10
 HANDLE = ("rank_prefix", "channel_prefix", "received_prefix", "source", "in_rank", "send_head")
-"""Tensors that a dispatch leaves for combine, in the order of DeepEP's own handle."""
+"""Tensors that dispatch returns for combine, in the order of DeepEP's handle."""
 
 _in_use: Any = None
 
@@ -34,7 +34,7 @@ def use_buffer(buffer: Any) -> None:
 
 
 def open_buffer(package: ModuleType, group: dist.ProcessGroup, hidden: int) -> Any:
-    """Allocate a package's buffer of bf16 rows for all layers. A collective of the group."""
+    """Allocate a package's buffer of bf16 rows for all layers. Collective over the group."""
     package.Buffer.set_num_sms(2 * CHANNELS)
     makers = package.Buffer.get_dispatch_config, package.Buffer.get_combine_config
     size = max(of(group.size()).get_nvl_buffer_size_hint(2 * hidden, group.size()) for of in makers)
@@ -42,7 +42,7 @@ def open_buffer(package: ModuleType, group: dist.ProcessGroup, hidden: int) -> A
 
 
 def close_buffer() -> None:
-    """Free the buffer in use, if any, after a successful run: a collective of its group."""
+    """Free the buffer in use, if any, after a successful run. Collective over its group."""
     if _in_use is not None:
         _in_use.destroy()
     use_buffer(None)

@@ -1,7 +1,8 @@
-"""Receive capacity levels: a step that overflows is repeated with more capacity in its tightest layers.
+"""Receive capacity levels: an overflowed step is repeated with more capacity in its fullest layers.
 
-The levels of all MoE layers make a program with its own graphs. Levels only rise, so a program never returns.
-The unlimited dispatcher, where the host counts rows, is the last resort: no token is ever dropped.
+The levels of all MoE layers make a program with its own graphs. Levels only rise, so an earlier program is
+never used again. The last level is the unlimited dispatcher, for which the host counts rows: no token is ever
+dropped.
 """
 
 import logging
@@ -24,11 +25,11 @@ MOST_ALONE = 8
 
 
 class ReceiveLadder:
-    """Capacity of later steps. All ranks call it alike, with the maximum loads over ranks.
+    """Capacity of later steps. Call it alike on all ranks, with the maximum loads over ranks.
 
-    A layer rises to the first level with `MARGIN` over its load. All rise to the highest such level if the
-    last rise is less than `WINDOW` steps ago, or after `MOST_ALONE` rises of some layers: a run has at most
-    `MOST_ALONE` programs plus the number of levels.
+    A layer rises to the first level with `MARGIN` over its load. All layers rise to the highest such level if
+    the last rise is less than `WINDOW` steps ago, or after `MOST_ALONE` rises of some layers: a run has at
+    most `MOST_ALONE` programs plus the number of levels.
 
     If a rank lacks the memory, the step runs without a limit, slowly. If n of the last `WINDOW` steps needed
     that, the run stays there until (n - 1) / 10 steps in a row, rounded up, would have fitted: at most 5.

@@ -43,7 +43,7 @@ class PeerRows:
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, counts_P: Tensor) -> Tensor:
-        """Return rows from each rank to each rank, [P, P]. A barrier, as `wait`."""
+        """Return the row counts from each rank to each rank, [P, P]. A barrier, as `wait`."""
         arrivals = counts_P.new_empty(self.size * self.size)
         all_gather_into(arrivals, counts_P.contiguous(), group=self.group)
         return arrivals.view(self.size, self.size)
@@ -90,7 +90,7 @@ _in_use: list[PeerRows] = []  # the last one; graphs may read earlier ones
 
 
 def use_rows(rows: PeerRows | None) -> None:
-    """Set the memory of this process's operations; None frees it and all earlier ones."""
+    """Set the memory of this process's operations; None frees this and earlier ones."""
     if rows is None:
         _in_use.clear()
     else:

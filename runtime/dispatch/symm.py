@@ -41,7 +41,8 @@ class Symm:
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``; ``along``: own weights, and experts of replica slots. No sync."""
+        """As ``Dispatcher.dispatch``; ``along``: this rank's weights, and experts of replica slots. No
+        sync."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along
@@ -84,7 +85,7 @@ class SymmetricMemory:
             self.renew(num_bytes)
 
     def renew(self, num_bytes: int) -> None:
-        """Give each rank a new region. Collective, not in a capture. Syncs the device."""
+        """Allocate a new region on each rank. Collective, not in a capture. Syncs the device."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._purpose} needs {num_bytes} shared bytes, there are {self.num_bytes} in another "
@@ -102,7 +103,7 @@ class SymmetricMemory:
         log.info("symm: %.0f MiB that %d ranks share for %s", num_bytes / 2**20, self.size, self._purpose)
 
     def forget_graphs(self) -> None:
-        """Free earlier regions: the graphs that hold their addresses were released."""
+        """Free earlier regions, whose addresses only released graphs had."""
         self._of_graphs.clear()
         self._captured = False
 
@@ -116,7 +117,7 @@ class SymmetricMemory:
 
 
 class SymmetricPeers:
-    """`graphmoe.ops.symm.peers.MemoryPeers` with two such memories; streams must order exchanges."""
+    """`graphmoe.ops.symm.peers.MemoryPeers` with two `SymmetricMemory`; streams must order exchanges."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rows, self.replicas = (

@@ -1,7 +1,7 @@
-"""Files that several processes write or that must survive a crash; checksums; per-process folders.
+"""Files written by several processes or that must survive a crash; checksums; per-process folders.
 
-Without flock (Lustre mounted without it, NFS without lockd) a second file names the holder. It is stale once
-that process has ended, which only the holder's own host can check.
+Without flock (Lustre mounted without it, NFS without lockd) a second file names the process that holds a
+lock. The lock is stale once that process has ended, which only its own host can check.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class FileLock:
         return cls(None, held)
 
     def release(self) -> None:
-        """Close this process's file; the lock is free once no process has it open."""
+        """Close this process's file; the lock is released once no process has it open."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
         self.forget()

@@ -111,14 +111,14 @@ def exit_at_signals() -> None:
 
 
 def heard() -> list[signal.Signals]:
-    """Signals that this process handles."""
+    """Return the signals that this process handles."""
     # a notice ignored at the start stays ignored (nohup)
     notices = [] if _is_launched() else NOTICES
     return [*SIGNALS, *(number for number in notices if signal.getsignal(number) is not signal.SIG_IGN)]
 
 
 def awaited(number: int) -> bool:
-    """Return whether other code in this process handles the signal, as submitit does SIGUSR2."""
+    """Return whether other code handles the signal, as submitit does SIGUSR2."""
     handler = signal.getsignal(number)
     ours = handler is signal.default_int_handler or getattr(handler, "__module__", None) == __name__
     return callable(handler) and not ours

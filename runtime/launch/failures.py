@@ -115,12 +115,13 @@ def attempt_of(environment: Mapping[str, str]) -> str:
 
 
 def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
-    """Earliest failure of this node's workers (``of_agent``, by rank) and of ranks that log beside them."""
+    """Earliest failure of this node's workers (``of_agent``, by rank) and of ranks that log to their
+    folders."""
     found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
     left = [failure for folder in folders for failure in _left_in(folder)]
     found += [failure for failure in left if failure.attempt == attempt]
-    # those caused by other ranks are last
+    # failures caused by other ranks are last
     return min(found, key=lambda each: (each.was_stopped, each.suffered, each.time), default=None)
 
 

@@ -38,7 +38,7 @@ class Stamp:
     count: int
     step: int  # current or last one; 0 before the first
     phase: str
-    limit_s: float  # hung without another heartbeat for so long
+    limit_s: float  # a longer time without a heartbeat counts as hung
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""Overlap of each micro-batch's backward with the next one's forward, in turns that end before a wait."""
+"""Overlap of each micro-batch's backward with the next forward, in turns that end before a wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.ops.symm.peers import beside_products_on
 from graphmoe.runtime.compile.units import Unit
 
-RECEIVED = -1  # stands for the unit of a tensor from elsewhere
+RECEIVED = -1  # unit number of a tensor that no unit computed
 Result = TypeVar("Result")
 Direction = Literal["forward", "backward"]
 Call = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
@@ -44,7 +44,7 @@ class Overlap:
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """Run a forward with all of ``beside`` interleaved; ``like``: its units, from an earlier forward."""
+        """Run a forward interleaved with all of ``beside``; ``like``: its units, from an earlier forward."""
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
         if beside is not None:
@@ -66,7 +66,7 @@ class Overlap:
         self._beside = None
 
     def settle(self) -> None:
-        """Let the current stream wait for transfers and replicas' gradients."""
+        """Make the current stream wait for transfers and replicas' gradients."""
         self._transfers.wait_for_all()
         if IN_USE.exchange:
             IN_USE.exchange.settle()
@@ -114,7 +114,7 @@ class Overlap:
 
 
 class Backward:
-    """The backward of a started tape, cut into turns."""
+    """Backward of a started tape, cut into turns."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.units = tape, backward_of(tape.units)
@@ -134,7 +134,7 @@ class TransferStream:
         self._under_way: dict[Hashable, tuple[torch.cuda.Event, Any]] = {}
 
     def run(self, key: Hashable, call: Callable[[], Result], reads: Any) -> Result:
-        """Return the result of ``call``, to be read after ``wait``."""
+        """Start ``call`` and return its result, which is readable after ``wait``."""
         if self._stream is None:
             return call()
         products = torch.cuda.current_stream()
@@ -147,7 +147,7 @@ class TransferStream:
         return result
 
     def wait(self, keys: Iterable[Hashable]) -> None:
-        """Make the current stream wait for those tensors still being transferred. No device sync."""
+        """Make the current stream wait for pending transfers of these tensors. No device sync."""
         for key in keys:
             if key in self._under_way:
                 done, _ = self._under_way.pop(key)
@@ -158,7 +158,7 @@ class TransferStream:
 
 
 def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
-    """Return the units' backward, in reverse; each needs that of its readers."""
+    """Return the units' backward, in reverse; each depends on the backward of its readers."""
     last = len(forward) - 1
     readers: list[set[int]] = [set() for _ in forward]
     for number, unit in enumerate(forward):
@@ -184,7 +184,7 @@ def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
 
 
 def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
-    """Cut before each unit that waits for a transfer in flight."""
+    """Cut before each unit that waits for a pending transfer."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:
@@ -243,7 +243,7 @@ class Tape:
         return [done.unit for done in self._done]
 
     def receive(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return stand-ins; call before any unit."""
+        """Return detached copies of received tensors for the units to read; call before any unit."""
         assert not self._done
         given = tuple(self._source_of(tensor.detach()) for tensor in tensors)
         for i, tensor in enumerate(given):
@@ -253,7 +253,7 @@ class Tape:
         return given
 
     def gradients_of_received(self) -> tuple[Tensor, ...]:
-        """Return them after all backwards, zeros if unused."""
+        """Return gradients of received tensors after all backwards; zeros if unused."""
         gradients = []
         for i, (shape, dtype, device) in enumerate(self._received):
             given = self._gradients.pop((RECEIVED, i), None) or [
@@ -263,7 +263,7 @@ class Tape:
         return tuple(gradients)
 
     def run(self, name: str, transfers: bool, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        """Return the results of ``call``, detached; it gets stand-ins for ``read``."""
+        """Run ``call`` on detached ``read``; return its results, detached."""
         reads = [self._key(tensor) for tensor in read if tensor.requires_grad]
         own = [self._source_of(tensor.detach()) if tensor.requires_grad else tensor for tensor in read]
         # autograd lets a stream wait for the streams of all its nodes, so these must be of this unit alone
@@ -284,7 +284,7 @@ class Tape:
     def start(
         self, roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Take the gradients of what was computed from results."""
+        """Backpropagate from ``roots`` to the results of units."""
         keys = [*self._edges]
         edges = [self._edges[key] for key in keys]
         found = torch.autograd.grad(roots, edges, gradients, allow_unused=True)  # type: ignore[arg-type]
@@ -294,12 +294,13 @@ class Tape:
         return {self._key(tensor)[0] for tensor in read if tensor.requires_grad} - {RECEIVED}
 
     def what_back_reads(self, number: int) -> Any:
-        """Return what must stay unchanged during a unit's backward."""
+        """Return the tensors that must not change during a unit's backward."""
         done = self._done[number]
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 
     def back(self, number: int, *, keep: bool = False) -> PendingWeightGrads:
-        """Run a unit's backward after its readers'; return its wgrad. ``keep``: with its saved tensors."""
+        """Run a unit's backward, after its readers'; return its wgrad. ``keep`` retains the autograd
+        graph."""
         done, self._done[number] = self._done[number], _Done(self._done[number].unit)
         wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
         gradients = {i: functools.reduce(torch.add, given) for i, given in wanted.items() if given}

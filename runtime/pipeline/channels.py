@@ -13,7 +13,7 @@ from graphmoe.runtime.ranks import COLLECTIVE_TIMEOUT
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of a tensor; both sides know it, so neither is sent."""
+    """Shape and dtype of a tensor; both ranks know them, so they are not sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,9 +40,9 @@ class Channels:
         self._device = device
         self.has_nccl = "cuda:nccl" in dist.get_backend_config()
         self.by_host = False
-        """True if messages pass through host memory. Set alike on all ranks, between steps.
+        """True if messages pass through host memory. Set it alike on all ranks, between steps.
 
-        No stream then waits for another rank, so a rank may compile and capture, which sync the device.
+        Then no stream waits for another rank, so a rank may compile or capture, which sync the device.
         """
         self._ends: dict[Channel, tuple[dist.ProcessGroup, int]] = {}  # group, and rank at the other end
         self._in_flight: dict[Message, tuple[list[dist.Work], list[Tensor]]] = {}
@@ -58,7 +58,7 @@ class Channels:
         self._open(next((ranks for ranks in pipelines if dist.get_rank() in ranks), ()) if self._ends else ())
 
     def send(self, message: Message, tensors: Iterable[Tensor]) -> None:
-        """Start to send; tensors must not change until released."""
+        """Start sending; tensors must not change until ``release``."""
         group, peer = self._ends[message.channel]
         held = [tensor.to(self._place).contiguous() for tensor in tensors]
         self._in_flight[message] = [_begun(dist.isend, tensor, peer, group) for tensor in held], held

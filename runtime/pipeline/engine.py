@@ -1,4 +1,4 @@
-"""Pipeline: runs one rank of a table with the stages of that rank."""
+"""Pipeline engine: runs one rank's part of a schedule table with its stages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Kept:
 
 
 class Stage:
-    """A part of the model; its backward is one autograd call, or interleaved by an `Overlap`. No sync."""
+    """Part of the model; its backward is one autograd call, or interleaved by an `Overlap`. No sync."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Stage:
     def together(
         self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run ``forward`` and another micro-batch's ``backward``, interleaved by an overlap."""
+        """Run ``forward`` interleaved with the ``backward`` of another micro-batch by an overlap."""
         kept = other._kept[other_micro_batch] if self._units else None
         if kept is None or kept.tape is None:
             sent = self.forward(micro_batch, received)
@@ -144,7 +144,7 @@ class Pipeline:
         *,
         copies: bool = False,
     ) -> None:
-        """``rank`` in the pipeline; ``copies`` results, which stages may overwrite. Raises `TableError`."""
+        """``rank``: in the pipeline; ``copies``: copy overwritable results. Raises `TableError`."""
         check(table)
         assert tuple(sorted(stages)) == table.placement.stages_of(rank)
         self.recorder: StepRecorder | None = None  # may be set between steps
@@ -239,7 +239,7 @@ Lanes = dict[tuple[int, int], int]  # micro-batch slot, from 0, by stage and mic
 
 
 def lanes_of(table: Table, rank: int) -> Lanes:
-    """Return the lowest free slot of its stage for each forward."""
+    """Return for each forward the lowest free micro-batch slot of its stage."""
     steps = [parts(step) for step in table.ranks[rank]]
     last = {(a.stage, a.micro_batch): time for time, actions in enumerate(steps) for a in actions}
     found: Lanes = {}

@@ -44,7 +44,7 @@ class Recorder:
     """Records a step by CUDA events, or the host's clock; ``comm``: waits for messages. Not capturable."""
 
     def __init__(self, device: torch.device, barrier: Callable[[], object]) -> None:
-        """``barrier`` of all ranks aligns their zeros."""
+        """``barrier`` over all ranks aligns their zero times."""
         self._on_gpu = device.type == "cuda"
         self._device, self._barrier = device, barrier
         self._origin: torch.cuda.Event | int = 0

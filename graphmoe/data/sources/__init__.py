@@ -1,6 +1,6 @@
-"""Sources of tokens, one file each, with a function ``open_corpus``.
+"""Data sources, one file each, with a function ``open_corpus``.
 
-`SOURCES` in graphmoe/config/choices.py is the table of sources, with their required keys.
+`SOURCES` in graphmoe/config/choices.py lists them with their required keys.
 """
 
 import importlib
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Yield problems of a source's tokenizer and file names. Reads no text."""
+    """Yield problems of a source's tokenizer and file names, without reading text."""
     if config.source not in SOURCES:  # a plug-in decides what its keys mean
         return
     if config.tokenizer is not None and not config.source_facts.ignores("tokenizer"):
@@ -46,8 +46,8 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
 def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool = False) -> Corpus:
     """Open the configured corpus; text is tokenised on first use, then cached.
 
-    ``check`` compares large files with their checksums in a thread. *Raises* ConfigError, or DataError for
-    bad content.
+    ``check`` verifies checksums of large files in a thread. *Raises* ConfigError, or DataError for bad
+    content.
     """
     for key in config.source_facts.needs:
         if not getattr(config, key):

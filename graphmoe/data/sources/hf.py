@@ -1,7 +1,6 @@
-"""Streaming from a Hugging Face dataset: exact resume, shuffled, the same samples on any number of ranks.
+"""Streaming of Hugging Face datasets: shuffled, resumable, equal samples on any number of ranks.
 
-For that, every rank reads and tokenises the whole stream and keeps its own samples; ``docs/data.md`` has the
-cost.
+Each rank reads and tokenises the whole stream and keeps its own samples; ``docs/data.md`` has the cost.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BLOCK_DOCUMENTS = 512
 SHARD_KEY, BLOCK_KEY = 4, 5
 
 Where = dict[str, Any]
-"""A position in a stream, as plain values."""
+"""Stream position, as plain values."""
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -66,7 +65,7 @@ class StreamSamples(Samples):
     id_limit: int
     bad: BadRecords
     held_out: bool | None = None
-    """True: only documents held out for validation; False: only the others; None: all."""
+    """True: only held-out documents; False: only the others; None: all."""
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
 
@@ -94,7 +93,7 @@ class StreamSamples(Samples):
 
 
 class StreamReader(Reader):
-    """A position in a stream's samples: the current block of documents and an offset in its tokens."""
+    """Position in a stream's samples: the current block of documents and an offset in its tokens."""
 
     def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
         state = state or {"position": 0, "offset": 0, "block": None}
@@ -139,7 +138,7 @@ class StreamReader(Reader):
         held = sum(len(block.tokens_T) for block in self._blocks)
         while held < self._offset + num_tokens:
             block = next(self._stream)
-            if self._wanted_sum not in (None, block.sum):  # the first one is that of the state
+            if self._wanted_sum not in (None, block.sum):  # the first block is the saved state's
                 raise DataError(
                     f"{_row(self._name, block.start)}: the documents from here on are not those of the "
                     "checkpoint's run; restore the data set, or start a new run folder with hydra.run.dir=..."
@@ -152,7 +151,7 @@ class StreamReader(Reader):
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
     start: Where
-    """Position of its first row in the stream."""
+    """Stream position of its first row."""
     sum: str
 
 
@@ -246,7 +245,7 @@ def _text(samples: StreamSamples, record: dict[str, Any]) -> Any:
 
 
 def open_stream(config: DataConfig, split: str) -> Any:
-    """The datasets.IterableDataset of a split. *Raises* ConfigError if it cannot be opened."""
+    """Open a split as datasets.IterableDataset. *Raises* ConfigError."""
     try:
         import datasets
     except ImportError as error:
@@ -262,7 +261,7 @@ def open_stream(config: DataConfig, split: str) -> Any:
 
 
 class RememberedSamples(Samples):
-    """The first samples of a stream, cached in memory; for validation."""
+    """First samples of a stream, cached in memory, for validation."""
 
     def __init__(self, stream: Samples):
         self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint

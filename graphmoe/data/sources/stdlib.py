@@ -1,4 +1,4 @@
-"""Python's standard library as a source: its text, and a tokenizer trained on it."""
+"""Python's standard library as a source, with a tokenizer trained on it."""
 
 import hashlib
 import logging
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LEFT_OUT |= {"encodings", "lib2to3"}
-"""Folders outside the library proper, or of tables rather than text."""
+"""Folders outside the library, or of tables rather than text."""
 MIN_FILES = 2
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | None = None) -> Corpus:
-    """Open the corpus of Python's standard library, or of another folder of .py files.
+    """Open the corpus of Python's standard library, or of .py files under ``root``.
 
     Each file is a document. Without a tokenizer one is trained on the training files. The cache entry has
     tokenizer.json, train.bin/.idx and, if any, val.bin/.idx.
@@ -66,7 +66,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int, root: Path | 
 
 
 def find_sources(root: Path) -> dict[str, bytes]:
-    """The .py files under ``root`` by relative path, without tests, installed packages and tables."""
+    """Return .py files under ``root`` by relative path, without tests, installed packages and tables."""
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in LEFT_OUT]

@@ -21,7 +21,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 @dataclass(eq=False)
 class SyntheticSamples(Samples):
-    """Uniformly random token ids: sample ``i`` depends only on the seed and ``i``."""
+    """Uniformly random token ids; sample ``i`` depends only on the seed and ``i``."""
 
     seq_len: int
     vocab_size: int

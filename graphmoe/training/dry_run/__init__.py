@@ -1,8 +1,7 @@
-"""One step of one rank of a layout on tensors without data: ``launch.fake_world``, docs/projection.md.
+"""Dry run of one rank's step on tensors without data: ``launch.fake_world``, docs/projection.md.
 
-A rank of a pipeline runs its stages by the schedule's table. Nothing is computed or sent: process groups are
-of torch's backend "fake", and all tensors are fake ones on the CPU, since autograd needs a GPU build for a
-backward of fake GPU tensors.
+A pipeline rank runs its stages by the schedule's table. Process groups have torch's "fake" backend. Tensors
+are fake CPU tensors, since autograd needs a GPU build for the backward of fake GPU tensors.
 """
 
 import functools
@@ -37,7 +36,7 @@ from graphmoe.training.step import TrainStep
 log = logging.getLogger(__name__)
 
 ROUNDS = (2, 3, 4, 6, 8, 16)
-"""Micro-batches per pipeline rank of the shorter steps that are tried."""
+"""Micro-batches per pipeline rank that are tried for a shorter step."""
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
     "buffers of NCCL or RCCL, and of dispatchers other than symm",
@@ -48,10 +47,10 @@ NOT_COUNTED = (
 
 
 def dry_run(config: RunConfig) -> dict[str, Any]:
-    """Run the step of a rank; return its collectives and memory as plain values.
+    """Run one rank's step; return its collectives and memory as plain values.
 
     ``config`` is resolved. *Raises* ConfigError for a layout that does not fit the ranks, WrongGroup for a
-    collective among other ranks than the layout's.
+    process group that differs from the layout's.
     """
     launch, started = config.launch, time.perf_counter()
     assert launch.fake_world is not None
@@ -63,7 +62,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
     layout, pipeline = plan.layout, plan.pipeline
     projected = []
     if pipeline:
-        padded = replace(model, attention_backend=AttentionBackend.padded_flash)  # as it is run here
+        padded = replace(model, attention_backend=AttentionBackend.padded_flash)  # the dry run's backend
         as_run = replace(plan, config=replace(plan.config, model=padded), model=padded)
         places = memory_of_places(as_run, on_nvidia=torch.version.hip is None)
         projected = [round(place.total - place.buffers["communication"]) for place in places]
@@ -119,9 +118,9 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
 
 def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
-    """Return the plan with the shortest table of `ROUNDS` that has the same moments at the place.
+    """Return the plan with the shortest table of `ROUNDS` that has equal ``moments_of`` at the place.
 
-    If there is none, the plan is returned: ranks keep all micro-batches, or there are few.
+    Returns the plan itself if it has few micro-batches or no shorter table is equal.
     """
     asked, table, pp = plan.config.pipeline, pipeline.table, plan.layout.pp
     counts = [each * pp + plan.num_micro_batches % pp for each in ROUNDS]
@@ -159,7 +158,7 @@ def _step(plan: Plan, rank: int) -> tuple[CollectiveLog, MemoryLog]:
 
 
 def run_watched(step: TrainStep, watch: StepWatch, memory: MemoryLog) -> None:
-    """Run the step with one micro-batch of zeros, or with as many as a pipeline's table has."""
+    """Run the step on zeros: one micro-batch, or all of a pipeline's table."""
     config, optimizer, micro_batches = step.plan.config, step.optimizer, step.micro_batches
     assert isinstance(optimizer, Optimizer) and config.data.seq_len is not None
     for kind, tensors in _state(step.model, optimizer).items():

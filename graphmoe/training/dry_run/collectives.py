@@ -1,7 +1,7 @@
 """Collectives of a step by axis, and the check of their process groups against the layout.
 
-A collective is an operation of c10d, which names a process group, or one of ours that names an axis
-(``graphmoe.ops.collectives``).
+A collective is a c10d operation, which names a process group, or an operation of
+``graphmoe.ops.collectives``, which names an axis.
 """
 
 import math
@@ -27,21 +27,21 @@ NAMES = {
     "recv_": "receive",
 }
 MESSAGES = ("send", "recv_")
-"""Operations of c10d between two ranks of a pipeline."""
+"""c10d operations between two pipeline ranks."""
 FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-"""Order of the ranks in docs/parallel.md; not taken from the layout, which it checks."""
+"""Rank order of docs/parallel.md; not from the layout, which it checks."""
 AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
-"""Operations of c10d that only one axis uses: dispatch and combine."""
+"""c10d operations that only one axis uses: dispatch and combine."""
 LOCAL = frozenset({"index_along"})
-"""Our operations that name an axis but send nothing."""
+"""graphmoe operations that name an axis but send nothing."""
 
 
 class WrongGroup(RuntimeError):
-    """A process group with other ranks, or another order, than in the layout."""
+    """Process group whose ranks or their order differ from the layout's."""
 
 
 class Collective(NamedTuple):
-    """Calls that are alike."""
+    """Identical calls."""
 
     phase: str
     operation: str
@@ -50,13 +50,13 @@ class Collective(NamedTuple):
     ranks: tuple[int, ...]
     """In the order of the axis; source and destination of a message."""
     shape: tuple[int, ...]
-    """Shape of the larger of input and output on each rank."""
+    """Larger of input and output on each rank."""
     dtype: str
     bytes: int
 
 
 class CollectiveLog:
-    """Count of collectives by kind. *Raises* WrongGroup if a group is not one of the mesh's layout."""
+    """Count of collectives by kind. *Raises* WrongGroup for a group outside the mesh's layout."""
 
     def __init__(self, mesh: Mesh) -> None:
         check_groups(mesh)
@@ -118,14 +118,14 @@ class CollectiveLog:
         return (own, peer) if name == "send" else (peer, own)
 
     def to_json(self, times: Mapping[str, int | Fraction]) -> list[dict[str, Any]]:
-        """List each kind of call with its count in a step; ``times``: factor by phase."""
+        """List each kind with its count in a step; ``times``: factor by phase."""
         counts = {call: Fraction(times.get(call.phase, 1)) * count for call, count in self.counts.items()}
         assert all(count.denominator == 1 for count in counts.values()), "micro-batches are not alike"
         return [{**call._asdict(), "count": int(count)} for call, count in counts.items()]
 
 
 def check_groups(mesh: Mesh) -> None:
-    """Raise WrongGroup unless this rank's process groups are those of the layout and docs/parallel.md."""
+    """Raise WrongGroup if this rank's groups differ from the layout or docs/parallel.md."""
     layout, rank = mesh.layout, mesh.rank
     for axis in AXES:
         group = mesh.group(axis)

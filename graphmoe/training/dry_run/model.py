@@ -38,12 +38,12 @@ aten = torch.ops.aten
 
 @contextmanager
 def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
-    """Yield the mesh of a rank whose groups send nothing; tensors made inside have no data."""
+    """Yield a rank's mesh whose groups send nothing; tensors made inside have no data."""
     with fake_process_group(plan.layout.size("world"), rank):
         mesh = Mesh(plan.layout)
         use_groups(mesh)
         try:
-            # A fallback would run what has no fake on zeros, as large as what they stand for.
+            # A fallback would run operations without a fake kernel on real zeros of full size.
             with FakeTensorMode(allow_fallback_kernels=False):
                 yield mesh
         finally:
@@ -51,7 +51,7 @@ def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
 
 
 def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
-    """Build a rank's part of the model and its optimizer without data, inside ``fake_mesh``.
+    """Build a rank's model and optimizer without data, inside ``fake_mesh``.
 
     alltoall sends balanced rows, which the host can't count here.
     """
@@ -73,7 +73,7 @@ def fake_executor(
     gradient_of: Callable[[Tensor], Gradient] | None = None,
     weight_forms: WeightForms | None = None,
 ) -> Executor:
-    """Return an executor that saves the same activations as the run's, and sets the watch's segment."""
+    """Return an executor that saves the run's activations and sets the watch's segment."""
     recompute = plan.recompute
     if plan.compile.enabled:
         runner = pass_runner(plan, "triton")
@@ -94,9 +94,9 @@ def fake_executor(
 
 
 class GraphSegments(CompiledSegments):
-    """``CompiledSegments`` without the compiler: traced, rewritten by passes, split into F, I and W.
+    """``CompiledSegments`` without the compiler: traced, rewritten by passes, split into three graphs.
 
-    Saved activations are those of a compiled run. Inside a graph nothing is fused.
+    Saved activations are those of a compiled run. Nothing is fused.
     """
 
     def __init__(self, watch: StepWatch, *arguments: Any, **named: Any) -> None:
@@ -104,7 +104,7 @@ class GraphSegments(CompiledSegments):
         self._watch = watch
 
     def _compile(self, *arguments: Any) -> Any:
-        with without_modes():  # a trace has a mode of its own, and nothing that it makes is of the step
+        with without_modes():  # tracing has its own mode, and its tensors are not the step's
             code, report = super()._compile(*arguments)
             code.compile_rest()
             return code, report
@@ -118,7 +118,7 @@ class GraphSegments(CompiledSegments):
                 watch.segment = said_of(n, "segment") or ""
                 return self.env[n.args[0]] if _is_in_place(n) else super().run_node(n)  # type: ignore[index]
 
-        # A new interpreter each time: an old one would hold what it has computed.
+        # A new interpreter for each call, since it holds its intermediate results.
         return lambda *tensors: Noting(graph).run(*tensors)
 
     def _forms_of(self, *arguments: Any) -> Sequence[Tensor]:
@@ -132,7 +132,7 @@ class GraphSegments(CompiledSegments):
         log.info("traced %s: %s in %.1f s", report.unit, number_of(report.graphs, "graph"), report.seconds)
 
 
-_ADDS_ROWS = (  # torch makes one of these of an embedding's gradient, by its version
+_ADDS_ROWS = (  # an embedding's gradient, depending on torch's version
     *(aten._unsafe_index_put.default, aten.index_put.default),
     aten._unsafe_masked_index_put_accumulate.default,
 )
@@ -150,16 +150,16 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 class BalancedAllToAll(AllToAll):
-    """`AllToAll` of the most rows that balanced routing sends: a token's experts are on distinct ranks.
+    """`AllToAll` with the most rows of balanced routing: a token's experts are on distinct ranks.
 
-    ``rows_P`` rows are sent to, and received from, each rank of ``ep_etp``; ``expert_rows`` are those of this
-    rank's experts.
+    ``rows_P``: rows sent to, and received from, each rank of ``ep_etp``; ``expert_rows``: rows of this rank's
+    experts.
     """
 
     def __init__(self, mesh: Mesh, num_experts: int, num_tokens: int, top_k: int) -> None:
         super().__init__(mesh, num_experts)
         layout = mesh.layout
-        # Their sum is exact: a plan has no places for rows that rounding up would add.
+        # Their sum is exact: a plan has no capacity for rows added by rounding up.
         each, more = divmod(num_tokens * min(top_k, layout.ep), layout.ep)
         self.rows_P = [each + (block < more) for block in range(layout.ep) for _ in range(layout.etp)]
         self.expert_rows = num_tokens * top_k * layout.etp

@@ -24,7 +24,7 @@ KINDS = {
     "update": "made by the update",
     "inside": "inside an operation",
 }
-"""Kinds of memory, in words."""
+"""Labels of memory kinds."""
 
 
 def render(document: dict[str, Any]) -> Group:
@@ -49,7 +49,7 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Say whether the peak fits the device; where it does not, by how much, and what could help."""
+    """Say whether the peak fits the device; if not, by how much, and what could help."""
     memory, card = document["memory"], document["card_bytes"]
     peak, state = memory["peak_bytes"], sum({**memory["state_bytes"], "shared": 0}.values())
     numbers = f"the peak is {_gib(peak)} GiB ({peak:,} bytes) and the device has {_gib(card)} GiB"
@@ -139,7 +139,7 @@ def _collective_table(collectives: Sequence[dict[str, Any]]) -> Table:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Write 0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10'."""
+    """Format 0 1 2 3 as '0..3', 0 8 16 24 as '0..24 by 8', 0 1 2 3 8 9 10 as '0..3 8..10'."""
     steps = {after - before for before, after in zip(ranks, ranks[1:], strict=False)}
     if len(ranks) > 2 and len(steps) == 1:
         (step,) = steps

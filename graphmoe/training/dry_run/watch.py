@@ -1,7 +1,7 @@
-"""Logs of a dry step: collectives and bytes of each operation.
+"""Logs of a dry run's step: collectives and bytes of each operation.
 
-Bytes are those of tensors and of our operations' workspaces, without an allocator's rounding and gaps and
-without libraries' memory.
+Bytes are of tensors and of graphmoe operations' workspaces, without allocator rounding and gaps and without
+libraries' memory.
 """
 
 import math
@@ -28,21 +28,21 @@ _PHASES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W
 
 
 class MemoryLog:
-    """Live bytes of storages by kind, from the first sight of a tensor to the end of its storage."""
+    """Live storage bytes by kind, from a tensor's first use to its storage's end."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}
         """Live bytes by kind."""
         self.held: dict[str, int] = {}
-        """Bytes of ``hold``."""
+        """Bytes counted by ``hold``."""
         self.peak: dict[str, int] = {}
-        """The same when their sum was largest."""
+        """Live bytes by kind at their largest sum."""
         self.by_segment: dict[str, int] = {}
-        """Live bytes that the forward made, by the segment that made them."""
+        """Live bytes allocated in the forward, by segment."""
         self.peak_by_segment: dict[str, int] = {}
         self.peak_phase = ""
         self.peaks: dict[str, int] = {}
-        """Largest sum in each phase."""
+        """Largest sum per phase."""
         self._live: set[int] = set()
 
     @property
@@ -56,7 +56,7 @@ class MemoryLog:
         self.held = dict(self.now)
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
-        """Count the result of an operation; a new storage is of the kind ``phase``."""
+        """Count an operation's result; a new storage has the kind ``phase``."""
         if isinstance(result, list | tuple):
             for item in result:
                 self.saw(item, phase, segment)
@@ -65,7 +65,7 @@ class MemoryLog:
         self._note(phase)
 
     def borrowed(self, size: int, phase: str) -> None:
-        """Count bytes that an operation allocates and frees while it runs."""
+        """Count an operation's temporary workspace."""
         self._change("inside", size)
         self._note(phase)
         self._change("inside", -size)
@@ -98,20 +98,20 @@ class MemoryLog:
 
 
 class StepWatch(TorchDispatchMode):
-    """Dispatch mode that logs collectives and memory of each operation with its phase and segment."""
+    """Dispatch mode that logs each operation's collectives and memory by phase and segment."""
 
     def __init__(self, collectives: CollectiveLog, memory: MemoryLog, *, has_data: bool = False) -> None:
         """``has_data``: the tensors are real."""
         super().__init__()
         self.phase = "update"
-        """Phase of the next operations, until autograd begins a backward."""
+        """Phase of the next operations, until autograd starts a backward."""
         self.segment = ""
-        """Name of the segment whose operations run."""
+        """Segment whose operations run."""
         self._collectives, self._memory, self._has_data = collectives, memory, has_data
 
     @contextmanager
     def message(self, message: Message) -> Iterator[None]:
-        """Count the block for the phase of the message."""
+        """Count the block in the message's phase."""
         before = self.phase, self.segment
         self.phase, self.segment = _PHASES[message.content.kind], "messages"
         yield
@@ -135,7 +135,7 @@ class StepWatch(TorchDispatchMode):
 class WatchedSteps:
     """`graphmoe.runtime.pipeline.recorder.StepRecorder` that sets the watch's phase.
 
-    The second of a pair begins with autograd, which sets its phase. ``say`` receives the progress in words.
+    Autograd sets it for the second action of a pair. ``say`` receives progress text.
     """
 
     def __init__(self, watch: StepWatch, num_moves: int, say: Callable[[str], None]) -> None:
@@ -155,7 +155,7 @@ class WatchedSteps:
 
 
 class WatchedChannels(Channels):
-    """Channels whose messages count for forward or backward by their content."""
+    """Channels whose messages count as forward or backward by their content."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class WatchedChannels(Channels):
 
 
 def bytes_inside(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the workspace of an operation of ours on a GPU, in bytes."""
+    """Return a graphmoe operation's GPU workspace in bytes."""
     namespace, _, name = func.name().partition("::")
     return _OF_OURS[name](*args) if namespace == "graphmoe" and name in _OF_OURS else 0
 

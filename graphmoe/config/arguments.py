@@ -50,12 +50,9 @@ COMMANDS = {
     "doctor": "this machine: versions, devices, and optional packages that are missing",
     "worker": "one rank of a run, for a torchrun of your own",
 }
-WIDTH, LONG_KEY = 100, 44
-"""Columns of help text; longer keys get their own line."""
-MOST_NAMED = 50
-"""Most keys named in errors."""
-MOST_COMPARED = 10_000
-"""Most folder entries compared with a missing name."""
+WIDTH, LONG_KEY = 100, 44  # columns of help text; longer keys get their own line
+MOST_NAMED = 50  # most keys named in errors
+MOST_COMPARED = 10_000  # most folder entries compared with a missing name
 UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate(("", "K", "M", "G", "T"))}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _KEY = re.compile(r"[A-Za-z_][\w.]*=")

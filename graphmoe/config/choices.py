@@ -16,18 +16,15 @@ Row = TypeVar("Row")
 class SourceFacts(NamedTuple):
     """Requirements of a data source; the defaults are a plug-in's."""
 
-    needs: tuple[str, ...] = ()
-    """Required keys of ``data``."""
-    reads: tuple[str, ...] | None = None
-    """Optional keys of ``data``; None: any."""
+    needs: tuple[str, ...] = ()  # required keys of ``data``
+    reads: tuple[str, ...] | None = None  # optional keys of ``data``; None: any
     endless: bool = True
 
     def ignores(self, key: str) -> bool:
         return self.reads is not None and key not in (*EVERY_SOURCE, *self.needs, *self.reads)
 
 
-EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")
-"""Keys of ``data`` for all sources."""
+EVERY_SOURCE = ("source", "seq_len", "seed", "prefetch", "cache_dir")  # keys of ``data`` for all sources
 _TEXT = ("tokenizer", "eod_token", "val_fraction", "shuffle", "skip_bad")
 _HF = ("hf_config", "hf_split", "hf_val_split")
 SOURCES = {
@@ -48,8 +45,7 @@ OPTIMIZERS = OneOf(("adamw",))
 LR_SCHEDULES = OneOf(("cosine", "wsd", "constant"))
 
 
-CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"
-"""Variable with the folders of --config-dir."""
+CODE_FOLDERS = "GRAPHMOE_CODE_FOLDERS"  # variable with the folders of --config-dir
 
 
 def compute_words(compute: str, fp8: str, share: str = "products") -> str:
@@ -110,8 +106,8 @@ NumaBinding = enum.StrEnum("NumaBinding", ("auto", "none"))
 OutputFormat = enum.StrEnum("OutputFormat", ("text", "json"))
 
 
+# in model order
 SEGMENT_NAMES = (
     "embed", "attn", "mlp", "moe_router", "moe_preprocess", "moe_dispatch", "shared_experts", "moe_experts",
     "moe_combine", "loss", "optimizer",
 )  # fmt: skip
-"""In model order."""

@@ -8,10 +8,8 @@ Fp8Recipe = enum.StrEnum("Fp8Recipe", ("none", "rowwise", "tensorwise", "blockwi
 
 
 class Gpu(NamedTuple):
-    gfx: str = ""
-    """Such as gfx942; empty on NVIDIA."""
-    major: int = 0
-    """NVIDIA compute capability; 0 on AMD."""
+    gfx: str = ""  # such as gfx942; empty on NVIDIA
+    major: int = 0  # NVIDIA compute capability; 0 on AMD
     cuda: tuple[int, ...] = ()
 
 
@@ -21,32 +19,23 @@ class TurboScales(NamedTuple):
     granularity: str
     block_size: int | None = None
     scale_dtype: str = "FP32"
-    transposes: bool = True
-    """False if its GEMMs take weights only as [E, N, C]."""
-    needs: str = ""
-    """Format whose device requirements apply; empty: its own."""
+    transposes: bool = True  # False if its GEMMs take weights only as [E, N, C]
+    needs: str = ""  # format whose device requirements apply; empty: its own
 
 
 class Format(NamedTuple):
-    needs: str
-    """Supported GPUs, for errors."""
+    needs: str  # supported GPUs, for errors
     runs_on: Callable[[Gpu], bool]
     turbo: TurboScales
-    aligned: int = 16
-    """Divisor of weight sizes (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
-    block: int | None = None
-    """Elements per scale along a row; None: all."""
-    hidden_block: int = 128
-    """Elements per scale of saved gate and up."""
+    aligned: int = 16  # divisor of weight sizes (aten/src/ATen/native/cuda/ScaledBlas.cpp)
+    block: int | None = None  # elements per scale along a row; None: all
+    hidden_block: int = 128  # elements per scale of saved gate and up
     scale_bytes: int = 4
-    is_delayed: bool = False
-    """Activations are scaled by earlier steps' amax."""
-    dispatched: bool = False
-    """Dispatched tokens can have this format."""
+    is_delayed: bool = False  # activations are scaled by earlier steps' amax
+    dispatched: bool = False  # dispatched tokens can have this format
+    # assumed: as rowwise; unknown: projections reject it
     rates: Literal["measured", "assumed", "unknown"] = "unknown"
-    """assumed: as rowwise; unknown: projections reject it."""
-    why_no_experts: str = ""
-    """Why experts cannot use it; empty if they can."""
+    why_no_experts: str = ""  # why experts cannot use it; empty if they can
 
 
 _HOPPER_OR_MI300 = "a GPU of compute capability 9.0 or more, or an MI300 or newer"

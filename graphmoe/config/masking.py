@@ -16,8 +16,7 @@ MASK = "***"
 _WHOLE = re.compile(r"\$\{oc\.env:[^,${}]*\}")
 _OTHER_CALL = re.compile(r"\$\{(?!oc\.)[^${}]*:[^${}]*\}")
 _ROUNDS = 2_000
-_GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="
-"""An override of host.env in any form."""
+_GIVEN = r"([+~]*host(?:\.env[^=]*|(?==\s*\{.*env)))="  # an override of host.env in any form
 
 _written: dict[str, tuple[Any, Any]] = {}
 

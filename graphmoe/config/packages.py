@@ -12,13 +12,10 @@ from graphmoe.config.ranges import ConfigError, spelled
 class Package(NamedTuple):
     module: str
     distribution: str
-    enables: str
-    """Values of keys that need it."""
+    enables: str  # values of keys that need it
     install: str
-    is_native: bool = False
-    """Built against torch or drivers; may fail to load."""
-    plugin: str | None = None
-    """Distribution of its Hydra plug-in."""
+    is_native: bool = False  # built against torch or drivers; may fail to load
+    plugin: str | None = None  # distribution of its Hydra plug-in
 
 
 _BUILT = "pip install --no-build-isolation"

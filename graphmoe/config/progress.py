@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 5.0
-"""Seconds until the first line; intervals then double."""
+EVERY_S = 5.0  # seconds until the first line; intervals then double
 _bars: list[Callable[[str], None]] = []
 _blocks: list[str] = []
 _has_output = threading.Event()

@@ -19,8 +19,7 @@ class ConfigError(ValueError):
 class Range(NamedTuple):
     """Allowed finite numbers."""
 
-    wanted: str
-    """Completes "must be ..."."""
+    wanted: str  # completes "must be ..."
     holds: Callable[[float], bool]
 
 
@@ -33,8 +32,7 @@ class AtMost(NamedTuple):
 class OneOf(NamedTuple):
     """Table names, or ``package.module:NAME`` for a plug-in."""
 
-    names: tuple[str, ...] = ()
-    """Empty if another rule checks the table."""
+    names: tuple[str, ...] = ()  # empty if another rule checks the table
 
 
 class Mark(enum.Enum):
@@ -61,8 +59,7 @@ RankCount = Annotated[int, POSITIVE, MANY_RANKS]
 
 
 class SchemaField(NamedTuple):
-    key: str
-    """As on the command line."""
+    key: str  # as on the command line
     hint: Any
     value: Any
     marks: tuple[Any, ...]

@@ -50,8 +50,7 @@ class Source:
     token_ids: dict[str, Any]
     tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
     step: int | None = None
-    end_token: str | None = None
-    """End-of-document token of a run's data, for the tokenizer's files."""
+    end_token: str | None = None  # end-of-document token of a run's data, for the tokenizer's files
 
 
 def convert(args: ConvertArgs) -> dict[str, Any]:

@@ -20,14 +20,11 @@ from graphmoe.runtime.host.files import FileLock, FileSum, difference, is_locked
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-"""Part of every key; increment it when entry contents change."""
+FORMAT = 2  # part of every key; increment it when entry contents change
 META = "meta.json"
-SMALL_BYTES = 64 << 20
-"""Largest file whose sha256 is checked on every open."""
+SMALL_BYTES = 64 << 20  # largest file whose sha256 is checked on every open
 _TMP = ".tmp-"
-_OTHER_HOST_S = 24 * 3600.0
-"""Seconds without a write after which another host's draft is stale."""
+_OTHER_HOST_S = 24 * 3600.0  # seconds without a write after which another host's draft is stale
 _OTHER = "set data.cache_dir=... or the variable GRAPHMOE_CACHE"
 
 

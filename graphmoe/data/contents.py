@@ -26,11 +26,9 @@ from graphmoe.runtime.host.files import sha256_of
 
 log = logging.getLogger(__name__)
 
-SUMS = ".sha256"
-"""Suffix of checksum files, in sha256sum's format."""
+SUMS = ".sha256"  # suffix of checksum files, in sha256sum's format
 BLOCK_BYTES = 64 << 10
-MAX_BLOCKS = 1024
-"""Most blocks hashed of a corpus without checksums: 64 MiB; smaller ones are hashed whole."""
+MAX_BLOCKS = 1024  # most blocks hashed of a corpus without checksums: 64 MiB; smaller ones are hashed whole
 _SUM = re.compile(r"\\?([0-9a-f]{64}) [ *](.+)")
 
 

@@ -22,10 +22,8 @@ class BadRecords:
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    first: str | None = None
-    """Message of the first bad record."""
-    option: str = "data.skip_bad"
-    """Key that enables skipping."""
+    first: str | None = None  # message of the first bad record
+    option: str = "data.skip_bad"  # key that enables skipping
 
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
         """Count a bad record. *Raises* DataError unless skipping.

@@ -33,12 +33,9 @@ class TokenFile:
     tokens_T: npt.NDArray[Any]
     start_N: Int_N
     length_N: Int_N
-    sums: Mapping[str, str] | None = None
-    """Expected sha256 of both files by name, if known."""
-    entry: Path | None = None
-    """Cache entry, if any."""
-    compared: bool = True
-    """False until the files are checked against ``sums``."""
+    sums: Mapping[str, str] | None = None  # expected sha256 of both files by name, if known
+    entry: Path | None = None  # cache entry, if any
+    compared: bool = True  # False until the files are checked against ``sums``
 
     def document_at(self, token: int) -> int:
         """Return the index of the document with this token."""

@@ -20,11 +20,9 @@ log = logging.getLogger(__name__)
 class Place(NamedTuple):
     """Position in the global sequence of samples."""
 
-    consumed: int
-    """Samples before it, over all ranks."""
+    consumed: int  # samples before it, over all ranks
     reader_state: dict[str, Any]
-    epochs: float
-    """Passes over the corpus; integral for a stream, 0.0 for an endless source."""
+    epochs: float  # passes over the corpus; integral for a stream, 0.0 for an endless source
 
 
 class Loader:
@@ -42,8 +40,7 @@ class Loader:
         assert global_batch_size % (micro_batch_size * world_size) == 0 and 0 <= rank < world_size
         self.samples, self.prefetch, self.pin_memory = samples, prefetch, pin_memory
         self.micro_batch_size, self.rank, self.world_size = micro_batch_size, rank, world_size
-        self.place = Place(0, {}, 0.0)
-        """Position after the last returned batch, not the last prefetched one."""
+        self.place = Place(0, {}, 0.0)  # position after the last returned batch, not the last prefetched one
         self._pool: ThreadPoolExecutor | None = None
         self._batches: Iterator[tuple[Tensor, Place]]
         self._ahead: deque[Future[tuple[Tensor, Place]]] = deque()

@@ -110,8 +110,7 @@ class Reader:
         self.samples = samples
 
     def read(self, first: int, count: int) -> Tokens_BT:
-        """Return samples ``first .. first + count - 1`` as [count, seq_len + 1]; ``first`` never
-        decreases."""
+        """Return ``count`` samples from ``first`` as [count, seq_len + 1]; ``first`` never decreases."""
         return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
@@ -138,8 +137,7 @@ class PackedSamples(Samples):
     seq_len: int
     seed: int = 0
     shuffle: bool = True
-    vocab_size: int | None = None
-    """Ids are checked on access; None: unchecked."""
+    vocab_size: int | None = None  # ids are checked on access; None: unchecked
     bad: BadRecords = field(default_factory=BadRecords)
 
     num_samples: int = field(init=False)

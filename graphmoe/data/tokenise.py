@@ -23,28 +23,23 @@ from graphmoe.runtime.host.signals import die_with_parent
 
 log = logging.getLogger(__name__)
 
-Document = tuple[object, str]
-"""Place, for messages, and text."""
+Document = tuple[object, str]  # place, for messages, and text
 
 BATCH_CHARS = 1 << 20
-MIN_BYTES_PER_WORKER = 16 << 20
-"""Starting a process costs about as much as tokenising this much."""
+MIN_BYTES_PER_WORKER = 16 << 20  # starting a process costs about as much as tokenising this much
 
 
 @dataclass(frozen=True)
 class Recipe:
     tokenizer_path: Path
-    end_token: int | None
-    """Id appended to each document, if any."""
+    end_token: int | None  # id appended to each document, if any
     text_field: str
-    id_limit: int
-    """First id beyond the model's vocabulary."""
+    id_limit: int  # first id beyond the model's vocabulary
     skip_bad: bool
     skip_option: str = "data.skip_bad"
 
 
-_PartResult = tuple[list[int], BadRecords]
-"""Document lengths of a part, and its bad records."""
+_PartResult = tuple[list[int], BadRecords]  # document lengths of a part, and its bad records
 
 
 def tokenise_files(

@@ -22,8 +22,8 @@ END_OF_TEXT = "<|endoftext|>"
 DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", DEEPSEEK_END, "[EOD]", "[EOS]", "</s>", "<eos>")
 FILE = "tokenizer.json"
+# the tokenizers library takes time for each id below the largest: 10 s for 1e9, several times
 LARGEST_ID = 2**24 - 1
-"""The tokenizers library takes time for each id below the largest: 10 s for 1e9, several times."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 LONG_TEXT_CHARS = 4_000_000
 PIECE_CHARS = 1_000_000

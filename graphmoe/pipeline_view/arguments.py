@@ -57,8 +57,7 @@ class ViewArgs:
     """Output on stdout: text, or one JSON document."""
 
 
-MOST_CELLS = 2**16
-"""Limit of stages times micro-batches: some ten seconds of computing."""
+MOST_CELLS = 2**16  # limit of stages times micro-batches: some ten seconds of computing
 LARGEST_COST = 1e100
 BESIDE_A_RUN = ("run", "step", "cost.comm", "out", "format")
 OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.comm", "cost.activation_gib")

@@ -11,6 +11,7 @@ from graphmoe.plan.pipeline.actions import Action, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
 
 BarKind = Literal["F", "B", "I", "W", "comm"]
+# Paul Tol's *bright*, for any colour blindness; later stages of a rank are lighter
 COLOURS: dict[BarKind, str] = {
     "F": "#4477aa",
     "B": "#ee6677",
@@ -18,7 +19,6 @@ COLOURS: dict[BarKind, str] = {
     "W": "#228833",
     "comm": "#bbbbbb",
 }
-"""Paul Tol's *bright*, for any colour blindness; later stages of a rank are lighter."""
 WORDS: dict[BarKind, str] = {
     "F": "forward",
     "B": "backward",
@@ -26,8 +26,7 @@ WORDS: dict[BarKind, str] = {
     "W": "gradients of weights",
     "comm": "transfer",
 }
-_LIGHTEST = 0.55
-"""Share of white in a rank's last stage."""
+_LIGHTEST = 0.55  # share of white in a rank's last stage
 _HALF = 0.43
 
 
@@ -35,8 +34,7 @@ class Panel(NamedTuple):
     title: str
     timeline: Timeline
     unit: str
-    scale: float = 1.0
-    """Factor from the timeline's unit to the shown one."""
+    scale: float = 1.0  # factor from the timeline's unit to the shown one
 
 
 class Bar(NamedTuple):

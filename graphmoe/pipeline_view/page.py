@@ -25,8 +25,7 @@ from graphmoe.web_page import Chart, grid, paragraph, table
 from graphmoe.web_page import write_page as write_whole
 
 ROW_PX = 40
-HEAD_PX, GAP_PX = 70, 60
-"""Pixels above the first panel, and between two, for title and axis."""
+HEAD_PX, GAP_PX = 70, 60  # pixels above the first panel, and between two, for title and axis
 
 
 def write_page(path: Path, command: str, panels: Sequence[Panel]) -> None:

@@ -25,6 +25,7 @@ from graphmoe.plan.pipeline.simulate import Costs, Timeline, simulate
 
 DEFAULT_RANKS, DEFAULT_COST = 4, 1000.0
 MS_PER_US = 1e-3
+# configuration keys in errors -> keys of this tool
 _WORDS = {
     "parallel.pp": "stages",
     "pipeline.virtual_stages": "virtual_stages",
@@ -32,7 +33,6 @@ _WORDS = {
     "pipeline.microbatches": "microbatches",
     "pipeline.ep_overlap": "overlap",
 }
-"""Configuration keys in errors -> keys of this tool."""
 
 
 class Plan(NamedTuple):
@@ -40,10 +40,8 @@ class Plan(NamedTuple):
     panel: Panel | None = None
     layout: str | None = None
     stages: tuple[StagePieces, ...] = ()
-    costs: Sequence[SegmentTime] = ()
-    """Seconds per sequence by stage, if a model is given."""
-    slower: str | None = None
-    """Warning that the schedule is slower than 1f1b, with an alternative."""
+    costs: Sequence[SegmentTime] = ()  # seconds per sequence by stage, if a model is given
+    slower: str | None = None  # warning that the schedule is slower than 1f1b, with an alternative
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:

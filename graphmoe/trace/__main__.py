@@ -25,8 +25,8 @@ from graphmoe.trace.events import listed, read_trace, recorded, traces_of
 from graphmoe.trace.summary import Summary, summarise
 
 SHOWN_NAME = 64
+# command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called
 TRACELENS = "TraceLens_generate_perf_report_pytorch"
-"""Command of github.com/AMD-AGI/TraceLens; PyPI's package ``tracelens`` is another project, never called."""
 TRACELENS_S = 1800
 _FIGURES = {
     "step ms": lambda s: s.step_ms,

@@ -64,8 +64,8 @@ class Trace:
     host: list[HostEvent] = field(default_factory=list)
     calls: list[HostEvent] = field(default_factory=list)
     activities: list[Activity] = field(default_factory=list)
+    # ranges of training steps, on the thread that runs them
     steps: list[HostEvent] = field(default_factory=list)
-    """Ranges of training steps, on the thread that runs them."""
     facts: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
 

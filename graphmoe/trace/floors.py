@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from graphmoe.plan.costs.hardware import CARDS, device_words, peak_tflops
 from graphmoe.trace.events import Activity, HostEvent, Trace
 
+# operations, and the index of their first matrix input
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Operations, and the index of their first matrix input."""
 _HALF = ("c10::BFloat16", "c10::Half")
 _BYTES = 2
 # (words of the device's name, TB/s) by NVIDIA's and AMD's data sheets, for devices without projected rates.
@@ -33,8 +33,7 @@ _OTHER_BANDWIDTHS: tuple[tuple[str, float], ...] = (
 class Device:
     """Peaks of a device; None for an unknown one."""
 
-    flops_per_us: float | None
-    """FLOPs of 16-bit GEMMs."""
+    flops_per_us: float | None  # FLOPs of 16-bit GEMMs
     bytes_per_us: float | None
 
     @classmethod

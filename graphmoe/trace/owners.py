@@ -21,8 +21,8 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 _LAUNCH = re.compile(r"^(cuda|cu|hip)[A-Za-z]*Launch")
+# graphmoe ranges, without torch's process groups, such as gloo:send, which last until a message arrives
 _RANGE = re.compile(r"(?!(?:gloo|nccl|ucc|mpi):)([a-z_]+(?:\.\.[a-z_]+)?):([A-Za-z]+)")
-"""graphmoe ranges, without torch's process groups, such as gloo:send, which last until a message arrives."""
 
 
 class Owner(NamedTuple):
@@ -37,8 +37,8 @@ NOBODY = Owner("", "")
 
 class Place(NamedTuple):
     owner: Owner = NOBODY
+    # forward operation whose gradient this computes, if no graphmoe range is nearer
     sequence: int | None = None
-    """Forward operation whose gradient this computes, if no graphmoe range is nearer."""
     operation: HostEvent | None = None
 
 
@@ -47,10 +47,8 @@ class Owners(NamedTuple):
 
     host: list[Place]
     calls: list[Place]
-    around: list[Place]
-    """Place around each host event."""
-    inner_us: list[float]
-    """Microseconds of operations and graphmoe ranges directly inside each host event."""
+    around: list[Place]  # place around each host event
+    inner_us: list[float]  # microseconds of operations and graphmoe ranges directly inside each host event
     of_sequence: dict[int, Owner]
 
     def of(self, place: Place) -> Owner:

@@ -23,14 +23,11 @@ from graphmoe.trace.owners import (
     unit_and_part,
 )
 
-OTHER = Owner("(no segment)", "")
-"""Owner of kernels launched in a step outside all ranges."""
+OTHER = Owner("(no segment)", "")  # owner of kernels launched in a step outside all ranges
 BETWEEN = Owner("(between steps)", "")
-UNKNOWN = Owner("(unknown)", "")
-"""Owner of kernels whose launch is not in the trace."""
+UNKNOWN = Owner("(unknown)", "")  # owner of kernels whose launch is not in the trace
 NAME_LENGTH = 200
-Launches = Mapping[int | None, tuple[HostEvent, Place]]
-"""Host calls and their places, by correlation."""
+Launches = Mapping[int | None, tuple[HostEvent, Place]]  # host calls and their places, by correlation
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,7 @@ class Kernel:
     name: str
     calls: float
     ms: float
-    floor_ms: float | None
-    """Least time on this device, if known."""
+    floor_ms: float | None  # least time on this device, if known
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class SegmentTime:
     segment: str
     part: str
     calls: float
-    ms: float
-    """Time in which any of its kernels runs; on a CPU, host time in its range."""
+    ms: float  # time in which any of its kernels runs; on a CPU, host time in its range
     communication_ms: float | None
     kernels: list[Kernel]
 
@@ -66,16 +61,11 @@ class Summary:
     on: str
     facts: dict[str, Any]
     num_steps: int
-    step_ms: float
-    """Time from the first kernel's start to the last one's end; on a CPU, host time in steps."""
-    idle: float | None = None
-    """Share of ``step_ms`` in which the GPU is idle."""
-    exposed_ms: float | None = None
-    """Communication without a concurrent kernel."""
-    hidden_ms: float | None = None
-    """Communication with a concurrent kernel."""
-    launch_ms: float | None = None
-    """Host time in calls that launch kernels or graphs."""
+    step_ms: float  # time from the first kernel's start to the last one's end; on a CPU, host time in steps
+    idle: float | None = None  # share of ``step_ms`` in which the GPU is idle
+    exposed_ms: float | None = None  # communication without a concurrent kernel
+    hidden_ms: float | None = None  # communication with a concurrent kernel
+    launch_ms: float | None = None  # host time in calls that launch kernels or graphs
     launches: float | None = None
     streams: dict[str, float] = field(default_factory=dict)
     segments: list[SegmentTime] = field(default_factory=list)

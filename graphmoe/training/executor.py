@@ -76,16 +76,14 @@ class Execution:
         self.chosen = chosen
         passes = select_passes(plan.passes, fp8_passes(plan))
         names = [spec.name for spec in passes] if plan.compile.enabled else []
-        self.fuses = "fuse_experts" in names
-        """True if routed experts run as one operation."""
+        self.fuses = "fuse_experts" in names  # True if routed experts run as one operation
+        # weights of GEMMs that may run in fp8, by name
         self._dense = dense_products(plan) if "fp8_linear" in names else {}
-        """Weights of GEMMs that may run in fp8, by name."""
+        # True if experts run in fp8, except in skipped layers
         self._in_fp8 = "fp8_experts" in names and has_experts(plan.model) and keeps_experts(plan)
-        """True if experts run in fp8, except in skipped layers."""
+        # True if fp8 experts are timed against bf16, unlike a vendor's
         self._times_experts = self._in_fp8 and plan.fp8_vendor is None
-        """True if fp8 experts are timed against bf16, unlike a vendor's."""
-        self._counts: tuple[int, int] | None = None
-        """Numbers of fp8 GEMMs, and of those left in bf16."""
+        self._counts: tuple[int, int] | None = None  # numbers of fp8 GEMMs, and of those left in bf16
         self.compiled: CompiledSegments | None = None
         self._recompute = plan.recompute
         if self._recompute:
@@ -147,8 +145,7 @@ class Execution:
             runner, optimizer.gradient_of, units, self._recompute, self.overlap, optimizer.weight_forms
         )
         self.compiled.turns, self.compiled.kept = self._cache.turns, self._cache.graphs
-        self._published = 0
-        """Compiled graphs at the last cache write."""
+        self._published = 0  # compiled graphs at the last cache write
         self.execute = self.compiled
 
     def _choose(self, store: CompileCache) -> tuple[Chosen, InBf16]:

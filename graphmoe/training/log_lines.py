@@ -21,8 +21,7 @@ from graphmoe.training.step_rows import StepRow
 
 log = logging.getLogger(__name__)
 
-WIDTH = 91
-"""Columns, 100 with the time of day."""
+WIDTH = 91  # columns, 100 with the time of day
 AXES = ("dp", "tp", "cp", "pp", "ep", "etp")
 
 

@@ -25,14 +25,11 @@ from graphmoe.segments import FULL_ITERATION, segments_of
 log = logging.getLogger(__name__)
 
 MEMORY_KINDS = (*STATE_KINDS, "activations", "buffers", "total")
+# buffers outside torch's allocator: communicators', and memory that ranks share
 OUTSIDE_ALLOCATOR = ("communication", "dispatch")
-"""Buffers outside torch's allocator: communicators', and memory that ranks share."""
-COMMUNICATOR_BYTES = 128 * 2**20
-"""Assumed: buffers of NCCL and RCCL depend on topology and version."""
-CHANNEL_BYTES = 32 * 2**20
-"""Assumed for a channel between two pipeline ranks."""
-MESSAGES_UNDER_WAY = 2
-"""Messages of a channel in flight: one sent, one received ahead."""
+COMMUNICATOR_BYTES = 128 * 2**20  # assumed: buffers of NCCL and RCCL depend on topology and version
+CHANNEL_BYTES = 32 * 2**20  # assumed for a channel between two pipeline ranks
+MESSAGES_UNDER_WAY = 2  # messages of a channel in flight: one sent, one received ahead
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,11 @@ class PlaceMemory:
 
     place: int
     state: dict[str, float]
-    activations: float
-    """Peak of all micro-batches in flight."""
-    by_segment: Bytes
-    """Activations of one micro-batch on all stages of the position."""
-    by_part: dict[str, Bytes]
-    """The same by layer."""
+    activations: float  # peak of all micro-batches in flight
+    by_segment: Bytes  # activations of one micro-batch on all stages of the position
+    by_part: dict[str, Bytes]  # the same by layer
     buffers: dict[str, float]
-    owned: int
-    """Parameters that each rank updates."""
+    owned: int  # parameters that each rank updates
 
     @property
     def total(self) -> float:

@@ -34,8 +34,7 @@ class Throughput(NamedTuple):
 
     tokens_per_step: int
     flops_per_token: float
-    peak: float | None
-    """Dense bf16 peak of a device; None if unknown."""
+    peak: float | None  # dense bf16 peak of a device; None if unknown
     num_devices: int = 1
 
     @classmethod
@@ -140,8 +139,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-MAX_LINES = 200
-"""Most lines per run, to bound the file."""
+MAX_LINES = 200  # most lines per run, to bound the file
 
 
 class ExpertLoads:

@@ -23,10 +23,9 @@ from graphmoe.segments import Executor
 
 log = logging.getLogger(__name__)
 
+# called with a stage's output, per stage in micro-batch order
 Add = Callable[[StagePieces, LossOutput], None]
-"""Called with a stage's output, per stage in micro-batch order."""
-Lane = Callable[[Hashable], AbstractContextManager[None]]
-"""Context of a micro-batch slot's captured graphs."""
+Lane = Callable[[Hashable], AbstractContextManager[None]]  # context of a micro-batch slot's captured graphs
 
 
 class MicroBatches:
@@ -103,10 +102,10 @@ class Pipelined(MicroBatches):
         pipeline = plan.pipeline
         assert pipeline is not None
         log.info(pipeline.describe())
+        # compiling or capturing steps per program, whose messages pass through the host
         self._waiting_steps = 1 if capture is None else capture.warmup_steps + (not plan.captures_step)
-        """Compiling or capturing steps per program, whose messages pass through the host."""
+        # steps and validations so far, by program
         self._num_run: Counter[tuple[bool, tuple[Dispatcher, ...]]] = Counter()
-        """Steps and validations so far, by program."""
         self._batches: list[Tensor] = []
         self._add: Add | None = None
         table, place = pipeline.table, mesh.index("pp")

@@ -35,10 +35,9 @@ from graphmoe.training.step_rows import StepClock
 
 log = logging.getLogger(__name__)
 
+# log lines of torch 2.13's profiler, above ERROR: KINETO_LOG_LEVEL=6 would hide errors too
 MARKERS = rb"USDT:.*profiler_(start|stop)\n?"
-"""Log lines of torch 2.13's profiler, above ERROR: KINETO_LOG_LEVEL=6 would hide errors too."""
-KEPT_STEPS = 20
-"""Most steps in the timeline file."""
+KEPT_STEPS = 20  # most steps in the timeline file
 
 
 class StepTrace:
@@ -163,8 +162,7 @@ class PipelineProfile:
     A recorded step begins with a device sync and a barrier, which the step clock excludes.
     """
 
-    earlier_peak_gib = 0.0
-    """Peak GiB before the last counter reset; 0.0 without a reset."""
+    earlier_peak_gib = 0.0  # peak GiB before the last counter reset; 0.0 without a reset
 
     def __init__(
         self,

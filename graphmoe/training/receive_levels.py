@@ -17,8 +17,7 @@ from graphmoe.runtime.ranks import Mesh, Ranks
 
 log = logging.getLogger(__name__)
 
-SPARE = 1.03
-"""Factor of the allocator's reserved memory over the allocated peak, due to fragmentation."""
+SPARE = 1.03  # factor of the allocator's reserved memory over the allocated peak, due to fragmentation
 
 
 def receive_ladder(

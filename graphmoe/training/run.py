@@ -50,8 +50,7 @@ from graphmoe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-ROUND_IDS, MANY_IDS = 128, 1.05
-"""Usual divisor of vocabulary sizes; a run warns of more than 5% unused ids."""
+ROUND_IDS, MANY_IDS = 128, 1.05  # usual divisor of vocabulary sizes; a run warns of more than 5% unused ids
 
 
 def open_worker(config: RunConfig, ranks: Ranks) -> tuple[Plan, list[HostLine]]:

@@ -33,10 +33,9 @@ NOTHING = "nothing is saved (checkpoint.enabled=false)"
 class Chosen(NamedTuple):
     """Measured kernel choices, kept in checkpoints: other kernels sum in another order."""
 
-    experts: str = ""
-    """Backends of the experts' forward, dgrad and wgrad; empty if none run."""
+    experts: str = ""  # backends of the experts' forward, dgrad and wgrad; empty if none run
+    # fp8 speedups over bf16 of timed GEMMs
     fp8: Mapping[str, float] = {}  # noqa: RUF012  # nobody changes it
-    """fp8 speedups over bf16 of timed GEMMs."""
 
 
 def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen) -> dict[str, Any]:
@@ -60,8 +59,7 @@ class Saves:
 
     def __init__(self, store: CheckpointStore, plan: Plan, ranks: Ranks) -> None:
         self.store, self._plan, self._ranks = store, plan, ranks
-        self._good: Path | None = None
-        """Newest checkpoint known to be finite."""
+        self._good: Path | None = None  # newest checkpoint known to be finite
 
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, before: str = "") -> None:
         """Save a step's state if checkpoints are enabled. Syncs the device.

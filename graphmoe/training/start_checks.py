@@ -32,8 +32,7 @@ from graphmoe.training.memory import chunk_bytes, in_flight, state_of_place
 log = logging.getLogger(__name__)
 
 FUSE_LOSS = "fuse_loss"
-SURE = 0.9
-"""Lower bound of activations over projected ones, which are within 5% of a dry run's."""
+SURE = 0.9  # lower bound of activations over projected ones, which are within 5% of a dry run's
 
 
 def check_start(config: RunConfig, own_folder: Path | None = None) -> None:

@@ -44,8 +44,8 @@ class TrainStep:
         self._replica_gb = plan.replica_bytes(backends) / 1e9
         self.model = model = micro_batches.model
         layers = [layer for stage in model.stages for layer in model.moe_layers(stage)]
+        # routers of this rank by MoE layer index
         self.routers = dict(zip(layers, model.routers(), strict=True))
-        """Routers of this rank by MoE layer index."""
         self._capacities_of: tuple[Dispatcher, ...] = ()
         self._capacities_L2: Tensor
         self._forced = ForcedLoads(plan, self.routers) if plan.moe.expert_load != NO_LOAD else None

@@ -16,24 +16,20 @@ from graphmoe.runtime.launch.stamps import wait_for
 
 OF_STEP = ("loss", "mtp_loss", "grad_norm", "lr", "skipped", "skipped_total", "longest_skip", "rank_load")
 SCALARS = (*OF_STEP, *ROUTER_STATS)
+# scalars with a receive capacity: the largest rank load over a balanced one, and 1.0 on overflow
 RECEIVED = ("receive_load", "void")
-"""Scalars with a receive capacity: the largest rank load over a balanced one, and 1.0 on overflow."""
+# scalars with replicas: the largest slots of any rank over the mean, replicas per micro-batch over all MoE
+# layers and ranks of ep, and GB moved
 REPLICATED = ("planned_rank_load", "replicas", "replica_gb")
-"""Scalars with replicas: the largest slots of any rank over the mean, replicas per micro-batch over all
-MoE layers and ranks of ep, and GB moved."""
-Mark = torch.cuda.Event | float
-"""Device event, or host clock in seconds."""
-Interval = tuple[tuple[Mark, Mark], ...]
-"""Start and end of each part between pauses."""
+Mark = torch.cuda.Event | float  # device event, or host clock in seconds
+Interval = tuple[tuple[Mark, Mark], ...]  # start and end of each part between pauses
 
 
 class StepRow(NamedTuple):
     step: int
     seconds: float
-    values: dict[str, float]
-    """``SCALARS`` by name, and ``RECEIVED`` and ``REPLICATED`` if the run has them."""
-    load_LE: Tensor
-    """Load of each expert over the mean of its layer, fp32."""
+    values: dict[str, float]  # ``SCALARS`` by name, and ``RECEIVED`` and ``REPLICATED`` if the run has them
+    load_LE: Tensor  # load of each expert over the mean of its layer, fp32
 
     @property
     def load(self) -> list[float]:
@@ -148,8 +144,7 @@ class StepClock:
     def restart(self) -> None:
         """Start the next interval here."""
         self._ended: list[Interval] = []
-        self._parts: Interval = ()
-        """Parts of the current interval before its last pause."""
+        self._parts: Interval = ()  # parts of the current interval before its last pause
         self._since = self._now()
 
     def mark(self) -> None:

@@ -19,12 +19,11 @@ from graphmoe.runtime.ranks import Mesh, sums
 class Totals(NamedTuple):
     """A step's sums over all ranks, without a device sync."""
 
+    # mean losses and router statistics; with replicas their number per micro-batch
     scalars: dict[str, Tensor]
-    """Mean losses and router statistics; with replicas their number per micro-batch."""
-    counts_LE: Tensor
-    """Tokens of each expert."""
+    counts_LE: Tensor  # tokens of each expert
+    # largest `graphmoe.plan.experts.Load` of any rank per MoE layer; None if buffers hold any routing
     received_L2: Tensor | None
-    """Largest `graphmoe.plan.experts.Load` of any rank per MoE layer; None if buffers hold any routing."""
 
 
 class StepSums:

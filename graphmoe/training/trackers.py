@@ -23,10 +23,8 @@ from graphmoe.runtime.host.files import dispensable
 log = logging.getLogger(__name__)
 
 MLFLOW_PARAMS = 100
-MLFLOW_METRICS = 1000
-"""MLflow's limits of parameters and of values per call."""
-MLFLOW_LETTERS = 500
-"""Length of a parameter that every MLflow store accepts."""
+MLFLOW_METRICS = 1000  # MLflow's limits of parameters and of values per call
+MLFLOW_LETTERS = 500  # length of a parameter that every MLflow store accepts
 
 Point = tuple[int, dict[str, float]]
 
@@ -35,10 +33,8 @@ class Tracker(NamedTuple):
     title: str
     draw: Callable[[list[Point]], object]
     close: Callable[[], object]
-    errors: tuple[type[Exception], ...] = (Exception,)
-    """Errors after which the tracker is dropped."""
-    is_empty: bool = False
-    """True if it needs the earlier steps' rows."""
+    errors: tuple[type[Exception], ...] = (Exception,)  # errors after which the tracker is dropped
+    is_empty: bool = False  # True if it needs the earlier steps' rows
 
 
 class Trackers:

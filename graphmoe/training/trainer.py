@@ -55,30 +55,24 @@ class Trainer:
     model: Transformer
     optimizer: StepOptimizer
     saves: Saves
-    step: int
-    """Last launched step."""
+    step: int  # last launched step
     execution: Execution
     heartbeat: Heartbeat
     steps: Steps
     validation: Validation
-    trace: StepTrace | None
-    """None if no ``profile.steps`` are left."""
+    trace: StepTrace | None  # None if no ``profile.steps`` are left
     pipeline_profile: PipelineProfile | None
-    metrics: MetricsWriter | None
-    """Writer of rank 0."""
-    stopped_by: str | None = None
-    """Signal that ended the run early."""
-    first_step_s: float | None = None
-    """Seconds from the command to the end of its first step."""
+    metrics: MetricsWriter | None  # writer of rank 0
+    stopped_by: str | None = None  # signal that ended the run early
+    first_step_s: float | None = None  # seconds from the command to the end of its first step
+    # this rank's peak, and device memory in use after the last step, in GiB
     memory: tuple[float, float] = 0.0, 0.0
-    """This rank's peak, and device memory in use after the last step, in GiB."""
 
     def __post_init__(self) -> None:
         self.rows, self.host_times, self.step_log = self.steps.rows, HostTimes(), StepLog(self.plan)
         self.throughput, self.stop_flag = Throughput.of_run(self.plan, self.device), StopFlag(self.ranks)
         self._first = self.step + 1
-        self._pending: tuple[int, float] | None = None
-        """Last step with unwritten metrics, and its epoch."""
+        self._pending: tuple[int, float] | None = None  # last step with unwritten metrics, and its epoch
 
     def run(self) -> bool:
         """Train to the last step or to a signal; return whether the run is finished."""

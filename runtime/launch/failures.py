@@ -115,8 +115,7 @@ def attempt_of(environment: Mapping[str, str]) -> str:
 
 
 def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
-    """Earliest failure of this node's workers (``of_agent``, by rank) and of ranks that log to their
-    folders."""
+    """Return the earliest failure of workers here (``of_agent``, by rank) or in their log folders."""
     found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
     left = [failure for folder in folders for failure in _left_in(folder)]

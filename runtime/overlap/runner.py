@@ -299,8 +299,7 @@ class Tape:
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 
     def back(self, number: int, *, keep: bool = False) -> PendingWeightGrads:
-        """Run a unit's backward, after its readers'; return its wgrad. ``keep`` retains the autograd
-        graph."""
+        """Run a unit's backward after its readers'; return wgrad. ``keep`` retains autograd's graph."""
         done, self._done[number] = self._done[number], _Done(self._done[number].unit)
         wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
         gradients = {i: functools.reduce(torch.add, given) for i, given in wanted.items() if given}

@@ -27,12 +27,10 @@ from graphmoe.data.text_files import is_text
 from graphmoe.data.tokenise import encode_checked
 from graphmoe.data.tokenizer import num_ids, reach_hub, tokenizer_hash
 
-BLOCK_DOCUMENTS = 512
-"""Documents tokenised and shuffled together; a resume re-reads at most one block."""
+BLOCK_DOCUMENTS = 512  # documents tokenised and shuffled together; a resume re-reads at most one block
 SHARD_KEY, BLOCK_KEY = 4, 5
 
-Where = dict[str, Any]
-"""Stream position, as plain values."""
+Where = dict[str, Any]  # stream position, as plain values
 
 
 def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
@@ -64,8 +62,7 @@ class StreamSamples(Samples):
     end_token: int
     id_limit: int
     bad: BadRecords
-    held_out: bool | None = None
-    """True: only held-out documents; False: only the others; None: all."""
+    held_out: bool | None = None  # True: only held-out documents; False: only the others; None: all
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
 
@@ -150,8 +147,7 @@ class StreamReader(Reader):
 
 class _Block(NamedTuple):
     tokens_T: npt.NDArray[np.int64]
-    start: Where
-    """Stream position of its first row."""
+    start: Where  # stream position of its first row
     sum: str
 
 

@@ -26,8 +26,7 @@ class SyntheticSamples(Samples):
     seq_len: int
     vocab_size: int
     seed: int = 0
-    purpose: int = 0
-    """0 for training, 1 for validation."""
+    purpose: int = 0  # 0 for training, 1 for validation
     num_samples: int | None = field(default=None, init=False)
     fingerprint: str = field(init=False)
 

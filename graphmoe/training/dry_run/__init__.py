@@ -35,8 +35,7 @@ from graphmoe.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-ROUNDS = (2, 3, 4, 6, 8, 16)
-"""Micro-batches per pipeline rank that are tried for a shorter step."""
+ROUNDS = (2, 3, 4, 6, 8, 16)  # micro-batches per pipeline rank that are tried for a shorter step
 NOT_COUNTED = (
     "gaps and rounding of the allocator",
     "buffers of NCCL or RCCL, and of dispatchers other than symm",

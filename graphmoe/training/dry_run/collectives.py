@@ -26,14 +26,12 @@ NAMES = {
     "alltoall_base_": "all_to_all",
     "recv_": "receive",
 }
-MESSAGES = ("send", "recv_")
-"""c10d operations between two pipeline ranks."""
+MESSAGES = ("send", "recv_")  # c10d operations between two pipeline ranks
+# rank order of docs/parallel.md; not from the layout, which it checks
 FOLDINGS: tuple[tuple[Axis, ...], ...] = (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
-"""Rank order of docs/parallel.md; not from the layout, which it checks."""
+# c10d operations that only one axis uses: dispatch and combine
 AXIS_OF: dict[str, Axis] = {"alltoall_base_": "ep_etp"}
-"""c10d operations that only one axis uses: dispatch and combine."""
-LOCAL = frozenset({"index_along"})
-"""graphmoe operations that name an axis but send nothing."""
+LOCAL = frozenset({"index_along"})  # graphmoe operations that name an axis but send nothing
 
 
 class WrongGroup(RuntimeError):
@@ -45,12 +43,9 @@ class Collective(NamedTuple):
 
     phase: str
     operation: str
-    axes: tuple[Axis, ...]
-    """The axis; all axes with the same ranks if the operation names a process group."""
-    ranks: tuple[int, ...]
-    """In the order of the axis; source and destination of a message."""
-    shape: tuple[int, ...]
-    """Larger of input and output on each rank."""
+    axes: tuple[Axis, ...]  # the axis; all axes with the same ranks if the operation names a process group
+    ranks: tuple[int, ...]  # in the order of the axis; source and destination of a message
+    shape: tuple[int, ...]  # larger of input and output on each rank
     dtype: str
     bytes: int
 

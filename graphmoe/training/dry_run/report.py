@@ -11,6 +11,7 @@ from graphmoe.config.ranges import number_of, shown_size
 from graphmoe.plan.layout import ranks_of_axes
 
 FILE = "dry_run.json"
+# labels of memory kinds
 KINDS = {
     "weights": "weights, whole and own shard",
     "main_weights": "fp32 main weights",
@@ -24,7 +25,6 @@ KINDS = {
     "update": "made by the update",
     "inside": "inside an operation",
 }
-"""Labels of memory kinds."""
 
 
 def render(document: dict[str, Any]) -> Group:

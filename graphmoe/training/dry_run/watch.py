@@ -31,18 +31,13 @@ class MemoryLog:
     """Live storage bytes by kind, from a tensor's first use to its storage's end."""
 
     def __init__(self) -> None:
-        self.now: dict[str, int] = {}
-        """Live bytes by kind."""
-        self.held: dict[str, int] = {}
-        """Bytes counted by ``hold``."""
-        self.peak: dict[str, int] = {}
-        """Live bytes by kind at their largest sum."""
-        self.by_segment: dict[str, int] = {}
-        """Live bytes allocated in the forward, by segment."""
+        self.now: dict[str, int] = {}  # live bytes by kind
+        self.held: dict[str, int] = {}  # bytes counted by ``hold``
+        self.peak: dict[str, int] = {}  # live bytes by kind at their largest sum
+        self.by_segment: dict[str, int] = {}  # live bytes allocated in the forward, by segment
         self.peak_by_segment: dict[str, int] = {}
         self.peak_phase = ""
-        self.peaks: dict[str, int] = {}
-        """Largest sum per phase."""
+        self.peaks: dict[str, int] = {}  # largest sum per phase
         self._live: set[int] = set()
 
     @property
@@ -103,10 +98,8 @@ class StepWatch(TorchDispatchMode):
     def __init__(self, collectives: CollectiveLog, memory: MemoryLog, *, has_data: bool = False) -> None:
         """``has_data``: the tensors are real."""
         super().__init__()
-        self.phase = "update"
-        """Phase of the next operations, until autograd starts a backward."""
-        self.segment = ""
-        """Segment whose operations run."""
+        self.phase = "update"  # phase of the next operations, until autograd starts a backward
+        self.segment = ""  # segment whose operations run
         self._collectives, self._memory, self._has_data = collectives, memory, has_data
 
     @contextmanager

@@ -100,7 +100,7 @@ class StepTrace:
                 self._profiler = None
             names = ", ".join(chain.from_iterable(self._ranks.gather(written)))
         log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
-        log.info("python -m graphmoe.trace run=%s reads them", display_path(self._folder.parent))
+        log.info("to read the traces: python -m graphmoe.trace run=%s", display_path(self._folder.parent))
 
     def drop(self) -> None:
         """Stop recording without writing, after an error."""

@@ -69,7 +69,7 @@ class ReceiveLadder:
             self._needed.add(step)
         log.warning(
             "step %d: %d rows and %d slots arrived at a rank in MoE layer %d, over its capacity of %d and "
-            "%d; it runs again with %s",
+            "%d; the step runs again with %s",
             step,
             *load,
             layer,

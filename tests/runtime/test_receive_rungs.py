@@ -68,8 +68,8 @@ def test_layers_that_found_too_little_room_get_the_first_level_that_has_it(caplo
     steps.run(2, SMALL, LARGE, Load(9, 18))
     assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[0]] and steps.used == [0, 1] and steps.num_void == 1
     assert caplog.messages == [
-        "step 2: 15 rows and 30 slots arrived at a rank in MoE layer 1, over its capacity of 10 and 20; it "
-        "runs again with more than the receive budget in 2 of 3 MoE layers (up to 20 rows, 40 slots)",
+        "step 2: 15 rows and 30 slots arrived at a rank in MoE layer 1, over its capacity of 10 and 20; the "
+        "step runs again with more than the receive budget in 2 of 3 MoE layers (up to 20 rows, 40 slots)",
     ]
     steps.run(99, SMALL, SMALL, Load(9, 40))
     assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[2]] and steps.used == [0, 1, 2]
@@ -91,7 +91,7 @@ def test_without_memory_a_step_runs_alone_with_the_counts_of_the_host(caplog):
     steps.run(1, SMALL, SMALL, LARGE)
     assert steps.slow == [1] and steps.used == [0, None, 0] and not steps.ladder.on_last
     assert [text.partition("; ")[2] or text for text in caplog.messages] == [
-        "it runs again with the counts of the host",
+        "the step runs again with the counts of the host",
         "step 1: later steps run with the receive budget (10 rows, 20 slots)",
     ]
     steps.run(20, SMALL, SMALL, LARGE)

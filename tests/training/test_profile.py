@@ -50,7 +50,7 @@ def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, capl
     assert said == [
         "profile.steps: a CPU has no history of memory; times are those of the host",
         f"steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
-        f"python -m graphmoe.trace run={tmp_path} reads them",
+        f"to read the traces: python -m graphmoe.trace run={tmp_path}",
     ]
 
 

@@ -188,8 +188,8 @@ def _kind_ms(kind: str, model: ModelConfig, measured_ms: Mapping[str, float], re
                 found[piece] = name
     if missing := [piece for piece in wanted if piece not in found]:
         raise ConfigError(
-            f"no time for {', '.join(missing)}; give it, perhaps in a unit such as attn..moe_combine, or the "
-            f"time of the whole part, {kind}"
+            f"no time for {', '.join(missing)}; give the time of each, of a range of segments such as "
+            f"attn..moe_combine, or of {kind} as a whole"
         )
     read.update(found.values())
     return sum(measured_ms[name] for name in dict.fromkeys(found.values()))

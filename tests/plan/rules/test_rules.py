@@ -163,7 +163,7 @@ PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,shared_experts:1] model.shared_ffn
     | shared_experts: the model has no such part
 PIPELINE pipeline.costs=[moe:1,moe:2] | a part has several times
 PIPELINE pipeline.costs=[moe] | 'moe' must be a part and its milliseconds
-PIPELINE pipeline.costs=[dense:1] | or the time of the whole part, moe
+PIPELINE pipeline.costs=[dense:1] | or of moe as a whole
 PIPELINE pipeline.costs=[dense:1,moe:-2,loss:1] | the time of 'moe' is -2.0 ms
 PIPELINE pipeline.layout=Ett|ttL pipeline.costs=[moe:1] | leave one out
 launch.nproc=8 launch.nodes=1 parallel.pp=8 | of which each stage needs one; use 1 to 6 stages

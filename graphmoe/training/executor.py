@@ -67,9 +67,8 @@ class Execution:
         chosen: Chosen,
     ) -> None:
         """``chosen``: a checkpoint's kernels, or empty. May measure GPU kernels. *Raises* ConfigError."""
-        scope = plan.graph.scope
+        self.device, scope = device, plan.graph.scope
         self._plan, self._ranks, self._folder = plan, ranks, folder
-        self.device = device
         of_capture = scope, device, plan.graph.warmup_steps, folder if ranks.is_first else None
         self.capture = Capture(*of_capture) if scope != "none" else None
         self.overlap = Overlap(device) if plan.ep_overlap else None

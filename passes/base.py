@@ -47,7 +47,7 @@ def rewrite(
 ) -> Rewrites:
     """Call ``replace`` with each candidate, a node and its data.
 
-    It returns None if it replaced the node, else the reason, or "" for an unrelated node.
+    ``replace`` returns None if it replaced the node, else the reason, or "" for an unrelated node.
     """
     reasons = [(node, replace(node, *rest)) for node, *rest in candidates]
     left = [f"{name_of(node)}: {reason}" for node, reason in reasons if reason]
@@ -78,7 +78,7 @@ class PassSpec:
     """Layers in which it does not run."""
 
     def fingerprint(self) -> bytes:
-        """Name, stage, knobs and source, for a hash. Raises TypeError for what is not plain."""
+        """Return name, stage, knobs and source as bytes to hash. Raises TypeError if they are not plain."""
         plain = inspect.isfunction(self.run)
         source = Path(plain and inspect.getsourcefile(inspect.unwrap(self.run)) or "")
         if not source.is_file():

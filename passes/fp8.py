@@ -66,7 +66,7 @@ def fp8_linear(
     wgrad: str = "fp8",
     plain: Sequence[Sequence[int]] = (),
 ) -> Rewrites:
-    """Replace the GEMMs of some segments or parts by `fp8_linear`, except for ``plain`` weights."""
+    """Replace the GEMMs of some segments or parts by `fp8_linear`, except for weights of ``plain`` shapes."""
     found = [(call, products, recipe, wgrad, plain) for call in calls(graph, aten.mm)]
     return rewrite(_replace, found, f"{len(found)} matrix products, none in {', '.join(products)}")
 
@@ -113,10 +113,10 @@ def _replace_experts(call: Node, recipe: str, vendor: str | None) -> str | None:
 
 
 def fp8_quantise(graph: fx.Graph, *, travels: bool = False, has_room: bool = False) -> Rewrites:
-    """Decompose each `fp8_linear` and `fp8_mlp`, and their gradients.
+    """Decompose each `fp8_linear` and `fp8_mlp`, and their gradients, into quantizations and scaled GEMMs.
 
-    ``travels``: dispatch and the gradient of combine quantize rows before they send them. ``has_room``:
-    experts get more rows than tokens; the rest is uninitialized.
+    ``travels``: dispatch and combine's gradient send quantized rows. ``has_room``: the experts' input has
+    more rows than were received; the last ones are uninitialized.
     """
     # duplicate quantizations stay until the joint graph is partitioned, which merges equal operations
     # (torch/_functorch/partitioners.py: config.cse)

@@ -162,7 +162,7 @@ class Sum(NamedTuple):
 
 
 def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
-    """Sums over this router's tokens; ``counted``: whose slots are counted."""
+    """Yield the sums over tokens for losses and loads; ``counted``: the choice of experts to count."""
     yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)
@@ -171,7 +171,7 @@ def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
 
 
 def counts_of(graph: fx.Graph, choice: Choice) -> Iterator[Sum]:
-    """The slots of these experts in each sequence."""
+    """Yield the counts of tokens per sequence and expert of this choice."""
     for node in calls(graph, aten.scatter_add):
         if (sequences := _counted_sequences(node, choice)) is not None:
             yield Sum(node, "counts", 1.0, sequences)

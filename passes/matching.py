@@ -98,7 +98,7 @@ def is_cast(node: Any, *, lossless: bool = False) -> bool:
 
 
 def origin(node: Any, *, detached: bool = False, casts: bool = False) -> Any:
-    """The node with these values in the same order, behind views, copies and lossless casts.
+    """Follow views, copies and lossless casts back to the node with the same values in the same order.
 
     ``detached`` also skips detach, ``casts`` any cast.
     """

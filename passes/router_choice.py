@@ -69,7 +69,7 @@ class Choice:
         return self.scores if self.score is None else operand(self.scores)
 
     def is_best_of(self, other: Choice) -> bool:
-        """Return whether this is a choice of as many experts by the same scores alone."""
+        """Return whether this chooses as many experts as ``other``, by the same scores without bias or groups."""
         plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
         return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
 
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Weights:
-    """From chosen scores to weights."""
+    """Arithmetic that turns the chosen experts' scores into routing weights."""
 
     node: Node
     renormalise: bool = False
@@ -88,7 +88,7 @@ class Weights:
 
 
 def choices(graph: fx.Graph) -> Iterator[Choice | str]:
-    """Every choice of experts by a ranking of [T, E], or of scores by given ids; or why it is unsupported."""
+    """Yield each top-k choice of experts [T, E], or use of given expert ids; a reason for unsupported ones."""
     for node in graph.nodes:
         top = top_of(node)
         choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None
@@ -219,7 +219,7 @@ def _group_score(node: Node) -> tuple[Node | None, int]:
 
 
 def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
-    """The weights of the chosen experts, if the arithmetic is a router's."""
+    """Return the arithmetic of the chosen experts' routing weights; None if it is not a router's."""
     node: Node
     for node in graph.nodes:
         if choice.score is not None and node is choice.values:

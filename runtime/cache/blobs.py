@@ -35,7 +35,7 @@ class Blob:
 
 
 class Blobs:
-    """Files ``blobs/3f/3fa9...``. No locks: files appear by rename."""
+    """Stored files ``blobs/3f/3fa9...``. They need no locks: each is renamed to its name once complete."""
 
     def __init__(self, cache: Path) -> None:
         self._folder, self._damaged = cache / "blobs", cache / "damaged"
@@ -100,7 +100,7 @@ def read_or_damaged(path: Path) -> bytes:
 
 
 def write_whole(path: Path, content: bytes, *, first: bool = False) -> None:
-    """Write a file atomically; ``first``: unless it exists. *Raises* OSError."""
+    """Write a file atomically; with ``first`` only if it does not exist. *Raises* OSError."""
     make_folder(path.parent)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}{DRAFT}")
     try:

@@ -1,7 +1,7 @@
-"""Cache entries: files, by path and SHA-256, that belong to a set of facts.
+"""Cache entries: paths and SHA-256 of files compiled for one set of facts (what compiled code depends on).
 
-An entry is the union of its documents. A publishing job writes a document that includes those it has read,
-then removes them. Documents are immutable, so concurrent jobs lose nothing.
+An entry is the union of its documents. A job that publishes merges the documents it has read into a new one,
+then deletes them. Documents are immutable, so concurrent jobs lose nothing.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Document:
-    """One process's part of an entry."""
+    """The files that one job published for an entry; stored as one JSON document."""
 
     facts: dict[str, Any]
     files: dict[str, str]  # path below the work folder -> SHA-256
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Entry(Document):
-    """Union of an entry's documents; notes and time are the newest."""
+    """Union of an entry's documents; notes and time are those of the newest."""
 
     key: str
     last_used: float
@@ -54,7 +54,7 @@ class Entries:
         return self._folder / key
 
     def read(self, key: str) -> Entry | None:
-        """Return the entry; None without an intact document."""
+        """Return the entry of a key; None if it has no intact document."""
         for _ in range(READS):
             found = {p: read_document(p, _checked, self._damaged) for p in self._documents(key)}
             if found and all(path.exists() for path, document in found.items() if document is None):
@@ -79,7 +79,7 @@ class Entries:
         return (entry for key in keys if (entry := self.read(key)) is not None)
 
     def write(self, key: str, document: Document, replaces: Iterable[Path]) -> None:
-        """Write a document, then remove those that it includes. *Raises* OSError."""
+        """Write a document, then delete the documents that were merged into it. *Raises* OSError."""
         text = json.dumps(vars(document), indent=0)
         write_whole(self.folder(key) / f"{process_name()}.json", f"{text}\n".encode())
         for old in replaces:
@@ -102,7 +102,7 @@ class Entries:
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge files; the newest document that has a unit provides all of it."""
+    """Merge the documents' files; all files of one `unit_of` come from the newest document that has any."""
     files: dict[str, str] = {}
     owners: dict[str, int] = {}
     for number, document in enumerate(newest_first):
@@ -113,7 +113,7 @@ def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def unit_of(path: str) -> str:
-    """Group of files that must be complete: a Triton kernel's folder, or one file."""
+    """Return the group of files that are only used together: a Triton kernel's folder, or the file alone."""
     # Triton uses a kernel if its group file exists, and fails if another file of the group does not
     parts = path.split("/")
     return "/".join(parts[:2]) if parts[0] == TRITON and len(parts) > 2 else path

@@ -1,4 +1,4 @@
-"""Folder of a compile cache: permissions, and variables that point torch at a work folder."""
+"""Folder of a compile cache: its permissions, and environment variables that point torch to a work folder."""
 
 import contextlib
 import errno
@@ -94,7 +94,7 @@ def make_cache(folder: Path, *, shared: bool = False) -> None:
 
 
 def point_torch_at(work: Path) -> list[str]:
-    """Set the cache variables, except the user's own; return the names set."""
+    """Set the cache variables of torch and Triton that the user has not set; return their names."""
     names = [name for name in VARIABLES if not is_users(name)]
     for name in names:
         os.environ[name] = str(work / VARIABLES[name])
@@ -111,7 +111,7 @@ def point_torch_away(work: Path) -> None:
 
 
 def is_users(name: str) -> bool:
-    """Return whether the user has set a variable."""
+    """Return whether the user has set an environment variable."""
     value = os.environ.get(name)
     if not value:
         return False

@@ -55,7 +55,7 @@ KEY_DIGITS = 24
 
 
 def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device) -> dict[str, Any]:
-    """Facts of a resolved configuration and its passes. Call it after the number of threads is set."""
+    """Return what compiled code depends on, by name. Call it after the number of threads is set."""
     facts = {key: _plain(value) for key, value in _settings(config)}
     facts["moe.expert_load"] = config.moe.expert_load != NO_LOAD  # the load itself is a buffer
     facts["passes.enabled"] = [spec.name for spec in passes]
@@ -66,7 +66,7 @@ def facts_of(config: RunConfig, passes: Sequence[PassSpec], device: torch.device
 
 
 def key_of(facts: Facts) -> str:
-    """Return 24 hexadecimal digits of SHA-256."""
+    """Return the key of a set of facts: 24 hexadecimal digits of SHA-256."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
@@ -76,7 +76,7 @@ def base_of(facts: Facts) -> str:
 
 
 def may_share(facts: Facts, other: Facts) -> bool:
-    """Return whether equal graphs compile to equal code: one base, equal plug-in passes."""
+    """Return whether equal graphs compile to equal code: equal base facts and equal plug-in passes."""
     names = {name for name in (*facts, *other) if name.startswith(BASE)}
     names |= {name for name in facts if name.startswith(EXTRA_PASS) and name in other}
     return all(name in facts and name in other and facts[name] == other[name] for name in names)
@@ -97,7 +97,7 @@ def differences(facts: Facts, other: Facts) -> list[str]:
 
 
 def base_facts(device: torch.device) -> dict[str, Any]:
-    """Sources, versions and device, without prefix."""
+    """Return the facts that all configurations share: sources, versions and device."""
     return {
         **{f"sources.{name}": digest for name, digest in source_hashes().items()},
         "torch": torch.__version__,

@@ -45,9 +45,9 @@ class CompileCache:
         self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
     def open(self, facts: Facts, places: Sequence[str] = ()) -> WorkFolder:
-        """Return a work folder with verified files of these facts, else of the nearest with equal base.
+        """Return a work folder with verified files of these facts, else of the most similar ones with equal base.
 
-        ``places``: folders of traced graphs, only from an entry of these facts. If the cache is damaged,
+        ``places``: folders of traced graphs, copied only if the facts are equal. If the cache is damaged,
         read-only or full, the work folder is temporary. *Raises* OSError if that fails too.
         """
         ours: dict[str, Any] = json.loads(json.dumps(dict(facts)))  # as in a document
@@ -62,7 +62,7 @@ class CompileCache:
         return work
 
     def remember(self, name: str, facts: Facts, answer: Any) -> Any:
-        """Store a small plain value; return the first one ever stored."""
+        """Store a plain value for a name and facts unless one is stored; return the stored one."""
         if self.folder is None:
             return answer
         path, document = self._answer(name, facts), {"name": name, "facts": dict(facts), "answer": answer}
@@ -122,7 +122,7 @@ class Held(NamedTuple):
 
 
 def holdings(cache: CompileCache) -> Iterator[Held]:
-    """Yield entries, last used first."""
+    """Yield the entries with their sizes, most recently used first."""
     sizes = {blob.digest: blob.num_bytes for blob in cache.blobs}
     entries = sorted(cache.entries, key=lambda entry: entry.last_used, reverse=True)
     users = _users(entries)

@@ -64,7 +64,7 @@ class Capture:
     def __init__(
         self, scope: str | Sequence[str], device: torch.device, warmup_steps: int, folder: Path | None = None
     ) -> None:
-        """``folder`` gets the report, if given."""
+        """The report is written to ``folder``, if given."""
         name = scope if isinstance(scope, str) else f"[{','.join(scope)}]"
         self._names_segments, self._folder = not isinstance(scope, str), folder
         self.maker, self.warmup_steps = GraphMaker(device), warmup_steps
@@ -93,11 +93,11 @@ class Capture:
                 log.warning("graph.scope names %s, which is not captured: %s", segment, reason)
 
     def watch(self, slots: Mapping[str, TensorSlot]) -> None:
-        """Let ``step`` check that these named tensors, which graphs read in place, do not move."""
+        """Register named tensors that graphs read in place; `step` checks that their addresses stay."""
         self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> bool:
-        """Select the program of later steps; a new one warms up first. True if new: graphs are released."""
+        """Select later steps' program (choice of dispatchers). If new: free all graphs, warm up, return True."""
         self.program = program
         if program is None or program == self.planned:
             return False

@@ -22,7 +22,7 @@ R = TypeVar("R", bound="Replay")
 
 
 class GraphMaker:
-    """Makes graphs that share memory pools, whose results are never freed.
+    """Captures graphs in shared memory pools, in which results are never freed.
 
     A later graph's result may be in memory that an earlier graph uses internally. So no older graph of the
     pool may replay between a graph and the last reader of its results.
@@ -34,7 +34,7 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Capture ``run`` without executing it. It has run before and must not read ``given``."""
+        """Capture ``run``, which the caller has run before. It must not read ``given``, that call's inputs."""
         if self.on == "host":
             return HostGraph(run, given)
         if pool not in self._pools:
@@ -50,7 +50,7 @@ class GraphMaker:
             graph.release()
 
     def drop(self) -> None:
-        """Destroy all graphs and free their pools, except results still held."""
+        """Destroy all graphs and free their pools, except results that are still referenced."""
         self.prepare()  # the device may be replaying one
         self.release()
         self._made.clear()
@@ -103,7 +103,7 @@ class DeviceGraph:
 
 
 class HostGraph:
-    """Stand-in on a CPU: ``run`` may read static tensors only."""
+    """Stand-in for a graph on a CPU: a replay calls ``run`` again, which may read static tensors only."""
 
     def __init__(self, run: Run, given: Sequence[Tensor]) -> None:
         # a function that still reads one of them shows NaN or a number far out of range
@@ -162,7 +162,7 @@ def static_copy(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Span:
-    """Neighbouring segments that replay together."""
+    """Neighbouring segments that are captured together, and statistics of their graphs."""
 
     unit: str
     # empty for the whole step
@@ -186,7 +186,7 @@ class Span:
 
 
 class Pool:
-    """Memory that the graphs of one micro-batch share; they replay in the order of their creation."""
+    """Memory pool of the graphs of one micro-batch slot, which replay in the order of their capture."""
 
     def __init__(self, maker: GraphMaker, key: Hashable, addresses: set[int]) -> None:
         self.maker, self.key = maker, key
@@ -206,13 +206,13 @@ class Pool:
         return replay.number <= self.newest
 
     def find(self, replays: Sequence[R], given: Sequence[Tensor] = ()) -> R | None:
-        """Return the oldest graph that may replay now; None if the caller must make one."""
+        """Return the first captured graph that may replay now; None if the caller must capture another."""
         fit = (replay for replay in replays if not self.is_behind(replay) and replay.moved(given) is None)
         return next(fit, None)
 
 
 class Replay:
-    """A graph of static tensors; inputs flagged in ``stays`` keep their addresses."""
+    """A graph and its static inputs. A call copies inputs there; those in ``stays`` must be there already."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class Replay:
         *,
         part: str,
     ) -> None:
-        """Without ``run`` only inputs are copied."""
+        """Without ``run`` there is no graph: a call only copies the inputs."""
         self._unit, self._part = span.unit, part
         self.static, self._stays, self._pool = static, stays, pool
         self.number = pool.num_made
@@ -233,7 +233,7 @@ class Replay:
         self._is_new = True
 
     def moved(self, given: Sequence[Tensor]) -> int | None:
-        """Return the index of a tensor that moved, if any."""
+        """Return the index of a ``stays`` input at another address than at capture, if any."""
         for i, (stays, static, tensor) in enumerate(zip(self._stays, self.static, given, strict=True)):
             if stays and static.data_ptr() != tensor.data_ptr():
                 return i

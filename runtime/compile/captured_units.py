@@ -48,7 +48,7 @@ class UnitCapture:
             self.slot = None
 
     def pool(self, number: int) -> Pool:
-        """Return the pool of the slot's ``number``-th unfinished forward of a unit."""
+        """Return the slot's memory pool for the ``number``-th concurrent forward of the same unit."""
         pools = self._pools.setdefault(self.slot, [])
         while len(pools) <= number:
             addresses = pools[0].addresses if pools else set[int]()
@@ -56,7 +56,7 @@ class UnitCapture:
         return pools[number]
 
     def has_new_program(self) -> bool:
-        """Return True once after earlier graphs were released; drops the state that they shared."""
+        """Return True once after all graphs were freed for a new program; drop the state that they shared."""
         if self._planned == self.capture.planned:
             return False
         self._planned = self.capture.planned
@@ -81,7 +81,7 @@ class UnitCapture:
         return CapturedUnit(code, self, span, reads)
 
     def scratch(self, index: int, like: Tensor) -> Tensor:
-        """Return a static input that graphs share; each replays right after it is filled."""
+        """Return a static input that all graphs share; each replays right after it is filled."""
         key = (index, like.shape, like.stride(), like.dtype)
         if key not in self._scratch:
             self._scratch[key] = static_copy(like)
@@ -89,7 +89,7 @@ class UnitCapture:
 
 
 class CapturedUnit:
-    """A training unit at one position: its code during warm-up, then its graphs."""
+    """A compile unit at one position of the model: runs its code in warm-up steps, then replays graphs."""
 
     def __init__(self, code: UnitCode, shared: UnitCapture, span: Span, reads: tuple[str, ...]) -> None:
         assert code.accumulates, "autograd would keep a gradient that the next replay overwrites"

@@ -1,4 +1,4 @@
-"""UnitCode: a unit's compiled forward, dgrad and wgrad, and their autograd node; compile turns of ranks."""
+"""UnitCode: a unit's compiled forward, dgrad, wgrad and their autograd node; ranks take turns to compile."""
 
 import functools
 import hashlib
@@ -51,7 +51,7 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, graph: fx.GraphModule) -> Iterator[Turn]:
-        """Compile the graph inside; waits for a rank that has begun to compile an equal graph."""
+        """Context in which to compile the graph; waits first if another rank is compiling an equal graph."""
         path = self._folder / graph_fingerprint(graph)
         lock = wait_for(lambda: FileLock.acquire(path, wait=True))
         assert lock is not None
@@ -94,7 +94,7 @@ class UnitCode:
                 self._weights_code(add=False)
 
     def compile_rest(self) -> None:
-        """Compile the wgrad that adds, otherwise compiled at first use."""
+        """Compile the wgrad that adds to gradients, which otherwise compiles at its first use."""
         if self.graphs.weight_gradients:
             self._weights_code(add=True)
 
@@ -104,7 +104,7 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute the outputs from (parameters, buffers, inputs); ``pending`` collects wgrad."""
+        """Compute outputs from (parameters, buffers, inputs); the backward appends its wgrad to ``pending``."""
         return call_unit(self, tensors, gradients, pending)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -173,7 +173,7 @@ class UnitCode:
         return [None] * len(wanted)
 
     def run_weights(self, handed: Sequence[Tensor], sums: Sequence[Gradient], *, add: bool) -> None:
-        """Run the accumulating wgrad."""
+        """Run wgrad, which writes to the buffers in ``sums`` or, with ``add``, adds to them."""
         if sums:
             code = self._weights_code(add=add)
             with profiler_range(self.graphs.name, "W"):
@@ -193,7 +193,7 @@ class UnitCode:
 def call_unit(
     unit: Any, tensors: Sequence[Tensor], gradients: Sequence[Gradient], pending: PendingWeightGrads | None
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs by a unit's ``graphs``, ``forward`` and ``backward``."""
+    """Return a unit's outputs, computed by one autograd node of its ``forward`` and ``backward``."""
     graphs: UnitGraphs = unit.graphs
     if graphs.backward is None:
         results, _ = unit.forward(tensors)
@@ -240,7 +240,7 @@ def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def accumulate_outputs(module: fx.GraphModule, *, add: bool) -> fx.GraphModule:
-    """Return the graph with an fp32 buffer for each output, stored there or added to it."""
+    """Return the graph changed to store its outputs in fp32 buffers or, with ``add``, to add them there."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(module.graph, copies)

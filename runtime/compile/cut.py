@@ -135,7 +135,7 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
 
 
 class OutputViews(NamedTuple):
-    """Views that make a unit's outputs: a compiled graph returns neither inputs nor views."""
+    """Views that turn a graph's results into the unit's outputs; compiled graphs return no inputs or views."""
 
     inputs: tuple[int, ...]
     graph: fx.GraphModule  # (inputs at positions ``inputs``, results of the unit's graph) -> outputs
@@ -145,7 +145,7 @@ class OutputViews(NamedTuple):
 
 
 def take_off_views(forward: fx.GraphModule) -> OutputViews | None:
-    """Leave one result per storage that ``forward`` allocates; None if nothing changes. In place."""
+    """Reduce results to one per allocated storage, in place; return the views, None if nothing changes."""
     end = forward.graph.output_node()
     outputs = [*operand(end)]
     roots = dict.fromkeys(root_of(node) for node in outputs)

@@ -130,7 +130,7 @@ class CompiledSegments:
         """Assign the forward of a micro-batch to a micro-batch slot, for captured units.
 
         Results and input gradients are valid until the slot is reused: by then every backward, wgrad and send
-        must be complete. Each step's first micro-batch must use the same slot: its wgrad stores.
+        must be complete. Each step's first micro-batch must use the same slot: its wgrad overwrites the sums.
         """
         return nullcontext() if self._capture is None else self._capture.lane(name)
 

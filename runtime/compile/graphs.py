@@ -70,8 +70,8 @@ def unit_graphs(
 ) -> UnitGraphs:
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
-    ``makers``: operations of other units that made the last inputs. ``lifts``: quantized parameters become
-    inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute`` covers random numbers.
+    ``makers``: operations of other units that compute the last inputs. ``lifts``: quantized parameters become
+    inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute`` draws random numbers.
     """
     forward = trace_forward(run, fakes)
     placeholders = forward.graph.find_nodes(op="placeholder")

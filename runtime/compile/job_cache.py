@@ -29,7 +29,7 @@ class JobCache:
     def __init__(
         self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks, layout: Layout | None
     ) -> None:
-        """Open the cache. Collective. Traced graphs depend on the rank in ``layout``; None stores none."""
+        """Open the cache. Collective. Traced graphs are stored by rank in ``layout``; None: not stored."""
         from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
 
         # Inductor's key does not cover the source of an operation's gradient, so the tag has our sources

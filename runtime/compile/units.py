@@ -54,7 +54,7 @@ def units_of(
     captured: Set[str] = frozenset(),
     apart: Set[str] = frozenset(),
 ) -> list[Unit]:
-    """Cut segments where the stream changes, and around captured, dynamic and ``apart`` ones."""
+    """Group segments into units, cut at a change of stream and around captured, dynamic and ``apart`` ones."""
 
     def kind(segment: Segment) -> tuple[str, bool, bool, str]:
         own = segment.name if segment.name in apart else ""
@@ -179,7 +179,7 @@ def _call(
 
 
 class Unique(int):
-    """Identity of a module with an attribute that cannot be compared."""
+    """Stands for a module that has an attribute without a comparable value; equals only itself."""
 
 
 def _description(module: nn.Module | None) -> tuple[Any, ...]:

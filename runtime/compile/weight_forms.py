@@ -3,7 +3,7 @@
 Quantizing takes a fifth of the time of the experts' GEMMs. Forwards read row-scaled copies, backwards
 column-scaled ones.
 
-Suffixes: P scales, two per weight; S steps; W words, the first is used.
+Suffixes: P scales, two per weight; S steps; W fp32 values per scale, for alignment: the first is used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIDES = (INPUT, GRADIENT)
 
 
 class WeightForm(NamedTuple):
-    """A quantized copy of a parameter, scaled along rows or columns; or its delayed scales."""
+    """A quantized copy of a parameter, scaled along rows or columns; or a delayed scale of its GEMM."""
 
     operation: str
     parameter: int  # position among the unit's inputs
@@ -52,7 +52,7 @@ class WeightForm(NamedTuple):
 
 
 def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) -> tuple[WeightForm, ...]:
-    """Replace quantized copies of parameters by new inputs, values and scales, after the others. In place."""
+    """Replace each quantization of a parameter by two new last inputs, its values and scales. In place."""
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
     positions = {node: i for i, node in enumerate(placeholders[:num_weights])}
@@ -80,7 +80,7 @@ def take_out_forms(module: fx.GraphModule, num_inputs: int, num_weights: int) ->
 
 
 def take_up_largest(module: fx.GraphModule) -> None:
-    """Write the new amax of delayed scaling back to its input. In place."""
+    """Make the graph write each new amax of delayed scaling to its input tensor. In place."""
     graph = module.graph
     for call in calls(graph, *LARGEST):
         place, result = next(where for operation, where in LARGEST.items() if is_op(call, operation))
@@ -114,12 +114,12 @@ class _Held:
 
 
 class WeightForms:
-    """Owner of a model's quantized weights, each form once, at fixed addresses. No device sync.
+    """Holds a model's quantized weight copies, each made once per weight change, at fixed addresses. No sync.
 
     Call ``changed`` before changed weights are read: at the start of a step, so that a captured step
     quantizes, and before a validation. The first forward that needs a form quantizes it. The two forms of a
-    weight have the size of the bf16 weight. They overwrite it if nothing else reads it and its master weight
-    is known; ``changed`` restores it.
+    weight together have the size of the bf16 weight, and overwrite it if nothing else reads it and its master
+    weight is known; ``changed`` restores it.
     """
 
     def __init__(self, mains: Mapping[int, Tensor] | None = None) -> None:

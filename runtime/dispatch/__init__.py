@@ -94,7 +94,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
-    """Allocate a dispatcher's memory, apart from process groups. Collective over all ranks."""
+    """Allocate a dispatcher's communication memory, if it has any. Collective over all ranks."""
     choice = plan.dispatcher
     use_peers(make_peers(mesh, device) if choice == "symm" else None)
     if not plan.reads_peers:
@@ -123,7 +123,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
-    """Bytes that each rank shares for symm: rows, and replicas of one layer; 0 with other dispatchers."""
+    """Bytes that each rank shares for symm: received rows, and replicas of a layer; 0 with other dispatchers."""
     if moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, graph)

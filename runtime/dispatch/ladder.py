@@ -1,7 +1,7 @@
 """Receive capacity levels: an overflowed step is repeated with more capacity in its fullest layers.
 
-The levels of all MoE layers make a program with its own graphs. Levels only rise, so an earlier program is
-never used again. The last level is the unlimited dispatcher, for which the host counts rows: no token is ever
+A program is one level for each MoE layer, with captured graphs of its own. Levels only rise, so a program is
+never used again later. Last comes the unlimited dispatcher, for which the host counts rows: no token is ever
 dropped.
 """
 
@@ -25,7 +25,7 @@ MOST_ALONE = 8
 
 
 class ReceiveLadder:
-    """Capacity of later steps. Call it alike on all ranks, with the maximum loads over ranks.
+    """Chooses the receive capacity of later steps. All ranks make the same calls, with maximum loads.
 
     A layer rises to the first level with `MARGIN` over its load. All layers rise to the highest such level if
     the last rise is less than `WINDOW` steps ago, or after `MOST_ALONE` rises of some layers: a run has at

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Symm:
-    """Each rank of a token's experts reads it once; the token's rank reads the sums back."""
+    """Each rank of a token's experts reads the token once; the token's rank reads their sums back."""
 
     handle: ClassVar[tuple[str, ...]] = ("arrivals",)  # rows from rank to rank, int32 [P, P]
 
@@ -41,7 +41,7 @@ class Symm:
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``; ``along``: own weights, and experts of replica slots. No sync."""
+        """As ``Dispatcher.dispatch``; ``along``: this rank's expert weights, and ids to replicate. No sync."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along
@@ -58,7 +58,7 @@ class Symm:
 
 
 def make_peers(mesh: Mesh, device: torch.device) -> Peers:
-    """Make the peers of this rank; on CPUs, or alone, peers without shared memory."""
+    """Connect this rank to the ranks of ``ep_etp``; on CPUs, or for one rank, without shared memory."""
     group = mesh.group("ep_etp")
     return CollectivePeers(group) if group is None or device.type != "cuda" else SymmetricPeers(group)
 
@@ -102,7 +102,7 @@ class SymmetricMemory:
         log.info("symm: %.0f MiB that %d ranks share for %s", num_bytes / 2**20, self.size, self._purpose)
 
     def forget_graphs(self) -> None:
-        """Free earlier regions, whose addresses only released graphs had."""
+        """Free earlier regions, of which only released graphs had the addresses."""
         self._of_graphs.clear()
         self._captured = False
 

@@ -216,7 +216,7 @@ class _Forwarding(StopSignal):
                 handler(number, None)
 
     def to_new_workers(self) -> int:
-        """Signal new workers; return the number of all."""
+        """Send SIGTERM to workers that have not got it yet; return the number of all workers."""
         pids = self._workers()
         for pid in pids:
             if pid not in self._told:

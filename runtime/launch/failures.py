@@ -71,7 +71,7 @@ class Failure:
         return f"rank {self.rank} on {self.host}: {self.message}"
 
     def raised(self, log_dir: Path, began: float) -> Exception:
-        """Error for the launcher, which started at ``began`` (``time.time()``)."""
+        """Return the error that the launcher, started at ``began`` (``time.time()``), raises for its workers."""
         log = Path(self.log or log_dir / f"rank{self.rank}.log")
         lines = [self.text, *([f"log of rank {self.rank}: {log}"] if log.exists() else [])]
         text = "\n  ".join([*lines, *dump_lines(dumps_since(began, log.parent))])
@@ -97,7 +97,7 @@ def write_failure(error: BaseException, status: int, log_dir: Path | None) -> No
 def leave_failure(
     failure: Failure, trace: str, log_dirs: Set[Path], more_files: Set[Path] = frozenset()
 ) -> None:
-    """Write a failure in elastic's format to log folders and other files."""
+    """Write a failure in torch elastic's format to log folders and other files."""
     extra = {"py_callstack": trace, "timestamp": str(int(failure.time))}
     document = {"message": {"message": failure.message, "extraInfo": extra}, _OURS: asdict(failure)}
     for path in {*more_files, *(error_file(folder, failure.rank) for folder in log_dirs)}:
@@ -115,7 +115,7 @@ def attempt_of(environment: Mapping[str, str]) -> str:
 
 
 def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> Failure | None:
-    """Return the earliest failure of workers here (``of_agent``, by rank) or in their log folders."""
+    """Return the earliest failure of this node's workers (``of_agent``, by rank) or in the log folder."""
     found = [*of_workers(of_agent, attempt)]
     folders = {log_dir, *(Path(failure.log).parent for failure in found if failure.log)}
     left = [failure for folder in folders for failure in _left_in(folder)]

@@ -123,7 +123,7 @@ class Heartbeat:
         self._has_read = self._begun > self._first_steps
 
     def restart(self, what: str) -> None:
-        """Begin steps that may compile again."""
+        """Mark the start of slow work; the steps after it get the limits of first steps, which compile."""
         self.slow(what)
         self._begun, self._has_read = 0, False
 
@@ -133,7 +133,7 @@ class Heartbeat:
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 
     def slow(self, what: str) -> None:
-        """Begin work that waits for disks."""
+        """Mark the start of work without a known duration, such as that of disks."""
         self._end()
         self._begin("slow", what, known=False)
 

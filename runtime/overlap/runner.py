@@ -1,4 +1,4 @@
-"""Overlap of each micro-batch's backward with the next forward, in turns that end before a wait."""
+"""Overlap of a micro-batch's backward with the next forward: turns of units, which end before a wait."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Overlap:
     def record(
         self, run: Callable[[], Result], beside: Backward | None = None, like: Sequence[OrderedUnit] = ()
     ) -> tuple[Result, Tape]:
-        """Run a forward interleaved with all of ``beside``; ``like``: its units, from an earlier forward."""
+        """Run a forward interleaved with the backward ``beside``; ``like``: units of an earlier forward."""
         self._tape = tape = Tape(self._anchor)
         self._beside = beside
         if beside is not None:
@@ -66,7 +66,7 @@ class Overlap:
         self._beside = None
 
     def settle(self) -> None:
-        """Make the current stream wait for transfers and replicas' gradients."""
+        """Make the current stream wait for transfers and for replicas' gradients."""
         self._transfers.wait_for_all()
         if IN_USE.exchange:
             IN_USE.exchange.settle()
@@ -114,7 +114,7 @@ class Overlap:
 
 
 class Backward:
-    """Backward of a started tape, cut into turns."""
+    """Backward of a recorded forward, cut into turns."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape, self.units = tape, backward_of(tape.units)
@@ -124,7 +124,7 @@ class Backward:
 
 
 class TransferStream:
-    """Runs transfers in order on their own stream; none on a CPU."""
+    """Runs transfers in order on a stream of their own; on a CPU, at once."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -184,7 +184,7 @@ def transfers_first(units: Sequence[OrderedUnit]) -> list[int]:
 
 
 def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]:
-    """Cut before each unit that waits for a pending transfer."""
+    """Group units, in this order, into turns: one ends before a unit that waits for a pending transfer."""
     cut: list[list[int]] = []
     under_way: set[int] = set()
     for number in order:
@@ -200,7 +200,7 @@ def turns(units: Sequence[OrderedUnit], order: Sequence[int]) -> list[list[int]]
 def interleaved(
     forward: Sequence[Sequence[int]], backward: Sequence[Sequence[int]]
 ) -> list[tuple[Direction, int]]:
-    """Alternate turns, the forward first."""
+    """Return the units in alternating turns of forward and backward, the forward first."""
     order: list[tuple[Direction, int]] = []
     for i in range(max(len(forward), len(backward))):
         for direction, of in (("forward", forward), ("backward", backward)):
@@ -299,7 +299,7 @@ class Tape:
         return done, [self._gradients.get((number, i), []) for i in done.outputs]
 
     def back(self, number: int, *, keep: bool = False) -> PendingWeightGrads:
-        """Run a unit's backward after its readers'; return wgrad. ``keep`` retains autograd's graph."""
+        """Run a unit's backward after those of its results' readers; return its wgrad, not yet run."""
         done, self._done[number] = self._done[number], _Done(self._done[number].unit)
         wanted = {i: self._gradients.pop((number, i), []) for i in done.outputs}
         gradients = {i: functools.reduce(torch.add, given) for i, given in wanted.items() if given}

@@ -74,7 +74,7 @@ class Stage:
         return {*self._kept, *self._later}
 
     def forward(self, micro_batch: int, received: Tensors, beside: Backward | None = None) -> Tensors:
-        """Return the tensors for the next stage, with all of the backward ``beside`` interleaved."""
+        """Run a forward, interleaved with the backward ``beside``; return the tensors for the next stage."""
         if not torch.is_grad_enabled():
             return self._run(micro_batch, received)[0]
         assert micro_batch not in self.kept, f"micro-batch {micro_batch} is still saved"
@@ -116,7 +116,7 @@ class Stage:
     def together(
         self, micro_batch: int, received: Tensors, other: Stage, other_micro_batch: int, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """Run ``forward`` interleaved with the ``backward`` of another micro-batch by an overlap."""
+        """Run ``forward`` interleaved with another micro-batch's ``backward``; return the results of both."""
         kept = other._kept[other_micro_batch] if self._units else None
         if kept is None or kept.tape is None:
             sent = self.forward(micro_batch, received)
@@ -144,7 +144,7 @@ class Pipeline:
         *,
         copies: bool = False,
     ) -> None:
-        """``rank``: in the pipeline; ``copies``: copy overwritable results. Raises `TableError`."""
+        """``rank``: position along pp; ``copies``: results are copied, since a replay may overwrite them."""
         check(table)
         assert tuple(sorted(stages)) == table.placement.stages_of(rank)
         self.recorder: StepRecorder | None = None  # may be set between steps

@@ -94,7 +94,7 @@ def list_document(cache: CompileCache, held: list[Held]) -> dict[str, Any]:
 
 
 def list_text(document: dict[str, Any], held: list[Held]) -> Group:
-    """The entries as a table for a terminal; of those that look alike, what differs from the first."""
+    """Return a table of entries; those with equal model, device and scope show the facts that differ."""
     from graphmoe.runtime.cache.key import differences
 
     first: dict[str, Held] = {}

@@ -50,7 +50,7 @@ def show(cfg: RunConfig) -> None:
 
 
 def with_some_batch(cfg: RunConfig) -> RunConfig:
-    """Return the configuration with a global batch that its ranks can share: no figure depends on it."""
+    """Return the configuration with a global batch that fits its ranks; the figures do not depend on it."""
     counts = [count for count in (cfg.launch.nproc, cfg.launch.nodes) if type(count) is int]
     with suppress(ConfigError, ZeroDivisionError):  # the rules of a run refuse these
         layout = Layout.of(cfg.parallel, math.prod(counts))
@@ -79,7 +79,7 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Return parameters, FLOPs of a token, and bytes of state: alone, of the fullest, of each pp rank."""
+    """Return parameters, FLOPs per token, and state bytes: on one rank, of the largest rank, by pp rank."""
     from graphmoe.model.sizes import state_bytes  # imports torch
     from graphmoe.optim import rule_of
 

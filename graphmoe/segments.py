@@ -1,6 +1,6 @@
-"""The vocabulary of segments: the named pieces that a layer is made of.
+"""Segments: the named parts of a layer.
 
-A segment is a function of tensors. What it reads and writes is named, so that whoever runs it (the
+A segment is a function of tensors. The tensors it reads and writes are named, so that all that run it (the
 plain forward here, compile units and graph capture in ``runtime/``) sees each boundary as an
 explicit tensor. This module knows no model class, and the rules that ask it for names need no torch.
 """
@@ -37,7 +37,7 @@ CAPTURED_FROM = {"moe_router": 1, "moe_preprocess": 1, "moe_dispatch": 3, "moe_e
 
 
 def segments_of(scope: str | Sequence[str]) -> tuple[str, ...]:
-    """The segments that a scope names, in their order; none for ``full_iteration``, which names the step."""
+    """The segments that a scope names, in model order; none for ``full_iteration``, the whole step."""
     named = SCOPES.get(scope, ()) if isinstance(scope, str) else scope
     return tuple(name for name in SEGMENT_NAMES if name in named)
 
@@ -49,13 +49,13 @@ def waiting_segments(scope: str | Sequence[str], stage: int) -> tuple[str, ...]:
 
 
 def lowest_stage(scope: str | Sequence[str]) -> int:
-    """The lowest sync-free stage at which nothing that a scope captures waits for the host."""
+    """The lowest sync-free stage at which no captured segment of a scope waits for the host."""
     return next(stage for stage in SYNC_FREE_STAGES if not waiting_segments(scope, stage))
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One named piece of a layer: ``run`` maps the tensors in ``reads`` to those in ``writes``."""
+    """A named part of a layer: ``run`` maps the tensors in ``reads`` to those in ``writes``."""
 
     name: str
     run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
@@ -76,7 +76,7 @@ class Segment:
 
 
 def part(name: str) -> AbstractContextManager[None]:
-    """Marks what runs inside as one of `PARTS`, in a trace; does nothing elsewhere."""
+    """Annotate the operations traced inside as one of `PARTS`; no effect outside of tracing."""
     import torch
 
     assert name in PARTS, name
@@ -85,7 +85,7 @@ def part(name: str) -> AbstractContextManager[None]:
 
 
 class Executor(Protocol):
-    """Signature of what runs segments on named tensors: ``run_segments``, or its compiled counterpart."""
+    """Signature of ``run_segments``, and of its compiled counterpart."""
 
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]
@@ -95,7 +95,7 @@ class Executor(Protocol):
 def run_segments(
     segments: Sequence[Segment], tensors: dict[str, torch.Tensor], keep: tuple[str, ...]
 ) -> tuple[torch.Tensor, ...]:
-    """Run the segments in order on named tensors; returns those named in ``keep``."""
+    """Run the segments in order on named tensors; return those named in ``keep``."""
     values = dict(tensors)
     for segment in segments:
         with profiler_range(segment.name, "F"):
@@ -111,10 +111,10 @@ _ranges_wanted = False
 
 
 def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
-    """Name what a block launches ``<unit>:<part>`` in profiles, while `ranges_wanted`.
+    """Profiler range ``<unit>:<part>`` around a block; no effect outside of `ranges_wanted`.
 
-    Parts are F, the forward, I and W, the gradients of inputs and of weights, B, which is both in one graph,
-    and others for what is no segment. Costs a tenth of a microsecond where no ranges are wanted.
+    ``part``: F forward, I dgrad, W wgrad, B both as one graph; other names for what is not a segment.
+    Costs 0.1 microseconds if no ranges are wanted.
     """
     if not _ranges_wanted:
         return _NO_RANGE
@@ -125,7 +125,7 @@ def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def ranges_wanted() -> Iterator[None]:
-    """Let `profiler_range` make ranges inside, on all threads."""
+    """Enable the ranges of `profiler_range` inside, on all threads."""
     global _ranges_wanted
     before, _ranges_wanted = _ranges_wanted, True
     try:

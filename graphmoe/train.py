@@ -320,7 +320,7 @@ def _check_gpus(config: RunConfig, environment: Mapping[str, str]) -> None:
 
 @contextmanager
 def _claimed(config: RunConfig, log_name: str) -> Iterator[RunFolder]:
-    """Claim the run's folder and log into it; a new folder is free again if training has not begun."""
+    """Claim the run's folder and log there; if an error precedes training, another run may use the folder."""
     from graphmoe.run.folder import announce, claim
 
     base, plain = Path(HydraConfig.get().runtime.output_dir), to_plain(config)

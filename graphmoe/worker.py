@@ -86,7 +86,7 @@ def start_rank() -> None:
 
 
 def train_as_rank(config: RunConfig, base: Path) -> NoReturn:
-    """Train as a rank of the environment, in the launcher's folder or one from ``base`` on; then exit."""
+    """Train as the rank named by the environment, in the launcher's folder or a new one; then exit."""
     log_dir: Path | None = None
     try:
         if config.train.epochs is not None:
@@ -238,7 +238,7 @@ def write_projected_memory(folder: Path, plan: Plan) -> None:
 
 
 def projected_memory(plan: Plan) -> dict[str, Any]:
-    """Return GiB by kind of each place along pp as ``places``, or the refusal as ``why_not``."""
+    """Return GiB by kind for each pipeline position as ``places``, or the reason for none as ``why_not``."""
     import torch
 
     from graphmoe.plan.costs.sizes import refuse_unknown
@@ -253,7 +253,7 @@ def projected_memory(plan: Plan) -> dict[str, Any]:
 
 
 def raise_if_stopped(summary: dict[str, Any]) -> None:
-    """Raise Interrupted if SIGINT or SIGTERM ended a run early; a notice is no error."""
+    """Raise Interrupted if SIGINT or SIGTERM ended a run early; a preemption notice is no error."""
     stopped = summary["stopped_by"]
     if not summary["finished"] and stopped in {number.name for number in SIGNALS}:
         raise Interrupted(signal.Signals[stopped])

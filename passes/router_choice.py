@@ -69,7 +69,7 @@ class Choice:
         return self.scores if self.score is None else operand(self.scores)
 
     def is_best_of(self, other: Choice) -> bool:
-        """Return whether this chooses as many experts as ``other``, by the same scores without bias or groups."""
+        """Return whether this chooses as many experts as ``other`` by the same scores and nothing else."""
         plain = self.ranking is not None and self.bias is None and self.groups == (1, 1, 1)
         return plain and self.scores is other.scores and shape(self.expert) == shape(other.expert)
 
@@ -88,7 +88,7 @@ class Weights:
 
 
 def choices(graph: fx.Graph) -> Iterator[Choice | str]:
-    """Yield each top-k choice of experts [T, E], or use of given expert ids; a reason for unsupported ones."""
+    """Yield each top-k choice of experts [T, E], or use of given ids; a reason for an unsupported one."""
     for node in graph.nodes:
         top = top_of(node)
         choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None

@@ -8,7 +8,7 @@ python -m graphmoe.bench suite=projection rates=rates.json out=projection.json
 python -m graphmoe.bench suite=ladder nproc=4 out=ladder.json
 python -m graphmoe.bench suite=replicas only=ep64/e256
 
-Times are medians of device time; operations find cold caches. A case that fails is a row with the reason, the
+Times are medians of device time, with cold caches for operations. A failed case is a row with the reason, the
 others go on, and the exit status is 1. A suite that ends early leaves its rows beside out=ops.json, in
 ops.rows.jsonl.
 """
@@ -102,7 +102,7 @@ def render(document: dict[str, Any]) -> str:
 
 
 def draw_ladder(document: dict[str, Any], path: Path) -> None:
-    """Write a bar chart of tokens/s/GPU by rung as PNG. *Raises* ConfigError if it cannot be written."""
+    """Write a bar chart of tokens/s/GPU of a ladder as PNG. *Raises* ConfigError if it cannot be written."""
     from matplotlib.figure import Figure
 
     rows = [row for row in document["rows"] if row.get("tokens_per_s")]

@@ -81,7 +81,7 @@ OF_SUITES = {
 
 
 def check(args: BenchArgs) -> tuple[torch.device, bool]:
-    """Return the device, and whether shapes are full. *Raises* ConfigError with everything that is wrong."""
+    """Return the device, and if shapes are full-size. *Raises* ConfigError that lists all wrong arguments."""
     import torch
 
     on_gpu = torch.cuda.is_available() and args.device is not DeviceChoice.cpu
@@ -149,7 +149,7 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
 
 
 def card_of_device(device: torch.device) -> Card:
-    """The card whose peaks shares are of; on a CPU an H200. *Raises* ConfigError for any other."""
+    """Return the GPU model that results are compared with, on a CPU an H200. *Raises* ConfigError."""
     if device.type != "cuda":
         return H200
     import torch

@@ -1,4 +1,4 @@
-"""``suite=calibrate``: the shares that this machine reaches of its card's peaks, as a file of rates.
+"""``suite=calibrate``: the shares that this machine reaches of its card's peak rates, as a file of rates.
 
 Suffixes: T tokens, R rows, I inner, O outer, D hidden, F expert width, V vocabulary, E experts, B sequences,
 S their tokens.
@@ -60,7 +60,7 @@ def dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Call
 
 
 def fp8_dense(inner: int, outer: int, rows: int, generator: torch.Generator) -> Calls:
-    """Each side is contiguous along the contracted dimension."""
+    """Return fp8 GEMMs of a linear layer; all operands are contiguous along the contracted dimension."""
     product, dtype, one = formats.product, torch.bfloat16, torch.ones((), device=generator.device)
     sizes = (rows, inner), (rows, outer), (outer, inner), (inner, outer), (inner, rows), (outer, rows)
     x, dy, w, w_turned, x_turned, dy_turned = (quantise(normal(generator, *s), fp8_dtype()) for s in sizes)
@@ -118,7 +118,7 @@ def router(hidden: int, num_experts: int, tokens: int, generator: torch.Generato
 
 
 def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.Generator) -> Calls:
-    """B sequences of S tokens, H query heads and G key heads of sizes E and V."""
+    """Return attention of B sequences of S tokens, H query and G key heads; sizes E of keys, V of values."""
     leaves = [normal(generator, B, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
     backend = choose_backend(AttentionBackend.auto, generator.device.type, E, V)
 
@@ -299,7 +299,7 @@ def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
 
 
 def rates_of_rows(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the rates that rows without errors give, as a file of rates has them."""
+    """Return the content of a rates file, made from the rows without errors."""
     found: dict[str, Any] = {}
     same: dict[tuple[str, float, float], list[Row]] = {}
     for row in rows:

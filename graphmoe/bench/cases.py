@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """A suite: what measures it, and how its rows are shown. The texts are formats of `Scaled`."""
+    """A suite: the function that measures it, and the formats (see `Scaled`) of its table."""
 
     measure: Callable[[BenchArgs, torch.device, bool], Measured]  # bool: whether shapes are full
     columns: str  # heads and formats of a row's numbers: "case: {case} | ms: {median_ms:.2f}"
@@ -63,14 +63,14 @@ class Suite(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A timed call, and its forward alone, for the memory kept for the backward."""
+    """A timed call, and its forward alone, for measuring the saved activations."""
 
     call: Call
     forward: Callable[[], Tensor]
 
 
 class Operation(NamedTuple):
-    """One operation at one shape, and the least that the device has to do for it."""
+    """One operation at one shape, and the FLOPs or bytes that it takes at least."""
 
     name: str
     shape: dict[str, Any]
@@ -92,7 +92,7 @@ class Operation(NamedTuple):
         return Case(self.name, about, lambda: self.rows(device, repeats, lambda _: self.floor_ms))
 
     def rows(self, device: torch.device, repeats: int, floor_ms: Callable[[str], float]) -> list[Row]:
-        """Check, warm up and time the alternatives; one that fails is a row of its own."""
+        """Check, warm up and time each backend; return a row for each, with the error if it failed."""
         rows: dict[str, Row] = {}
         calls: dict[str, Call] = {}
         expected: Any = None
@@ -176,7 +176,7 @@ def without_folders(text: str) -> str:
 def run_cases(
     cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = ()
 ) -> list[Row]:
-    """Return rows of the chosen cases, kept beside ``out`` too; a failed case is a row.
+    """Run the chosen cases and return their rows, also written beside ``out``; a failed case is a row.
 
     *Raises* ConfigError for an ``only`` that begins no case's name.
     """
@@ -225,7 +225,7 @@ def is_first() -> bool:
 
 
 class Scaled(string.Formatter):
-    """Formats: a scale before a star, ``{size:Gi*.2f}``; a text if true, ``{late:? miss}``; and lists."""
+    """String formatter with scales ``{size:Gi*.2f}``, texts for true values ``{late:? miss}``, and lists."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if format_spec.startswith("?"):
@@ -292,6 +292,6 @@ def route(
 def mlp_inputs(
     shape: MlpShape, generator: torch.Generator, *directions: str, skewed: bool = False
 ) -> list[list[Tensor]]:
-    """Return what `call_op` takes before the backend in each direction, on one routing."""
+    """Return the arguments of `call_op` before its backend, for each direction of one routing."""
     _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, skewed=skewed)
     return [random_inputs(direction, shape, weight_TK, plan, generator) for direction in directions]

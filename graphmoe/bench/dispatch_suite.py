@@ -46,7 +46,7 @@ class Way(NamedTuple):
 
 
 def way_of(dispatcher: Dispatcher, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, plan: SendPlan) -> Way:
-    """Return a dispatcher's exchanges of these tokens, each called once for its results."""
+    """Return timeable calls of dispatch, combine and their gradients for these tokens, and their results."""
     leaves = h_TD.clone().requires_grad_(), weight_TK.clone().requires_grad_()
     received_ND, weight_NK, number_NK, *rest = dispatcher.dispatch(*leaves, expert_TK, *plan)
     handle, sum_ND = rest[-len(dispatcher.handle) :], received_ND.detach().requires_grad_()
@@ -67,7 +67,7 @@ def way_of(dispatcher: Dispatcher, h_TD: Tensor, weight_TK: Tensor, expert_TK: T
 
 
 def rows_of(sent_PP: Sequence[Sequence[int]], mean: float, block: int) -> int:
-    """Return the receive capacity: `ROOM` over the mean, and no fewer rows than arrive at any rank."""
+    """Return the receive capacity: `ROOM` times the mean, or what the fullest rank receives, if larger."""
     # Blocks that are not full are rows too
     behind = (sum(max(0, rows - block) for rows in column) for column in zip(*sent_PP, strict=True))
     return max(math.ceil(ROOM * mean * len(sent_PP)), len(sent_PP) * block + max(behind))
@@ -90,7 +90,7 @@ def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) ->
 
 
 def ways(blocks: Iterable[float], vendors: Iterable[str] = ()) -> dict[str, float | None]:
-    """Return the variants by name, `alltoall` first, with rows of a block over the mean per pair of ranks."""
+    """Return the compared variants by name, and block sizes over the mean rows of a pair of ranks."""
     shares = {f"copy_engine_{share:g}": share for share in blocks}
     return {"alltoall": None, "pull": None} | shares | dict.fromkeys(vendors)
 
@@ -127,7 +127,7 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> case
 
 
 class DispatchSuite:
-    """Cases of all ranks; arguments and rows are equal on each."""
+    """The suite's cases on all ranks; each rank has equal arguments and returns equal rows."""
 
     def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats

@@ -52,7 +52,7 @@ class RunCase(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Files that a job left; the last timed step is that before the recorded ones."""
+    """Output of a training job, parsed. If steps were profiled, they are the last; those before are timed."""
 
     steps: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -70,7 +70,7 @@ def run_case(
     fixed: Sequence[str] = (),
     num_recorded: int = 0,
 ) -> RunCase:
-    """Return a case: the defaults that the user's overrides do not replace, these, then the fixed ones."""
+    """Return a case: ``defaults`` that the user does not override, the user's overrides, then ``fixed``."""
     own = split_list(args.overrides or "")
     words = [*without(defaults, own), *own, *UNREAD, f"run.device={device}", f"launch.nproc={ranks}", *fixed]
     try:
@@ -93,7 +93,7 @@ def measure(
     brief: str = "{median_ms:.2f} ms, {tokens_per_s:,.0f} tokens/s a GPU",
     **method: Any,
 ) -> cases.Measured:
-    """Return rows with the numbers of what the runs left. *Raises* ConfigError if none can run."""
+    """Run the cases as training jobs; return rows by ``numbers_of``. *Raises* ConfigError if none can run."""
     ranks = ranks_of(args, torch.cuda.device_count() if device.type == "cuda" else 0)
     runs = cases_of(args, device.type, full, ranks)
     refused = [run.config for run in runs if isinstance(run.config, ConfigError)]
@@ -112,7 +112,7 @@ def measure(
 
 
 def numbers_of_run(config: RunConfig, ranks: int, timed: Sequence[Row], summary: Row) -> Row:
-    """Return times of steps, rates of one rank against the model's FLOPs, evenly shared, and memory."""
+    """Return step times, rates of one rank with an equal share of the model's FLOPs, and peak memory."""
     assert config.data.seq_len is not None
     tokens = config.train.global_batch_size * config.data.seq_len
     floor_ms = flops_per_token(config.model, config.data.seq_len) * tokens / FLOPS_PER_S / ranks * 1e3
@@ -150,7 +150,7 @@ def split_list(text: str) -> list[str]:
 
 
 def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return the words whose key the user does not set; another model has its own number of layers."""
+    """Return ``words`` but those whose keys, or keys that depend on them, the overrides ``own`` set."""
     keys = {key_of(word) for word in own}
     gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
@@ -173,7 +173,7 @@ def key_of(word: str) -> str:
 
 
 def train(overrides: Sequence[str], limit_s: float) -> Trained:
-    """Run a training job as a user does. *Raises* CaseFailed, also if it is late; OSError without rows."""
+    """Run a training job as a user does. *Raises* CaseFailed, also if too slow; OSError without rows."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "run")
         _run_job([*overrides, f"hydra.run.dir={folder}"], limit_s, Path(scratch, "output"))

@@ -1,6 +1,6 @@
 """Ranks of a benchmark that torchrun starts: errors of one rank, and times of the slowest.
 
-In each turn of a round an exchange and products run on two streams, which then wait for each other; on a CPU
+In each turn of a round an exchange and GEMMs run on two streams, which then wait for each other; on a CPU
 one runs after the other. All ranks begin a sample, several rounds, at once. On a GPU a sample is one graph if
 the exchange can be captured.
 """
@@ -33,7 +33,7 @@ Turn = tuple[Call | None, Call | None]
 
 
 class RankGroup(Ranks):
-    """All ranks of the job, each with the experts of one index of ``ep``. Making one is collective."""
+    """All ranks of the job, in one ``ep`` group. Construction is collective."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(PATIENCE)
@@ -45,7 +45,7 @@ class RankGroup(Ranks):
         self._signal = torch.zeros(1, device=device)
 
     def together(self, action: Callable[[], T]) -> T:
-        """Return the action's result here, once all ranks have done it. Collective.
+        """Run the action on all ranks; return its result on this rank. Collective.
 
         *Raises* CaseFailed on every rank for an error of one. If the others wait for that rank in a
         collective of the action longer than `PATIENCE`, the process ends, and torchrun ends theirs.
@@ -68,11 +68,11 @@ class RankGroup(Ranks):
         return result  # type: ignore[return-value]
 
     def meet(self) -> None:
-        """Let what follows on the current stream begin on all ranks at once. No device sync on a GPU."""
+        """Make all ranks start the next work on the current stream at once. No device sync on a GPU."""
         dist.all_reduce(self._signal)
 
     def in_exchanges(self, call: Callable[[], T]) -> T:
-        """Run a call on the stream of exchanges, after what was queued and before what will be."""
+        """Run a call on the exchanges' stream, in order with earlier and later work of the current stream."""
         if self.exchanges is None:
             return call()
         now = torch.cuda.current_stream()
@@ -95,7 +95,7 @@ def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
 
 
 def samples_ms(ranks: RankGroup, turns: Sequence[Turn], *, repeats: int, captures: bool) -> list[float]:
-    """Return ms of a round of these turns by sample, the slowest rank's. Collective; syncs the device."""
+    """Return ms of a round of ``turns`` on the slowest rank, by sample. Collective; syncs the device."""
     rounds = ROUNDS[ranks.device.type]
 
     def all_rounds() -> None:

@@ -1,4 +1,4 @@
-"""``suite=replicas``: the plan of replicas of hot experts, simulated on loads without a GPU.
+"""``suite=replicas``: simulation, without a GPU, of the planner that replicates hot experts.
 
 Counts are drawn, times are arithmetic. Suffixes: R ranks, E experts, S slots of a rank.
 """
@@ -64,7 +64,7 @@ def _rows(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> list[Row]:
 
 
 def trained_load(imbalance: float, E: int, R: int) -> list[float]:
-    """Return a load as of a trained router: log-normal over experts and ranks, as uneven as asked for."""
+    """Return expert loads like those of a trained router: log-normal over experts and ranks."""
     generator = torch.Generator().manual_seed(E * R)
     of_experts, of_ranks = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (E, R))
     logs_E = of_experts + of_ranks.repeat_interleave(E // R)
@@ -81,7 +81,7 @@ def trained_load(imbalance: float, E: int, R: int) -> list[float]:
 
 
 def drawn_counts(share: list[float], R: int) -> Tensor:
-    """Return rows [R, E] of each rank's tokens, which choose their experts independently."""
+    """Draw the number of rows [R, E] from each rank to each expert; tokens choose experts independently."""
     generator, end_E = torch.Generator().manual_seed(len(share) * R), torch.tensor(ends(share))
     counts = []
     for _ in range(R):

@@ -1,4 +1,4 @@
-"""Suites of training runs: steps by graph scope, a ladder of features, and runs beside projections."""
+"""Suites of training runs: steps by graph scope; a ladder, one feature more in each run; and projections."""
 
 import functools
 import itertools
@@ -114,7 +114,7 @@ def _scopes(text: str) -> list[str]:
 
 
 def step_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) -> Row:
-    """Return numbers of the timed steps, and of the recorded ones behind them."""
+    """Return measurements of the timed steps, and of the profiled steps after them."""
     assert found.trace is not None
     timed = found.steps[-repeats - RECORDED_STEPS : -RECORDED_STEPS]
     row, recorded = numbers_of_run(config, ranks, timed, found.summary), summarise(found.trace, 1)
@@ -154,7 +154,7 @@ def measure_rungs(args: BenchArgs, device: torch.device, full: bool) -> Measured
 
 
 def ladder_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[RunCase]:
-    """Return the rungs, each with the settings of those before it. *Raises* ConfigError."""
+    """Return the ladder's runs, each with the settings of those before it. *Raises* ConfigError."""
     of_rungs = {key_of(word): name for name, (_, words) in RUNGS.items() for word in words}
     of_rungs["graph"] = "partial"
     for word in refuse(args):
@@ -179,7 +179,7 @@ def ladder_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[R
 
 
 def rung_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) -> Row:
-    """Return numbers of the timed steps; rungs with the same micro-batches have nearly equal losses."""
+    """Return measurements of the timed steps; runs with equal micro-batches should have close losses."""
     steps = found.steps[-repeats:]
     row = numbers_of_run(config, ranks, steps, found.summary)
     return {
@@ -194,7 +194,7 @@ def rung_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
 
 
 def take_gains(rows: Sequence[Row]) -> None:
-    """Fill in each rung's gain, its rate over that of the last rung before it that ran, and over the best."""
+    """Set the throughput of each run of a ladder over that of the last one that worked, and over the best."""
     best, before = max((row.get("tokens_per_s", 0.0) for row in rows), default=0.0), None
     for row in rows:
         rate = row.get("tokens_per_s")
@@ -245,14 +245,14 @@ def projection_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> li
 def projected_run(
     config: RunConfig, card: Card, rates: Path | None, num_ranks: int
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each position along pp, and the step. *Raises* ConfigError."""
+    """Project a run: return memory by pipeline position, and the step's times. *Raises* ConfigError."""
     if config.precision.compute is ComputeDtype.auto:
         config = replace(config, precision=replace(config.precision, compute=ComputeDtype.bf16))
     return projected(plan_of(resolve(config), num_ranks), card, rates)
 
 
 def errors_of(places: Sequence[PlaceMemory], step: Row, measured: Row) -> Row:
-    """Return projected numbers, and errors: projected over measured, less 1."""
+    """Return projected time and memory, and their errors: projected over measured, less 1."""
     times = step["time_s"]
     seconds = {f"{name}:forward": each for name, each in times["forward_by_segment"].items()}
     seconds |= {f"{name}:backward": each for name, each in times["backward_by_segment"].items()}

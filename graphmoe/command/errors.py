@@ -67,7 +67,7 @@ def with_plain_groups(argv: Sequence[str]) -> list[str]:
 
 
 def wrong_words(argv: Sequence[str]) -> str | None:
-    """Return what is wrong with the words alone; None if nothing is, or if the user's own files may say."""
+    """Return what is wrong with the overrides; None if nothing, or if a --config-dir may add options."""
     overrides, unreadable = parsed(argv)
     if _has_own_folder(argv):
         return None
@@ -182,7 +182,7 @@ ANSWERS = {
 
 
 def answer_to(word: str, valid: Sequence[str] = ()) -> str | None:
-    """Return the answer about the thing that a word names, unless it is a misspelt one of the valid words."""
+    """Return the answer in `ANSWERS` for a feature's name, such as fp16; None for a misspelt valid word."""
     if difflib.get_close_matches(word, valid, n=1, cutoff=0.85):
         return None
     plain = "_" + re.sub(r"\W+", "_", word.lower()) + "_"
@@ -196,7 +196,7 @@ def _instead(key: str, valid: Sequence[str] = ()) -> str:
 
 
 def nearest_key(key: str) -> str:
-    """Return the valid key that is meant most likely: by its last word, a usual name, or its spelling."""
+    """Return the most likely key: by its last part, a name in other trainers, or its spelling."""
     last = key.split(".")[-1]
     same_word = [k for k in known_keys() if k.endswith(f".{last}")]
     if key in same_word:
@@ -245,7 +245,7 @@ def _unknown(override: Override, own_folder: bool) -> Iterator[str]:
 
 
 def is_model_folder(name: str) -> bool:
-    """Return whether a name that is no preset is a folder, which `read_words` makes a model of."""
+    """Return whether ``model=name`` names a folder instead of a preset; `read_words` reads its model."""
     return "${" not in name and name not in options("model") and os.path.isdir(os.path.expanduser(name))
 
 
@@ -283,7 +283,7 @@ def _code_keys(section: str) -> list[str]:
 
 
 def parsed(argv: Sequence[str]) -> tuple[list[Override], str | None]:
-    """Return the overrides that Hydra can read, and an error for the first other, which wants quotes."""
+    """Return the overrides that Hydra can parse, and an error for the first that lacks quotes."""
     parser = OverridesParser.create()
     found, unreadable = list[Override](), None
     for word in argv:
@@ -307,7 +307,7 @@ def groups() -> list[str]:
 
 
 def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return the options of a group, also of folders in ``own``; those of experiment with their subfolder."""
+    """Return a group's options, also from the folders ``own``; for experiment with the subfolder."""
     pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
     tops = [folder / group for folder in (CONF, *own)]
     return sorted({str(file.relative_to(top).with_suffix("")) for top in tops for file in top.glob(pattern)})

@@ -41,7 +41,7 @@ def help_text(
 ) -> str:
     """Return the help of ``graphmoe.<name>``: the keys that people set, or all.
 
-    Values are those of ``words``, its command line, if they compose. ``more``: types of the tool's own keys.
+    Values are those of the command line ``words``, if it is valid. ``more``: types of the tool's own keys.
     """
     given, own, said = _given(words, more or {})
     often, rows = OFTEN_SET.split(), dict(_keys(given))

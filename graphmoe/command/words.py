@@ -1,4 +1,4 @@
-"""Words of a command line for Hydra: each form that people type, as overrides, checked at once."""
+"""Command line for Hydra: all forms that people type become overrides, which are checked at once."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
 
 
 def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words as Hydra reads them; ``more``: types of a tool's own keys. *Raises* ConfigError."""
+    """Return the command line as Hydra overrides; ``more``: types of a tool's keys. *Raises* ConfigError."""
     if {"-sc", "--shell-completion"} & {*argv}:
         return list(argv)
     flags, words = _split(argv)
@@ -50,7 +50,7 @@ def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> lis
 
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    """Return the configuration that Hydra composes of its overrides, which nothing has checked yet."""
+    """Compose the overrides with Hydra; the configuration is not checked yet."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         return compose("config", list(overrides))

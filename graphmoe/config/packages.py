@@ -68,7 +68,7 @@ def is_installed(package: str) -> bool:
 
 
 def version_of(distribution: str) -> str | None:
-    """None if it is missing."""
+    """Return the version of an installed distribution; None if it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -17,20 +17,20 @@ class ConfigError(ValueError):
 
 
 class Range(NamedTuple):
-    """Allowed finite numbers."""
+    """Check of a field's number: finite, and ``holds`` is true."""
 
     wanted: str  # completes "must be ..."
     holds: Callable[[float], bool]
 
 
 class AtMost(NamedTuple):
-    """Limit above any real run that bounds time and memory at start."""
+    """Upper limit of a field, beyond any real run: it bounds time and memory at the start."""
 
     limit: int
 
 
 class OneOf(NamedTuple):
-    """Table names, or ``package.module:NAME`` for a plug-in."""
+    """Check of a field's text: a name in a table, or ``package.module:NAME`` for a plug-in."""
 
     names: tuple[str, ...] = ()  # empty if another rule checks the table
 
@@ -66,7 +66,7 @@ class SchemaField(NamedTuple):
 
     @property
     def items(self) -> Sequence[Any]:
-        """Items, or the one value."""
+        """Items of a list, or the value as the only item."""
         return self.value if isinstance(self.value, list) else [self.value]
 
 
@@ -100,7 +100,7 @@ def spelled(value: Any) -> str:
 
 
 def shown_size(num_bytes: float) -> str:
-    """Format bytes, such as '7.63 MiB'."""
+    """Format a size, such as '7.63 MiB'."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:,.2f} {unit}"
@@ -108,7 +108,7 @@ def shown_size(num_bytes: float) -> str:
 
 
 def number_of(count: int, noun: str) -> str:
-    """Format such as '3 steps'."""
+    """Format a count with its noun, such as '3 steps'."""
     plural = re.sub("(?<![aeiou])y$", "ie", noun) + ("es" if noun.endswith(("ch", "s")) else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
@@ -123,7 +123,7 @@ def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def type_rules(field: SchemaField) -> Iterator[str]:
-    """Yield problems of types and sizes, which later rules do not expect."""
+    """Yield errors of types and sizes; later rules rely on their absence."""
     key, values = field.key, field.value
     # OmegaConf accepts items of another type than the list's, and texts that are not UTF-8
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
@@ -147,7 +147,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Yield out-of-range numbers."""
+    """Yield errors of numbers out of range."""
     for mark in field.marks:
         if not isinstance(mark, Range) or field.value is None:
             continue
@@ -165,7 +165,7 @@ def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:
-    """Yield invalid paths, and numbers that fp32 cannot hold."""
+    """Yield errors of invalid paths, and of numbers that fp32 cannot hold."""
     key, value = field.key, field.value
     for path in field.items if PATH in field.marks else ():
         if path and not is_path(path):

@@ -1,4 +1,4 @@
-"""Look at schedules of a pipeline: makespan, bubble, activations, and a picture of who does what when.
+"""Look at schedules of a pipeline: makespan, bubble, activations, and each rank's actions over time.
 
 python -m graphmoe.pipeline_view schedule=1f1b,zb1p stages=8 microbatches=32 out=pictures
 python -m graphmoe.pipeline_view model=deepseek_v2_lite schedule=zbv stages=4
@@ -64,7 +64,7 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
 def text(
     args: ViewArgs, plans: list[Plan], panels: list[Panel], pictures: list[Path]
 ) -> Iterator[RenderableType]:
-    """Yield the same as tables; a layout shared by several schedules is shown once."""
+    """Yield the same content as tables; a layout shared by several schedules is shown once."""
     yield from (
         layout_table(plan) for plan in {(p.layout, p.placement): p for p in plans if p.layout}.values()
     )

@@ -1,4 +1,4 @@
-"""Panels of schedules with sizes, layout and costs, or of a recorded run; or a layout alone."""
+"""Panels of a pipeline page: schedules with given sizes or a recorded run; or a layout alone."""
 
 import statistics
 from collections import defaultdict

@@ -40,7 +40,7 @@ class ProjectArgs:
     per_node = GPUS_PER_NODE  # no key of the tool: a run's launch.nproc, once it is known
 
     def place(self, launch: LaunchConfig, fixed: frozenset[str]) -> None:
-        """Set nodes and GPUs per node from a run's keys; the default of one process means a whole node."""
+        """Set nodes and GPUs per node from a run's keys; without launch.nproc a node has all its GPUs."""
         is_open = launch.nproc == LaunchConfig.nproc and "launch.nproc" not in fixed
         self.per_node = GPUS_PER_NODE if is_open or launch.nproc == "auto" else int(launch.nproc)
         self.nodes = self.nodes or (1 if launch.nodes == "auto" else int(launch.nodes))
@@ -139,7 +139,7 @@ def fixed_keys(words: Sequence[str]) -> frozenset[str]:
 
 
 def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
-    """Return the command that starts a run on each node: a search's words, and those that it found."""
+    """Return the command that starts a run on each node, with the overrides of the user and of a search."""
     keys = fixed_keys(words)
     own = [word for word in words if not fixed_keys([word]) & {"format", *RANKS}]
     data = [] if keys & NAMES_DATA else [DATA]
@@ -150,7 +150,7 @@ def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
 
 
 def to_change(command: str, card_gb: float) -> str:
-    """Return what the reader has to change in a `train_command`."""
+    """Return what the reader has to change in a `train_command` before running it."""
     words, notes = shlex.split(command), []
     if DATA in words:
         notes.append(f"put your data in the place of {DATA}, which is random tokens")

@@ -47,7 +47,7 @@ def margin_words(document: Mapping[str, Any]) -> str:
 def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each position along pp, and the step, with ``bubble`` if given."""
+    """Return the memory of each pipeline position, and the step's times, with ``bubble`` if given."""
     refuse_unknown(plan.config)
     places, sizes = memory_of_places(plan, on_nvidia=card.is_nvidia), plan.sizes(on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
@@ -121,7 +121,7 @@ def precision_of(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def precision_words(document: Mapping[str, Any]) -> str:
-    """Say which products are in fp8."""
+    """Say which GEMMs are in fp8."""
     if document["fp8"] == "none":
         return "no products in 8 bits (precision.fp8=none)"
     words = f"{', '.join(document['fp8_products'])} in 8 bits (precision.fp8={document['fp8']})"

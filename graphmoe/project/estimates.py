@@ -36,7 +36,7 @@ Stages = tuple[StagePieces, ...]
 
 
 class PlaceKind(NamedTuple):
-    """Positions along pp whose stages are alike; ``place`` is the one with most memory."""
+    """Pipeline positions with equal stages; ``place`` is the one with most memory."""
 
     place: int
     stages: Stages
@@ -44,7 +44,7 @@ class PlaceKind(NamedTuple):
 
 
 class Like(NamedTuple):
-    """A layout that represents all whose ranks compute and save the same of a layer."""
+    """Key of cached results: a layout that stands for all in which a rank computes and saves the same."""
 
     layout: Layout
     micro_batch_size: int
@@ -134,7 +134,7 @@ class Estimates:
         return self._stage(self._like(candidate), candidate.kind, self._all).time.total
 
     def tokens_per_s_per_gpu(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
-        """Return the approximate throughput: the busiest position, and equal waits of all ranks."""
+        """Estimate the throughput: the busiest pipeline position's time, and equal waits of all ranks."""
         like, kind, layout = self._like(candidate), candidate.kind, candidate.layout
         weights = _of_weights(layout, pipeline.embed_on)
         count = num_micro_batches(candidate.config, layout)

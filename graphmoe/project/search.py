@@ -1,7 +1,7 @@
 """Search for layouts of a model on a number of ranks: layouts that fit, and why the others do not run.
 
 Memory of every candidate is projected. Candidates that fit are ranked by an estimate of their time, and the
-best of them are projected whole.
+best of them are projected exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ Rejected = dict[str, Any]
 def search(
     config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Return all candidates as plain values; keys in ``words``, those of a run, stay fixed.
+    """Search; return all candidates as plain values. Keys of a run set in ``words`` stay fixed.
 
     Each layout, schedule and micro-batch size has the fastest kind of recompute that fits, and if that leaves
     no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words.

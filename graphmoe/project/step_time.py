@@ -125,7 +125,7 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds from the end of an action until the next stage has its state, by the slowest hop."""
+    """Seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
 
 

@@ -171,7 +171,7 @@ def joined_or(values: Sequence[object]) -> str:
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the best layout of each shape, and those to compare with."""
+    """Return the layouts to show, fastest first: the best of each shape, the recommended, the one with EP."""
     lines = document["shapes"] or document["best"]
     more = [line for line in (document["recommended"], document["with_ep"]) if line]
     words = {line["words"]: line for line in (*more[::-1], *lines)}

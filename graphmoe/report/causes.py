@@ -17,7 +17,7 @@ EAGER = "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segm
 
 
 class Cause(NamedTuple):
-    """Loss of time."""
+    """A cause of lost time."""
 
     share: float
     """Largest share of the run's time that it costs."""
@@ -27,14 +27,14 @@ class Cause(NamedTuple):
 
 
 def causes(run: RunData) -> list[Cause]:
-    """Losses of time, the largest first."""
+    """Return the causes of lost time, the largest first."""
     found = sorted((each for each in _causes(run) if each.share > MANY), reverse=True)
     is_start = len(found) == 1 and found[0].short == START
     return [] if is_start and found[0].share <= MOST else found
 
 
 def likely(run: RunData) -> Cause:
-    """The largest loss of time or, if nothing stands out, what the steps run on."""
+    """Return the largest cause of lost time, else what the steps' time is spent on."""
     if found := causes(run):
         return found[0]
     if run.of("run.device") == "cpu":
@@ -49,7 +49,7 @@ def likely(run: RunData) -> Cause:
 
 
 def shares(run: RunData) -> Iterator[str]:
-    """Yield a sentence on the time of starts, of steps and beside them."""
+    """Yield a sentence on the shares of time for starts, steps, validation and checkpoints."""
     num_starts, (start, steps, total) = len(run.starts), _seconds(run)
     if not steps or None in run.starts:
         return

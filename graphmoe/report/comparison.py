@@ -1,4 +1,4 @@
-"""Several runs on one page: a table of what differs and what came of it, and their curves over each other."""
+"""Several runs on one page: a table of differing keys and results, and their curves in common charts."""
 
 import itertools
 import os
@@ -125,14 +125,14 @@ def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
 
 
 def typed_keys(runs: Sequence[RunData]) -> set[str]:
-    """Keys and groups that the commands of the runs name."""
+    """Return keys and groups that were set on the runs' command lines."""
     commands = [run.environment.get("command") or [] for run in runs]
     words = [word.lstrip("+~") for command in commands for word in command if "=" in word]
     return {word.partition("=")[0].partition("@")[0] for word in words}
 
 
 def column_keys(differences: Sequence[Sequence[str]], typed: Collection[str] = ()) -> list[str]:
-    """Keys with a column: those typed, if any; of a group whose name differs, the name only."""
+    """Return the keys that get a column: those set on a command line, if any; of a group, only its name."""
     keys = [row[0] for row in differences if not row[0].startswith(NO_SETTING)]
     keys = [key for key in keys if key in typed or key.partition(".")[0] in typed] or keys
     named = {key.removesuffix("name") for key in keys if key.endswith(".name")}

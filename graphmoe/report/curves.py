@@ -40,7 +40,7 @@ def over(key: str, divisor: float) -> Callable[[Row], float | None]:
 
 
 def thinned(whole: Curve) -> Curve:
-    """At most ``MAX_POINTS`` points: first, last, and the smallest and largest of each stretch."""
+    """Reduce to at most ``MAX_POINTS`` points: first, last, minimum and maximum of each stretch."""
     steps, values = whole.steps, whole.values
     count, stretches = len(steps), (MAX_POINTS - 2) // 2
     if count <= MAX_POINTS:
@@ -114,7 +114,7 @@ def level(value: float, name: str, like: Curve, *, run: str = "") -> Curve:
 
 
 def reached(run: RunData) -> dict[str, list[float]]:
-    """Tokens, and seconds in steps, that a run had come to at some of its steps."""
+    """Return by step the tokens and seconds of all steps so far, at most ``MAX_REACHED`` steps."""
     rows, tokens, seconds = [(0, 0, 0.0)], 0, 0.0
     for row in run.steps:
         tokens, seconds = row.get("tokens") or tokens, seconds + (row.get("step_s") or 0.0)

@@ -44,7 +44,7 @@ def questions(run: RunData, trace: Summary | str) -> str:
 
 
 def learning(run: RunData) -> Answer:
-    """Course of the losses: from where to where, and whether they still fall."""
+    """Summarize the losses: first and last values, and whether they still fall."""
     training, checks = curve("", run.steps, "loss"), curve("", run.validations, "val_loss")
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
@@ -148,7 +148,7 @@ def speed(run: RunData) -> Answer:
 
 
 def times(run: RunData, trace: Summary | str) -> Answer:
-    """Largest segments or, without a trace, the most likely cause; losses, and what to try."""
+    """Summarize the time: largest segments or, without a trace, the most likely loss; what to try."""
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
     if isinstance(trace, str):
@@ -193,7 +193,7 @@ def _of_step(trace: Summary) -> Iterator[str]:
 
 
 def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
-    """Losses of time that the run's numbers show, each with what to try."""
+    """Yield causes of lost time that the run's metrics show, each with what to try."""
     if isinstance(trace, Summary):
         yield from _lost(run, trace)
     yield from (each.said for each in causes(run))

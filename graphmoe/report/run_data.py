@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunData:
-    """Facts of a run. Documents that are not there are empty."""
+    """Contents of a run's files; empty for missing files."""
 
     folder: Path
     config: dict[str, Any]
@@ -64,7 +64,7 @@ class RunData:
 
     @property
     def state(self) -> str:
-        """The end of the run, as far as its folder says."""
+        """Describe whether the run finished, what stopped it, and its steps."""
         done, asked = self.summary.get("steps") or 0, self.of("train.steps")
         if self.summary.get("finished"):
             return f"finished, {number_of(done, 'step')}"
@@ -72,7 +72,7 @@ class RunData:
         return f"{f'stopped by {stopped}' if stopped else 'not finished'}, {done:,} of {asked} steps"
 
     def of(self, key: str) -> Any:
-        """The value of a key of the configuration, None where it has none."""
+        """Return the value of a configuration key; None if there is none."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
@@ -98,7 +98,7 @@ class RunData:
         return known
 
     def median(self, name: str) -> float | None:
-        """The median of a rate over the steps but the first."""
+        """Return the median of a rate over all steps but the first."""
         return self.summary.get(f"median_{name}")
 
     def tokens_per_s_per_rank(self) -> float | None:

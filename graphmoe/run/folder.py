@@ -73,7 +73,7 @@ class RunFolder:
 
 
 def missing_place(base: Path) -> Iterator[str]:
-    """Yield why a run's folder cannot be created, judging by its parents."""
+    """Yield the reason why a run's folder cannot be created, by checking its parents."""
     there = next(path for path in (base, *base.absolute().parents) if os.path.exists(path))
     if there != base and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         why = "cannot be written to" if there.is_dir() else "is not a folder"
@@ -130,7 +130,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
-    """Return the newest unfinished runs before ``chosen`` with 'key=theirs, here ours'; number of others."""
+    """Return the newest unfinished runs before ``chosen`` with 'key=theirs, here ours', and how many more."""
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
     unfinished = [path for path in reversed(before) if _is_unfinished(path, ours)]
@@ -184,7 +184,7 @@ def _brief(value: Any) -> str:
 def _enter(
     path: Path, base: Path, config: dict[str, Any], ours: Any, usable: tuple[_State, ...]
 ) -> RunFolder | None:
-    """Lock and set up a usable folder; None for others. *Raises* ConfigError."""
+    """Lock and set up the folder if its state is ``usable``, else return None. *Raises* ConfigError."""
     if _state(path, ours) not in usable:
         return None
     is_new = not path.exists()

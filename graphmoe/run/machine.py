@@ -46,7 +46,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def free_memory_of(device: torch.device) -> int:
-    """Return bytes available to this process, including what it holds on a GPU; page cache is free."""
+    """Return bytes available to this process, with what it holds on a GPU; page cache counts as free."""
     if device.type == "cuda":
         return reachable_bytes(device)
     machine = psutil.virtual_memory().available

@@ -48,7 +48,7 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def timed(steps: Sequence[Row]) -> list[Row]:
-    """Return steps without the first of each start, which compiles; all if none remain."""
+    """Return steps without the first after each start or resume, which compiles; all if none remain."""
     later = [row for place, row in enumerate(steps) if place and row.get("start_s") is None]
     return later or [*steps]
 

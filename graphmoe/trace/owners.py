@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """Place of each host event and call, in the order of the trace's lists."""
+    """Segment, part and operation of each host event and call, in the order of the trace's lists."""
 
     host: list[Place]
     calls: list[Place]

@@ -240,7 +240,7 @@ def _calls_of(trace: Trace) -> Counter[Owner]:
 
 
 def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
-    """Return the names with the most time, of (name, microseconds, floor) each."""
+    """Sum the time of equal names in (name, microseconds, floor); return the ``count`` largest."""
     by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for name, took, floor in times:
         by_name[name].append((took, floor))

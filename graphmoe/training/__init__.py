@@ -1,1 +1,1 @@
-"""The training loop, its step, and the watch over both."""
+"""Training loop and its step; metrics, saves, memory and a dry run."""

@@ -66,7 +66,7 @@ class Execution:
         folder: Path,
         chosen: Chosen,
     ) -> None:
-        """``chosen``: a checkpoint's kernels, or empty. May measure GPU kernels. *Raises* ConfigError."""
+        """``chosen``: a checkpoint's kernel choices; if empty, may time GPU kernels. *Raises* ConfigError."""
         self.device, scope = device, plan.graph.scope
         self._plan, self._ranks, self._folder = plan, ranks, folder
         of_capture = scope, device, plan.graph.warmup_steps, folder if ranks.is_first else None
@@ -166,7 +166,7 @@ class Execution:
 
     @property
     def backends(self) -> str:
-        """Backends of fused experts; empty if not fused."""
+        """Names of the fused experts' backends; empty if the experts are not fused."""
         return self.chosen.experts if self.fuses else ""
 
     def describe(self) -> list[str]:
@@ -295,7 +295,7 @@ def mlp_shape(plan: Plan) -> MlpShape:
 
 
 def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> None:
-    """Raise ConfigError if the experts' GEMMs would sync although their stage forbids it."""
+    """Raise ConfigError if the experts' GEMMs would sync although moe.sync_free_stage forbids it."""
     stage, scope, dtype = plan.moe.sync_free_stage, plan.graph.scope, plan.dtype
     waits = device.type == "cuda" and not has_grouped_kernel(dtype, device)
     if stage < EXPERTS_STAGE or not waits or not has_experts(plan.model):

@@ -10,7 +10,7 @@ from graphmoe.plan.plan import Plan
 
 
 class ForcedLoads:
-    """Writer of ``Router.load_ends``, whose addresses captured graphs hold."""
+    """Writes forced expert loads to each ``Router.load_ends`` in place: captured graphs hold its address."""
 
     def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
         moe, model = plan.moe, plan.model

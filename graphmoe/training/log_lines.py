@@ -32,7 +32,7 @@ class StepLog:
         self._blocks = _takes(console().encoding, BLOCKS)
 
     def write(self, rows: Sequence[dict[str, Any]], read: Sequence[StepRow]) -> None:
-        """Log steps ``read`` together; ``rows`` are their metrics.jsonl rows."""
+        """Log one line for all steps ``read``; ``rows`` are their metrics.jsonl rows."""
         last, timed = rows[-1], _timed(rows)
         left = (self._steps - last["step"]) * sum(row["step_s"] for row in timed) / len(timed)
         compiled = last.get("start_s") is not None  # one step alone, not typical of later ones

@@ -34,7 +34,7 @@ MESSAGES_UNDER_WAY = 2  # messages of a channel in flight: one sent, one receive
 
 @dataclass(frozen=True)
 class PlaceMemory:
-    """Bytes of each rank at one pipeline position."""
+    """Bytes of each rank at one pipeline position, by kind of memory."""
 
     place: int
     state: dict[str, float]
@@ -49,7 +49,7 @@ class PlaceMemory:
         return sum(self.state.values()) + self.activations + sum(self.buffers.values())
 
     def kinds(self, unit: float = 1e9, apart: Sequence[str] = ()) -> dict[str, float]:
-        """Return decimal GB by kind; buffers in ``apart`` are kinds of their own."""
+        """Return sizes by kind, divided by ``unit``; buffers in ``apart`` are kinds of their own."""
         others = {name: self.buffers[name] for name in apart}
         buffers = sum(size for name, size in self.buffers.items() if name not in others)
         sizes = {**self.state, "activations": self.activations, "buffers": buffers, **others}
@@ -57,7 +57,7 @@ class PlaceMemory:
 
 
 def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
-    """Return memory by pipeline position, without the effects that `refuse_unknown` rejects."""
+    """Return the memory of each pipeline position; `refuse_unknown` rejects what this does not model."""
     sizes, of_run = plan.sizes(on_nvidia=on_nvidia), (plan.recompute, plan.moe, plan.graph)
     stages = [stage_activations(sizes, plan.recompute, own) for own in plan.stages]
     activations = in_flight(plan, [sum(kept.total() for kept in parts.values()) for parts in stages])
@@ -82,7 +82,7 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 
 
 def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
-    """Return the most at each pipeline position; ``of_stages``: one micro-batch on each stage."""
+    """Return each pipeline position's peak; ``of_stages``: what one micro-batch adds on each stage."""
     return peaks(plan.pipeline.table, of_stages) if plan.pipeline else of_stages
 
 
@@ -103,7 +103,7 @@ def own_buffer_bytes(
     recompute: Recompute, moe: MoEConfig, graph: GraphConfig, sizes: Sizes, stages: Sequence[StagePieces],
     lanes: float,
 ) -> dict[str, float]:  # fmt: skip
-    """Return bytes by purpose, without communication; ``lanes``: most stages of micro-batches in flight."""
+    """Return bytes of buffers by purpose, but for communication; ``lanes``: peak number of micro-batches."""
     layers, model = _layers(sizes, stages), sizes.model
     moe_layers, scope = sum(i >= model.num_dense_layers for i in layers), graph.scope
     working = of_lane = _working_bytes(sizes, recompute, stages)

@@ -101,7 +101,7 @@ class MetricsWriter:
         self._loads = ExpertLoads(folder, done, plan.train.steps)
 
     def write(self, rows: list[dict[str, Any]], read: Sequence[StepRow] = ()) -> None:
-        """Append rows; ``read``: their steps, if any. A kill loses no row, a full disk does."""
+        """Append rows, with the step results ``read``. A killed process loses no row, a full disk does."""
         if read:
             self._loads.write(read)
         lines = [json.dumps({name: _finite(value) for name, value in row.items()}) for row in rows]

@@ -29,7 +29,7 @@ Lane = Callable[[Hashable], AbstractContextManager[None]]  # context of a micro-
 
 
 class MicroBatches:
-    """Runs micro-batches without a pipeline; with overlap each backward beside the next forward."""
+    """Runs micro-batches without a pipeline; with overlap, a backward interleaves with the next forward."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ KEPT_STEPS = 20  # most steps in the timeline file
 class StepTrace:
     """Records ``profile.steps`` on ``profile.ranks`` with torch's profiler.
 
-    All ranks wait for starts and for writing, which the step clock excludes.
+    All ranks wait while a recording starts or is written; step times exclude that.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class StepTrace:
 class PipelineProfile:
     """Records timelines of logged pipeline steps; rank 0 writes them.
 
-    A recorded step begins with a device sync and a barrier, which the step clock excludes.
+    A recorded step begins with a device sync and a barrier; step times exclude them.
     """
 
     earlier_peak_gib = 0.0  # peak GiB before the last counter reset; 0.0 without a reset

@@ -30,7 +30,7 @@ def receive_ladder(
     *,
     fused: bool,
 ) -> ReceiveLadder | None:
-    """Return the capacity levels for overflows; None if receive buffers hold any routing."""
+    """Return the capacity levels for overflows; None if the receive buffers fit any routing."""
     if model.dispatcher is None or model.dispatcher.capacity is None:
         return None
     levels = levels_of(plan)
@@ -72,7 +72,7 @@ def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
 
 
 def levels_of(plan: Plan) -> list[Dispatcher]:
-    """Return dispatchers from the configured capacity to the worst case, `GROWTH` times as much each."""
+    """Return dispatchers, each with `GROWTH` times the capacity of the one before, up to the worst case."""
     found, factor = [planned_dispatcher(plan)], 1.0
     while plan.room(factor) != plan.worst:
         factor *= GROWTH

@@ -138,7 +138,7 @@ def restore(
     loader: Loader,
     tokenizer: Tokenizer | None,
 ) -> tuple[int, Chosen]:
-    """Load the newest checkpoint, resume_from or init_from; return step and choices. Collective.
+    """Load the newest checkpoint, resume_from or init_from; return its step and kernels. Collective.
 
     *Raises* ConfigError for a checkpoint or weights of another model, TrainingStopped for a diverged run.
     """

@@ -154,7 +154,7 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
 
 
 def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
-    """Return lower bounds of memory by pipeline position: (fixed with ``state``, activations).
+    """Return lower bounds of bytes by pipeline position: (``state`` and other fixed ones, activations).
 
     Activations are of micro-batches in flight, or of one with its logits.
     """

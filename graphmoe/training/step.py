@@ -1,4 +1,4 @@
-"""One optimizer step: forward and backward, reduce, update, row; its capture, and its rerun on overflow."""
+"""One optimizer step: forward, backward, reduction, update, metrics; its capture; its rerun on overflow."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class TrainStep:
         mesh: Mesh,
         backends: str = "",
     ) -> None:
-        """``backends`` of the fused experts: they determine the bytes of a replica in the metrics."""
+        """``backends`` of the fused experts, on which the bytes of a replica in the metrics depend."""
         self.plan, self.optimizer, self.micro_batches, self.mesh = plan, optimizer, micro_batches, mesh
         self._replica_gb = plan.replica_bytes(backends) / 1e9
         self.model = model = micro_batches.model
@@ -51,12 +51,12 @@ class TrainStep:
         self._forced = ForcedLoads(plan, self.routers) if plan.moe.expert_load != NO_LOAD else None
 
     def prepare(self, step: int) -> None:
-        """Set the host's inputs of a step, counted from 1, outside of graphs."""
+        """Write the forced expert loads of a step, counted from 1, outside of graphs."""
         if self._forced:
             self._forced.set(step)
 
     def __call__(self, batches: Iterable[Tensor]) -> Tensor:
-        """Run micro-batches of token ids [micro_batch_size, seq_len + 1]; return a row of ``StepRows``."""
+        """Run micro-batches of token ids [micro_batch_size, seq_len + 1]; return the metrics in a tensor."""
         optimizer, scales = self.optimizer, self.optimizer.scales
         if scales:
             scales.begin()
@@ -107,11 +107,11 @@ class _Launched(NamedTuple):
 
 
 class Steps:
-    """Launches steps as ``graph.scope`` says, stores their rows, reruns them on overflow.
+    """Launches steps, captured as ``graph.scope`` says, queues their metrics, reruns overflowed steps.
 
     The host reads a step's overflow flag after launching the next step. An overflowed step and the one after
-    it were no-ops, and both rerun on the same micro-batches. A step at the last level is confirmed at once,
-    so that the next can leave that level.
+    it were no-ops, and both rerun on the same micro-batches. At the last capacity level the host reads flags
+    at once, so that the next step can leave that level.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Steps:
         self._unconfirmed: deque[_Launched] = deque()
 
     def __call__(self, step: int, batches: Iterable[Tensor]) -> None:
-        """Launch a step, counted from 1, and confirm all before it."""
+        """Launch a step, counted from 1, and read the overflow flags of all earlier ones."""
         if self._ladder is None:  # receive buffers hold any routing
             self.step.prepare(step)
             self.rows.append(step, self.run(batches))
@@ -139,7 +139,7 @@ class Steps:
             self.settle(but=1)
 
     def run(self, batches: Iterable[Tensor]) -> Tensor:
-        """Return a step's row, which the next replay overwrites."""
+        """Run a step; return its metrics tensor, which the next replay overwrites."""
         if self._capture is None:
             return self.step(batches)
         if self._captured is not None:
@@ -152,7 +152,7 @@ class Steps:
         return row
 
     def settle(self, but: int = 0) -> None:
-        """Confirm all launched steps except the last ``but``; call before their results are read."""
+        """Read launched steps' overflow flags, except the last ``but``, and rerun overflowed steps."""
         while len(self._unconfirmed) > but:
             assert self._ladder is not None
             step = self._unconfirmed[0].step

@@ -41,7 +41,7 @@ class StepRow(NamedTuple):
 def device_row(
     scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1, received_L2: Tensor | None = None
 ) -> Tensor:
-    """Return an fp32 row: scalars, expert loads [L, E], and ``received_L2`` if given.
+    """Return a step's metrics as an fp32 tensor: scalars, expert loads [L, E], ``received_L2`` if given.
 
     Loads are over the mean of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks, averaged
     over layers.
@@ -63,7 +63,7 @@ def names_of(planned: bool, replicated: bool) -> tuple[str, ...]:
 
 
 class StepRows:
-    """Ring of rows, copied to the host once the device has computed them."""
+    """Ring buffer of steps' metrics, copied to the host once the device has computed them."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class StepRows:
         return len(self._steps)
 
     def append(self, step: int, row: Tensor) -> None:
-        """Start copying a step's row. No device sync."""
+        """Start copying a step's metrics to the host. No device sync."""
         assert len(self) < len(self._host)
         self.clock.mark()  # before the row, so a complete row has its time
         self._host[self._next].copy_(row, non_blocking=True)
@@ -135,7 +135,7 @@ class StepRows:
 
 
 class StepClock:
-    """Intervals between marks, without pauses; device events on a GPU, else the host's clock."""
+    """Times steps: intervals between calls of ``mark``, by device events on a GPU, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -223,9 +223,9 @@ class Trainer:
 
 
 class StopFlag:
-    """Agreement of all ranks on a signal, over a dedicated gloo group. Call it at the same points.
+    """Lets all ranks stop after the same step if any got a signal. All ranks call it after the same steps.
 
-    Flags are read one step after sending, so no rank waits.
+    Flags, sent by a dedicated gloo group, are read one step later, so no rank waits.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -45,7 +45,7 @@ class CompileCache:
         self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
     def open(self, facts: Facts, places: Sequence[str] = ()) -> WorkFolder:
-        """Return a work folder with verified files of these facts, else of the most similar ones with equal base.
+        """Return a work folder with verified files of these facts, else of the nearest with equal base.
 
         ``places``: folders of traced graphs, copied only if the facts are equal. If the cache is damaged,
         read-only or full, the work folder is temporary. *Raises* OSError if that fails too.

@@ -97,7 +97,7 @@ class Capture:
         self._names, self._slots = list(slots), list(slots.values())
 
     def use(self, program: int | None) -> bool:
-        """Select later steps' program (choice of dispatchers). If new: free all graphs, warm up, return True."""
+        """Select the program (dispatchers) of later steps. If new: free graphs, warm up, return True."""
         self.program = program
         if program is None or program == self.planned:
             return False

@@ -34,7 +34,7 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Capture ``run``, which the caller has run before. It must not read ``given``, that call's inputs."""
+        """Capture ``run``, which has run before. It reads static copies of ``given``, never ``given``."""
         if self.on == "host":
             return HostGraph(run, given)
         if pool not in self._pools:

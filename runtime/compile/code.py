@@ -104,7 +104,7 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute outputs from (parameters, buffers, inputs); the backward appends its wgrad to ``pending``."""
+        """Compute outputs from (parameters, buffers, inputs); the backward adds its wgrad to ``pending``."""
         return call_unit(self, tensors, gradients, pending)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:

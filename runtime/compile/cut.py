@@ -135,7 +135,7 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
 
 
 class OutputViews(NamedTuple):
-    """Views that turn a graph's results into the unit's outputs; compiled graphs return no inputs or views."""
+    """Views that turn a graph's results into a unit's outputs; compiled graphs return no views, no inputs."""
 
     inputs: tuple[int, ...]
     graph: fx.GraphModule  # (inputs at positions ``inputs``, results of the unit's graph) -> outputs

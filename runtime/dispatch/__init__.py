@@ -123,7 +123,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
-    """Bytes that each rank shares for symm: received rows, and replicas of a layer; 0 with other dispatchers."""
+    """Bytes that each rank shares for symm: received rows, replicas of a layer; 0 with other dispatchers."""
     if moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, graph)

@@ -41,7 +41,7 @@ class Symm:
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``; ``along``: this rank's expert weights, and ids to replicate. No sync."""
+        """As ``Dispatcher.dispatch``; ``along``: own expert weights, ids of experts to replicate. No sync."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along

@@ -71,7 +71,7 @@ class Failure:
         return f"rank {self.rank} on {self.host}: {self.message}"
 
     def raised(self, log_dir: Path, began: float) -> Exception:
-        """Return the error that the launcher, started at ``began`` (``time.time()``), raises for its workers."""
+        """Return the error that ends the launcher, which started at ``began`` (``time.time()``)."""
         log = Path(self.log or log_dir / f"rank{self.rank}.log")
         lines = [self.text, *([f"log of rank {self.rank}: {log}"] if log.exists() else [])]
         text = "\n  ".join([*lines, *dump_lines(dumps_since(began, log.parent))])

@@ -60,14 +60,14 @@ class Job:
 
     @property
     def brief_error(self) -> str:
-        """The line of the error that says most: the first, but for a heading."""
+        """First line of the error; if that is a heading, the second."""
         lines = [line.strip() for line in (self.error or "").splitlines() if line.strip()]
         if len(lines) > 1 and lines[0].endswith(":"):
             return lines[1]
         return lines[0] if lines else ""
 
     def settle(self, otherwise: JobStatus) -> None:
-        """Take from its run's summary that it finished, and its value; else it is ``otherwise``."""
+        """Set status and value by the summary of a run that finished, else the status to ``otherwise``."""
         summary = self.summary or {}
         self.status = JobStatus.finished if summary.get("finished") else otherwise
         self.value = value_of(summary) if summary.get("finished") else self.value
@@ -95,19 +95,19 @@ def jobs_of(sweep: Path) -> list[Job]:
 
 
 def identity_of(overrides: Sequence[str]) -> set[str]:
-    """Return the overrides that identify a job when the sweep is resumed."""
+    """Return the overrides by which a resumed sweep recognizes a job."""
     return {word for word in overrides if word.partition("=")[0].lstrip("+") not in FREE_KEYS}
 
 
 def varying_overrides(jobs: Sequence[Job]) -> dict[int, list[str]]:
-    """Return for each job's number those overrides of its identity that not all jobs have."""
+    """Return by job number the identifying overrides that not all jobs share."""
     words = {job.number: identity_of(job.overrides) for job in jobs}
     common = set.intersection(*words.values()) if words else set()
     return {job.number: [w for w in job.overrides if w in words[job.number] - common] for job in jobs}
 
 
 def ranked(jobs: Sequence[Job]) -> list[Job]:
-    """Best first; then finished ones without a value, failed ones, and those that have not ended."""
+    """Sort jobs: best value first, then finished without a value, failed, and unfinished ones."""
     order = [JobStatus.finished, JobStatus.written, JobStatus.failed]
 
     def place(job: Job) -> tuple[int, float, int]:
@@ -118,7 +118,7 @@ def ranked(jobs: Sequence[Job]) -> list[Job]:
 
 
 def read_object(path: Path, kind: type[Any]) -> dict[str, Any] | None:
-    """Return the object of a ``TypedDict`` in a JSON file, else None, with a warning about another file."""
+    """Parse a JSON file as a ``TypedDict``; None if it is missing or, with a warning, invalid."""
     try:
         return read_json(path, kind) if path.exists() else None
     except FileError as error:

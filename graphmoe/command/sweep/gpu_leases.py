@@ -1,4 +1,4 @@
-"""GPUs for jobs that run side by side: each takes some of this machine's for itself.
+"""GPUs for jobs that run in parallel: each job leases some of this machine's GPUs for itself.
 
 A GPU is leased by a lock on a file in a folder that all processes of the user share. The kernel frees it
 when its holder dies.
@@ -25,7 +25,7 @@ _GATE = "gate.lock"
 
 @contextlib.contextmanager
 def lease_gpus(count: int) -> Iterator[dict[str, str]]:
-    """Yield variables that show a process ``count`` GPUs that no other lease has; waits until they are free.
+    """Yield environment variables that show ``count`` GPUs that no other job leases; waits for them.
 
     Every process must name a GPU alike, by number or UUID. *Raises* ConfigError if fewer are visible.
     """
@@ -46,7 +46,7 @@ def lease_gpus(count: int) -> Iterator[dict[str, str]]:
 
 
 def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES or its like names them."""
+    """Return the GPUs that this process may use, by CUDA_VISIBLE_DEVICES or a like variable."""
     for name in reversed(_variables()):
         if name in environment:
             named = [word.strip() for word in environment[name].split(",")]
@@ -78,7 +78,7 @@ def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, Fil
 
 
 def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
-    """Return all locks or None. Only one process tries at a time, so that two do not take halves."""
+    """Return all locks or None. Only one process tries at a time: two could each get half and fail."""
     gate = FileLock.acquire(folder / _GATE, wait=True)
     assert gate is not None
     try:

@@ -47,13 +47,13 @@ _run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Callback of Hydra at the start of a run or a sweep of ``graphmoe.train``, and of no other tool."""
+    """Hydra's callback at the start of a run or a sweep of ``graphmoe.train``; other tools ignore it."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Take over Hydra's run folder, which Hydra would make before any check, unless Hydra uses it."""
+        """Stop Hydra from making the run folder before all checks, unless Hydra itself writes there."""
         global _run_folder
         hydra, _run_folder = config.hydra, None
         uses_folder = hydra.output_subdir is not None or hydra.job.chdir or hydra.job_logging.get("root")
@@ -72,7 +72,7 @@ class SweepReport(Callback):
 
 
 def restore_run_folder() -> None:
-    """Let HydraConfig name the folder that `SweepReport` took over, for interpolations too."""
+    """Set HydraConfig's folder, which `SweepReport` hid from Hydra, back to the run's folder."""
     if _run_folder is not None and not in_sweep():
         hydra: Any = HydraConfig.get()
         with flag_override(hydra, ["readonly", "struct"], False):
@@ -167,7 +167,7 @@ def _mask_file(path: Path) -> None:
 
 
 def record_folder(folder: Path) -> None:
-    """Note the run's folder in job.json; nothing outside a sweep."""
+    """Record the run's folder in job.json; no effect outside a sweep."""
     if in_sweep() and (job := read_job(Path(HydraConfig.get().runtime.output_dir))) is not None:
         assert job.path is not None
         job.run_folder = os.path.relpath(folder, job.path)
@@ -176,7 +176,7 @@ def record_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
-    """Yield variables for the workers of a job; waits for ``launch.gpus_per_job`` free GPUs, which it keeps.
+    """Yield environment variables for a job's workers; waits for and leases ``launch.gpus_per_job`` GPUs.
 
     *Raises* ConfigError if jobs that run side by side would share GPUs.
     """

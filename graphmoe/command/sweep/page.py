@@ -1,4 +1,4 @@
-"""Page of a sweep: its jobs in a table, their value over each parameter, and their curves."""
+"""Page of a sweep: a table of its jobs, their value over each parameter, and their curves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def write_sweep_page(path: Path, command: str, jobs: Sequence[Job], words: Words
 
 
 def split_word(word: str) -> tuple[str, str]:
-    """Key and value of an override; long fractions, as an optimiser chooses them, with five digits."""
+    """Return key and value of an override, long decimal fractions rounded to five digits."""
     key, _, value = word.partition("=")
     number = _number(value) if len(value) > 8 else None
     return key, value if number is None else format(number, ".5g")
@@ -56,7 +56,7 @@ def split_word(word: str) -> tuple[str, str]:
 def value_charts(
     values: Mapping[int, float | None], settings: Mapping[int, Mapping[str, str]]
 ) -> list[Chart]:
-    """The value of jobs over each parameter, with a line for each value of the other if there are two."""
+    """Return charts of the jobs' value by parameter; of two parameters, one line per value of the other."""
     known = {n: value for n, value in values.items() if value is not None and math.isfinite(value)}
     keys = [*dict.fromkeys(key for n in known for key in settings[n])]
     charts = []

@@ -1,4 +1,4 @@
-"""The process that starts a sweep: what it refuses, how it takes signals, and what it prints at the end."""
+"""The process that starts a sweep: its checks, its signals, and its summary at the end."""
 
 from __future__ import annotations
 
@@ -131,9 +131,9 @@ class RunningSweep:
             print(f"error: {names}: {text}", file=sys.stderr)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """Hand a signal on to the jobs that run beside each other, and start no others.
+        """Forward a signal to the jobs that run in parallel, and start no others.
 
-        A job says that it runs before it looks for the file, so none slips through.
+        A job records that it runs before it looks for the stop file, so none is missed.
         """
         if self._stopping and number in NOTICES:
             return

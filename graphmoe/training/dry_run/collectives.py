@@ -39,7 +39,7 @@ class WrongGroup(RuntimeError):
 
 
 class Collective(NamedTuple):
-    """Identical calls."""
+    """Kind of collective; calls with equal values are counted together."""
 
     phase: str
     operation: str

@@ -53,7 +53,7 @@ def fake_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
 def fake_build(plan: Plan, mesh: Mesh) -> tuple[Transformer, Optimizer]:
     """Build a rank's model and optimizer without data, inside ``fake_mesh``.
 
-    alltoall sends balanced rows, which the host can't count here.
+    With alltoall, routing is assumed balanced: there are no counts to read.
     """
     model, dispatcher = plan.model, make_dispatcher(plan, mesh)
     if isinstance(dispatcher, AllToAll):
@@ -73,7 +73,7 @@ def fake_executor(
     gradient_of: Callable[[Tensor], Gradient] | None = None,
     weight_forms: WeightForms | None = None,
 ) -> Executor:
-    """Return an executor that saves the run's activations and sets the watch's segment."""
+    """Return an executor that saves the activations a run saves, and tells ``watch`` the current segment."""
     recompute = plan.recompute
     if plan.compile.enabled:
         runner = pass_runner(plan, "triton")

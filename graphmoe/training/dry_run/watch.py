@@ -104,7 +104,7 @@ class StepWatch(TorchDispatchMode):
 
     @contextmanager
     def message(self, message: Message) -> Iterator[None]:
-        """Count the block in the message's phase."""
+        """Context whose operations count as part of the message's phase."""
         before = self.phase, self.segment
         self.phase, self.segment = _PHASES[message.content.kind], "messages"
         yield

@@ -1,11 +1,11 @@
-"""fuse_permutation: routing plan, row gather and weighted return as three operations.
+"""fuse_permutation: routing plan, gather to expert order, and weighted sum per token, as three operations.
 
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K), D hidden.
 
 Matched by meaning:
 - the plan: sorted and counted expert ids, cumulative counts, inverse order -> `routing_plan`;
 - the gather: rows x[slot // K], of tokens or of routing weights (K is 1) -> `permute`;
-- the return: rows by the inverse order and a sum over k, or an index_add by token -> `unpermute`.
+- the sum: rows by the inverse order summed over k, or an index_add by token -> `unpermute`.
 The plan may be another unit's. An unstable sort becomes a stable one. Sums are fp32, rounded once.
 """
 

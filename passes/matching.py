@@ -178,7 +178,7 @@ def half(node: Any) -> tuple[Node, int] | None:
 
 
 def constant(node: Any) -> Tensor | None:
-    """The value, on the CPU, of a node without inputs: an arange, ones, and what depends on them."""
+    """The value, on the CPU, of a node that depends on no graph input, such as an arange; else None."""
     known: dict[Node, Tensor | None] = {}
 
     def evaluate(node: Node) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Split a unit's backward into dgrad (I) and wgrad (W).
 
-A schedule may delay W (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2). I passes shared
+A schedule may delay W (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2). I hands shared
 results to W, which recomputes views and pointwise values if that saves storing them.
 """
 

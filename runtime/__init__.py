@@ -1,1 +1,1 @@
-"""Execution of a run: processes, dispatch, compiled units, captured graphs, pipelines."""
+"""Execution of a run: worker processes, token dispatch, compile units, captured graphs, pipelines."""

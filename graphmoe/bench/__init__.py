@@ -1,1 +1,1 @@
-"""Suites of `graphmoe.bench`, and their measures of time and memory."""
+"""Benchmark suites of `graphmoe.bench`, and how they measure time and memory."""

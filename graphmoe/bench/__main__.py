@@ -1,4 +1,4 @@
-"""Measure operations, training steps or exchanges of tokens against what their FLOPs or bytes take at least.
+"""Measure operations, training steps or token exchanges against the least time of their FLOPs or bytes.
 
 python -m graphmoe.bench suite=ops only=grouped_mlp/v2_lite,swiglu out=ops.json
 python -m graphmoe.bench suite=step overrides=model=mixtral_8x7b,model.num_layers=2 micro_batch_sizes=1,2
@@ -61,7 +61,7 @@ def suites() -> dict[SuiteName, Suite]:
 
 
 def bench(args: BenchArgs, argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the suite and return the JSON document; keeps rows beside ``out``. *Raises* ConfigError."""
+    """Run the suite; return the JSON document. Measured rows are also written beside ``out`` at once."""
     device, full = check(args)
     from graphmoe.bench import cases
     from graphmoe.bench.calibrate_suite import rates_of_rows

@@ -1,4 +1,4 @@
-"""Cases of all suites: one runner, one table, one way to time the alternatives of an operation."""
+"""Benchmark cases: running them, timing the backends of an operation, and tables of the results."""
 
 import gc
 import json

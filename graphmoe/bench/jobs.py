@@ -150,7 +150,7 @@ def split_list(text: str) -> list[str]:
 
 
 def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return ``words`` but those whose keys, or keys that depend on them, the overrides ``own`` set."""
+    """Return the overrides ``words`` but keys that ``own`` sets, and keys that depend on those."""
     keys = {key_of(word) for word in own}
     gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]

@@ -1,4 +1,4 @@
-"""Texts of configuration errors: the key, its file, and the nearest valid key."""
+"""Messages for configuration errors: the key, its file, and the nearest valid key."""
 
 import dataclasses
 import difflib

@@ -115,7 +115,7 @@ def environment() -> list[dict[str, str | None]]:
 
 
 def links() -> dict[str, Any]:
-    """Access of each GPU to the memory of each other, and the vendor tool's picture of the links."""
+    """Access of each GPU to the memory of each other, and the vendor tool's table of the links."""
     gpus = range(_num_gpus())
     if len(gpus) < 2:
         return {"peer_access": [], "topology": None}

@@ -1,4 +1,4 @@
-"""Keys of ``graphmoe.project`` beside those of a run, and the configuration that it projects."""
+"""Arguments of ``graphmoe.project`` besides the keys of a run, and the configuration that it projects."""
 
 import contextlib
 import difflib

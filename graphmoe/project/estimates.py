@@ -209,7 +209,7 @@ class Estimates:
 
 
 def place_kinds(plan: PipelinePlan, model: ModelConfig | None) -> tuple[PlaceKind, ...]:
-    """Group positions by their stages, or with ``model`` by the number of layers of each kind."""
+    """Group pipeline positions by equal stages, or with ``model`` by their number of layers of each kind."""
     groups: dict[Stages, list[tuple[int, tuple[tuple[int, ...], ...]]]] = {}
     for place, (own, moments) in enumerate(zip(plan.stages_of_places, in_flight(plan.table), strict=True)):
         stages = tuple(stage if model is None else _alike(stage, model) for stage in own)

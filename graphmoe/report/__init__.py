@@ -1,1 +1,1 @@
-"""The report page of a run: what its folder has, as charts and tables."""
+"""Page of a run: the contents of its folder as charts and tables."""

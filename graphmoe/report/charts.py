@@ -104,7 +104,7 @@ def _rows(name: str, places: Sequence[Any]) -> list[str]:
 
 
 def bars(name: str, rows: Sequence[str], sizes: Sequence[float], colour: str, unit: str) -> dict[str, Any]:
-    """A trace of horizontal bars, one in each row."""
+    """Return a Plotly trace of horizontal bars, one for each row."""
     trace = {"type": "bar", "orientation": "h", "name": name, "y": rows, "x": sizes}
     return {**trace, "marker": {"color": colour}, "hovertemplate": f"%{{y}}: <b>%{{x:.4g}} {unit}</b>"}
 

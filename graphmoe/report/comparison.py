@@ -117,7 +117,7 @@ def _link(line: RunLine, folder: Path) -> str | Link:
 
 
 def config_differences(runs: Sequence[RunData]) -> list[list[str]]:
-    """A row for each key whose values differ, "" if a run lacks it."""
+    """Return a row for each key whose values differ, with "" for a run that lacks it."""
     flat = [run.flat_config() for run in runs]
     keys = dict.fromkeys(key for each in flat for key in each)
     rows = [[key, *(each.get(key, "") for each in flat)] for key in keys]

@@ -29,7 +29,7 @@ class Curve(NamedTuple):
 
 
 def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
-    """Curve of a key of the rows, or of a function of each; rows without it are left out."""
+    """Return the curve of a key of the rows, or of a function of each; rows without a value are left out."""
     of = value if callable(value) else lambda row: row.get(value)
     known = [(row["step"], v) for row in rows if (v := of(row)) is not None and math.isfinite(v)]
     return Curve(name, [step for step, _ in known], [found for _, found in known])

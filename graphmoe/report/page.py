@@ -130,7 +130,7 @@ def _loads_hint(run: RunData) -> str:
 
 
 def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
-    """The run's trace of steps, or a sentence on why there is none."""
+    """Return the summary of the run's trace, or a sentence that says why there is none."""
     try:
         (path,) = traces_of([run.folder], None)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""Three questions that a report opens with: does the run learn, how fast is it, where does its time go."""
+"""Three answers at the top of a report: does the run learn, how fast is it, what takes its time."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ FEW_STEPS = 100
 
 
 def questions(run: RunData, trace: Summary | str) -> str:
-    """Cards of questions and answers; ``trace`` may be why there is none."""
+    """Return the questions with their answers as cards; ``trace`` is a text if there is no trace."""
     entries = {
         "Does it learn?": learning(run),
         "How fast is it, against the floor?": speed(run),

@@ -56,7 +56,7 @@ class LoadWatch:
         self.found: Unbalanced | None = None
 
     def add(self, last: int, steps: int, loads: Loads) -> Unbalanced | None:
-        """Add mean loads of ``steps`` steps up to ``last``; judge a full window."""
+        """Add the mean loads of ``steps`` steps up to ``last``; check the experts once a window is full."""
         if not self._steps:
             self._sums = [[0.0] * len(layer) for layer in loads]
         self._sums = [

@@ -103,7 +103,7 @@ def own_buffer_bytes(
     recompute: Recompute, moe: MoEConfig, graph: GraphConfig, sizes: Sizes, stages: Sequence[StagePieces],
     lanes: float,
 ) -> dict[str, float]:  # fmt: skip
-    """Return bytes of buffers by purpose, but for communication; ``lanes``: peak number of micro-batches."""
+    """Return bytes of buffers by purpose, without communication; ``lanes``: most micro-batches in flight."""
     layers, model = _layers(sizes, stages), sizes.model
     moe_layers, scope = sum(i >= model.num_dense_layers for i in layers), graph.scope
     working = of_lane = _working_bytes(sizes, recompute, stages)

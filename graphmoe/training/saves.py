@@ -31,7 +31,7 @@ NOTHING = "nothing is saved (checkpoint.enabled=false)"
 
 
 class Chosen(NamedTuple):
-    """Measured kernel choices, kept in checkpoints: other kernels sum in another order."""
+    """Kernels chosen by measurement; checkpoints store them, since other kernels sum in another order."""
 
     experts: str = ""  # backends of the experts' forward, dgrad and wgrad; empty if none run
     # fp8 speedups over bf16 of timed GEMMs

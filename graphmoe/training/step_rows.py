@@ -98,7 +98,7 @@ class StepRows:
         self._steps.append(step)
 
     def drop(self, count: int) -> None:
-        """Drop the last rows, of overflowed steps; their time counts for the next row."""
+        """Drop the metrics of the last steps, which overflowed; their time counts for the next one."""
         self._steps = self._steps[: len(self) - count]
         self._next = (self._next - count) % len(self._host)
         self.clock.drop(count)
@@ -110,7 +110,7 @@ class StepRows:
         return self._scalars(row)["void"] > 0, [Load(int(rows), int(slots)) for rows, slots in loads]
 
     def read(self, last: int | None = None) -> list[StepRow]:
-        """Return and drop the rows up to a step, or all. Waits for these steps."""
+        """Return and drop the metrics of all steps up to ``last``, by default all. Waits for these steps."""
         count = len(self) if last is None else self._steps.index(last) + 1
         rows = [self._row(place).clone() for place in range(count)]
         steps, self._steps = self._steps[:count], self._steps[count:]

@@ -1,1 +1,1 @@
-"""Compile cache (docs/compile.md). Entry points: `store`, and `compile.job_cache` in a run."""
+"""Compile cache (docs/compile.md). Other modules use `store` and, in a run, `compile.job_cache`."""

@@ -1,4 +1,4 @@
-"""Content-addressed files: the name is the SHA-256, which each read verifies."""
+"""Store of content-addressed files: a file's name is its SHA-256, which each read verifies."""
 
 import contextlib
 import errno

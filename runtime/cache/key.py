@@ -1,4 +1,4 @@
-"""Facts that compiled code depends on, their key, and differences between sets of facts."""
+"""Facts: all that compiled code depends on, by name; their hash is the key of the cache."""
 
 import functools
 import hashlib

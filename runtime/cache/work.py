@@ -92,7 +92,7 @@ class WorkFolder:
             (self.path / part).mkdir()
 
     def publish(self, notes: Mapping[str, Any] | None = None) -> int:
-        """Store new files; return their number. Call it while nothing compiles. A full disk is a warning."""
+        """Store new files in the cache; return how many. No compilation may run. Warns of a full disk."""
         if not self.keeps:
             return 0
         try:

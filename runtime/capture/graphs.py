@@ -1,4 +1,4 @@
-"""CUDA and HIP graphs, a stand-in on the host, and their replays from one memory pool."""
+"""CUDA and HIP graphs, a stand-in for them on a CPU, and their memory pools."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Halves(NamedTuple):
 def cut_joint(
     joint: fx.GraphModule, num_outputs: int, static_inputs: Sequence[int], wanted: UnitRecompute
 ) -> Halves:
-    """Cut a joint graph into halves. Raises ConfigError if a recomputed operation draws random numbers."""
+    """Cut a joint graph into forward and backward. Raises ConfigError if a recomputed operation is random."""
     if not wanted:
         return Halves(*partition(joint, num_outputs, static_inputs))
     _mark(joint.graph, wanted)
@@ -51,7 +51,7 @@ def cut_joint(
 
 
 def take_off_borders(forward: fx.GraphModule) -> None:
-    """Replace each border node by its input. In place."""
+    """Replace each border node, a copy of a recomputed region's result, by its input. In place."""
     for node in list(forward.graph.nodes):
         if BORDER in node.meta:
             node.replace_all_uses_with(node.args[0])

@@ -114,7 +114,7 @@ class _Held:
 
 
 class WeightForms:
-    """Holds a model's quantized weight copies, each made once per weight change, at fixed addresses. No sync.
+    """Holds quantized weight copies (forms) at fixed addresses, made once per weight change. No device sync.
 
     Call ``changed`` before changed weights are read: at the start of a step, so that a captured step
     quantizes, and before a validation. The first forward that needs a form quantizes it. The two forms of a
@@ -132,13 +132,13 @@ class WeightForms:
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Restore overwritten weights, and make all forms stale."""
+        """Restore overwritten weights, and mark all quantized copies stale."""
         for key, weight in self._within.items():
             weight.data.copy_(self._mains[key])
         self.written()
 
     def written(self) -> None:
-        """Make all forms stale without restoring weights, since all of them are written next."""
+        """Mark all quantized copies stale without restoring the weights, which the caller overwrites next."""
         self._within.clear()
         self._number += 1
 

@@ -61,7 +61,7 @@ class ReceiveLadder:
         self._fitted = 0  # steps in a row on it that would have fitted
 
     def climb(self, step: int, loads: Sequence[Load]) -> bool:
-        """Raise capacity for an overflowed step with these loads by layer; True if its program is new."""
+        """Raise capacity for an overflowed step with these loads by layer; True if the program changes."""
         layer, load, room = self._tightest(loads)
         rises = self._rise(step, loads)
         if not rises:

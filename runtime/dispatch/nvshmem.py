@@ -67,7 +67,7 @@ class PeerRows:
 def bytes_of(
     tokens: int, places: int, rows: int, hidden: int, dtype: torch.dtype, top_k: int, ranks: int
 ) -> int:
-    """Bytes of an exchange of tokens with ``places`` send slots each, and capacity for ``rows``."""
+    """Bytes of an exchange that sends a token to at most ``places`` ranks; a rank receives ``rows``."""
     _, width = _row_of([hidden * dtype.itemsize, 4 * top_k, 4 * top_k], ranks)
     return max(rows, tokens * min(places, ranks)) * width
 

@@ -288,7 +288,7 @@ def symmetric_memory(
 
 
 def storage_of(tensor: Tensor) -> tuple[int, torch.UntypedStorage]:
-    """Unique id of a live storage, and the storage."""
+    """Return a storage's unique id, valid while the storage lives, and the storage."""
     storage = tensor.untyped_storage()
     return storage._cdata, storage
 

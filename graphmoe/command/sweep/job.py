@@ -1,8 +1,8 @@
-"""Sweeps: what happens around each job of ``-m``, and before and after all of them.
+"""Sweeps (``-m``): hooks around each job, and before and after all jobs.
 
 ``graphmoe.command.hydra`` runs each job through `run_job` and calls `end_sweep` when Hydra has returned;
 ``graphmoe.train`` calls `record_folder` and `job_gpus`. Hydra calls `SweepReport` in the process that
-starts the sweep. Jobs may run in other processes, so they speak to it by files
+starts the sweep. Jobs may run in other processes, so they report to it by files
 (``graphmoe.command.sweep.folder``).
 """
 

@@ -138,7 +138,7 @@ def check_groups(mesh: Mesh) -> None:
 
 
 def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
-    """Check that each rank's positions along the axes are the digits of its number."""
+    """Check that ranks are numbered by their positions along the axes, the last axis fastest."""
     sizes = [getattr(layout, axis) for axis in folding]
     for i, axis in enumerate(folding):
         stride = math.prod(sizes[i + 1 :])

@@ -150,7 +150,7 @@ def _is_in_place(node: fx.Node) -> bool:
 
 
 class BalancedAllToAll(AllToAll):
-    """`AllToAll` with the most rows of balanced routing: a token's experts are on distinct ranks.
+    """`AllToAll` for a balanced routing that sends most rows: a token's experts are on distinct ranks.
 
     ``rows_P``: rows sent to, and received from, each rank of ``ep_etp``; ``expert_rows``: rows of this rank's
     experts.

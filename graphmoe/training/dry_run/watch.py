@@ -45,7 +45,7 @@ class MemoryLog:
         return sum(self.peak.values())
 
     def hold(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that live for the whole step; call before ``saw``."""
+        """Count tensors that stay allocated for the whole step; call before ``saw``."""
         for tensor in tensors:
             self._add(tensor, kind)
         self.held = dict(self.now)

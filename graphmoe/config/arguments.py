@@ -284,7 +284,7 @@ def text_table(
     styles: Sequence[str | None] = (),
     **options: Any,
 ) -> Table:
-    """Build a terminal table; columns ``names`` may wrap, others are numbers; ``options``: rich's."""
+    """Build a terminal table; columns in ``names`` may wrap, others are numbers; ``options`` are rich's."""
     table = Table(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
     for place, column in enumerate(columns):
         is_name = place in names

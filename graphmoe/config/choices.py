@@ -14,7 +14,7 @@ Row = TypeVar("Row")
 
 
 class SourceFacts(NamedTuple):
-    """Requirements of a data source; the defaults are a plug-in's."""
+    """Properties of a data source; a plug-in has the defaults."""
 
     needs: tuple[str, ...] = ()  # required keys of ``data``
     reads: tuple[str, ...] | None = None  # optional keys of ``data``; None: any
@@ -53,7 +53,7 @@ def compute_words(compute: str, fp8: str, share: str = "products") -> str:
 
 
 def look_up(table: Mapping[str, Row], choice: str, key: str, kind: Any = object, attribute: str = "") -> Row:
-    """Return a table row, or a plug-in's object or its ``attribute``. *Raises* ConfigError."""
+    """Return a choice's row of a table, or the object (or its ``attribute``) that a plug-in choice names."""
     if choice in table:
         return table[choice]
     # imports code, so graphmoe.command.hydra.load_config rejects files that name code unless its reader does

@@ -28,7 +28,7 @@ class FileError(ConfigError):
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open without blocking on a FIFO; an ``opener`` of `open`."""
+    """Open without blocking on a FIFO; passed to `open` as its ``opener``."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -63,7 +63,7 @@ class RunFolder:
         self._lock.release()
 
     def abandon(self) -> None:
-        """Release the folder; without training, remove or restore its resolved.yaml."""
+        """Unlock the folder; if nothing was trained, remove its resolved.yaml or restore the previous one."""
         if not self.resumed and not (self.path / ENVIRONMENT_FILE).exists():
             if self._written is None:
                 (self.path / CONFIG_FILE).unlink(missing_ok=True)

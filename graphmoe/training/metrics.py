@@ -155,7 +155,7 @@ class ExpertLoads:
         self._written = self._read = done
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Add rows; write a line if they reach the next multiple or the last step."""
+        """Add the loads of steps; write a line once the next multiple or the last step is reached."""
         for row in rows:
             if not row.load_LE.numel():
                 return

@@ -177,7 +177,7 @@ def micro_batches_of(
     capture: Capture | None = None,
     open_channels: Callable[..., Channels] = Channels,
 ) -> MicroBatches:
-    """Return the runner of micro-batches. Collective. ``deferring`` splits dgrad from wgrad."""
+    """Return the runner of micro-batches. Collective. ``deferring``: context that defers wgrad."""
     if plan.pipeline is None:
         return MicroBatches(plan, model, execute, overlap, lane)
     return Pipelined(plan, model, execute, mesh, overlap, lane, deferring, capture, open_channels)

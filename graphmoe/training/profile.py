@@ -174,7 +174,7 @@ class PipelineProfile:
         folder: Path,
         done: int,
     ) -> None:
-        """Keep the file's steps up to ``done``. Collective."""
+        """Keep the file's recorded steps up to ``done``, drop later ones. Collective."""
         assert plan.pipeline is not None
         self._interval, self._last = plan.train.log_interval, plan.train.steps
         self._table, self._folder, self._clock = plan.pipeline.table, folder, clock

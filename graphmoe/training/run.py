@@ -181,7 +181,7 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
 
 
 def warn_of_unused_ids(plan: Plan, tokenizer: Tokenizer | None) -> None:
-    """Warn of many embedding rows without a token, unless weights are loaded."""
+    """Warn if many embedding rows have no token in the tokenizer, unless weights are loaded."""
     model, there = plan.model, num_ids(tokenizer) if tokenizer else 0
     enough = -(-there // ROUND_IDS) * ROUND_IDS
     given = plan.checkpoint.init_from or plan.checkpoint.resume_from

@@ -163,13 +163,13 @@ class StepClock:
             self._since = self._now()
 
     def drop(self, count: int) -> None:
-        """Merge the last intervals into the next one."""
+        """Merge the last ``count`` intervals into the next one."""
         kept = len(self._ended) - count
         self._parts = (*chain.from_iterable(self._ended[kept:]), *self._parts)
         self._ended = self._ended[:kept]
 
     def hand_over(self, count: int) -> list[Interval]:
-        """Return and drop the first intervals. No device sync."""
+        """Return and drop the first ``count`` intervals. No device sync."""
         given, self._ended = self._ended[:count], self._ended[count:]
         return given
 

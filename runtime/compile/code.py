@@ -193,7 +193,7 @@ class UnitCode:
 def call_unit(
     unit: Any, tensors: Sequence[Tensor], gradients: Sequence[Gradient], pending: PendingWeightGrads | None
 ) -> tuple[Tensor, ...]:
-    """Return a unit's outputs, computed by one autograd node of its ``forward`` and ``backward``."""
+    """Return a unit's outputs; its ``forward`` and ``backward`` are one node of autograd."""
     graphs: UnitGraphs = unit.graphs
     if graphs.backward is None:
         results, _ = unit.forward(tensors)

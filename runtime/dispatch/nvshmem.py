@@ -98,7 +98,7 @@ def use_rows(rows: PeerRows | None) -> None:
 
 
 def has_rows(group: dist.ProcessGroup, num_bytes: int) -> bool:
-    """Return whether the memory in use serves exchanges of this size in a group."""
+    """Return whether the memory in use is large enough for exchanges of this size in a group."""
     return bool(_in_use) and _in_use[-1].group is group and len(_in_use[-1]._regions[0]) >= num_bytes
 
 

@@ -125,7 +125,7 @@ def first_failure(of_agent: Mapping[int, Any], log_dir: Path, attempt: str) -> F
 
 
 def silent_ranks(ranks: Iterable[int], log_dir: Path, attempt: str) -> list[int]:
-    """Ranks that left no error, as when the system kills them."""
+    """Return the ranks that left no error, such as those that the system killed."""
     left = {failure.rank for failure in _left_in(log_dir) if failure.attempt == attempt}
     return sorted({*ranks} - left)
 

@@ -152,7 +152,7 @@ class HangWatch:
 
 @contextmanager
 def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[str, str]]]:
-    """Yield a watch, and variables for workers; None and {} without a timeout."""
+    """Yield a watch, and environment variables for workers; None and {} without a timeout."""
     if timeout_s is None:
         yield None, {}
         return

@@ -86,7 +86,7 @@ def is_first_node() -> bool:
 
 
 def num_ranks() -> int:
-    """Number of ranks by torch's variable. *Raises* ConfigError."""
+    """Return the number of ranks in torch's variable WORLD_SIZE. *Raises* ConfigError."""
     return _number("WORLD_SIZE", 1)
 
 

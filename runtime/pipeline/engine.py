@@ -60,7 +60,7 @@ class Stage:
         deferring: Deferring | None = None,
         overlap: Callable[[], Overlap | None] = lambda: None,
     ) -> None:
-        """``deferring``: for schedules with separate dgrad and wgrad."""
+        """``deferring``: context that defers wgrad, for schedules that separate it from dgrad."""
         self.received, self.sent = received, sent
         # overlap is called at each forward; its answer must not change within a step
         self._run, self._overlap = run, overlap

@@ -1,8 +1,8 @@
 """Segments: the named parts of a layer.
 
-A segment is a function of tensors. The tensors it reads and writes are named, so that all that run it (the
+A segment is a function of tensors. The tensors it reads and writes are named, so that each executor (the
 plain forward here, compile units and graph capture in ``runtime/``) sees each boundary as an
-explicit tensor. This module knows no model class, and the rules that ask it for names need no torch.
+explicit tensor. This module imports no model class, and configuration rules use its names without torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start of a tool whose whole configuration is composed by Hydra, with its errors.
+"""Start of a tool that is configured by Hydra; its errors are printed as one message.
 
 Nothing here imports torch before the configuration is composed: a misspelt key is answered at once.
 """
@@ -65,8 +65,8 @@ def hydra_app(
 
     A ConfigError is printed without a traceback and ends the process with status 2, one of
     ``known_errors`` likewise with status 1. ``makes_folder`` says whether the tool writes into Hydra's
-    run folder, and makes it itself once all is checked. ``prepare`` is called between check and resolve,
-    before anything asks for GPUs. ``complete`` fills in, before the check, what the tool knows already.
+    run folder, which it creates after the checks. ``prepare`` is called between check and resolve,
+    before GPUs are queried. ``complete`` sets values that the tool knows, before the check.
     """
     _read_words(prog, examples)
     # Read when torch is imported: OpenMP threads that spin at barriers make a CPU run up to ten times slower

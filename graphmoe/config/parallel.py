@@ -1,4 +1,4 @@
-"""Execution sections of the schema."""
+"""Configuration sections on execution: parallelism, MoE layers, graphs, recompute, pipeline, profiling."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any

@@ -103,7 +103,7 @@ def summary(panel: Panel) -> str:
 
 
 def bars_by_kind(panel: Panel) -> dict[BarKind, list[Bar]]:
-    """Return a panel's bars by kind, in the legend's order; the legend has the colour of a kind's first bar."""
+    """Return a panel's bars by kind, in the legend's order; the legend has each first bar's colour."""
     found: dict[BarKind, list[Bar]] = {kind: [] for kind in COLOURS}
     for bar in sorted(bars_of(panel), key=lambda bar: bar.colour != COLOURS[bar.kind]):
         found[bar.kind].append(bar)

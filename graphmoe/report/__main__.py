@@ -1,4 +1,4 @@
-"""Make the page of a run from what its folder has, or one page that compares several runs.
+"""Make the page of a run from the files in its folder, or one page that compares several runs.
 
 python -m graphmoe.report run=outputs/tiny
 python -m graphmoe.report runs=outputs/before,outputs/after out=comparison.html

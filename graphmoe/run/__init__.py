@@ -1,1 +1,1 @@
-"""A run's folder: its files, written and read."""
+"""A run's folder: reading and writing its files."""

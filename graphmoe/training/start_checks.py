@@ -1,4 +1,4 @@
-"""Checks before a run starts: folders, memory, length."""
+"""Checks before a run starts: checkpoint to start from, memory, number of steps."""
 
 import logging
 import math

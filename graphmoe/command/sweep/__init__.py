@@ -1,1 +1,1 @@
-"""Sweeps: one job after the other, or side by side."""
+"""Sweeps: jobs that run one after the other, or in parallel."""

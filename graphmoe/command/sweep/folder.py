@@ -1,7 +1,7 @@
 """Files of a sweep: a job.json for each job, and sweep.json above them.
 
 ``<sweep>/sweep.json`` has the command and, once the sweep has ended, all of its jobs. The ``job.json`` in a
-job's folder is what is known of that job. Both are replaced atomically.
+job's folder describes that job. Both files are replaced atomically.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """GPUs for jobs that run in parallel: each job leases some of this machine's GPUs for itself.
 
-A GPU is leased by a lock on a file in a folder that all processes of the user share. The kernel frees it
-when its holder dies.
+A GPU is leased by a lock on a file in a folder that all processes of the user share. The kernel unlocks it
+when the process ends.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _GATE = "gate.lock"
 def lease_gpus(count: int) -> Iterator[dict[str, str]]:
     """Yield environment variables that show ``count`` GPUs that no other job leases; waits for them.
 
-    Every process must name a GPU alike, by number or UUID. *Raises* ConfigError if fewer are visible.
+    All processes must name GPUs alike, by number or UUID. *Raises* ConfigError if fewer are visible.
     """
     visible = visible_gpus(os.environ, torch.cuda.device_count())
     if count > len(visible):

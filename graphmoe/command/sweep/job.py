@@ -105,7 +105,7 @@ def has_unfinished_jobs() -> bool:
 def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...]) -> float | None:
     """Run a job of a sweep, unless it is finished already; return its value, None if it failed.
 
-    An error is logged now and kept in job.json. *Raises* KeyboardInterrupt to end the sweep after a signal,
+    An error is logged and stored in job.json. *Raises* KeyboardInterrupt to end the sweep after a signal,
     SweepError if the folder has another job.
     """
     hydra = HydraConfig.get()
@@ -178,7 +178,7 @@ def record_folder(folder: Path) -> None:
 def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
     """Yield environment variables for a job's workers; waits for and leases ``launch.gpus_per_job`` GPUs.
 
-    *Raises* ConfigError if jobs that run side by side would share GPUs.
+    *Raises* ConfigError if parallel jobs would share GPUs.
     """
     count, workers = config.launch.gpus_per_job, config.launch.nproc
     if not in_sweep() or config.run.device is not DeviceChoice.cuda:

@@ -39,13 +39,13 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
-    """Return rows and columns of a tile, powers of two: as wide as the rows if possible."""
+    """Return (rows, columns) of a tile of ``elements`` at most, up to ``columns`` wide; powers of two."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)
     return min(max(elements // width, 1), most_rows), width
 
 
 def num_warps(threads: int) -> int:
-    """Warps of 32 threads (NVIDIA) or 64 (AMD); at least one."""
+    """Return the number of warps for this many threads: 32 each on NVIDIA, 64 on AMD; at least one."""
     return max(threads // (64 if torch.version.hip else 32), 1)
 
 
@@ -53,9 +53,9 @@ def register_gradient(
     op: CustomOpDef, gradient: Callable[..., Any], saved: Callable[[Sequence[Any], Any], Sequence[Any]],
     results: int = 1,
 ) -> None:  # fmt: skip
-    """Register ``gradient(*d_results, *saved(inputs, output))`` for the first inputs of an operation.
+    """Register ``gradient(*d_results, *saved(inputs, output))``, which returns gradients of the first inputs.
 
-    Only the first ``results`` are differentiable. ``saved`` returns tensors or None, then numbers.
+    Only the first ``results`` outputs are differentiable. ``saved``: tensors or None, then plain numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -81,7 +81,7 @@ def _reason_against(
 
 
 def kernel_order(*, deterministic: bool) -> list[SDPBackend]:
-    """Return sdpa's kernels on a GPU, best first; the last takes any input."""
+    """Return the kernels that torch's SDPA may use on a GPU, fastest first; the last supports any input."""
     # cuDNN takes unequal head sizes, and equal ones in 0.57 of flash's time (docs/model.md). Its backward is
     # not deterministic, and torch has no switch for it (checked: 2.11).
     return FLASH_FIRST if deterministic else [SDPBackend.CUDNN_ATTENTION, *FLASH_FIRST]
@@ -106,7 +106,7 @@ def _padded_flash(q_BSHE: Tensor, k_BSGE: Tensor, v_BSGV: Tensor, scale: float) 
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:
-    """Zero-pad each head to the next multiple of 8 of ``size``."""
+    """Zero-pad the last axis to ``size`` rounded up to a multiple of 8."""
     missing = -(-size // 8) * 8 - x.shape[-1]
     return F.pad(x, (0, missing)) if missing else x
 

@@ -19,7 +19,7 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 class Groups(Protocol):
     def group(self, axis: Axis) -> dist.ProcessGroup | None:
-        """None if the rank is alone in it."""
+        """Return this rank's process group along an axis; None if it has one rank."""
 
 
 def use_groups(groups: Groups | None) -> None:
@@ -59,12 +59,12 @@ def all_reduce(x: Tensor, axis: Axis, size: int, reduction: Reduction = "sum") -
 
 
 def all_to_all(x: Tensor, axis: Axis, size: int, split: int, join: int) -> Tensor:
-    """Send part i along ``split`` to rank i, join along ``join``. The gradient swaps both."""
+    """Send part i along dim ``split`` to rank i, concatenate along ``join``. The gradient swaps both."""
     return x if size == 1 else torch.ops.graphmoe.all_to_all(x, axis, size, split, join)
 
 
 def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Sum tensors of one dtype by one ``all_reduce``."""
+    """Return the sum of each tensor over the axis, by one ``all_reduce``; they have the same dtype."""
     if size == 1:
         return tensors
     total = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), axis, size)

@@ -1,7 +1,7 @@
 """Dispatch of tokens to the ranks that own their experts, and combine of the outputs.
 
-Suffixes: T tokens, K slots (top-k choices of a token), P ranks of ``ep_etp``, W = K * etp positions of a
-token in the send plan, S rows sent, N rows received, D hidden.
+A row is one token as sent to one rank; a slot is a (token, k-th choice) pair. Suffixes: T tokens, K choices,
+P ranks of ``ep_etp``, W = K * etp possible rows of a token, S rows sent, N rows received, D hidden.
 
 Each index of ``ep`` owns E / ep consecutive experts. Each of its etp ranks holds 1 / etp of their width, so a
 token is sent to all of them and their outputs are summed.
@@ -20,7 +20,7 @@ from graphmoe.plan.experts import Load
 
 
 class SendPlan(NamedTuple):
-    """Rows of tokens for each rank of ``ep_etp``, at most one per token and rank; int32 on the device."""
+    """Rows to send, by receiving rank, then token; at most one per token and rank. int32 on the device."""
 
     send_counts_P: Tensor  # rows for each rank
     send_ends_P: Tensor  # inclusive prefix sum of the counts
@@ -50,23 +50,23 @@ class Dispatcher(Protocol):
 
     @property
     def chunk(self) -> Load | None:
-        """Load that experts process, and recompute, at a time; None for all. Only without a capacity."""
+        """Load that experts process, or recompute, at a time; None for all. Only without a capacity."""
 
     @property
     def handle(self) -> tuple[str, ...]:
-        """Names of the last results of ``dispatch``, which ``combine`` reads."""
+        """Names of the last results of ``dispatch`` (the handle), which are arguments of ``combine``."""
 
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return tokens [N, D], slot weights [N, K], local experts int32 [N, K], and the handle.
+        """Return received tokens [N, D], routing weights [N, K], local experts int32 [N, K], and the handle.
 
-        Other slots and dead rows have expert -1. ``plan`` is a `SendPlan`. With a capacity the fourth tensor
-        is the N needed, int32 []: if it exceeds N, rows were dropped.
+        Expert -1 marks choices of other ranks' experts, and unused rows. ``plan`` is a `SendPlan`. With a
+        capacity the fourth result is the number of rows that arrived, int32 []; those beyond N were dropped.
         """
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor) -> Tensor:
-        """Sum the ranks' outputs for each token -> [T, D], in fp32 and in a fixed order."""
+        """Return each token's sum over the outputs of all ranks [T, D], added in fp32 in a fixed order."""
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
@@ -84,9 +84,9 @@ def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPla
 def plan_received(
     number_NK: Tensor, needed: Tensor, num_experts: int, capacity: Load
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plan received slots: end rows [L], row [N, K], slot [R], and load int32 [2]. No device sync.
+    """Sort slots by local expert: expert ends [L], each slot's index [N, K], its inverse [R], load [2].
 
-    Slots beyond the capacity have no row. The load is a `Load`: rows needed, and slots received.
+    The index is -1 for other ranks' experts and beyond capacity; the load is received rows and slots.
     """
     _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, num_experts)
     load = torch.stack([needed.int(), ends_L[-1]])
@@ -99,10 +99,10 @@ def register_exchange(
     way_back: Callable[[Sequence[Any], Sequence[Tensor]], Sequence[Any]],
     way_there: Callable[[Sequence[Any]], Sequence[Any]], token_tensor: Callable[[Sequence[Any]], Tensor],
 ) -> None:  # fmt: skip
-    """Register gradients of a dispatcher's operations, and fakes of those that return tokens.
+    """Register gradients of dispatch and combine, and fake versions of the operations that return tokens.
 
     Gradients are ``dispatch_grad(dreceived, dweight, *way_back(inputs, output))`` and ``combine_grad(dy,
-    *way_there(inputs))``. ``token_tensor`` returns a tensor with a row per token from their last arguments.
+    *way_there(inputs))``. From their last arguments, ``token_tensor`` picks a tensor with one row per token.
     """
 
     def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:

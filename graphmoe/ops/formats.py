@@ -54,7 +54,7 @@ def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtyp
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors for the rows of dy in its GEMM with x, and the scale of the result."""
+    """Return factors [R, 1] for dy's rows before wgrad's GEMM, and the scale of its result."""
     # wgrad contracts rows with different scales; rows with much smaller gradients can underflow to zero
     both_R1 = scale_R1 * of_x_R1
     largest = both_R1.amax().clamp(min=SMALLEST)
@@ -63,7 +63,7 @@ def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::fp8_transposed", mutates_args=())
 def _transposed(q_RC: Tensor, factor_R1: Tensor | None) -> Tensor:
-    """Transpose rows times their factors to q [C, R']; R' is R rounded up to 16, padded with zeros."""
+    """Multiply rows by factors, if any, and transpose -> q [C, R'], R' zero-padded to a multiple of 16."""
     rows, columns = q_RC.shape
     padded = rows + -rows % ALIGNED
     if q_RC.is_cuda:

@@ -58,7 +58,7 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Return the offsets that turn the bits of an fp32 maximum into its scale's exponent."""
+    """Return (a, b): the scale's exponent is (bits of the fp32 maximum + a) >> 23, minus b."""
     # The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
         dtype, (0x1FFFFF, 15)
@@ -83,14 +83,14 @@ def nan_unless_finite(amax: Tensor) -> Tensor:
 
 
 def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Return q [..., R, C] and fp32 scales [..., R, 1] of rows, or of each ``whole`` matrix."""
+    """Return q [..., R, C] and fp32 scales [..., R, 1] of rows; equal in each matrix if ``whole``."""
     amax = x_RC.abs().amax((-2, -1) if whole else -1, keepdim=True).float()
     scale_R1, inverse_R1 = scales_of(amax.expand(*x_RC.shape[:-1], 1), dtype)
     return (x_RC.float() * inverse_R1).to(dtype), scale_R1
 
 
 def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantize by a known scale, clamped to the range; infinities and NaN become NaN."""
+    """Quantize x by the given scale, clamped to the range of ``dtype``; infinities and NaN become NaN."""
     most = torch.finfo(dtype).max
     scaled = x.float() * (1 / scale)  # 1 / scale is a power of two, so nothing is rounded
     within = scaled.clamp(-most, most)
@@ -115,7 +115,7 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """Quantize by a known scale [1], as e5m2 if ``wide``; return q and the running maximum [1]."""
+    """Quantize by the given scale [1], to e5m2 if ``wide``; return q and max(``largest``, abs(x)) [1]."""
     dtype = wide_dtype() if wide else fp8_dtype()
     # rows first: Inductor fuses their maxima with the rows' producer
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
@@ -127,7 +127,7 @@ INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
 
 
 def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
-    """Return q and the delayed scale [1]; ``side`` is the input or output gradient of weight ``w``."""
+    """Quantize x, the input or output gradient (``side``) of ``w``, by its delayed scale; return both."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
     return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
 

@@ -11,14 +11,14 @@ from graphmoe.ops.grouped_mlp.reference import Plan
 
 
 class Known(NamedTuple):
-    """A delayed scale [1], and the running maximum [1], which is updated in place."""
+    """A delayed scale [1], and the running maximum [1] for later scales, updated in place."""
 
     scale: Tensor
     largest: Tensor
 
 
 class MlpSteps(NamedTuple):
-    """Steps that differ between formats, and between kernels and reference.
+    """Functions of the experts' MLP that differ between fp8 formats, and between kernels and reference.
 
     ``more``: quantized replica weights, whose rows follow those of own experts.
     """
@@ -39,7 +39,7 @@ class MlpSteps(NamedTuple):
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return y_TD and saved h; ``known``: the activation's delayed scale."""
+        """Return y_TD, and h to save: values and scales. ``known``: delayed scale of the activation."""
         parts = self.parts(plan, len(w_down[0]))
         y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
         h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
@@ -65,7 +65,7 @@ class MlpSteps(NamedTuple):
         dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
         more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dx_TD, dweight_TK, quantized dh and weighted activation, from transposed weights.
+        """Return dx_TD, dweight_TK, quantized dh and weighted activation. Weights are transposed.
 
         ``known_a`` and ``known``: delayed scales of the activation and of dh.
         """

@@ -23,19 +23,19 @@ class Gradient:
         report_added([self])
 
     def fill(self) -> None:
-        """Zero ``total`` if nothing was added."""
+        """Zero ``total`` if nothing was added in this step."""
         if not self.begun:
             self.total.zero_()
         self.begun = True
 
     def finish(self) -> None:
-        """End the step: the next ``add`` stores."""
+        """End the step: zero an unused ``total``, and let the next ``add`` overwrite it."""
         self.fill()
         self.begun = False
 
 
 def have_begun(gradients: Sequence[Gradient]) -> bool:
-    """Return whether any has begun; if so, zero the others."""
+    """Return whether any ``total`` holds a gradient of this step; if so, zero the others."""
     begun = any(gradient.begun for gradient in gradients)
     for gradient in gradients:
         if begun and not gradient.begun:
@@ -49,7 +49,7 @@ def begin(gradients: Sequence[Gradient]) -> None:
 
 
 def report_added(gradients: Sequence[Gradient]) -> None:
-    """Report that each ``total`` was added to, once all are written."""
+    """Call each gradient's ``on_added``, after all ``total`` are written."""
     # all were written before any is reported
     begin(gradients)
     for gradient in gradients:

@@ -20,7 +20,7 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ATen has one kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
+    """Return whether ATen has a grouped kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
     if dtype != torch.bfloat16 or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -28,7 +28,7 @@ LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that 
 def forward(
     h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results of `graphmoe::linear_cross_entropy`, ``rows`` tokens at a time."""
+    """Return the results of `graphmoe::linear_cross_entropy`, computed ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
     f32, device = torch.float32, h_TD.device
@@ -99,7 +99,7 @@ def _rows_kernel(
     logits, losses, labels, start, V, stride, ignore_index,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Loss of one row of logits; softmax - one-hot replaces it."""
+    """Store the loss of one token, and replace its logits by softmax - one-hot."""
     token, base = start + tl.program_id(0), logits + tl.program_id(0).to(tl.int64) * stride
     LANES: tl.constexpr = BLOCK // GROUP
     column = tl.arange(0, LANES)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

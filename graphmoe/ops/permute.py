@@ -1,8 +1,8 @@
-"""Routing plan and row movement: tokens to expert order and back.
+"""Routing plan, permute (tokens to rows in expert order) and unpermute (sum of a token's rows).
 
-Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows (T * K), D hidden. Passes
-replace these functions with ``torch.ops.graphmoe``, which also take unrouted slots (row -1), dead rows (R > T
-* K) and weights.
+A slot is a (token, k-th choice) pair, numbered t * K + k, its row the token's copy for that expert. Suffixes:
+T tokens, K choices, E experts, R rows (T * K), D hidden. Passes replace these functions with
+``torch.ops.graphmoe``, which also take unrouted slots (row -1), unused rows (R > T * K) and weights.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from graphmoe.ops import accumulator, has_kernel
 
 
 class RoutingPlan(NamedTuple):
-    """Row of each (token, slot): int32 on the device."""
+    """Rows sorted by expert, then token: int32 on the device."""
 
     counts_E: Tensor
     ends_E: Tensor  # inclusive prefix sum of the counts
@@ -24,7 +24,7 @@ class RoutingPlan(NamedTuple):
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
-    """Order (token, slot) pairs by expert, then token: int32. No sync."""
+    """Sort the slots by expert, then token; their ranks in this order are their rows. No device sync."""
     expert_R = expert_TK.reshape(-1)
     ones_R = torch.ones_like(expert_R)
     counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R.long(), ones_R)
@@ -65,7 +65,7 @@ class _Move(torch.autograd.Function):
 
 @torch.library.custom_op("graphmoe::routing_plan", mutates_args=())
 def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """counts_E, ends_E, row_TK, slot_R of `routing_plan`, int32; an id out of range gets row -1."""
+    """Return the int32 tensors of `routing_plan`; an expert id out of range gets row -1."""
     if expert_TK.is_cuda:
         from graphmoe.ops import permute_kernels
 
@@ -87,7 +87,7 @@ def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 def _permute_op(
     x_TD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None = None
 ) -> Tensor:
-    """Return the token of each live row, times its weight if given -> [R, D]."""
+    """Return the token of each routed row, times its weight if given -> [R, D]."""
     if has_kernel(x_TD):
         from graphmoe.ops import permute_kernels
 
@@ -106,7 +106,7 @@ def _permute_op(
 def _unpermute_op(
     y_RD: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor, weight_TK: Tensor | None
 ) -> Tensor:
-    """Sum over k, in order, of weight[t, k] * y[row[t, k]] -> [T, D] in the dtype of y, added in fp32."""
+    """Return the sum over k, in order, of weight[t, k] * y[row[t, k]] -> [T, D] like y, added in fp32."""
     if has_kernel(y_RD):
         from graphmoe.ops import permute_kernels
 
@@ -122,7 +122,7 @@ def _unpermute_op(
 
 @torch.library.custom_op("graphmoe::unpermute_weight_grad", mutates_args=())
 def _weight_grad_op(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """<dx[t], y[row[t, k]]> -> [T, K] fp32 (fp64 for fp64); 0 without row."""
+    """Return the dot products of dx[t] and y[row[t, k]] -> [T, K] fp32 (fp64 for fp64); 0 for row -1."""
     if has_kernel(y_RD) and dx_TD.dtype == y_RD.dtype:
         from graphmoe.ops import permute_kernels
 

@@ -1,4 +1,4 @@
-"""Row movement between tokens and expert order, and the routing plan.
+"""Kernels of permute, unpermute and the routing plan.
 
 Suffixes as in `graphmoe.ops.permute`. A program owns a tile of tokens and columns and loops over their K
 rows. The plan takes three launches and no sort, with C = ceil(T * K / BLOCK) chunks of slots and E + 1
@@ -33,14 +33,14 @@ def spread_rows(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, num_rows
 
 
 def sum_rows(y_RD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """As ``graphmoe::unpermute``. No device sync."""
+    """The same as ``graphmoe::unpermute``. No device sync."""
     x_TD = y_RD.new_empty(len(row_TK), y_RD.shape[1])
     _launch(_sum_kernel, y_RD.contiguous(), x_TD, row_TK, weight_TK)
     return x_TD
 
 
 def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """As ``graphmoe::unpermute_weight_grad``, in a fixed order. No device sync."""
+    """The same as ``graphmoe::unpermute_weight_grad``, summed in a fixed order. No device sync."""
     (tokens, slots), columns = row_TK.shape, y_RD.shape[1]
     dot_TK = torch.empty(tokens, slots, dtype=torch.float32, device=y_RD.device)
     if dot_TK.numel() == 0:
@@ -148,7 +148,7 @@ def _dot_kernel(
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Results of ``graphmoe::routing_plan``. No device sync."""
+    """Return the results of ``graphmoe::routing_plan``. No device sync."""
     expert_TK = expert_TK.contiguous()
     counts_E, ends_E = (_empty(expert_TK, num_experts) for _ in range(2))
     row_TK, slot_R = _empty(expert_TK, *expert_TK.shape), _empty(expert_TK, expert_TK.numel())

@@ -206,7 +206,7 @@ def gradients_of_block(
 
 
 def choose_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Kernel:
-    """Return the kernel, as ``graphmoe.ops.attention.kernel_order``."""
+    """Return the fastest kernel for these inputs, in the order of `ops.attention.kernel_order`."""
     if q.device.type == "cpu":
         return "cpu"
     largest = max(q.shape[-1], v.shape[-1])

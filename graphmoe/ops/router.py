@@ -1,7 +1,7 @@
 """The router: scores, group-limited top-k, weights and balance losses; fp32, no device sync.
 
-Suffixes: T tokens, E experts, K top-k slots, G expert groups, B sequences of S tokens (T = B * S). In a
-traced graph ``torch.ops.graphmoe.router`` replaces these functions, its reference.
+Suffixes: T tokens, E experts, K choices of a token, G expert groups, B sequences of S tokens (T = B * S). A
+pass replaces these functions by ``torch.ops.graphmoe.router``; they are its reference.
 """
 
 from typing import Any
@@ -18,14 +18,14 @@ LOW_LOGIT = -20.0  # below it a sigmoid is the exponential of its logit, to the 
 
 
 def scores_of(logits_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Softmax or sigmoid of the logits -> fp32 [T, E]."""
+    """Return softmax or sigmoid of the logits -> fp32 [T, E]."""
     if function is ScoreFunction.sigmoid:
         return logits_TE.float().sigmoid()
     return logits_TE.float().softmax(dim=-1)
 
 
 def relative_scores(logits_TE: Tensor, scores_TE: Tensor, function: ScoreFunction) -> Tensor:
-    """Scores of each token up to a common factor -> fp32 [T, E]."""
+    """Return scores up to a factor per token, so that low sigmoids don't underflow -> fp32 [T, E]."""
     if function is not ScoreFunction.sigmoid:
         return scores_TE
     is_low_T1 = logits_TE.amax(dim=-1, keepdim=True) < LOW_LOGIT
@@ -34,7 +34,7 @@ def relative_scores(logits_TE: Tensor, scores_TE: Tensor, function: ScoreFunctio
 
 
 def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
-    """The top_k experts of each token, best first -> int32 [T, K]. Ties go to the lower id."""
+    """Return the top_k experts of each token, best first -> int32 [T, K]. Ties go to the lower id."""
     # experts of the best groups only (DeepSeek-V2, section 2.2.2; DeepSeek-V3, section 2.1.2)
     if config.num_groups > 1:
         best = {
@@ -47,13 +47,13 @@ def select_experts(config: ModelConfig, choice_TE: Tensor) -> Tensor:
 
 
 def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
-    """Expert ids that load all experts equally, independent of scores -> int32 [T, K]."""
+    """Return expert ids that load all experts equally, independent of scores -> int32 [T, K]."""
     slot_R = torch.arange(num_tokens * top_k, device=device, dtype=torch.int32)
     return (slot_R % num_experts).view(num_tokens, top_k)
 
 
 def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
-    """Draw distinct experts by load -> int32 [T, K]. ``end_E`` int64: `graphmoe.plan.forced_loads.ends`."""
+    """Draw distinct experts by a forced load -> int32 [T, K]. ``end_E``: int64 `plan.forced_loads.ends`."""
     # Systematic sampling: a token takes the experts at K points one unit apart; points of neighbouring tokens
     # are the golden ratio apart, so any run of tokens has nearly the loads.
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
@@ -63,7 +63,7 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
 
 
 def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) -> Tensor:
-    """Slots of each sequence and expert -> fp32 [B, E]."""
+    """Return how often each sequence's tokens choose each expert -> fp32 [B, E]."""
     sequence_B1 = torch.arange(num_sequences, device=expert_TK.device).unsqueeze(1)
     # a flat axis: only this scatter_add has a deterministic GPU kernel
     bin_R = (expert_TK.view(num_sequences, -1) + num_experts * sequence_B1).flatten()
@@ -73,7 +73,7 @@ def count_per_sequence(expert_TK: Tensor, num_sequences: int, num_experts: int) 
 
 
 def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
-    """E * sum(load share * mean score), 1 at balance -> fp32 scalar."""
+    """Return E * sum(load share * mean score), 1 at balance -> fp32 scalar."""
     load_BE = counts_BE / counts_BE.sum(dim=-1, keepdim=True)
     return counts_BE.shape[-1] * (load_BE * mean_BE).sum(dim=-1).mean()
 
@@ -81,7 +81,7 @@ def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
 def balance_terms(
     config: ModelConfig, relative_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Mean normalised score and load -> two fp32 [B, E], or [1, E] if sequences are joined."""
+    """Return mean normalised scores and counts of choices, fp32 [B, E], or [1, E] over all sequences."""
     share_TE = relative_TE
     if config.score_function is ScoreFunction.sigmoid:
         share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
@@ -99,12 +99,12 @@ def balance_terms(
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """Mean squared logsumexp of the logits -> fp32 scalar (ST-MoE, arXiv 2202.08906, section 4)."""
+    """Return the mean squared logsumexp of logits -> fp32 scalar (ST-MoE, arXiv 2202.08906, section 4)."""
     return logits_TE.float().logsumexp(dim=-1).square().mean()
 
 
 def entropy(relative_TE: Tensor) -> Tensor:
-    """Mean entropy of the normalised scores, in nats."""
+    """Return the mean entropy of the normalised scores, in nats."""
     share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)
     return -(share_TE * share_TE.clamp_min(LOG_FLOOR).log()).sum(dim=-1).mean()
 
@@ -113,7 +113,7 @@ def weights_of(
     logits_TE: Tensor, scores_TE: Tensor, relative_TE: Tensor, expert_TK: Tensor, renormalise: bool,
     softmax_after_topk: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Weights of the chosen experts -> fp32 [T, K]."""
+    """Return the routing weights of the chosen experts -> fp32 [T, K]."""
     if softmax_after_topk:
         weight_TK = logits_TE.float().gather(1, expert_TK.long()).softmax(dim=-1)
     else:
@@ -124,7 +124,7 @@ def weights_of(
 
 
 def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
-    """Set choices to -inf outside the best groups, by sums of ``best`` choices or maxima."""
+    """Set scores to -inf outside the groups with the largest sums of ``best`` scores, or maxima."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     if best is None:
         score_TG = choice_TGE.amax(dim=-1)
@@ -136,7 +136,7 @@ def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best:
 
 
 def top_indices(values: Tensor, k: int) -> Tensor:
-    """Indices of the k largest; unlike torch.topk, ties go to the lower index."""
+    """Return the indices of the k largest [T, k]; unlike torch.topk, ties go to the lower index."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
@@ -146,10 +146,10 @@ def _forward(
     num_sequences: int, top_k: int, score: str, num_groups: int, topk_groups: int, group_top: int,
     renormalise: bool, softmax_after_topk: bool, scale: float, count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> weight_TK f32, expert_TK i32, counts_BE f32, share_sum_BE f32, z_sum f32 [], entropy_sum f32 [].
+    """Return weight_TK, expert_TK i32, counts_BE, share_sum_BE, z_sum [], entropy_sum []; all but ids fp32.
 
-    ``bias_E`` changes the choice, ``chosen_TK`` replaces it; with ``count_scores`` counts ignore bias and
-    groups. ``group_top`` best experts score a group.
+    ``bias_E`` changes the selection, ``chosen_TK`` replaces it; with ``count_scores`` counts ignore bias
+    and groups. A group's score is the sum of its ``group_top`` best.
     """
     assert logits_TE.dtype == torch.float32, logits_TE.dtype
     weighting = (renormalise, softmax_after_topk, scale)
@@ -248,7 +248,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def choose(choice_TE: Tensor, top_k: int, num_groups: int, topk_groups: int, group_top: int) -> Tensor:
-    """The top_k experts of each token, best first -> int32 [T, K]; NaN ranks last."""
+    """Return the top_k experts of each token, best first -> int32 [T, K]; NaN ranks last."""
     # NaN ranks last, so ids are valid and distinct
     choice_TE = choice_TE.masked_fill(choice_TE.isnan(), float("-inf"))
     if num_groups > 1:

@@ -1,7 +1,7 @@
 """Triton kernels of the router: forward, sum of its partial results, and backward.
 
-Suffixes as in `ops.router`; P programs. A block has TOKENS rows and WIDTH columns: experts padded to a power
-of two, with groups both of their axes.
+Suffixes as in `ops.router`; P programs. A tile is TOKENS x WIDTH: experts, padded to a power of two; if they
+are grouped, the number of groups and their size are each padded.
 """
 
 # mypy: allow-untyped-defs
@@ -30,7 +30,7 @@ def forward(
     score: str, num_groups: int, topk_groups: int, group_top: int, renormalise: bool,
     softmax_after_topk: bool, scale: float, count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Results of ``graphmoe::router``."""
+    """Return the results of ``graphmoe::router``."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
@@ -66,7 +66,7 @@ def backward(
     logits_TE: Tensor, expert_TK: Tensor, num_sequences: int, score: str, renormalise: bool,
     softmax_after_topk: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Gradient of the logits, fp32 [T, E]."""
+    """Return the gradient of the logits, fp32 [T, E]."""
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=torch.float32, device=logits_TE.device)
     width = triton.next_power_of_2(E)
@@ -138,7 +138,7 @@ def _limit_to_groups(
 
 @triton.jit
 def scores_of(x, SIGMOID: tl.constexpr):
-    """Scores, relative scores, their sum, shares, softmax, logsumexp, low flags; -inf pads logits."""
+    """Return scores, `relative_scores`, their sum, shares of it, softmax, logsumexp, low-logit flags."""
     highest = tl.max(x, 1)
     power = tl.exp(x - highest[:, None])
     total = tl.sum(power, 1)
@@ -158,7 +158,7 @@ def _pick(
     key, value, id_1E, chosen_row, live,
     K: tl.constexpr, SLOTS: tl.constexpr, FILL: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Ids and values of the K best keys, best first, or of the chosen; and their count per column."""
+    """Return ids and values of each token's K best keys, or of given ids, and counts per expert."""
     slot = tl.arange(0, SLOTS)[None, :]
     ids = tl.zeros((key.shape[0], SLOTS), tl.int32)
     picked = tl.full((key.shape[0], SLOTS), FILL, tl.float32)
@@ -191,7 +191,7 @@ def _forward_kernel(
     AFTER_TOPK: tl.constexpr, COUNT_SCORES: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every ``programs``-th block of one sequence."""
+    """Route one sequence: a program processes every ``programs``-th tile, and stores sums in ``partial``."""
     WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     id_E, real = _columns(E // GROUPS, GROUPS, PADDED_GROUPS, PADDED_SIZE)
@@ -247,7 +247,7 @@ def _sum_kernel(
     partial, counts, share, z_sum, entropy_sum, programs, all_programs,
     E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Counts and shares of a sequence, COLUMNS per program; the last one of sequence 0: z, entropy."""
+    """Sum ``partial``: counts and shares per sequence, COLUMNS a program; the last: z, entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         column = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -268,7 +268,7 @@ def _backward_kernel(
     E: tl.constexpr, K: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
     AFTER_TOPK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Recompute the scores, then the chain rule over all experts."""
+    """Recompute the scores, and store the gradient of the logits."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     column = tl.arange(0, WIDTH)[None, :]
     live, real = token < T, column < E

@@ -12,7 +12,7 @@ from graphmoe.ops import accumulator, has_kernel, register_gradient
 
 @torch.library.custom_op("graphmoe::swiglu", mutates_args=())
 def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
-    """silu(gate) * up * weight ([R], [R, 1] or None) in fp32 -> [R, F] in the dtype of h. No sync."""
+    """Return silu(gate) * up * weight ([R], [R, 1] or None) -> [R, F] like h; fp32 inside. No device sync."""
     if has_kernel(h_RH):
         from graphmoe.ops import swiglu_kernels
 
@@ -26,7 +26,7 @@ def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::swiglu_backward", mutates_args=())
 def _gradients(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """dh [R, H] in the dtype of h, dweight like the weight ([0] fp32 without one)."""
+    """Return dh [R, H] in the dtype of h, and dweight like the weight ([0] fp32 without one)."""
     if has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
         from graphmoe.ops import swiglu_kernels
 

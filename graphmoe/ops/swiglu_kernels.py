@@ -1,4 +1,4 @@
-"""Kernels of `graphmoe.ops.swiglu`, one launch each, live rows only."""
+"""Kernels of `graphmoe.ops.swiglu`, one launch each; unused rows are skipped."""
 
 # mypy: allow-untyped-defs
 # The arguments of a Triton function have no Python types.

@@ -1,6 +1,6 @@
 """Kernels of block-scaled operands, and of mxfp8 GEMMs.
 
-Suffixes as in the package. BLOCK is the number of rows or columns with one scale, MX the kind of scale.
+Suffixes as in the package. BLOCK neighbouring elements share a scale; with MX the format is mxfp8.
 """
 
 # mypy: allow-untyped-defs
@@ -42,7 +42,7 @@ def squares_kernel(
     w_ptr, q_ptr, scale_ptr,
     N: tl.constexpr, K: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a weight [N, K] or its transpose by squares; scales have PADDED columns."""
+    """Quantize a weight [N, K], or if TURNED its transpose, by square blocks; scales have PADDED columns."""
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
     n = (column if TURNED else row) + tl.arange(0, BLOCK)
     k = (row if TURNED else column) + tl.arange(0, BLOCK)
@@ -73,7 +73,7 @@ def load_mx(
     q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize [ROWS, COLUMNS] from column ``first``; zero from column LIMIT on, and in masked rows."""
+    """Return a dequantized tile [ROWS, COLUMNS]; 0 from column LIMIT on and in masked rows."""
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     q = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // BLOCK, BLOCK)
     scale = powers_of(tl.load(scale_ptr + of_scales, known, other=0))
@@ -85,7 +85,7 @@ def store_mx(
     x, q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store `quantise_mx` of x [ROWS, COLUMNS] as `load_mx` reads it."""
+    """Quantize a tile x [ROWS, COLUMNS] to mxfp8 and store values and scales as `load_mx` reads them."""
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     blocks = x.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
     scale, inverse = scales_of(tl.max(tl.abs(blocks), 2), True)
@@ -99,7 +99,7 @@ def store_turned(
     x, q_ptr, scale_ptr, at, first, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and transpose x [ROWS, COLUMNS], from row ``at``, column ``first`` -> q [C, PADDED]."""
+    """Transpose x, the tile at row ``at`` and column ``first``, and store it quantized in q [C, PADDED]."""
     row, column = at + tl.arange(0, ROWS), (first + tl.arange(0, COLUMNS)).to(tl.int64)
     is_column = column < C
     blocks = x.reshape(ROWS // BLOCK, BLOCK, COLUMNS)
@@ -133,9 +133,9 @@ def turned_kernel(
     x_ptr, of_x_ptr, q_ptr, scale_ptr, R, PADDED,
     C: tl.constexpr, MX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Requantize x [R, C], with scales if any, along the rows -> q [C, PADDED].
+    """Transpose x [R, C], dequantized if it has scales, and quantize it in blocks along R -> q [C, PADDED].
 
-    The third axis of programs enumerates matrices without scales.
+    The third axis of the grid is the matrix, of several without scales.
     """
     of_matrix = tl.program_id(2).to(tl.int64) * C
     x_ptr += of_matrix * R
@@ -177,7 +177,7 @@ def mx_product_kernel(
     N: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [R, N] = x [R, C] @ w [N, C].T, both with scales along C; EVEN: C is whole tiles."""
+    """``out`` [R, N] = x [R, C] @ w [N, C].T, both with scales along C; EVEN: C is a multiple of BLOCK_C."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     row_tile, column_tile = in_turns(tl.program_id(0), tl.cdiv(R, BLOCK_M), COLUMN_TILES, GROUP)
     row, column = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

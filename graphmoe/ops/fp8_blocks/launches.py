@@ -45,7 +45,7 @@ def quantise_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`reference.turned`, or mxfp8 of matrices without scales."""
+    """`reference.turned`; without scales ``of_x``, quantize transposed matrices [..., C, R] to mxfp8."""
     from graphmoe.ops.fp8_blocks.kernels import turned_kernel
 
     x_RC = x_RC.contiguous()
@@ -80,7 +80,7 @@ def product(
 def blockwise_product(
     q_RK: Tensor, scale_BR: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Call torch's GEMM with the scale layout that it needs: contiguous along rows or contracted blocks."""
+    """Call torch's scaled GEMM -> [R, N], with scales in the column-major layout that it requires."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     kind = ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128

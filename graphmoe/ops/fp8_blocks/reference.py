@@ -20,7 +20,7 @@ def is_mx(scale: Tensor) -> bool:
 
 
 def mx_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale's byte for fp32 ``amax`` (at least 2^-127) and the scale's inverse.
+    """Return the e8m0 byte of the scale for fp32 ``amax``, at least 2^-127, and the scale's inverse.
 
     Both are NaN if amax is not finite.
     """
@@ -49,7 +49,7 @@ def quantise_mx(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def values(q_RC: Tensor, scale: Tensor) -> Tensor:
-    """Dequantize rows of either recipe to fp32."""
+    """Dequantize blockwise or mxfp8 rows -> fp32 [R, C]."""
     scale_RB = mx_powers(scale) if is_mx(scale) else scale.t()
     return (q_RC.float().view(*scale_RB.shape, -1) * scale_RB[:, :, None]).view(q_RC.shape)
 
@@ -60,7 +60,7 @@ def square_values(q_NK: Tensor, scale_NB: Tensor) -> Tensor:
 
 
 def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantize a weight or its transpose: q [N, K], scales [N / 128, B] of blocks of 128 x 128."""
+    """Quantize a weight or its transpose: q [N, K], scales [N / 128, B] of 128 x 128 blocks."""
     w_NK = w_NK.t().contiguous() if turned else w_NK
     N, K = w_NK.shape
     tiles = w_NK.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK).permute(0, 2, 1, 3).reshape(-1, BLOCK * BLOCK)
@@ -70,7 +70,7 @@ def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Requantize rows along the rows -> q [C, R'], R' padded with zeros to whole blocks."""
+    """Dequantize, transpose, quantize in blocks along R -> q [C, R'], zero-padded to whole blocks."""
     # with power-of-two scales, requantization rounds only numbers under 2^-13 of the largest in their new
     # block, and in mxfp8 those above 448 scales
     x_RC = values(q_RC, scale)
@@ -81,7 +81,7 @@ def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """GEMM [R, N] of quantized rows and a weight of ``squares`` or rows."""
+    """Return x @ w.T [R, N]; a weight's scales are of 128 x 128 blocks if ``squares``, else as of rows."""
     w_NK = square_values(q_NK, of_w) if squares else values(q_NK, of_w)
     return (values(q_RK, scale) @ w_NK.t()).to(dtype)
 

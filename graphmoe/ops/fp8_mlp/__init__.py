@@ -86,9 +86,9 @@ def _forward(
     dtype: torch.dtype, recipe: str, known_a: Tensor | None = None, largest_a: Tensor | None = None,
     expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return y [T, D], and h saved for the backward: hq [R, H], hs [R, B]. Weights are those of `rows`.
+    """Return y [T, D], and h saved for the backward: hq [R, H], hs [R, B]. `rows` quantized the weights.
 
-    Last result: the running maximum [1] of the activation if its scale is known, else [0].
+    Last result: the running maximum [1] of the activation if it has a delayed scale, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -118,8 +118,7 @@ def _dgrad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
-    Weights are those of `columns`. Last result: the running maximum [1] of dh if its scale is known, else
-    [0].
+    `columns` quantized the weights. Last result: the running maximum [1] if dh has a delayed scale, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -176,7 +175,7 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, hq and hs of a layer; with ``carries`` x is a carrier of `ops.symm.stored`."""
+    """Return y [T, D], hq [R, H], hs [R, B]; with ``carries`` x is an fp8 carrier (`ops.symm.stored`)."""
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
@@ -190,7 +189,7 @@ def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Ten
 def mlp_gradients(
     dy_TD: Tensor, hq_RH: Tensor, hs_RB: Tensor, *layer: Tensor, recipe: str, carries: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return gradients of x, weights and slot weights; with ``carries`` x and dy are carriers."""
+    """Return gradients of x, both weights and routing weights; with ``carries`` x and dy are fp8 carriers."""
     x_TD, w_gate_up, w_down, weight_TK, *plan = layer
     plan, replicas = plan[:3], plan[3:]
     ops, by, dtype = torch.ops.graphmoe, KERNELS[recipe], x_TD.dtype

@@ -143,9 +143,9 @@ def _product(
 def _by_rows(
     name: str, tensors: Sequence[Tensor | None], largest: Tensor | None, plan: Plan, F: int, of_thread: int
 ) -> None:
-    """Launch a kernel whose programs own whole rows; ``of_thread`` is the columns of a thread.
+    """Launch kernel ``name``, whose programs process whole rows, with ``of_thread`` columns per thread.
 
-    ``largest`` [1] is the running maximum.
+    ``largest`` [1], a running maximum, is updated in place.
     """
     import triton
 
@@ -171,7 +171,7 @@ def _by_rows(
 def _transposed(
     of: tuple[Tensor, Tensor | None], other: Tensor | None, scale_E: Tensor | None, plan: Plan, table: Tensor
 ) -> Tensor:
-    """Transpose experts' rows -> [C, padded]; without ``scale_E`` they are gathered tokens."""
+    """Transpose experts' rows -> [C, padded]; without ``scale_E``, gather them from tokens."""
     from graphmoe.ops.fp8_mlp.kernels import transposed_kernel
 
     (q, own), max_tiles, C = of, len(table) // 2, of[0].shape[1]

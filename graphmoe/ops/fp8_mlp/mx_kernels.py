@@ -23,7 +23,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [R, N] = ``w[e(r)] @ x[r]``; x is [T, C] with GATHER, else [R, C]; w is [E, N, C]."""
+    """``out[r] = w[e(r)] @ x[r]``, e(r) the row's expert; x is [R, C], or [T, C] with GATHER."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     # C is not constexpr: a short loop would be unrolled, into more than registers hold
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
@@ -118,7 +118,7 @@ def turned_kernel(
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
     BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Requantize rows of [R, C], or with GATHER of [T, C], along the rows -> q [C, padded]."""
+    """Transpose each expert's rows, of [R, C] or with GATHER [T, C], and requantize them -> q [C, padded]."""
     tile, first = tl.program_id(0), tl.program_id(1) * COLUMNS
     if tile < tl.load(table_ptr):
         expert = tl.load(table_ptr + 1 + tile)
@@ -138,10 +138,10 @@ def weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [E, M, N] = the product of an expert's rows; ADD adds to it.
+    """wgrad: ``out[e]`` = left @ right.T over the rows of expert e; ADD adds to ``out`` [E, M, N].
 
-    Operands are [M, padded] and [N, padded]; an expert starts at a tile of BLOCK_R rows. With BEHIND,
-    ``in_front`` experts precede, and experts after the last one with rows are unwritten.
+    Operands are [M, padded] and [N, padded]; an expert starts at a multiple of BLOCK_R. BEHIND: replicas
+    after ``in_front`` own experts; those after the last one with rows are not written.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -72,7 +72,7 @@ def _wgrad(
 
 
 def turned_rows(of: Stored, plan: Plan, table: Tensor, *, gathers: bool) -> Stored:
-    """Requantize rows of experts, or gathered tokens, along the rows -> q [C, padded] and scales."""
+    """Transpose and requantize experts' rows, or if ``gathers`` their tokens -> q [C, padded] and scales."""
     from graphmoe.ops.fp8_mlp.mx_kernels import turned_kernel
 
     max_tiles, C = len(table) // 2, of[0].shape[1]

@@ -17,7 +17,7 @@ Parts = Sequence[tuple[int, slice]]  # experts that have rows, and their rows
 
 
 class Rounding(NamedTuple):
-    """Arithmetic of a format."""
+    """Functions of an fp8 format."""
 
     # quantizes live rows [R, C] to a dtype, by a scale if one is known; see _by_rows
     rows: Callable[..., Stored]

@@ -1,7 +1,7 @@
 """The routed experts of a layer as one operation: gather, SwiGLU MLP of each expert, weighted sum.
 
-Suffixes: T tokens, K slots (top-k choices of a token), E experts, R routed rows, D hidden, F expert width, H
-= 2F (gate, then up).
+A slot is a (token, k-th choice) pair, its row the token's copy for that expert, in expert order. Suffixes: T
+tokens, K choices, E experts, R rows, D hidden, F expert width, H = 2F (gate, then up).
 
 With ``expert_RS`` it also computes on replicas of other ranks' experts (`graphmoe.ops.replicas`): it fetches
 their weights and reduces their gradients to the owners.
@@ -34,7 +34,7 @@ Sides = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def row_of(name: str) -> Backend:
-    """Return the backend of a name, or a user's own by its import path. Raises ConfigError."""
+    """Return the backend with this name or import path. Raises ConfigError."""
     return FP8_BACKENDS.get(name) or look_up(BACKENDS, name, KEY, Backend)
 
 
@@ -81,7 +81,7 @@ def _dgrad(
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx_TD, dweight_TK, and for the weight gradients dh_RH and the weighted activation a_RF."""
+    """Return dx_TD, dweight_TK, and for wgrad dh_RH and a_RF, the activation times its routing weight."""
     more = _pulled((w_gate_up, w_down), expert_RS, (more_gate_up, more_down))
     experts = Experts(w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *more)
     return _kernels(backend, "dgrad", dy_TD).dgrad(dy_TD, h_RH, experts)
@@ -93,7 +93,7 @@ def _wgrad(
     ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows.
+    """Return dw_gate_up [E, H, D] and dw_down [E, D, F]; exactly zero for experts without rows.
 
     Gradients of replicas are summed in fp32 and rounded once.
     """
@@ -114,7 +114,7 @@ def _wgrad_into(
     ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
     backend: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Store dw_gate_up and dw_down in fp32 tensors, or add; only triton does so from fp32 sums."""
+    """Store or add dw_gate_up and dw_down in fp32 tensors; backends other than triton round them before."""
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)
     if expert_RS is None:
@@ -128,7 +128,7 @@ def _hidden(
     x_TD: Tensor, w_gate_up: Tensor, slot_R: Tensor, row_TK: Tensor, ends_E: Tensor,
     backend: str, expert_RS: Tensor | None = None, more_gate_up: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Recompute h [R, H] of ``grouped_mlp``, bitwise. Has no gradient."""
+    """Recompute h [R, H] of ``grouped_mlp``, bitwise equal. Has no gradient."""
     plan = Plan(slot_R, row_TK, ends_E)
     more = _pulled((w_gate_up,), expert_RS, (more_gate_up,), again=True)
     return _kernels(backend, "forward", x_TD).hidden(x_TD, w_gate_up, plan, *more)
@@ -160,9 +160,9 @@ def wgrad_in_two(
     kernels: Backend, given: Sides, plan: Plan, totals: tuple[Tensor, Tensor], add: bool,
     of_more: Sequence[Tensor],
 ) -> None:  # fmt: skip
-    """Store or add weight gradients of own experts; store those of replicas in ``of_more``.
+    """Store or add weight gradients of own experts in ``totals``; store those of replicas in ``of_more``.
 
-    In each half of ``of_more`` gradients are stored up to the last replica with rows.
+    In each half of ``of_more``, replicas after the last one with rows are not written.
     """
     # Backends other than triton write zeros for each expert without rows. On a GPU they compute the first
     # half, as all are seldom used, and kernels that skip experts without rows compute the others.
@@ -183,7 +183,7 @@ def wgrad_in_two(
 def weight_shapes(
     x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, ends_E: Tensor, expert_RS: Tensor | None
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Shapes of both weights of this rank's own experts, from the operands of their gradients."""
+    """Return the shapes of own w_gate_up and w_down, without replicas."""
     (H, D), F = (dh_RH.shape[1], x_TD.shape[1]), a_RF.shape[1]
     E = ends_E.shape[0] - (0 if expert_RS is None else expert_RS.shape[1])
     return (E, H, D), (E, D, F)
@@ -217,7 +217,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _row_gradients(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor | None]:
-    """dx_TD, dweight_TK, arguments of the weight gradients, and expert_RS."""
+    """Return dx_TD, dweight_TK, the tensor arguments of ``_wgrad``, and expert_RS."""
     x_TD, *experts, expert_RS, more_gate_up, more_down, h_RH = ctx.saved_tensors
     replicas = expert_RS, more_gate_up, more_down
     dgrad = torch.ops.graphmoe.grouped_mlp_dgrad
@@ -261,6 +261,6 @@ class _Accumulating(torch.autograd.Function):
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
     """``graphmoe::grouped_mlp`` whose backward adds gradients of both weights to ``totals``.
 
-    For a backward without a graph: compiled units add by their graphs (`runtime.compile.code`).
+    For code that is not compiled: compiled units add in their own graphs (`runtime.compile.code`).
     """
     return _Accumulating.apply(totals, backend, *arguments)

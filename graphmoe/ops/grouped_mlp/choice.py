@@ -89,7 +89,7 @@ def recalled(
     memory: Memory | None, name: str, facts: Mapping[str, Any], is_answer: Callable[[Any], bool],
     measure: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the valid stored answer for the facts; else measure, and store the result."""
+    """Return the stored answer for ``facts`` if valid; else measure, store and return one."""
     known = None if memory is None else memory.recall(name, facts)
     if known is not None and is_answer(known):
         return dict(known)
@@ -171,7 +171,7 @@ def call_op(direction: str, *arguments: Any) -> Any:
 def random_routing(
     shape: MlpShape, generator: torch.Generator
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return slot weights and plan of tokens that choose experts by a softmax of random logits."""
+    """Return routing weights [T, K] and routing plan of tokens routed by a softmax of random logits."""
     logits_TE = torch.randn(shape.T, shape.E, generator=generator, device=generator.device)
     weight_TK, expert_TK = logits_TE.softmax(-1).topk(min(shape.K, shape.E))
     _, ends_E, row_TK, slot_R = torch.ops.graphmoe.routing_plan(expert_TK.int(), shape.E)
@@ -182,7 +182,7 @@ def random_inputs(
     direction: str, shape: MlpShape, weight_TK: Tensor, plan: tuple[Tensor, Tensor, Tensor],
     generator: torch.Generator,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the arguments of `call_op` before the backend: normal numbers."""
+    """Return the arguments of `call_op` that precede the backend, filled with random normal numbers."""
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:
         numbers = torch.randn(size, generator=generator, device=generator.device)
@@ -207,7 +207,7 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the facts besides sizes that affect times."""
+    """Return the facts besides sizes that affect times: device, versions, hash of the sources."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,

@@ -18,7 +18,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Plan(NamedTuple):
-    """Routed rows, as `graphmoe.ops.permute` plans them; a slot without a local row has row -1."""
+    """Routing plan, as in `graphmoe.ops.permute`; slots of other ranks' experts have row -1."""
 
     slot_R: Tensor
     row_TK: Tensor
@@ -58,23 +58,23 @@ class Backend(Protocol):
         """Return why the device or dtype rules the backend out, or None."""
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """y_TD and h_RH."""
+        """Return y_TD and h_RH."""
 
     def hidden(
         self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None
     ) -> Tensor:
-        """h_RH alone."""
+        """Return h_RH."""
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dx_TD, dweight_TK, dh_RH, a_RF."""
+        """Return dx_TD, dweight_TK, dh_RH, a_RF (the activation times its routing weight)."""
 
     def wgrad(
         self, dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan,
         totals: tuple[Tensor, Tensor] | None = None, add: bool = False,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """dw_gate_up and dw_down; with ``totals`` stored there in fp32, or added.
+        """Return dw_gate_up and dw_down; with ``totals``, store them there in fp32, or add.
 
-        Rows after the plan's last end are not read: on a GPU they may be those of replicas.
+        Rows after the plan's last end are not read: on a GPU they may belong to replicas.
         """
 
 
@@ -130,9 +130,9 @@ def _joined(w: Tensor, more: Tensor | None) -> Tensor:
 def store(
     totals: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool, ends_E: Tensor | None = None
 ) -> None:
-    """Store gradients in totals of another dtype, or add them.
+    """Copy gradients to ``totals`` of another dtype, or add them.
 
-    On a GPU with ``ends_E`` of experts behind others, only up to the last expert with rows.
+    On a GPU with ``ends_E`` (of replicas), only up to the last expert with rows.
     """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):
@@ -162,7 +162,7 @@ def row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
 
 
 def slot_values(value_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Return the value of each slot's row, 0 without one."""
+    """Return the value of each slot's row [T, K]; 0 for a slot without a row."""
     if len(value_R) == 0:
         return value_R.new_zeros(row_TK.shape)
     return value_R[row_TK.clamp(min=0)].masked_fill(row_TK < 0, 0)

@@ -1,6 +1,6 @@
 """The grouped GEMM of routed rows: one persistent kernel with several epilogues, and its table of tiles.
 
-Suffixes: R routed rows, E experts, K slots, C contracted width, N columns, F expert width, H = 2F. BLOCK_M,
+Suffixes: R routed rows, E experts, K choices, C contracted width, N columns, F expert width, H = 2F. BLOCK_M,
 BLOCK_N and BLOCK_C are the sizes of a tile: rows, columns, contracted elements of a step.
 
 One of P programs computes every P-th tile. `tiles_kernel` builds a table of row tiles from ``ends_E``: the
@@ -19,9 +19,9 @@ def tiles_kernel(
     ends_ptr, table_ptr, max_tiles,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BEHIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill [1 + 2 * max_tiles] int32: number of row tiles, expert of each, first row of each.
+    """Fill a table int32 [1 + 2 * max_tiles]: number of row tiles, expert of each, first row of each.
 
-    BEHIND is 1 if the end of an expert precedes ``ends``, else 0.
+    BEHIND is 1 if ``ends`` are replicas', so ends of own experts precede them in memory; else 0.
     """
     experts = tl.arange(0, BLOCK_E)
     known = experts < E
@@ -63,7 +63,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, AHEAD: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``w[e(r)] @ x[r]`` for every live row, then EPILOGUE.
+    """Compute ``w[e(r)] @ x[r]`` for every routed row r, of expert e(r), then EPILOGUE.
 
     x is [R, C] for "store", else [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
     [E, C, N].
@@ -257,7 +257,7 @@ def store_halves(product, live, column, h_ptr, N: tl.constexpr, M: tl.constexpr,
 def swiglu(
     product, live, column, weight, h_ptr, a_ptr, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store gate, up and the activation of the rounded two, as the backward recomputes it."""
+    """Store gate and up, and the activation of their rounded values, which the backward can recompute."""
     gate, up = store_halves(product, live, column, h_ptr, N, M, COLUMNS)
     columns = column + tl.arange(0, COLUMNS)
     mask = live[:, None] & (columns < N)[None, :]

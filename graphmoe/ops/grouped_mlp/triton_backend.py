@@ -2,7 +2,7 @@
 epilogue.
 
 Suffixes as in the package; C and N are the contracted and output width of a GEMM of rows, M and N the axes of
-a weight. Replicas have a second launch, which ends at once if they have no rows. No call waits for the
+a weight. Replicas have a second launch, which exits at once if they have no rows. No call waits for the
 device, and every sum has a fixed order. The module is a `reference.Backend`.
 """
 
@@ -77,7 +77,7 @@ def wgrad(
 def wgrad_of_more(
     dy_TD: Tensor, x_TD: Tensor, dh_RH: Tensor, a_RF: Tensor, plan: Plan, of_more: Sequence[Tensor]
 ) -> None:
-    """Store weight gradients of the plan's last experts, up to the last with rows."""
+    """Store weight gradients of the replicas, the last experts of the plan, up to the last one with rows."""
     more = plan._replace(ends_E=plan.ends_E[-len(of_more[0]) :])
     _weight_grad("up_wgrad", dh_RH, x_TD, more, of_more[0], behind=True)
     _weight_grad("down_wgrad", dy_TD, a_RF, more, of_more[1], behind=True)
@@ -88,7 +88,7 @@ Part = tuple[Tensor, Tiles]
 
 
 def parts_of(plan: Plan, own: int) -> list[Part]:
-    """Return own experts, and replicas if any."""
+    """Return ends and tile tables of the own experts, then of replicas if any."""
     ends_E, num_rows = plan.ends_E, len(plan.slot_R)
     parts = [(ends_E[:own], row_tiles(ends_E[:own], num_rows))]
     if len(ends_E) > own:
@@ -97,9 +97,9 @@ def parts_of(plan: Plan, own: int) -> list[Part]:
 
 
 def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
-    """Return the table of row tiles of a height (`tiles_kernel`), each made once.
+    """Return a cached function from a tile height to the table of row tiles (`tiles_kernel`).
 
-    ``behind``: ``ends_E`` continues other ends, the last of which is the start of its first expert.
+    ``behind``: ``ends_E`` are replicas', a view of a tensor in which ends of own experts precede them.
     """
     import triton
 
@@ -124,7 +124,7 @@ def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
 
 
 def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
-    """Add the parts of each slot's row in order -> [T, K] fp32; 0 without a row."""
+    """Sum ``partial`` [parts, R] in order, for each slot's row -> fp32 [T, K]; 0 without a row."""
     from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
 
     sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
@@ -140,9 +140,9 @@ def _weight_grad(
     step: str, left: Tensor, right: Tensor, plan: Plan, total: Tensor | None = None, *,
     add: bool = False, behind: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Gradient [E, M, N] of weights: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
+    """Return a weight's gradient [E, M, N]: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
-    Stored in or added to ``total`` if given. Experts ``behind`` others get none after the last one with rows.
+    Store it in ``total`` if given, or add. If ``behind``, replicas after the last with rows are not written.
     """
     import triton
 
@@ -270,7 +270,7 @@ def _weight_descriptor(w: Tensor, step: str, config: Config) -> Any:
 def grids(
     parts: Sequence[Part], weights: Sequence[tuple[Tensor, Tensor]], tile: Config
 ) -> Iterator[tuple[int, Tensor, Tensor, int, tuple[Tensor, Tensor]]]:
-    """Yield (programs, ends_E, table of row tiles, its capacity, weights) of each part with row tiles."""
+    """Yield (programs, ends_E, tile table, its capacity, weights): own experts, then replicas if any."""
     for (ends_E, tiles), weight in zip(parts, weights, strict=True):
         table, columns = tiles(tile.block_m), weight[0].shape[1]
         max_tiles = len(table) // 2

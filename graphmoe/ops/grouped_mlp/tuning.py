@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Config:
-    """Launch of a kernel. A tile of the result is block_m x block_n, a step contracts block_k."""
+    """Launch settings of a GEMM kernel: tiles are block_m x block_n, one loop iteration contracts block_k."""
 
     block_m: int
     block_n: int
@@ -57,7 +57,7 @@ BLOCK_R = 128  # rows of a tile of an fp8 weight gradient, to which each expert'
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
-    """Return the config of a step on a device of `kind_of`; rows per expert set the tile height."""
+    """Return the config of a GEMM (``step``) on a ``kind`` of device; few rows per expert lower tiles."""
     if kind == "cpu":
         return _INTERPRETER
     if dtype == torch.float32:
@@ -67,7 +67,7 @@ def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> C
 
 
 def fp8_config(table: Mapping[str, Config], kind: str) -> Config:
-    """Return the config of fp8 GEMMs on a device of `kind_of`, by a table of kinds."""
+    """Return the entry of ``table`` for a ``kind`` of device, else a default."""
     return _INTERPRETER_FP8 if kind == "cpu" else table.get(kind, _SMALL_FP8)
 
 

@@ -1,7 +1,7 @@
 """wgrad of a grouped GEMM: one persistent kernel, expert by expert.
 
-Suffixes: R routed rows, T tokens, E experts, K slots, M and N the axes of a weight. BLOCK_M and BLOCK_N are
-the sizes of a tile of the result, BLOCK_R the rows of a step.
+Suffixes: R routed rows, T tokens, E experts, K choices, M and N the axes of a weight. BLOCK_M and BLOCK_N are
+the sizes of a tile of the result, BLOCK_R the rows of one loop iteration.
 """
 
 # mypy: allow-untyped-defs
@@ -19,7 +19,7 @@ INTO_BLOCK, INTO_PROGRAMS = 4096, 1024
 
 
 def into(total: Tensor, gradient: Tensor, *, add: bool, ends_E: Tensor | None = None) -> None:
-    """Store a gradient in another dtype, or add it, in one launch (half the time of torch's copy)."""
+    """Copy a gradient to a total of another dtype, or add it, in half the time of torch's copy."""
     assert total.is_contiguous() and total.shape == gradient.shape
     size, E = total.numel(), 0 if ends_E is None else len(ends_E)
     if size:
@@ -42,8 +42,8 @@ def weight_grad_kernel(
     """``out[e]`` [E, M, N] = sum of outer(left[r], right[r]) over the rows of e; ADD adds to it.
 
     With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and
-    right is [T, N]. BEHIND is 1 if the end of an expert precedes ``ends``, else 0; then experts after the
-    last one with rows are unwritten.
+    right is [T, N]. BEHIND is 1 if ``ends`` are replicas', preceded by those of own experts, else 0;
+    replicas after the last one with rows are not written.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     N_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -101,7 +101,7 @@ def weight_grad_kernel(
 
 @triton.jit
 def with_rows(ends_ptr, E, BLOCK_E: tl.constexpr):
-    """Number of experts up to the last that has rows, if other ends precede ``ends``."""
+    """Return the number of replicas up to the last one with rows; ends of own experts precede ``ends``."""
     experts = tl.arange(0, BLOCK_E)
     last = tl.load(ends_ptr + E - 1)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=2**31 - 1)
@@ -113,7 +113,7 @@ def into_kernel(
     gradient_ptr, total_ptr, ends_ptr, numbers,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store or add ``numbers`` of a gradient; with E, as many of each expert up to the last with rows."""
+    """Store or add ``numbers`` elements; with E, so many of each replica up to the last one with rows."""
     end = tl.cast(numbers, tl.int64)
     if E > 0:
         end *= with_rows(ends_ptr, E, BLOCK_E)

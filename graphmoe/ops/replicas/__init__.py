@@ -1,6 +1,7 @@
 """Replica plan: which hot experts are also computed on other ranks, to equalize the ranks' rows.
 
-Suffixes: R ranks, E experts, S replica slots of a rank.
+A replica slot holds one expert's weights for a micro-batch; a row is one token routed to one expert.
+Suffixes: R ranks, E experts, S replica slots of a rank, T tokens, K choices of a token.
 """
 
 import torch
@@ -15,10 +16,10 @@ from graphmoe.plan.experts import slack_of
 
 @torch.library.custom_op("graphmoe::replica_plan", mutates_args=())
 def plan(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return owners' rows [E], experts in the replica slots [R, S] (-1: none) and their rows [R, S]; int32.
+    """Return rows kept by owners [E], and each replica slot's expert (-1: none) and rows [R, S]; int32.
 
-    ``counts_RE``: int32 rows from each rank. With E / R ``slots``, no rank exceeds ceil(mean) + ``slack``.
-    No device sync on a GPU.
+    ``counts_RE``: rows that each rank routes to each expert, int32. With E / R ``slots``, no rank gets more
+    than ceil(mean) + ``slack`` rows. No device sync on a GPU.
     """
     R = len(counts_RE)
     if counts_RE.device.type == "cpu":
@@ -48,9 +49,9 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("graphmoe::replica_places", mutates_args=())
 def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's cumulative rows [E, R] to each rank, and each copy's position [E, R]; int32.
+    """Return, for each expert and rank, this rank's rows (cumulative) and the copy's number; int32 [E, R].
 
-    Rank r has positions ``r * (E / R + S) + g``, own experts, then replicas; -1 without a copy. No device
+    Rank r numbers its copies from ``r * (E / R + S)``: own experts, then replicas; -1 is no copy. No device
     sync on a GPU.
     """
     rank = exchange_of(len(counts_RE)).peers.rank
@@ -88,7 +89,7 @@ def places_by_kernel(
 
 
 def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slots per expert [E], the position [T, K] of each slot's copy, and replicas [R, S]; int32.
+    """Return rows per expert [E], each choice's copy (`places`) [T, K], replicas' experts [R, S]; int32.
 
     A collective. No device sync on a GPU.
     """

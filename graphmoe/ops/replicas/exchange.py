@@ -1,8 +1,8 @@
 """Replica traffic: gather counts, fetch weights, reduce gradients to the owners.
 
 Calls are collectives on one stream: kernels over peer memory (`shared`), or torch.distributed (`collective`:
-CPUs, fp64, reference). ``expert_RS`` int32: experts in the replica slots, equal on all ranks; -1 is an empty
-slot, never read.
+CPUs, fp64, reference). ``expert_RS`` int32: the expert in each replica slot of each rank, equal on all ranks;
+-1 is an empty slot, never read.
 
 Suffixes: R ranks, E experts, L experts of a rank, S replica slots of a rank, X shape of an expert's weight.
 """
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class Prefetch(NamedTuple):
-    """Weights of own experts to send to replicas with the dispatched rows."""
+    """Weights of own experts, sent with dispatched tokens to ranks with replicas of them."""
 
     weights: tuple[Tensor, ...]
     expert_RS: Tensor
@@ -71,7 +71,7 @@ class _Deferred:
 
 
 class Exchange:
-    """Replica traffic of an open dispatcher."""
+    """Replica traffic of this process, with its prefetched weights and deferred gradients."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -95,7 +95,7 @@ class Exchange:
         return counts_RE
 
     def keep(self, along: Prefetch, pulled: Sequence[Tensor]) -> None:
-        """Hold fetched replica weights until `pull` reads them."""
+        """Hold replica weights fetched by a dispatch until `pull` returns them."""
         self._prefetched.append(_Prefetched(along, is_capturing(), dict(enumerate(pulled))))
 
     def drop_prefetched(self) -> None:
@@ -104,7 +104,7 @@ class Exchange:
     def pull(self, weights: Sequence[Tensor], expert_RS: Tensor, *, again: bool = False) -> list[Tensor]:
         """Return this rank's replica weights [S, X], prefetched or fetched from the owners' weights [L, X].
 
-        ``again`` keeps prefetched weights for another read.
+        With ``again``, prefetched weights are kept for another call.
         """
         for each in reversed(self._prefetched):
             numbers = each.numbers(weights, expert_RS)
@@ -124,7 +124,7 @@ class Exchange:
         """Yield buffers [S, X] for this rank's replica gradients; then reduce them into totals [L, X].
 
         Deterministic order, in fp32 (fp64 if a total is), rounded once. Kernels support fp32, bf16, fp16.
-        With ``may_defer`` inside `deferring`, read totals after `when_at_owners`.
+        With ``may_defer`` inside `deferring` it reduces later; `when_at_owners` tells when.
         """
         self.settle()
         shapes = [(expert_RS.shape[1], *total_LX.shape[1:]) for total_LX in totals]
@@ -137,7 +137,7 @@ class Exchange:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Defer gradient reduction to the next exchange of rows."""
+        """Inside, leave reductions of replica gradients to the next dispatch or combine."""
         self._defers = True
         try:
             yield
@@ -145,7 +145,7 @@ class Exchange:
             self._defers = False
 
     def add_deferred(self) -> None:
-        """Reduce deferred gradients, after the barrier of an exchange of rows."""
+        """Reduce deferred gradients; dispatch and combine call it once all ranks have written theirs."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return
@@ -176,7 +176,7 @@ def use_peers(peers: Peers | None) -> None:
 
 @contextmanager
 def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
-    """Run ``call`` after the body, or once its deferred gradients are reduced."""
+    """Run ``call`` once the body's gradients are at their owners: at its end unless they are deferred."""
     exchange: Exchange | None = IN_USE.exchange
     before = exchange.deferred if exchange else None
     yield
@@ -190,9 +190,9 @@ def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
 def room_bytes(
     shapes: Sequence[Shape], element_bytes: int, slots: int, *, along: bool, apart: bool
 ) -> tuple[int, int]:
-    """Return bytes of peer memory for weights [L, X] sent ``along`` with rows, and for other traffic.
+    """Return bytes of peer memory for weights [L, X] sent ``along`` with tokens, and for other traffic.
 
-    ``apart``: some weights are fetched without rows.
+    ``apart``: some weights are fetched separately.
     """
     weights = offsets(torch.Size(shape).numel() * element_bytes for shape in shapes)[-1]
     gradients = offsets(4 * slots * torch.Size(shape[1:]).numel() for shape in shapes)[-1]

@@ -1,6 +1,6 @@
 """Triton kernels of replicas.
 
-Suffixes: R ranks, H experts of a rank, E all experts, S slots. Sizes are padded to powers of two.
+Suffixes: R ranks, H experts of a rank, E experts, S replica slots. Sizes are padded to powers of two.
 """
 
 # mypy: allow-untyped-defs
@@ -17,7 +17,7 @@ def plan_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, slack,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan` in one program; ``expert_ptr`` and ``rows_ptr`` [R, S] are prefilled."""
+    """`reference.plan` in one program; the caller fills ``expert_ptr`` with -1, ``rows_ptr`` with 0."""
     rank, expert = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
     place = rank[:, None] * H + expert[None, :]
     known = (rank < R)[:, None] & (expert < H)[None, :]
@@ -54,7 +54,7 @@ def places_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, until_ptr, place_ptr, own,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """`reference.split` for one expert and rank ``own``: cumulative rows and positions [E, R]."""
+    """`ops.replicas.places` for rank ``own``; a program per expert."""
     expert, rank, slot = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     counts = tl.load(counts_ptr + rank * (R * H) + expert, rank < R, other=0)
     known = (rank < R)[:, None] & (slot < S)[None, :]
@@ -97,7 +97,7 @@ def pull_kernel(
     address_R, to_SN, expert_RS, offset, words, rank,
     H: tl.constexpr, S: tl.constexpr, BLOCK_S: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Copy the experts in this rank's slots, ``words`` each, from ``offset`` in the owners' regions."""
+    """Fetch this rank's replica weights, ``words`` each, from ``offset`` in the owners' peer memory."""
     word_bytes: tl.constexpr = to_SN.dtype.element_ty.primitive_bitwidth // 8
     lane = tl.arange(0, BLOCK_S)
     held = tl.load(expert_RS + rank * S + lane, lane < S, other=-1) >= 0
@@ -121,7 +121,7 @@ def home_kernel(
     H: tl.constexpr, S: tl.constexpr, RS: tl.constexpr, BLOCK_RS: tl.constexpr, TILE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Add replica gradients, at ``offset`` in all regions, to own totals, in fp32 and rank order."""
+    """Add replica gradients, at ``offset`` in all peer memory, to own totals, in fp32 and rank order."""
     number_bytes: tl.constexpr = made_SN.dtype.element_ty.primitive_bitwidth // 8
     held, lane = _held(expert_RS, rank, H, RS, BLOCK_RS), tl.arange(0, BLOCK_RS)
     if tl.max(held, 0) >= 0:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass
 class Replicas:
-    """Replica plan. Suffixes: E experts, R ranks, S slots."""
+    """Replica plan. Suffixes: E experts, R ranks, S replica slots of a rank."""
 
     home_E: list[int]
-    """Rows that stay on each expert's owner."""
+    """Rows that each expert's owner keeps."""
     expert_RS: list[list[int]]
-    """Experts in the slots; -1 for none."""
+    """Expert in each replica slot; -1 for none."""
     rows_RS: list[list[int]]
 
     def loads(self) -> list[int]:
@@ -22,7 +22,7 @@ class Replicas:
         ]
 
     def copies(self, expert: int) -> list[int]:
-        """Return the rows of an expert on each rank."""
+        """Return the rows of an expert that each rank computes."""
         found = [
             sum(rows for other, rows in zip(*both, strict=True) if other == expert)
             for both in zip(self.expert_RS, self.rows_RS, strict=True)
@@ -31,7 +31,7 @@ class Replicas:
         return found
 
     def places(self, expert: int) -> list[int]:
-        """Return the position of an expert's copy on each rank; -1 for none."""
+        """Return the number of an expert's copy on each rank, as in `ops.replicas.places`; -1 for none."""
         ranks, slots = len(self.expert_RS), len(self.expert_RS[0])
         owned = len(self.home_E) // ranks
         found = [
@@ -46,8 +46,8 @@ class Replicas:
 def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
     """Replicate experts until no rank has more than ``most`` rows, at least the mean.
 
-    Greedy: the fullest rank's largest expert to the emptiest rank with a free slot; ties: lower index. With
-    fewer slots than experts per rank, ranks may stay above ``most``.
+    Greedy: the fullest rank's largest expert goes to the emptiest rank with a free slot; ties: lower index.
+    With fewer slots than experts per rank, ranks may stay above ``most``.
     """
     owned = len(rows_E) // ranks
     home, load = list(rows_E), [sum(rows_E[r * owned : (r + 1) * owned]) for r in range(ranks)]
@@ -78,7 +78,7 @@ def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
 def split(counts_R: Sequence[int], copies_R: Sequence[int]) -> list[list[int]]:
     """Return the rows of an expert sent from each rank (first index) to each rank's copy.
 
-    Local rows fill the local copy first; the rest fill the remaining copies in rank order.
+    A rank's rows use its own copy first; the rest fill the remaining copies in rank order.
     """
     ranks = range(len(counts_R))
     sent = [[min(counts_R[r], copies_R[r]) if r == d else 0 for d in ranks] for r in ranks]

@@ -39,14 +39,14 @@ def pull(memory: SharedMemory, weights: Sequence[Tensor], expert_RS: Tensor) -> 
 
 
 def put(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> None:
-    """Write own experts that have replicas to this rank's region, from byte ``first``."""
+    """Copy weights of own experts that have replicas to this rank's peer memory, from byte ``first``."""
     for start, w_LX in zip(offsets([w_LX.nbytes for w_LX in weights]), map(_words, weights), strict=False):
         to_LN = memory.view(memory.rank, first + start, tuple(w_LX.shape), w_LX.dtype)
         put_held(to_LN, w_LX, expert_RS, memory.rank)
 
 
 def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Tensor) -> list[Tensor]:
-    """Read the experts [S, X] in this rank's slots, after the owners' `put`."""
+    """Return this rank's replica weights [S, X], read from the owners' peer memory after their `put`."""
     found = [w_LX.new_empty(expert_RS.shape[1], *w_LX.shape[1:]) for w_LX in weights]
     for start, w_SX in zip(offsets([w_LX.nbytes for w_LX in weights]), found, strict=False):
         pull_slots(memory, first + start, _words(w_SX), expert_RS, len(weights[0]))
@@ -56,7 +56,7 @@ def pulled(memory: Regions, first: int, weights: Sequence[Tensor], expert_RS: Te
 def gradient_room(
     memory: SharedMemory, shapes: Sequence[tuple[int, ...]], like: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return buffers in this rank's region for its replica gradients, once peers have read the old ones."""
+    """Return buffers for replica gradients in own peer memory, once peers have read the old ones."""
     *starts, end = _starts(shapes, dtype)
     memory.reserve(end)
     memory.barrier()
@@ -66,7 +66,7 @@ def gradient_room(
 
 
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """Reduce replica gradients, in all ranks' `gradient_room`, to the owners' totals."""
+    """Add the replica gradients in all ranks' `gradient_room` to their owners' totals, after a barrier."""
     memory.barrier()
     add_made(memory, expert_RS, made, totals)
 
@@ -74,7 +74,7 @@ def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals
 def add_made(
     memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> None:
-    """As `home`, without its barrier."""
+    """The same as `home`, without its barrier."""
     starts = _starts([tuple(made_SX.shape) for made_SX in made], made[0].dtype)
     for start, made_SX, total_LX in zip(starts, made, totals, strict=False):
         add_home(memory, start, made_SX, total_LX, expert_RS)

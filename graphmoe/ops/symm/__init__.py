@@ -1,17 +1,18 @@
 """Dispatcher symm: dispatch and combine with sizes unknown to the host.
 
-Suffixes: T tokens, K slots, P ranks of ``ep_etp``, W positions of a token in the send plan, R = T * W, N rows
-of the received tensors (fixed, live and dead), D hidden.
+A row is one token as sent to one rank. Suffixes: T tokens, K choices of a token, P ranks of ``ep_etp``, W
+possible rows of a token (`ops.dispatch`), R = T * W, N rows of the receive buffer (fixed), D hidden.
 
 Collectives of the peers set by ``use_peers``: kernels (`exchange`: no device sync, capturable) or
 torch.distributed (`collective`: CPUs, fp64, the reference).
 
-Rank s sends ``arrivals_PP[s, p]`` rows to rank p. There, row j of source s has the position
+Rank s sends ``arrivals_PP[s, p]`` rows to rank p. In its receive buffer, row j from s has the index
 
     s * block + j                                                     if j < block,
     P * block + sum over q < s of max(0, arrivals[q, p] - block) + j - block      otherwise.
 
-Rows at N or beyond are dropped and count as 0 in sums. Dead rows are undefined, but -1 in ``number_NK``.
+Rows with an index of N or more are dropped; they count as 0 in combine. Unused ("dead") rows of the buffer
+are undefined, except for -1 in ``number_NK``. The first ``block`` rows of a source are its *block*.
 """
 
 from typing import Any
@@ -36,10 +37,9 @@ def _dispatch(
     rows: int, experts: int, etp: int, block: int,
     w_gate_up: Tensor | None = None, w_down: Tensor | None = None, expert_RS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """received_ND, weight_NK, number_NK int32 (local expert, else -1), arrivals_PP int32.
+    """Return received_ND, weight_NK, number_NK int32 (local expert, else -1), arrivals_PP int32.
 
-    ``etp`` ranks hold parts of the same experts. Given weights, those of this rank's replicas are fetched
-    too.
+    ``etp`` ranks hold parts of the same experts. With weights, the call also fetches those of replicas.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
@@ -53,7 +53,7 @@ def _dispatch_grad(
     dreceived_ND: Tensor, dweight_NK: Tensor, send_ends_P: Tensor, send_row_TW: Tensor, arrivals_PP: Tensor,
     block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dh_TD, dweight_TK: sums over a token's positions, in order, in fp32, rounded once."""
+    """Return dh_TD, dweight_TK: each sums a token's rows from all ranks, in order, in fp32, rounded once."""
     run, peers = _peers(len(arrivals_PP))
     return run.sums(peers, dreceived_ND, dweight_NK, send_ends_P, send_row_TW, arrivals_PP, block)
 
@@ -87,7 +87,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``symm_dispatch`` of quantized values; the last column of ``weight_TK`` is their scales."""
+    """``symm_dispatch`` of fp8 values to a carrier (`stored`); ``weight_TK`` ends with their scales."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)

@@ -19,7 +19,7 @@ def bring(
     arrivals_PP: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1,
     into_ND: Tensor | None = None, along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
+    """Return received tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
     exchange_of(peers.size).add_deferred()
     if along:
         exchange_of(peers.size).keep(along, replicas.pull(peers, along.weights, along.expert_RS))
@@ -70,7 +70,7 @@ def sums(
 
 
 def positions(arrivals_PP: Tensor, rank: int, block: int) -> Tensor:
-    """Position in the received tensors of each row that arrived -> int64 [A]."""
+    """Return the index in the receive buffer of each row that arrived -> int64 [A]."""
     counts_P = arrivals_PP[:, rank].long()
     rest_P = (counts_P - block).clamp(min=0)
     number_A = torch.arange(int(counts_P.sum()), device=counts_P.device)

@@ -1,7 +1,7 @@
 """Operations of `graphmoe.ops.symm` by kernels on peer memory: no device sync, capturable.
 
-Each exchange writes this rank's region, passes a barrier and reads from peers. Copies on ``peers.streams``
-move the first ``block`` rows for each rank, kernels the rest.
+Dispatch and combine write this rank's peer memory, pass a barrier, and read from peers: the first ``block``
+rows of each rank by copies on ``peers.streams``, the rest by kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ def bring(
     _: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1, into_ND: Tensor | None = None,
     along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """As `collective.bring`; the arrivals are read from the peers."""
+    """The same as `collective.bring`; the row counts of all ranks are read from the peers."""
     x_TD = _checked(x_TD)
     weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)
     assert weight_TK is None or weight_TK.dtype == torch.float32, weight_TK.dtype
@@ -61,7 +61,7 @@ def bring(
 def sums(
     peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, *way: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As `collective.sums`; ``way`` is ends_P, row_TW, arrivals_PP, block."""
+    """Return sums of each token's rows [T, D], [T, K]; ``way``: ends_P, row_TW, arrivals_PP, block."""
     _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape

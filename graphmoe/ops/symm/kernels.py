@@ -1,7 +1,7 @@
-"""Kernels that exchange rows between ranks: tokens to the owners of their experts, and sums back.
+"""Kernels of dispatch and combine over peer memory.
 
-Suffixes as in the package; ``columns`` = D. RANKS is P rounded up to a power of two. A sent row has a record
-of 1 + 2 K int32: token, weights, expert numbers at the receiver; LANES is its padded length.
+Terms and suffixes as in the package; ``columns`` = D. RANKS is P rounded up to a power of two. A sent row has
+a record of 1 + 2 K int32: token, weights, local experts at the receiver; LANES is its padded length.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment,index,var-annotated"
@@ -19,7 +19,7 @@ def records_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, K: tl.constexpr, ETP: tl.constexpr,
     LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write records and counts. With K = 0 a record is a token's number."""
+    """Write each sent row's record, and the row count of each rank. With K = 0 a record is only the token."""
     rank = tl.arange(0, RANKS)
     if tl.program_id(0) == 0:
         counts = tl.load(counts_P + rank, rank < P, other=0)
@@ -50,7 +50,7 @@ def pack_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, W: tl.constexpr, AT_ONCE: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy each token into its ranks' blocks, and to ``token_TD`` if a peer must fetch it."""
+    """Copy each token to its ranks' blocks, or to ``token_TD`` for a peer to fetch if its block is full."""
     across = tl.cdiv(columns, COLUMNS)
     token = ((tl.program_id(0) // across) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,7 +90,7 @@ def receive_kernel(
     row_bytes, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write each received row's address (0: dead) and the counts; with K > 0 also weights and numbers."""
+    """Write each received row's peer address (0: unused), all counts; if K > 0 weights and experts."""
     rank = tl.arange(0, RANKS)
     base = tl.load(address_P + rank, rank < P, other=0)
     counts_at = (base + counts_offset).to(arrivals_PP.dtype)
@@ -136,7 +136,7 @@ def pull_kernel(
     P: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows beyond the blocks from their addresses."""
+    """Fetch the received rows beyond the blocks from the peer addresses ``from_N``."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
     first = P * block
@@ -163,7 +163,7 @@ def put_kernel(
     y_ND, sum_ND, arrivals_PP, columns, me, rows, block,
     P: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy the rows of other ranks' tokens into this rank's region."""
+    """Copy the outputs for other ranks' tokens to ``sum_ND`` in own peer memory, for those ranks to read."""
     rank = tl.arange(0, RANKS)
     arrived = tl.load(arrivals_PP + rank * P + me, rank < P, other=0)
     rest = tl.maximum(arrived - block, 0)
@@ -192,7 +192,7 @@ def way_back_kernel(
     sums_offset, dweights_offset, row_bytes, me, rows, block, num_places,
     P: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """Write the addresses of the row and of its weight gradient at each position; 0 for none."""
+    """Write the address of the output, and of the weight gradient, for each sent row [T, W]; 0 for none."""
     rank = tl.arange(0, RANKS)
     known = rank < P
     ends = tl.load(ends_P + rank, known, other=NO_END)[None, :]
@@ -231,7 +231,7 @@ def sum_kernel(
     W: tl.constexpr, AT_ONCE: tl.constexpr, ALIGNMENT: tl.constexpr, TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the rows at each token's positions, in order, in fp32; AT_ONCE loads are in flight."""
+    """Sum the rows at each token's W addresses, in order, in fp32, with AT_ONCE loads in flight."""
     across = tl.cdiv(columns, COLUMNS)
     for i in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * across, tl.num_programs(0)):
         token = (i // across * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)

@@ -65,7 +65,7 @@ def put_records(
 def pack(
     peers: MemoryPeers, region: Region, x_TD: Tensor, plan: Plan, received_ND: Tensor, block: int
 ) -> None:
-    """Copy the first rows for each rank into its block; also store tokens that peers must fetch."""
+    """Copy the first ``block`` rows for each rank to its block; store other tokens for peers to fetch."""
     counts_P, ends_P, row_TW, _ = plan
     (tokens, columns), ranks = x_TD.shape, peers.size
     height, width = PACK.tile(columns, x_TD.element_size())
@@ -85,7 +85,7 @@ def pack(
 def receive(
     peers: MemoryPeers, region: Region, rows: int, slots: int, row_bytes: int, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the address of each row int64 [N], weights and expert numbers [N, K], arrivals."""
+    """Return peer addresses of received rows int64 [N], weights and local experts [N, K], and arrivals_PP."""
     like, lanes = peers.addresses, triton.next_power_of_2(1 + 2 * slots)
     height = max(RECORD_TILE // lanes, 1)
     arrivals_PP = like.new_empty(peers.size, peers.size, dtype=torch.int32)
@@ -111,7 +111,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy the rows of other ranks' tokens into this rank's region."""
+    """Copy rows of y for other ranks' tokens to own peer memory at ``offset``, for those ranks."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     kernels.put_kernel[(PUT.programs,)](
@@ -125,7 +125,7 @@ def way_back(
     peers: MemoryPeers, region: Region, way: tuple[Tensor, Tensor, Tensor, int], staged_PBD: Tensor | None,
     y_ND: Tensor, dweight_NK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the addresses of rows and of weight gradients at each position: int64 [T, W]."""
+    """Return the address of each sent row's output, and of its weight gradient: int64 [T, W]; 0 for none."""
     ends_P, row_TW, arrivals_PP, block = way
     slots = 0 if dweight_NK is None else dweight_NK.shape[1]
     from_TW = torch.empty_like(row_TW, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Ranks that exchange rows by `graphmoe.ops.symm`, and their shared memory.
+"""Ranks that exchange tokens by `graphmoe.ops.symm`, and their peer memory.
 
 Compiled graphs must not hold group names and addresses, which differ from job to job.
 """
@@ -36,7 +36,7 @@ class CollectivePeers:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an exchange, equal on all ranks."""
+    """Sizes of a dispatch or combine, equal on all ranks."""
 
     tokens: int
     row_bytes: int  # of a token: D elements
@@ -52,9 +52,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Region:
-    """Byte offsets in each rank's region. Side "out" is from tokens to weights, side "back" the rest.
+    """Byte offsets in a rank's peer memory: dispatch uses side "out", tokens to weights, combine "back".
 
-    Only the owner writes; it writes one side while peers may read the other.
+    Only that rank writes to it; it writes one side while peers may read the other.
     """
 
     sizes: Sizes
@@ -96,18 +96,18 @@ COUNT_BYTES = 16 << 10  # counts of 4,096 experts
 
 
 class SharedMemory(Peers, Protocol):
-    """Memory of each rank that all ranks read. Called alike on all ranks, on ordered streams.
+    """Peer memory: each rank has a region that all ranks read. All make the same calls, on ordered streams.
 
-    Graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``.
+    Captured graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``.
     """
 
     addresses: Tensor  # int64 [P] on the device: base of each rank's region
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow each region: a collective, RuntimeError in a capture. No sync if large enough."""
+        """Grow each region to ``num_bytes``, if smaller. A collective, RuntimeError in a capture."""
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return part of a rank's region."""
+        """Return a view of a rank's region."""
 
     def barrier(self) -> None:
         """Make earlier writes visible to all ranks, on the current stream. No device sync."""
@@ -124,10 +124,10 @@ class MemoryPeers(Peers, Protocol):
     replicas: SharedMemory  # a second memory, so that weights are sent beside exchanges of rows
 
     def reserve(self, sizes: Sizes) -> Region:
-        """Return the region, grown for ``sizes``, as `SharedMemory.reserve`."""
+        """Return the offsets for ``sizes``, after growing the regions as `SharedMemory.reserve`."""
 
     def forget_graphs(self) -> None:
-        """As ``forget_graphs``, of both memories."""
+        """Free memory kept for graphs, here and in ``replicas``."""
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As `SharedMemory.view`."""
@@ -137,7 +137,7 @@ class MemoryPeers(Peers, Protocol):
 
 
 def reserve(sizes: Sizes, replica_bytes: int) -> None:
-    """Reserve memory of the peers in use, not in a capture. A collective."""
+    """Reserve the peer memory in use, if any. A collective, not in a capture."""
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         peers = cast(MemoryPeers, IN_USE.exchange.peers)
         peers.replicas.reserve(replica_bytes)
@@ -171,7 +171,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Overlap the exchanges inside with GEMMs queued on ``stream`` afterwards."""
+    """Overlap each dispatch or combine inside with GEMMs that are queued on ``stream`` afterwards."""
     # A kernel launched on another stream after GEMMs waits for a free SM, and delays the transfer. So the
     # exchange packs what it sends on the GEMMs' stream.
     before, IN_USE.products = IN_USE.products, stream
@@ -183,7 +183,7 @@ def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @contextmanager
 def before_products() -> Iterator[None]:
-    """Queue kernels inside on the GEMMs' stream, if any, ordered with the current stream."""
+    """Queue kernels inside on the stream of `beside_products_on`, if any, ordered with the current stream."""
     products = IN_USE.products
     if products is None:
         yield

@@ -31,7 +31,7 @@ def words(q: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::fp8_arrived", mutates_args=())
 def arrived(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy q [N, D] and scales fp32 [N, 1] to save them; half as large as the carrier."""
+    """Return copies of a carrier's q [N, D] and scales fp32 [N, 1] to save: half as large as the carrier."""
     q_ND, scale_N1 = parts(carrier_ND.contiguous())
     return q_ND.clone(), scale_N1.clone()
 

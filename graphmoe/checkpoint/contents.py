@@ -54,7 +54,7 @@ def write_entries(
 ) -> dict[str, FileSum]:
     """Write and fsync this rank's part; return checksums of its files.
 
-    Tensors in ``copies`` are read from there.
+    Tensors that ``copies`` has by name are read from it.
     """
     # More threads would be faster, but DCP drops the error of all but the first and then writes
     # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
@@ -78,7 +78,7 @@ def value_names(saved: Metadata) -> set[str]:
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
-    """Fill tensors and shards of ``wanted`` in place; return the plain values named. Runs no code from files.
+    """Fill tensors and shards of ``wanted`` in place; return plain ``values`` by name. Runs no code of files.
 
     *Raises* CheckpointError for invalid contents.
     """

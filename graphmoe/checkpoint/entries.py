@@ -1,4 +1,4 @@
-"""State as named entries: nested dicts and lists to flat names and back; each rank's part of saving.
+"""State as named entries: nested dicts and lists to flat names and back; entries that each rank saves.
 
 A tensor is an entry, named by its path (``model.layers.0.attn.norm.weight``), as is every other value of a
 dict; a list without tensors is one value.
@@ -35,7 +35,7 @@ class Entries:
         return self.tensors.keys() | self.values.keys()
 
     def of(self, kind: type[Kind]) -> dict[str, Kind]:
-        """Entries of one kind; Tensors include DTensors."""
+        """Return the tensor entries of one type; Tensor includes DTensor."""
         return {name: each for name, each in self.tensors.items() if isinstance(each, kind)}
 
     @property
@@ -44,7 +44,7 @@ class Entries:
 
 
 def flatten(state: dict[str, Any]) -> Entries:
-    """Entries of a nested state. Tensors are shared, values copied.
+    """Return the entries of a nested state. Tensors are shared, values copied.
 
     *Raises* CheckpointError for values that do not round-trip.
     """
@@ -119,7 +119,7 @@ def _placed(name: str, entry: Any) -> tuple[tuple[str | int, ...], Any]:
 
 
 def _alike(there: Any, value: Any) -> bool:
-    """Return whether a value may replace another."""
+    """Return whether a read value may replace the one in the state."""
     if type(there) in (int, float):
         return type(value) in (int, float)
     return type(there) not in (bool, str, dict) or type(value) is type(there)
@@ -130,9 +130,9 @@ def _has_item(node: Any, key: str | int) -> bool:
 
 
 def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partial: bool) -> list[str]:
-    """Reasons why a checkpoint cannot fill ``wanted``, one line per entry.
+    """Return why a checkpoint cannot fill ``wanted``: one line per entry.
 
-    ``all_names``: wanted by any rank. ``partial`` allows unused entries and other dtypes.
+    ``all_names``: names wanted by any rank. ``partial`` allows saved entries without use and other dtypes.
     """
     found = saved.state_dict_metadata
     lines = []
@@ -164,14 +164,14 @@ def _form(shape: torch.Size, dtype: torch.dtype) -> str:
 
 
 class HostCopies:
-    """Reused host memory for snapshots, of the size of the state."""
+    """Host memory for copies of the state, reused for each save."""
 
     def __init__(self) -> None:
         # torch's DefaultStager drops its memory after each call and then fails (2.11)
         self._buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor | FlatShard]) -> dict[str, Tensor]:
-        """Copy this rank's tensors; valid until the next call. One sync per device."""
+        """Return host copies of this rank's tensors, valid until the next call. One sync per device."""
         sources = {name: local_part(tensor) for name, tensor in tensors.items()}
         self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         for name, source in sources.items():
@@ -192,14 +192,14 @@ class HostCopies:
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
-    """This rank's part, detached, sharing memory."""
+    """Return this rank's part of a tensor, detached; it shares memory."""
     if isinstance(tensor, FlatShard):
         return tensor.data.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """Entries that this rank saves. Collective."""
+    """Return the entries that this rank saves: one of the ranks with equal ones. A collective."""
     if ranks.size == 1:
         return entries
     keys = {
@@ -220,7 +220,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
 
 
 def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
-    """Rank that writes each key, balanced by the bytes that each rank holds."""
+    """Return the rank that writes each key, so that ranks write balanced numbers of bytes."""
     holders: dict[Any, list[int]] = defaultdict(list)
     largest: dict[Any, int] = {}
     for rank, held in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Flat range of a sharded parameter, as boxes of the whole parameter.
+"""Flat range of a sharded parameter, as boxes (hyperrectangles) of the whole parameter.
 
 Checkpoints hold whole parameters, so they are independent of the layout.
 """
@@ -20,7 +20,7 @@ from graphmoe.plan.layout import Axis, Layout, ParameterLayout, layout_of
 
 
 class Box(NamedTuple):
-    """Box of a whole parameter, and the offset and strides of its elements in a shard's data."""
+    """Hyperrectangle of a whole parameter, and the offset and strides of its elements in a shard's data."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -28,7 +28,7 @@ class Box(NamedTuple):
     strides: tuple[int, ...]
 
     def view(self, data_N: Tensor) -> Tensor:
-        """View of the box in a shard's data."""
+        """Return the box as a view of a shard's data."""
         return data_N.as_strided(self.sizes, self.strides, data_N.storage_offset() + self.first)
 
 
@@ -52,7 +52,7 @@ class FlatShard:
 
     @classmethod
     def from_part(cls, part: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> FlatShard:
-        """Shard that covers a whole part; shares memory. *Raises* RuntimeError if not contiguous."""
+        """Return a part's whole content as a shard, without copy. *Raises* RuntimeError if not contiguous."""
         return cls(part.detach().view(-1), 0, part.shape, parallel, layout, rank)
 
     @property
@@ -64,12 +64,12 @@ class FlatShard:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Indices and range of the part; equal for shards that hold the same elements."""
+        """This rank's indices along sharding axes, and the range; equal if shards hold the same elements."""
         indices = (_index(self.layout, cut.axis, self.rank) for cut in self.parallel.cuts)
         return (*indices, self.start, self.data.numel())
 
     def boxes(self) -> list[Box]:
-        """Fewest boxes that are contiguous runs of the data, split at cuts."""
+        """Return the fewest boxes that make up the shard."""
         if self.shape.numel() == 0:
             # one box for a parameter without elements, so that its name and shape are saved
             return [Box((0,) * len(self.shape), tuple(self.whole_shape), 0, (0,) * len(self.shape))]
@@ -85,7 +85,7 @@ class FlatShard:
         return boxes
 
     def within(self, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yield the covered parts of ``whole[index]``: views of the data, and their indices."""
+        """Yield the parts of ``whole[index]`` in this shard: views of the data, and slices of the result."""
         given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         kept = [isinstance(each, slice) for each in given]
         slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]
@@ -116,7 +116,7 @@ class FlatShard:
 def shards_of(
     model: nn.Module, layout: Layout, rank: int, instead: Mapping[str, Tensor | FlatShard] | None = None
 ) -> dict[str, Tensor | FlatShard]:
-    """Model state by name as checkpoints hold it, sharing memory.
+    """Return the model state by name, as checkpoints hold it, sharing memory.
 
     ``instead`` replaces tensors by name, e.g. by fp32 master weights.
     """
@@ -132,7 +132,7 @@ def shards_of(
 
 
 def whole_shape(tensor: Tensor | FlatShard) -> torch.Size:
-    """Shape in a checkpoint."""
+    """Return the unsharded shape of a tensor, as in a checkpoint."""
     return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
 
 
@@ -144,7 +144,7 @@ def _index(layout: Layout, axis: Axis, rank: int) -> int:
 def _rectangles(
     shape: tuple[int, ...], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of the rectangles of a row-major range, in order."""
+    """Return (offsets, sizes) of the boxes that make up elements [start, stop) of a tensor, in order."""
     # at most 2 * N - 1 of N dimensions: parts of the first and the last row, and the rows between
     if start >= stop:
         return []
@@ -165,7 +165,7 @@ def _rectangles(
 
 
 def _take(runs: Sequence[range], start: int, length: int) -> list[tuple[int, range]]:
-    """Parts of concatenated runs at [start, start + length), with positions."""
+    """Return the parts of concatenated ``runs`` within [start, start + length), each with its position."""
     found, at = [], 0
     for run in runs:
         part = run[max(start - at, 0) : max(start + length - at, 0)]

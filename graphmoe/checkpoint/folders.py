@@ -1,7 +1,7 @@
-"""Folder of checkpoints: names, manifests, publication, clean-up, retention.
+"""Folder of checkpoints: names, manifests, final renames, clean-up, retention.
 
-``step_00000100`` is complete: it is renamed to this after its manifest is written. Process <pid> writes or
-deletes ``*.tmp-<pid>``. ``*.replaced`` is being replaced by the same step.
+``step_00000100`` is complete: it gets this name after its manifest is written. Process <pid> writes or
+deletes ``*.tmp-<pid>``. ``*.replaced`` is the old version of a step that is being saved again.
 """
 
 import itertools
@@ -37,11 +37,11 @@ class CheckpointError(RuntimeError):
 
 
 class MismatchError(CheckpointError):
-    """An intact checkpoint that differs from the state."""
+    """An intact checkpoint whose entries differ from the state to load into."""
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """At most ten lines, alternating between kinds (text before a colon)."""
+    """Return at most ten lines as text, alternating between kinds (text before a colon)."""
     kinds: dict[str, list[str]] = {}
     for line in lines:
         kinds.setdefault(line.partition(":")[0], []).append(line)
@@ -55,19 +55,19 @@ def folder_of(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Step in a checkpoint folder's name, else None."""
+    """Return the step in a checkpoint folder's name, or None."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else None
 
 
 def run_of(path: Path) -> Path:
-    """Run folder of a path to it or into its ``checkpoints``."""
+    """Return the run folder of a path to it, its ``checkpoints`` or one checkpoint."""
     inside = path if step_of(path) is None else path.parent
     return inside.parent if inside.name == CHECKPOINTS else inside
 
 
 def why_none(path: Path) -> str:
-    """Error text for a path without a checkpoint."""
+    """Return the error text for a path without a checkpoint."""
     run = run_of(path)
     if (run / _RUN_CONFIG).is_file() and not saved_steps(run / CHECKPOINTS):
         return (
@@ -82,7 +82,7 @@ def why_none(path: Path) -> str:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints, newest first; not verified."""
+    """Return the steps of the checkpoints, newest first; contents are not verified."""
     if not folder.is_dir():
         return []
     steps = [step_of(path) for path in folder.iterdir() if path.is_dir()]
@@ -105,7 +105,7 @@ def make_temporary(folder: Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int) -> None:
-    """Rename a complete folder to its final name."""
+    """Rename a complete temporary folder to the name of its step."""
     final = folder_of(temporary.parent, step)
     replaced = final.with_name(f"{final.name}.replaced")
     sync_folder(temporary)
@@ -127,8 +127,8 @@ def prune(
 ) -> list[int]:
     """Delete checkpoints that need not be kept once ``newest`` is complete; return their steps.
 
-    Later steps are from an abandoned continuation and are ignored. Damaged ones are not counted. If the last
-    ``skipped`` steps were skipped, checkpoints from before them are kept.
+    Steps after ``newest`` are of an abandoned continuation and ignored. Damaged ones do not count. If the
+    last ``skipped`` updates were skipped, checkpoints from before them are kept.
     """
     steps = [step for step in saved_steps(folder) if step <= newest]
     good = [step for step in steps if step not in damaged]
@@ -172,7 +172,7 @@ class _Manifest:
 
 
 def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
-    """Durably write manifest.json, the last file of a checkpoint."""
+    """Write and fsync manifest.json, the last file of a checkpoint."""
     import torch
 
     document = {
@@ -185,7 +185,7 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
-    """Differences from the manifest, one line per file; empty if intact.
+    """Return differences from the manifest, one line per file; empty if intact.
 
     ``shares`` splits the files over ranks; ``contents=False`` compares sizes only.
     """

@@ -89,7 +89,7 @@ class _Metadata(Struct, tag="Metadata"):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Names, shapes, dtypes and positions of the entries in a checkpoint folder.
+    """Return names, shapes, dtypes and file positions of the entries in a checkpoint folder.
 
     ``storage_data`` maps MetadataIndex to StoredPart. *Raises* CheckpointError naming a file that is invalid
     or not in the manifest.

@@ -31,12 +31,12 @@ class CheckpointStore:
     """Checkpoints in one folder.
 
     Collective: every rank builds a store and makes the same calls. A plain tensor or value with the same name
-    on several ranks is saved once; values that differ by rank need the rank in their name. One job at a time
-    may write to a folder. Call `close`, or the last save may be lost.
+    on several ranks is saved once; values that differ by rank need the rank in their name. Only one job at a
+    time may write to a folder. Call `close`, or the last save may be lost.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None, only: int | None = None) -> None:
-        """``config=None``: read only; ``only``: the one step to read."""
+        """``config=None`` makes it read-only; ``only``: the one step to read."""
         self.folder = Path(folder)
         self._config, self._only = config, only
         self._ranks = Ranks()  # its own group: the background writer communicates during training
@@ -58,7 +58,7 @@ class CheckpointStore:
         return store
 
     def latest(self) -> list[int]:
-        """Steps of the checkpoints, newest first. Waits for a running save."""
+        """Return the steps of the checkpoints, newest first. Waits for a running save."""
         self.wait()
         if self._only is not None:
             return [self._only]
@@ -203,9 +203,9 @@ class CheckpointStore:
 
 
 def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
-    """Raise what loading the newest checkpoint into ``state``, possibly on the meta device, would.
+    """Raise the error that loading the newest checkpoint into ``state`` would; it may be on the meta device.
 
-    Sections that ``state`` lacks are ignored. No collective. *Raises* CheckpointError.
+    Top-level keys that ``state`` lacks are ignored. No collective. *Raises* CheckpointError.
     """
     folder, only = folders.locate(path)
     steps = folders.saved_steps(folder) if only is None else [only]

@@ -1,4 +1,4 @@
-"""Cache of tokenised corpora: complete entries only, one builder at a time, safe against kills."""
+"""Cache of tokenised corpora: one process builds an entry at a time; killed builds leave no entry."""
 
 import contextlib
 import glob
@@ -41,7 +41,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def cache_key(*parts: Any) -> str:
-    """Return a short hash of plain values and the entry format."""
+    """Return a short hash of ``parts``, plain values, and of the entry format."""
     text = json.dumps([FORMAT, *parts], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
@@ -56,7 +56,7 @@ def cached(
 ) -> tuple[Path, Any]:
     """Return an entry's path and metadata; ``build(path)`` fills a missing or damaged entry.
 
-    ``build`` returns the metadata, a ``kind``. Other processes wait for it. *Raises* ConfigError.
+    ``build`` returns the metadata, of type ``kind``. Other processes wait for it. *Raises* ConfigError.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)
@@ -144,7 +144,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Remove drafts of killed processes: of ``name``, which only this process builds, or of all."""
+    """Remove unfinished entries of killed processes: of ``name``, which only this process builds, or all."""
     for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
         of, _, maker = left_over.name.rpartition(_TMP)
         host, _, pid = maker.rpartition("-")

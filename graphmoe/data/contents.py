@@ -57,7 +57,7 @@ class ContentCheck:
         self.raise_damage()
 
     def close(self) -> None:
-        """Stop the thread; warn of unchecked or damaged files."""
+        """Stop the thread; log a warning about unchecked or damaged files."""
         if not self._files:
             return
         self._closed.set()
@@ -125,7 +125,7 @@ def write_sums(prefix: Path) -> None:
 
 
 def contents_of(files: Sequence[TokenFile]) -> str:
-    """Return a hash of the tokens, from checksums or sampled blocks."""
+    """Return a hash of the files' tokens: of their checksums if all have them, else of sampled blocks."""
     digest = hashlib.blake2b(digest_size=16)
     summed = all(file.sums for file in files)
     for file in files:

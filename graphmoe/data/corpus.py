@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Corpus:
-    """Samples of a run, and facts about them."""
+    """Training and validation samples of a run, with counts and the tokenizer."""
 
     train: Samples
     val: Samples | None
@@ -42,7 +42,7 @@ def pack_corpus(
 ) -> Corpus:  # fmt: skip
     """Pack documents into samples; without ``val`` some training documents are held out.
 
-    ``files_of_paths``: training files per entry of data.paths, for data.weights.
+    ``files_of_paths``: number of training files of each entry of data.paths, for data.weights.
     """
     given = val is not None
     if val is None and config.val_fraction > 0 and config.source != "stdlib":
@@ -92,7 +92,7 @@ def corpus_of_files(
 ) -> Corpus:  # fmt: skip
     """Return the corpus of data.paths and data.val_paths; files in both are for validation.
 
-    ``find`` maps patterns and their key to files; ``read`` maps files to tokens.
+    ``find`` maps patterns and their key to files; ``read`` opens them as token files.
     """
     bad = BadRecords(config.skip_bad)
     val = find(config.val_paths, "data.val_paths")

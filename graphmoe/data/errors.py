@@ -8,7 +8,7 @@ log = logging.getLogger(__name__)
 
 
 class DataError(ValueError):
-    """Unusable content; the message names file and position."""
+    """Error for unusable content of a file; the message names file and position."""
 
 
 def one_line(error: object) -> str:
@@ -18,7 +18,7 @@ def one_line(error: object) -> str:
 
 @dataclass
 class BadRecords:
-    """Counts of bad data by kind if ``skip`` is set; otherwise the first one raises."""
+    """Counts bad records by kind if ``skip`` is set; otherwise the first one raises."""
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -28,7 +28,7 @@ class BadRecords:
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
         """Count a bad record. *Raises* DataError unless skipping.
 
-        ``better``: advice before that of skipping.
+        ``better``: advice that the message gives before that of skipping.
         """
         if not self.skip and better:
             raise DataError(f"{message}; {better} (the last resort: {self.option}=true skips what is bad)")
@@ -52,7 +52,7 @@ class BadRecords:
         self.report(f"{what} with a token id beyond the vocabulary", message, better=better)
 
     def merge(self, counts: dict[str, int], first: str | None) -> None:
-        """Add counts from elsewhere. *Raises* DataError if there are any and ``skip`` is unset."""
+        """Add another process's counts. *Raises* DataError if there are any and ``skip`` is unset."""
         if counts and not self.skip:
             raise DataError(f"{first} ({self.option}=true counts and skips what is bad)")
         self.counts.update(counts)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Position in the global sequence of samples."""
+    """Position of a loader in the global sequence of samples."""
 
     consumed: int  # samples before it, over all ranks
     reader_state: dict[str, Any]
@@ -49,7 +49,7 @@ class Loader:
         return self
 
     def __next__(self) -> Tensor:
-        """Token ids [micro_batch_size, seq_len + 1] int64. *Raises* errors of the prefetch thread."""
+        """Return token ids [micro_batch_size, seq_len + 1] int64. *Raises* errors of the prefetch thread."""
         if self._pool is None:
             import torch
 
@@ -70,7 +70,7 @@ class Loader:
         return {"consumed": consumed, **sums, "epochs": epochs, "reader": reader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after these samples. *Raises* ConfigError if the data differ."""
+        """Continue after the samples that ``state`` counts. *Raises* ConfigError if the data differ."""
         if state["fingerprint"] != self.samples.fingerprint:
             raise ConfigError(
                 f"the data is not that of the checkpoint (it has {state['fingerprint']}, now it is "

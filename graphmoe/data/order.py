@@ -15,7 +15,7 @@ Index_N = npt.NDArray[np.int64]
 
 
 def permute(index_N: Index_N, size: int, key: int) -> Index_N:
-    """Return the images of indices under a seeded permutation of ``0 .. size-1``."""
+    """Return the images [N] of indices under a permutation of ``0 .. size-1``, chosen by ``key``."""
     assert size > 0
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     place_N = np.asarray(index_N, dtype=np.uint64)

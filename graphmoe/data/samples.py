@@ -99,12 +99,12 @@ class Samples(ABC):
         raise NotImplementedError
 
     def reader(self, state: dict[str, Any] | None = None) -> Reader:
-        """Return a reader at the start, or at a ``Reader.state``."""
+        """Return a reader at the first sample, or at a saved ``Reader.state``."""
         return Reader(self)
 
 
 class Reader:
-    """Forward-only reader; this base class can read any samples."""
+    """Reads samples in order; a source may override it for faster sequential access."""
 
     def __init__(self, samples: Samples):
         self.samples = samples
@@ -114,14 +114,14 @@ class Reader:
         return np.stack([self.samples.sample(position) for position in range(first, first + count)])
 
     def seek(self, position: int) -> None:
-        """Advance to this sample."""
+        """Skip samples before ``position``."""
 
     def state(self) -> dict[str, Any]:
-        """Return plain values from which ``Samples.reader`` continues."""
+        """Return plain values from which ``Samples.reader`` can continue."""
         return {}
 
     def epochs(self, position: int) -> float:
-        """Return the passes over the corpus at this sample (integral for streams)."""
+        """Return the number of passes over the corpus before this sample (integral for streams)."""
         return position / self.samples.num_samples if self.samples.num_samples else 0.0
 
 
@@ -209,8 +209,8 @@ class PackedSamples(Samples):
 class MixedSamples(Samples):
     """Weighted mixture of corpora.
 
-    Shuffled blocks hold each corpus's share, exact to one sample since the start. Each corpus has its own
-    epochs; the mixture's epoch has the length of all together.
+    Each shuffled block of samples has each corpus's share, exact to one sample since the start. Corpora have
+    their own epochs; the mixture's epoch has the length of all together.
     """
 
     documents: Documents

@@ -28,7 +28,7 @@ class Part:
 
 
 class LinePlace(NamedTuple):
-    """Start of a line; str() counts lines, which reads the file."""
+    """Byte position of a line; str() gives its line number, for which it reads the file."""
 
     path: Path
     byte: int
@@ -38,7 +38,7 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return matching files, each once, sorted per pattern; a folder means its text files.
+    """Return matching files, each once, sorted per pattern; a folder stands for its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """
@@ -94,7 +94,7 @@ def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tup
 
 
 def is_text(value: Any, field: str, place: object, bad: BadRecords) -> bool:
-    """Return whether a document has text; reports non-text and lone surrogates from JSON."""
+    """Return whether a document's value is valid text; report other values and lone surrogates to ``bad``."""
     if not isinstance(value, str):
         bad.report("record without text", f"{place}: field '{field}' is {type(value).__name__}, not text")
         return False

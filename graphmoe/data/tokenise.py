@@ -98,7 +98,7 @@ def workers_for(files: Sequence[Path]) -> int:
 def encode_checked(
     tokenizer: Tokenizer, batch: Sequence[tuple[object, str]], end: int | None, id_limit: int, bad: BadRecords
 ) -> list[npt.NDArray[np.int64]]:
-    """Return ids of each (place, text); documents with ids beyond the vocabulary are reported and skipped."""
+    """Return token ids of each (place, text); report and skip documents with ids from ``id_limit`` on."""
     documents = []
     for (place, _), ids_T in zip(batch, encode(tokenizer, [text for _, text in batch], end), strict=True):
         if ids_T.max(initial=0) >= id_limit:

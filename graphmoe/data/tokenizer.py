@@ -63,7 +63,7 @@ def find_tokenizer(name: str | Path, key: str = "data.tokenizer", *, fetch: bool
 
 
 def reach_hub(name: str, file: str, kind: str = "model") -> None:
-    """Raise an error quickly if the hub is unreachable: its library retries for half a minute."""
+    """Raise an error at once if the hub is unreachable; its library would retry for half a minute."""
     import huggingface_hub as hub
 
     hub.get_session().head(hub.hf_hub_url(name, file, repo_type=kind), timeout=10)
@@ -124,7 +124,7 @@ def end_of_document(
 
 
 def usual_end(tokenizer: Tokenizer, path: str | Path) -> int | None:
-    """Return the declared end token's id, or that of a usual name; None without."""
+    """Return the id of the declared end token, or of one with a usual name; else None."""
     declared = _declared_end(tokenizer_file(path).with_name("tokenizer_config.json"))
     for candidate in (declared, *END_NAMES):
         token = None if candidate is None else tokenizer.token_to_id(candidate)

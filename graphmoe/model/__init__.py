@@ -1,1 +1,1 @@
-"""Models in plain PyTorch, independent of compilation and capture; of ranks they know only the layout."""
+"""Models in plain PyTorch, independent of compilation and capture."""

@@ -42,7 +42,7 @@ def check_backend(config: ModelConfig, device_type: str, *, ring: bool = False) 
 
 @dataclass(frozen=True)
 class CoreAttention:
-    """Causal attention for any split of the sequence over cp."""
+    """Causal attention over sequences that are split over cp."""
 
     # plain values only, so that equal layers share compiled code
     scale: float
@@ -69,7 +69,7 @@ class CoreAttention:
         return all_to_all(out, "cp", self.exchanging, split=1, join=2)
 
     def whole_sequence(self, x_BSHE: Tensor) -> Tensor:
-        """Exchange positions for heads, [B, S / cp, H, E] -> [B, S, H / cp, E]; the identity for a ring."""
+        """All-to-all over cp, [B, S / cp, H, E] -> [B, S, H / cp, E]; the identity for ring attention."""
         return all_to_all(x_BSHE, "cp", self.exchanging, split=2, join=1)
 
 

@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
-    """Matrix with this rank's outputs; ``pieces`` as in ``Cut``."""
+    """Return a matrix sharded over tp by outputs; ``pieces`` as in ``Cut``."""
     assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
     linear = nn.Linear(width, outputs // tp, bias=False)
     cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
@@ -37,7 +37,7 @@ def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Li
 
 
 def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
-    """Matrix with this rank's inputs; the product is summed over tp."""
+    """Return a matrix sharded over tp by inputs; the caller sums products over tp."""
     assert inputs % tp == 0, (inputs, tp)
     linear = nn.Linear(inputs // tp, width, bias=False)
     cut_along_tp(linear.weight, tp, dim=1)
@@ -50,7 +50,7 @@ def cut_along_tp(weight: Tensor, tp: int, dim: int, pieces: int = 1) -> None:
 
 
 def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
-    """This cp rank's positions along ``dim``. No device sync. *Raises* ValueError."""
+    """Return this cp rank's positions along ``dim``. No device sync. *Raises* ValueError."""
     if layout.cp == 1:
         return whole
     place = index_along("cp", whole)
@@ -73,7 +73,7 @@ class Embedding(nn.Embedding):
         cut_along_tp(self.weight, tp, dim=0)
 
     def reset_parameters(self) -> None:
-        """Leave the weight unset."""
+        """No-op."""
         # ``init_weights`` fills the weight; torch's own on the meta device imports its compiler
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class Embedding(nn.Embedding):
 
 
 def cross_entropy_sum(logits_TV: Tensor, labels_T: Tensor, tp: int = 1) -> Tensor:
-    """Sum over labels that are not ignored; fp32 logits -> fp32 scalar, equal on all tp ranks."""
+    """Sum cross-entropies of labels not ignored; fp32 logits -> fp32 scalar, equal on all tp ranks."""
     if tp == 1:
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED, reduction="sum")
     own_T, row_T = _own_rows(labels_T, logits_TV.shape[1])

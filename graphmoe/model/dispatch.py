@@ -1,7 +1,7 @@
 """The segments moe_dispatch and moe_combine, for experts on other ranks.
 
-Suffixes: B batch, S sequence, T = B * S tokens, K top-k slots, N received tokens, C those of a chunk, D
-hidden, L experts of this rank, F expert width, H = 2 * F.
+Suffixes: B batch, S sequence, T = B * S tokens, K choices, N received tokens, C those of a chunk, D hidden, L
+local experts, F expert width, H = 2 * F.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROUTED = ("routed", "load")
 
 
 def has_load(dispatcher: Dispatcher | None) -> bool:
-    """Return whether dispatch measures the received load."""
+    """Return whether dispatch returns the received load."""
     return dispatcher is not None and (dispatcher.capacity or dispatcher.chunk) is not None
 
 
 class DispatchSegment(nn.Module):
     def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
-        """``along``: experts whose weights are sent to replicas with the rows."""
+        """``along``: experts whose weights are sent with tokens to replicas."""
         super().__init__()
         self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
@@ -38,7 +38,7 @@ class DispatchSegment(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tensors of ``writes``, then the handle. With ``along``, ``plan`` ends with replicas."""
+        """Return tensors of ``writes``, then the handle. With ``along``, ``plan`` ends with expert_RS."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class CombineSegment(nn.Module):
         self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """Return [B, S, D]. ``tensors``: plan, handle, replicas if ``along``, the shared experts' sum."""
+        """Return [B, S, D]. ``tensors``: plan, handle, expert_RS if ``along``, output of shared experts."""
         rest, more = [*tensors], {}
         shared = [rest.pop()] if self.has_shared else []
         if self.along is not None:
@@ -84,7 +84,7 @@ class BoundedPath(nn.Module):
         return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward`` as one op; weight gradients are added to ``totals``, if any."""
+        """``forward`` as one op; its backward adds weight gradients to ``totals``."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class BoundedPath(nn.Module):
 
 
 class _Steps:
-    """Steps of the path. A ``chunk``: received h, slot weights, expert numbers."""
+    """Steps of `BoundedPath`. ``chunk``: received h, routing weights, local experts."""
 
     totals: Sequence[Gradient] = ()
     """If empty, autograd gets the weight gradients."""

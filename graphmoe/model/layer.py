@@ -115,7 +115,7 @@ class MoELayer(nn.Module):
         self.use(dispatcher)
 
     def use(self, dispatcher: Dispatcher | None) -> None:
-        """Switch dispatchers; compiled code of earlier ones is kept."""
+        """Switch to a dispatcher; compiled code of earlier ones is kept."""
         self.dispatcher = dispatcher
         if dispatcher is None or dispatcher in self._paths:
             return
@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Return inputs from earlier micro-batches, by name."""
+        """Return counts of the step's earlier micro-batches, by name, if read."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 
@@ -235,7 +235,7 @@ class MoELayer(nn.Module):
 
 
 def layer_class(config: ModelConfig) -> type[MoELayer]:
-    """*Raises* ConfigError."""
+    """Return the class of ``model.layer``. *Raises* ConfigError."""
     found = look_up({"standard": MoELayer}, config.layer, "model.layer", type)
     if not issubclass(found, MoELayer):
         raise ConfigError(f"model.layer={config.layer} does not derive from graphmoe.model.layer.MoELayer")

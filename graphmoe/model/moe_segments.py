@@ -1,7 +1,7 @@
 """The MoE segments: moe_router, moe_preprocess, shared_experts, moe_experts and moe_combine.
 
-Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K top-k slots, R routed rows, F expert
-width, N received tokens, L experts of this rank.
+Suffixes: B batch, S sequence, T = B * S tokens, D hidden, E experts, K choices, R rows (tokens in expert
+order; *slot*: token * K + k), F expert width, N received tokens, L local experts.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
-        If `counts_apart`, also counted slots int32 [E]. ``earlier_E``: fp32 copy of ``earlier_counts``.
+        If `counts_apart`, also counts int32 [E]. ``earlier_E``: fp32 copy of ``earlier_counts``.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
         assert self.reads_earlier == (earlier_E is not None)
@@ -154,7 +154,7 @@ class SendPreprocess(nn.Module):
     """Build the send plan on the device."""
 
     def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
-        """With ``replica_slots`` per rank, calls are collectives over ep."""
+        """If ``replica_slots`` > 0, calls are collectives over ep."""
         super().__init__()
         self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
 
@@ -163,7 +163,7 @@ class SendPreprocess(nn.Module):
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Return slots per expert [E], a `SendPlan`; with replicas also positions [T, K], replicas [R, S]."""
+        """Return rows per expert [E], `SendPlan`; with replicas each choice's copy [T, K], expert_RS."""
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
             counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
@@ -197,7 +197,7 @@ class Experts(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, ends_E: Tensor, row_TK: Tensor, slot_R: Tensor
     ) -> Tensor:
-        """Return each token's weighted sum over its experts [T, D]; all are local."""
+        """Return each token's weighted sum of expert outputs [T, D]; all experts are local."""
         h_RD = permute(h_TD, slot_R, row_TK)
         gate_RF, up_RF = grouped_mm(h_RD, self.w_gate_up, ends_E).chunk(2, dim=-1)
         weight_R1 = permute(weight_TK.reshape(-1, 1), slot_R, row_TK.reshape(-1, 1))
@@ -207,7 +207,7 @@ class Experts(nn.Module):
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
         """Return weighted sums over local experts [N, D]. Syncs the device once.
 
-        ``number_NK``: this rank's experts from 0; other numbers are experts elsewhere.
+        ``number_NK``: local expert, from 0; else another rank's.
         """
         return self.planned(h_ND, weight_NK, *self.plan(number_NK))
 
@@ -220,7 +220,7 @@ class Experts(nn.Module):
         slot_R: Tensor,
         expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """``received`` with a given plan of local slots; rows from the last end on are padding.
+        """``received`` with the given routing plan; rows from the last end on are padding.
 
         With ``expert_RS``, replicas follow the own experts.
         """
@@ -236,7 +236,7 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """``received`` as one op; weight gradients are added to ``totals``, if any."""
+        """``received`` as one op; its backward adds weight gradients to ``totals``."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
@@ -246,7 +246,7 @@ class Experts(nn.Module):
         return torch.ops.graphmoe.grouped_mlp(*arguments, backend)[0]
 
     def plan(self, number_NK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return end rows, row of each slot (-1 elsewhere), slot of each row."""
+        """Return end rows [L], each slot's row [N, K] (-1: not local), each row's slot [R]."""
         _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, len(self.w_down))
         # the device sync: slicing by the real count leaves no padding rows
         rows = int(ends_L[-1]) if self.assumed_rows is None else self.assumed_rows

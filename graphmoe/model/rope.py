@@ -40,7 +40,7 @@ def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
 
 
 def yarn_magnitude(factor: float, coefficient: float) -> float:
-    """YaRN's magnitude; 1 for factors up to 1."""
+    """YaRN's attention scaling (mscale); 1 for factors up to 1."""
     return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 

@@ -63,7 +63,7 @@ def attention_weights(model: ModelConfig) -> int:
 
 
 def rank_weights(model: ModelConfig, layout: Layout, stages: Iterable[StagePieces]) -> list[Tensor]:
-    """Return meta parameters of these stages, in order; equal layers share theirs."""
+    """Return meta parameters of a rank with these stages, in order; equal layers share theirs."""
     return [weight for _, weight in _named_weights(model, layout, stages)]
 
 
@@ -125,7 +125,7 @@ def state_bytes(
 def owned_elements(
     model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
 ) -> int:
-    """Count elements of a rank's shards."""
+    """Count the parameters that a rank's optimizer updates."""
     return sum(size // ranks for size, ranks in _flat_buffers(model, layout, stages, bucket_mb))
 
 
@@ -175,7 +175,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def forward_flops(model: ModelConfig, seq_len: int) -> dict[str, int]:
-    """Return FLOPs of a token by part of the model, averaged over positions."""
+    """Return a token's forward FLOPs by part of the model, averaged over positions."""
     num_moe_layers = model.num_layers - model.num_dense_layers
     projections = 2 * attention_weights(model)
     scores = attention_scores(model, seq_len)

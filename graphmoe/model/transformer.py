@@ -57,7 +57,7 @@ class LossOutput(NamedTuple):
 
 
 class Elsewhere(nn.Module):
-    """Placeholder for a module of another pipeline rank."""
+    """Placeholder for a module that another pipeline rank has."""
 
 
 class LossHead(nn.Module):
@@ -71,7 +71,7 @@ class LossHead(nn.Module):
         self.head = column_parallel(width, config.vocab_size, self.tp) if has_head else Elsewhere()
 
     def segments(self, norm: nn.Module | None, *, loss: bool = True) -> list[Segment]:
-        """Return the loss segments; without ``norm`` the input is normed already."""
+        """Return the loss segments; without ``norm`` the input is already normed."""
         found = [] if norm is None else [Segment("loss", norm, ("x",), ("normed",))]
         if loss:
             found.append(Segment("loss", self.cross_entropy, ("normed", "labels"), ("cross_entropy",)))
@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         dispatcher: Dispatcher | None = None,
         stages: Sequence[StagePieces] = (),
     ) -> None:
-        """``stages``: this rank's; by default the whole model."""
+        """``stages`` of this rank; by default the whole model."""
         super().__init__()
         self.config, self.layout = config, layout
         # one per MoE layer of the whole model; empty if tokens stay on their rank
@@ -300,7 +300,7 @@ class Transformer(nn.Module):
         return torch.zeros(0, 2, dtype=torch.int32, device=device) if has_load(self.dispatcher) else None
 
     def routers(self) -> list[Router]:
-        """Routers of this rank, in the order of ``LossOutput.counts_LE``."""
+        """Return this rank's routers, in the order of ``LossOutput.counts_LE``."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     @property
@@ -308,7 +308,7 @@ class Transformer(nn.Module):
         return self.config.num_layers - self.config.num_dense_layers + self.config.mtp_depth
 
     def moe_layers(self, pieces: StagePieces) -> range:
-        """Indices of a stage's MoE layers among those of the model."""
+        """Return the range of a stage's MoE layers among the model's."""
         dense, layers = self.config.num_dense_layers, pieces.layers
         found = range(max(layers.start - dense, 0), max(layers.stop - dense, 0))
         if not len(pieces.mtp):
@@ -317,7 +317,7 @@ class Transformer(nn.Module):
         return range(found.start if len(found) else first, first + len(pieces.mtp))
 
     def blocks(self) -> list[tuple[nn.Module, ...]]:
-        """Modules that a forward needs at a time, in order; each parameter is in one. Needs all stages."""
+        """Return groups of modules that a forward uses at once, in order; each parameter is in one."""
         found: list[tuple[nn.Module, ...]] = [(self.embed,), *((layer,) for layer in self.layers)]
         # a tied weight is in one block only
         if self.config.tie_embeddings:
@@ -354,7 +354,7 @@ def _layers(
 
 
 def shift_left(values_BS: Tensor, by: int, fill: int) -> Tensor:
-    """values[:, i + by] at position i, ``fill`` past the end."""
+    """Return values[:, i + by] at position i, ``fill`` past the end."""
     # the wrapped-around values are masked below
     shifted_BS = values_BS.roll(-by, dims=1)
     position_S = torch.arange(values_BS.shape[1], device=values_BS.device)

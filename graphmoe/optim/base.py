@@ -33,7 +33,7 @@ class StepResult(NamedTuple):
 
 
 class StepOptimizer(ABC):
-    """Owner of master weights, gradients, moments and counters. All ranks call it in the same order."""
+    """Owns master weights, gradients, moments and counters. All ranks call it in the same order."""
 
     weight_forms: WeightForms | None
     """Quantized weight copies; None if weights have no fixed addresses."""
@@ -59,17 +59,17 @@ class StepOptimizer(ABC):
 
     @abstractmethod
     def executor(self, execute: Executor) -> Executor:
-        """Wrap an executor to wait for the segments' weights."""
+        """Return an executor that first waits for the segments' weights."""
 
     @property
     def scales(self) -> DelayedScales | None:
         return self.weight_forms.scales if self.weight_forms else None
 
     def start_gather(self) -> None:  # noqa: B027
-        """Start to gather weights that other ranks updated."""
+        """Start to all-gather the weights that other ranks updated."""
 
     def gather(self) -> None:  # noqa: B027
-        """Gather all weights of the last update. A collective."""
+        """All-gather the weights of the last update, and wait. A collective."""
 
     def restore_weights(self) -> None:  # noqa: B027
         """Restore weights whose memory a forward without update has overwritten."""
@@ -93,13 +93,13 @@ class StepOptimizer(ABC):
         """Return a moment, or the master weights ("main"), by parameter name."""
 
     def restored(self, state: Mapping[str, Any]) -> None:
-        """Finish a load that filled ``state_dict`` and ``model_state`` in place."""
+        """Update derived state after a load that filled ``state_dict`` and ``model_state`` in place."""
         self.longest_skip.zero_()  # a run stopped by skips may resume with other settings
         if self.scales:
             self.scales.load(state.get("scales", {}))
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
-        """Return all static tensors of a captured step except its arguments."""
+        """Return all tensors that a captured step reads or writes, except its arguments."""
         raise AssertionError("a captured step needs fixed addresses")
 
     @abstractmethod

@@ -43,7 +43,7 @@ class Family:
         bucket_elements: float,
         moments: Sequence[str],
     ) -> None:
-        """``order``: indices of the weights in the model."""
+        """``order``: each weight's index in ``model.parameters()``."""
         self.names, self.weights, self.order, self.axis = [*weights], [*weights.values()], [*order], axis
         self.group = mesh.group(axis)  # None if this rank owns everything
         ranks, index = (mesh.layout.size(axis), mesh.index(axis)) if self.group is not None else (1, 0)
@@ -65,7 +65,7 @@ class Family:
         return {name: whole[start : start + w.numel()].view(w.shape) for name, start, w in places}
 
     def owned(self, shard: Tensor) -> dict[str, tuple[int, Tensor]]:
-        """Return offset and values [N] of this rank's part of each parameter."""
+        """Return, by name, offset and values [N] of this rank's part of each parameter."""
         found = {}
         for bucket in self.layout.buckets:
             for i in bucket.members:
@@ -94,7 +94,7 @@ class Family:
         return all_gather_into(whole, shard, group=self.group, async_op=True)
 
     def gathered(self, shard: Tensor, into: Tensor) -> dict[str, Tensor]:
-        """Gather unsharded tensors by parameter name, as views of ``into``; on one rank of ``shard``."""
+        """Gather tensors by parameter name, as views of ``into``; on a single rank, of ``shard``."""
         if self.group is None:
             return self.views(shard)
         for bucket in self.layout.buckets:
@@ -124,7 +124,7 @@ def families_of(model: nn.Module, mesh: Mesh, bucket_elements: float, moments: S
 
 
 def in_forward_order(families: Sequence[Family]) -> list[tuple[Family, Bucket]]:
-    """Sort all sharded buckets by the model index of their first parameter."""
+    """Return the sharded buckets in the order of their first parameters in the model."""
     # the forward's order, reversed in the backward; communicators need one order on all ranks
     buckets = [(f, bucket) for f in families if f.group is not None for bucket in f.layout.buckets]
     return sorted(buckets, key=lambda pair: min(pair[0].order[i] for i in pair[1].members))

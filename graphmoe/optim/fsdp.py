@@ -42,7 +42,7 @@ class ShardedOptimizer(StepOptimizer):
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``model`` is on the meta device; ``fill`` materialises one block."""
+        """``model`` is on the meta device; ``fill`` allocates and sets one block's parameters."""
         super().__init__(optim, train, mesh, device)
         self.model, self._dtype = model, next(model.parameters()).dtype
         self.rounds = self._dtype != torch.float32
@@ -129,7 +129,7 @@ class _Gathering(nn.Module):
 
 
 class ShardedWeights:
-    """fp32 DTensor parameters, sharded by rows over the ranks with the same part.
+    """fp32 DTensor parameters, sharded along dim 0 over ranks that would hold equal copies.
 
     While a block runs, its parameters are unsharded tensors of the compute dtype, always the same objects.
     Their gradients are reduce-scattered in fp32, as sums, and accumulated.
@@ -142,7 +142,7 @@ class ShardedWeights:
         device: torch.device,
         fill: Callable[[Sequence[nn.Module]], None],
     ) -> None:
-        """``blocks`` in forward order; each parameter is in one. A collective."""
+        """``blocks``: modules gathered together, in forward order. A collective."""
         self._dtype = next(blocks[0][0].parameters()).dtype
         self._device, self._mesh, self._fill = device, mesh, fill
         self._meshes: dict[dist.ProcessGroup | None, DeviceMesh] = {}
@@ -154,11 +154,11 @@ class ShardedWeights:
         self._needs: dict[nn.Module, tuple[FSDPModule, ...]] = {}
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward to start from the last update's weights."""
+        """Wrap a forward so that it reads the last update's weights."""
         return functools.partial(self._root, run)
 
     def gather_ahead(self, order: Sequence[int]) -> None:
-        """Prefetch each block during the previous one, in the backward in reverse."""
+        """Gather each block's weights while the previous block runs; in the backward, in reverse."""
         for number, following in zip(order, order[1:], strict=False):
             self._blocks[number][-1].set_modules_to_forward_prefetch(self._blocks[following])
         for place, number in enumerate(order):
@@ -210,7 +210,7 @@ class ShardedWeights:
         tensors: dict[str, Tensor],
         keep: tuple[str, ...],
     ) -> tuple[Tensor, ...]:
-        """Run segments with only their modules' weights gathered."""
+        """Run segments; only their modules' weights are gathered meanwhile."""
         names = [*tensors]
 
         def run(*values: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,7 @@ DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LrNumbers(NamedTuple):
-    """Schedule settings, as floats or fp32 device scalars."""
+    """Numbers of a schedule, as floats or fp32 device scalars."""
 
     peak: Any
     floor: Any

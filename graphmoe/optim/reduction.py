@@ -17,7 +17,7 @@ from graphmoe.segments import Executor, Segment, profiler_range
 
 
 class GradientReduction:
-    """Reduces a bucket when it has as many gradients as in the previous step.
+    """Reduces a bucket once as many gradients were added as in the previous step.
 
     Ranks of a group must run the same program to agree on this.
     """
@@ -30,7 +30,7 @@ class GradientReduction:
         self._num_started = 0
 
     def finish(self) -> None:
-        """Reduce the remaining buckets after the last backward; the current stream waits for all."""
+        """Reduce the remaining buckets after the last backward; the current stream waits for all buckets."""
         # Buckets with fewer gradients than last step, and those behind, start here; those with more restart.
         late = [bucket for bucket in self._queue[: self._num_started] if bucket.incomplete]
         for bucket in [*self._queue[self._num_started :], *late]:
@@ -86,7 +86,7 @@ class _BucketSum:
 
 
 class WeightGather:
-    """Gather of weights that other ranks updated, in forward order."""
+    """All-gathers buckets of weights that other ranks updated, in forward order."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self._queue = in_forward_order(families)
@@ -104,7 +104,7 @@ class WeightGather:
             self._underway = {i: family.gather(bucket) for i, (family, bucket) in enumerate(self._queue)}
 
     def wait(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Make the current stream wait for these parameters, or all."""
+        """Make the current stream wait until these parameters, or all, are gathered."""
         if not self._underway:
             return
         numbers: Iterable[int | None] = [*self._underway]

@@ -41,7 +41,7 @@ class UpdateRule:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that a compiled update moves per parameter."""
+        """Bytes of memory that a compiled update reads and writes per parameter."""
         # master weights and moments are read and written, gradients read twice, bf16 weights written
         return 4 * (2 * (1 + len(self.moments)) + 2) + 2
 

@@ -56,7 +56,7 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update; on several ranks the norm separately, since they combine it."""
+        """Compile the update; on several ranks compile the norm separately, as it is summed over ranks."""
         arguments = self._arguments(self.applied)
         if not self._alone:
             self._norm = compiler(self._norm, self._gradient_shards())
@@ -124,7 +124,7 @@ class Optimizer(StepOptimizer):
         return list(self.weights_to_fill().values())
 
     def weights_to_fill(self) -> dict[str, Tensor]:
-        """Gather unsharded fp32 weights by parameter name, in gradient memory. A collective."""
+        """Gather unsharded fp32 weights by parameter name, into the memory of gradients. A collective."""
         found = [family.gathered(family.main, into=family.grad) for family in self.families]
         return self._by_name({name: tensor for of_family in found for name, tensor in of_family.items()})
 

@@ -1,4 +1,4 @@
-"""Facts of each kind of attention; defaults are those of a plug-in."""
+"""Sizes and supported options of each kind of attention (`AttentionFacts`); defaults suit a plug-in."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Weight(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Compressed states, gathered in place of the normed input, or over cp of keys and values."""
+    """Latents of MLA: tp gathers them instead of the normed input, cp instead of keys and values."""
 
     queries: int
     """Width that queries are computed from; 0 if that is the normed input."""
@@ -59,7 +59,7 @@ def attention_facts(model: ModelConfig) -> AttentionFacts:
 
 
 def keys_of_others(model: ModelConfig) -> set[str]:
-    """Keys that only other kinds of attention read; none for a plug-in."""
+    """Return the keys of ``model`` that only other kinds of attention read; none for a plug-in."""
     if model.attention not in FACTS:
         return set()
     every = {key for facts in FACTS.values() for key in facts(model).keys}

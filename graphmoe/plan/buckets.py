@@ -31,7 +31,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Offsets of parameters in the buffers of one of ``num_ranks`` ranks, in elements."""
+    """Offsets, in elements, of parameters in the flat buffers of one of ``num_ranks`` ranks, by its index."""
 
     starts: tuple[int, ...]
     buckets: tuple[Bucket, ...]

@@ -36,7 +36,7 @@ BLOCK_STEP = 128  # granularity of copy-engine blocks, in rows
 
 
 class BufferLimits(NamedTuple):
-    """Limits of a package that sends bf16 rows through a buffer between GPUs of a node."""
+    """Limits of a package that sends bf16 tokens through a buffer between GPUs of a node."""
 
     hidden_step: int
     """Granularity of hidden sizes."""
@@ -83,7 +83,7 @@ FACTS: dict[str, DispatcherFacts] = {
 
 
 def dispatcher_facts(choice: str) -> DispatcherFacts:
-    """Return the facts of a dispatcher other than auto; a plug-in has them as ``facts``."""
+    """Return the properties of a dispatcher (not auto); a plug-in has them in its attribute ``facts``."""
     return look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
 
 
@@ -196,7 +196,7 @@ def _why_no_replicas(config: RunConfig, dispatcher: str, vendor: str | None) -> 
 
 
 def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
-    """Return the transport of symm, never auto; None with other dispatchers."""
+    """Return the transport (copy engines or kernels) of dispatcher symm, never auto; None for others."""
     if dispatcher_of(config.moe, config.parallel) != "symm":
         return None
     if config.moe.transport is not Transport.auto:
@@ -221,12 +221,12 @@ def replica_slots(moe: MoEConfig, model: ModelConfig, ep: int) -> int:
 
 
 def slack_of(slots: int) -> int:
-    """Return the rows by which a rank may exceed its share before replication; ``slots`` per rank."""
+    """Return the rows above the mean that a rank may get without replication; ``slots`` per rank."""
     return slots // SLACK
 
 
 class Load(NamedTuple):
-    """Rows and slots received by a rank, or the capacity for them."""
+    """Rows (tokens) and slots (token, local expert) that a rank receives, or its capacity for them."""
 
     rows: int
     """Tokens; each counts once, however many of its experts are local."""
@@ -250,11 +250,11 @@ def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
 def room_bytes(
     rooms: Sequence[Load], model: ModelConfig, layout: Layout, element_bytes: int, *, fused: bool
 ) -> int:
-    """Bytes of tensors sized by receive capacity on a rank, during a step.
+    """Return the bytes of tensors on a rank whose size is the receive capacity, ``rooms`` per MoE layer.
 
     Saved per MoE layer: per row the plan of its slots, and if ``fused`` token and weights; per slot gate and
-    up, and if not ``fused`` token, weight and three stages of the activation. One layer at a time also needs
-    per row a sum, both gradients and its symm region; per slot output, activation and gradients.
+    up, and if not ``fused`` token, weight and three stages of the activation. The running layer also has
+    per row a sum, both gradients and symm's peer memory; per slot output, activation and gradients.
     ``recompute`` is ignored.
     """
     width, inner = model.hidden_size * element_bytes, model.expert_ffn_size // layout.etp * element_bytes
@@ -286,7 +286,7 @@ class Arrivals:
     """Tokens of each rank if the replica plan never lacks slots; else None."""
 
     def room(self, factor: float = 1.0) -> Load:
-        """Capacity for ``factor`` times the receive budget, at most the worst case."""
+        """Return the capacity for ``factor`` times the receive budget, at most the worst case."""
         if self.budget is None:
             return self.worst
         budget = self.budget * factor
@@ -296,7 +296,7 @@ class Arrivals:
 
 
 def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int) -> Arrivals:
-    """Return the arrivals for a resolved ``moe``; ``tokens`` per rank."""
+    """Return expected and worst loads, and capacity, for a resolved ``moe``; ``tokens`` per rank."""
     rows, owned = layout.size("ep_etp") * tokens, model.num_experts // layout.ep
     replicas = replica_slots(moe, model, layout.ep)
     is_exact = replicas == owned
@@ -316,7 +316,7 @@ def arrivals_of(moe: MoEConfig, model: ModelConfig, layout: Layout, tokens: int)
 
 
 def blocks_of(balanced: Load, room: Load, ranks: int, exact_of: int | None = None) -> tuple[int, int]:
-    """Return the rows that copy engines send per pair of ranks, and the row capacity."""
+    """Return the rows per pair of ranks that copy engines transfer, and a rank's capacity of rows."""
     # a block holds the rows of balanced routing: pairs with fewer pad it, and for pairs with more a kernel
     # fetches the rest
     block = -(-balanced.rows // (ranks * BLOCK_STEP)) * BLOCK_STEP

@@ -23,7 +23,7 @@ Counts = list[list[list[float]]]  # recorded loads [S, L, E], on any scale
 
 
 def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: int) -> list[float]:
-    """Return one of `LOADS` in a step, counted from 1, for experts split over ``ranks``."""
+    """Return the load [E] of `LOADS` by name in a step, counted from 1; ``ranks`` share the experts."""
     few = max(min(HOT_EXPERTS, num_experts // 8), 1)
     # each layer has its own hot experts; the hot or idle rank is the first
     first, of_rank = layer * few, num_experts // ranks
@@ -43,13 +43,13 @@ def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: 
 
 
 def recorded(counts_SLE: Counts, step: int, layer: int, top_k: int) -> list[float]:
-    """Return the load of recorded counts, which repeat beyond the recorded steps and layers."""
+    """Return the load [E] of recorded counts, which repeat beyond the recorded steps and layers."""
     layers = counts_SLE[(step - 1) % len(counts_SLE)]
     return fitted(layers[layer % len(layers)], top_k)
 
 
 def fitted(weights: Sequence[float], top_k: int) -> list[float]:
-    """Scale weights to a load; shares are clipped at 1, and the rest is split by weight."""
+    """Scale weights to a load [E]; shares are clipped at 1, and the rest is split by weight."""
     share, rest = [0.0] * len(weights), float(top_k)
     open_to = [expert for expert, weight in enumerate(weights) if weight > 0]
     while open_to and rest > 0:
@@ -67,7 +67,7 @@ def fitted(weights: Sequence[float], top_k: int) -> list[float]:
 
 
 def ends(share: Sequence[float]) -> list[int]:
-    """Return the cumulative load in `UNIT`, each step at most one unit."""
+    """Return the cumulative load [E] as integers, in which `UNIT` is a share of 1."""
     top_k = round(math.fsum(share))
     found = [min(round(total * UNIT), top_k * UNIT) for total in itertools.accumulate(share)]
     found[-1] = top_k * UNIT

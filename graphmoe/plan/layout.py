@@ -91,11 +91,11 @@ class Layout:
 
     @property
     def edp(self) -> int:
-        """Copies of each expert in a pipeline stage."""
+        """Number of data-parallel copies of each expert in a pipeline stage."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size(self, axis: Axis) -> int:
-        """Ranks in a group of the axis; for ``embed``, in the group that holds it."""
+        """Return the ranks in a group of the axis; for ``embed``, in the group that holds the embedding."""
         if axis == "embed":
             return self.size("dp_cp") * len(self.embed_on)
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])
@@ -151,12 +151,12 @@ REPLICATED = ParameterLayout()
 
 @functools.lru_cache(maxsize=4096)
 def ranks_of(layout: Layout, axis: Axis) -> object:
-    """Return a key equal for axes with the same process groups, judged by the group of rank 0."""
+    """Return a key that is equal for axes with the same process groups: rank 0's group, or None if alone."""
     return None if layout.size(axis) == 1 else layout.groups(axis)[0]
 
 
 def layout_of(parameter: object) -> ParameterLayout:
-    """Return the layout that the model's constructor set on a parameter, else replicated."""
+    """Return the ``parallel`` layout that the model's constructor set on a parameter, else replicated."""
     found = getattr(parameter, "parallel", REPLICATED)
     assert isinstance(found, ParameterLayout)
     return found
@@ -174,7 +174,7 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
 
 
 def ranks_of_axes(sizes: Mapping[str, int]) -> str:
-    """Format the sizes of the axes of dense parts and of experts."""
+    """Return a text of the sizes of parallel axes, of dense parts and of experts."""
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
         for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))

@@ -96,7 +96,7 @@ class Plan(ExpertPlan, Arrivals):
         return self.num_micro_batches * self.layout.dp
 
     def replica_bytes(self, backends: str) -> int:
-        """Bytes sent per replica and micro-batch, weights and gradient; ``backends`` of fused experts."""
+        """Return bytes sent per replica and micro-batch: weights, gradients. ``backends``: of grouped MLP."""
         numbers = 3 * self.model.hidden_size * self.model.expert_ffn_size
         times, in_fp8 = 1 if self.keeps_replicas else 2, self.experts_in_fp8
         # fp32 sums are sent in fp32
@@ -107,14 +107,14 @@ class Plan(ExpertPlan, Arrivals):
         return Sizes.from_config(self.config, self.layout, on_nvidia=on_nvidia)
 
     def with_its_transport(self) -> Plan:
-        """Return the plan with the transport that was chosen on the run's devices in its configuration."""
+        """Return the plan with symm's transport resolved for the run's devices."""
         if self.transport is None:
             return self
         moe = replace(self.moe, transport=self.transport)
         return replace(self, config=replace(self.config, moe=moe), moe=moe)
 
     def slower_than_1f1b(self) -> str | None:
-        """Return a faster schedule if simulation finds the run's own slower than 1f1b."""
+        """Return a message that names a faster schedule if simulation finds the run's slower than 1f1b."""
         return run_slower_than_1f1b(self.config, self.layout)
 
     def stage_numbers(self, place: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from graphmoe.segments import LAYER_SEGMENTS, Segment
 
 @dataclass(frozen=True)
 class UnitRecompute:
-    """Recomputation in one compile unit, comparable."""
+    """The segments that one compile unit recomputes; equal units can share code."""
 
     regions: tuple[frozenset[str], ...] = ()
     """Runs of consecutive segments, each recomputed from its inputs."""
@@ -41,7 +41,7 @@ class Recompute:
         return bool(self.all or self.segments or self.parts or self.layers)
 
     def words(self) -> str:
-        """Name the recomputed segments and their layers, for a log."""
+        """Return the recomputed segments and their layers as text, for a log."""
         named = ", ".join(sorted(self.segments | self.parts)) or "all segments"
         layers = ", ".join(map(str, sorted(self.layers)))
         return f"{named} of {f'layers {layers}' if layers else 'every layer'}"

@@ -79,7 +79,7 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Published names of attention tensors -> ours."""
+    """Return our name of each attention tensor, by its published name."""
     query = {"q_proj": "q_proj"}
     if config.q_lora_rank:
         query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}

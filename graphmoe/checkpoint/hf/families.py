@@ -53,7 +53,7 @@ TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
-    """Family named in config.json. *Raises* ConfigError."""
+    """Return the family named in config.json. *Raises* ConfigError."""
     wanted, architectures = raw.get("model_type"), raw.get("architectures") or []
     if not isinstance(architectures, list):
         raise ConfigError(f"{where}: architectures={architectures} must be a list")
@@ -68,7 +68,7 @@ def family_of(raw: dict[str, Any], where: str) -> Family:
 
 
 def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family, ModelConfig]:
-    """Family and ModelConfig of a config.json. *Raises* ConfigError listing every problem."""
+    """Return family and ModelConfig of a config.json. *Raises* ConfigError listing every problem."""
     family = family_of(raw, where)
     config, problems = _read(family, raw, name)
     if problems:
@@ -78,7 +78,7 @@ def to_model_config(raw: dict[str, Any], where: str, name: str) -> tuple[Family,
 
 
 def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """Family that can express the model, and its config.json without dtype and token ids.
+    """Return the family that can express the model, and its config.json without dtype and token ids.
 
     *Raises* ConfigError naming the keys that the nearest family cannot express.
     """
@@ -107,7 +107,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Lines about keys in which two models compute differently; empty if none."""
+    """Return a line per key by which two models compute different functions; empty if none."""
     ours, theirs = _effective(a), _effective(b)
     lines = []
     for key in dict.fromkeys((*ours, *theirs)):
@@ -120,7 +120,7 @@ def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """Keys with other values in ``b``, among those that affect either model's output."""
+    """Return (key, a's value, b's value) of keys that differ and affect either model's output."""
     keys = dict.fromkeys((*_effective(a), *_effective(b)))
     values = [(key, getattr(a, key), getattr(b, key)) for key in keys]
     return [(key, before, after) for key, before, after in values if before != after]

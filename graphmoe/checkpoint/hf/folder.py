@@ -42,7 +42,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """Folder of safetensors with headers read and no weights."""
+    """Folder of safetensors whose headers are read, but no weights."""
 
     config: ModelConfig
     files: TensorFiles
@@ -54,13 +54,13 @@ class OpenFolder:
     block_scales: bool = False
 
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights that are not fp8, except the router's bias, which is always fp32."""
+        """Dtype of the weights that are not fp8; the router's bias, always fp32, does not count."""
         headers = self.files.headers
         weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
         return self.files.dtype(n for n in weights if n in headers and headers[n].dtype != FP8_NAME)
 
     def fill(self, state: Mapping[str, Tensor | FlatShard]) -> None:
-        """Copy the files' tensors into ours in place; of a shard only its part is read."""
+        """Copy the files' tensors into those of ``state`` in place; of a shard only its part is read."""
         with torch.no_grad():
             for piece in self.pieces:
                 ours = None if piece.repeats else state.get(piece.ours)
@@ -71,7 +71,7 @@ class OpenFolder:
                     ours[piece.index].copy_(self.files.read(piece.theirs))
 
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
-        """Return ``[index]`` of one of our tensors; if it has several pieces, all are read, as ``dtype``."""
+        """Return ``[index]`` of our tensor ``name``; if stored in pieces, all are read, as ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1:
             return self.files.read(mine[0].theirs, index)
@@ -174,7 +174,7 @@ def entries_of(
     dtypes: Mapping[str, torch.dtype],
     read: Callable[[str, Index], Tensor],
 ) -> Iterator[TensorToWrite]:
-    """Yield the tensors of a folder to write, sliced from ours when written."""
+    """Yield the tensors to write to a folder; each is sliced from ours when it is written."""
     ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     for piece in found:
         if not piece.written:
@@ -189,7 +189,7 @@ def entries_of(
 
 
 def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
-    """Replace each linear weight by its fp8 numbers and block scales."""
+    """Replace each linear weight by its fp8 values and block scales."""
     for entry in entries:
         if not PRODUCTS.search(entry.name):
             yield entry
@@ -230,7 +230,7 @@ def write_hf(
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shapes of the model's weights by our names. *Raises* ConfigError."""
+    """Return the shapes of the model's weights by our names. *Raises* ConfigError."""
     try:
         with torch.device("meta"):
             model = Transformer(config, MoEConfig())
@@ -241,7 +241,7 @@ def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def folder_name(folder: Path) -> str:
-    """Folder's name, or the repository's for a snapshot in the hub's cache."""
+    """Return the folder's name, or for a snapshot in the hub's cache that of its repository."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.split("--")[-1]

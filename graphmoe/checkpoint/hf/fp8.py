@@ -47,7 +47,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def wrong_scale(scale: Tensor) -> str | None:
-    """First invalid scale with its index, or None."""
+    """Return a text with the first invalid scale and its index, or None."""
     wrong = ~(scale.isfinite() & (scale >= 0))
     if not wrong.any():
         return None
@@ -56,7 +56,7 @@ def wrong_scale(scale: Tensor) -> str | None:
 
 
 def scales_of(weight: Tensor) -> Tensor:
-    """Scales of [out, in]: largest magnitude of a block / 448, fp32; 1 for zeros and below 5e-36.
+    """Return fp32 scales of [out, in]: a block's largest magnitude / 448; 1 for zeros and below 5e-36.
 
     Dequantized values round-trip exactly.
     """
@@ -67,7 +67,7 @@ def scales_of(weight: Tensor) -> Tensor:
 
 
 def quantised(weight: Tensor, scale: Tensor) -> Tensor:
-    """Fp8 numbers of a weight [out, in]."""
+    """Return the fp8 values of a weight [out, in]."""
     found = torch.empty(weight.shape, dtype=FP8)
     by_column = scale.repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
     for into, rows, scales in zip(found.split(BLOCK), weight.split(BLOCK), by_column, strict=True):
@@ -76,7 +76,7 @@ def quantised(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def dequantised(part: Tensor, scale: Tensor, rows: range, columns: range) -> Tensor:
-    """Fp32 values of ``part``, the given rows and columns of a weight with block scales ``scale``."""
+    """Return fp32 values of ``part``, these rows and columns of a weight whose block scales are ``scale``."""
     assert part.shape == (len(rows), len(columns))
     values = part.float()
     by_column = scale.repeat_interleave(BLOCK, dim=1)[:, columns.start : columns.stop]

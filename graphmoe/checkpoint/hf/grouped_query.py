@@ -56,7 +56,7 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Published names of attention tensors -> ours."""
+    """Return our name of each attention tensor, by its published name."""
     norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
     return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
 

@@ -17,7 +17,7 @@ class Keys:
         self.problems: list[str] = []
 
     def int(self, *names: str, default: int | None = None) -> int:
-        """Integer under the first name that is present and not null; required without a default."""
+        """Return the integer of the first name that is present and not null; required without a default."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
         if value is None and default is not None:
@@ -28,7 +28,7 @@ class Keys:
         return value
 
     def float(self, name: str, default: float) -> float:
-        """Number, or the default if absent or null."""
+        """Return the number, or the default if absent or null."""
         value = self.raw.get(name, default)
         if value is None:
             return default
@@ -38,7 +38,7 @@ class Keys:
         return float(value)
 
     def bool(self, name: str, default: bool) -> bool:
-        """Boolean, or the default if absent or null."""
+        """Return the boolean, or the default if absent or null."""
         value = self.raw.get(name)
         if not isinstance(value, bool | None):
             self._expected(name, value, "true or false")
@@ -50,7 +50,7 @@ class Keys:
             self.problems.append(f"{name} is missing; it must be a whole number, or null for {null}")
 
     def only(self, name: str, *supported: Any) -> None:
-        """Reject other values; absent or null is allowed."""
+        """Reject values other than ``supported``; absent or null is allowed."""
         value = self.raw.get(name)
         if value is not None and value not in supported:
             self.refuse(name, value, " or ".join(json.dumps(choice) for choice in supported))
@@ -74,7 +74,7 @@ _YARN = {
 
 
 def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: bool) -> dict[str, Any]:
-    """ModelConfig fields of the rotary embedding.
+    """Return ModelConfig fields of the rotary embedding.
 
     ``scales_scores``: the family scales its softmax by mscale_all_dim.
     """
@@ -96,7 +96,7 @@ def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: 
 
 
 def write_rope(config: ModelConfig, *, scales_scores: bool) -> dict[str, Any]:
-    """Keys of the rotary embedding in the style of published files."""
+    """Return keys of the rotary embedding, as in published files."""
     if config.rope_scaling is RopeScaling.none:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}

@@ -1,4 +1,4 @@
-"""Published tensor names, and the slice of our tensor that each is."""
+"""Published tensor names, and the slice of our tensor that each equals."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Piece:
-    """``theirs`` equals ``ours[index]`` bitwise."""
+    """A published tensor: ``theirs`` equals ``ours[index]`` bitwise."""
 
     theirs: str
     ours: str
@@ -29,7 +29,7 @@ FUSED = ".mlp.experts.gate_up_proj"
 
 
 def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
-    """All tensors of a published folder; those without ``repeats`` cover each of ours once."""
+    """Return all tensors of a published folder; those without ``repeats`` cover each element of ours once."""
     if fused:
         family = replace(family, moe="mlp", gate_up_down=None)
     found = [
@@ -51,7 +51,7 @@ def _head(config: ModelConfig) -> Piece:
 
 
 def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
-    """Pieces of a multi-token-prediction layer, which includes copies of the embedding and the head."""
+    """Yield the tensors of a multi-token-prediction layer, with its copies of embedding and head."""
     head = _head(config)
     yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
     yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")

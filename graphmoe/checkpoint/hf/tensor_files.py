@@ -70,7 +70,7 @@ class TensorFiles:
         return dequantised(part, self.read(name + SCALE), rows, columns)
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Narrowest dtype that holds all these tensors exactly; none may be fp8."""
+        """Return the narrowest dtype that holds all these tensors exactly; none may be fp8."""
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
@@ -110,7 +110,7 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """Tensor that ``make`` produces when its file is written."""
+    """A tensor that ``make`` computes when its file is written."""
 
     name: str
     shape: tuple[int, ...]

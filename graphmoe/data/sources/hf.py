@@ -90,7 +90,7 @@ class StreamSamples(Samples):
 
 
 class StreamReader(Reader):
-    """Position in a stream's samples: the current block of documents and an offset in its tokens."""
+    """Reader of a stream: its position is a block of documents, and an offset in the block's tokens."""
 
     def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
         state = state or {"position": 0, "offset": 0, "block": None}
@@ -257,7 +257,7 @@ def open_stream(config: DataConfig, split: str) -> Any:
 
 
 class RememberedSamples(Samples):
-    """First samples of a stream, cached in memory, for validation."""
+    """Validation samples: the first ones of a stream, cached in memory."""
 
     def __init__(self, stream: Samples):
         self.seq_len, self.num_samples, self.fingerprint = stream.seq_len, None, stream.fingerprint

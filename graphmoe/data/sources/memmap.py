@@ -24,7 +24,7 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
 
 
 def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return prefixes of token files; a wildcard pattern matches indices."""
+    """Return prefixes of token files; a wildcard pattern is matched against ``.idx`` files."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         place = os.path.expanduser(pattern)

@@ -1,1 +1,1 @@
-"""Time and memory of parts of a step on a card."""
+"""Estimates of time and memory of the parts of a step, for a model of GPU."""

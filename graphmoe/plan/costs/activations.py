@@ -34,7 +34,7 @@ class Kept(NamedTuple):
 
 
 def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
-    """Saved bytes of a stage and micro-batch, by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
+    """Return a stage's saved bytes of a micro-batch by part: ``embed``, ``layer 3``, ``mtp 0``, ``loss``."""
     model, found = sizes.model, dict[str, Bytes]()
     dense = model.num_dense_layers
     if pieces.embed:
@@ -60,7 +60,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
-    """Saved bytes of a layer with its result, without its input; MTP layers have the last indices."""
+    """Return a layer's saved bytes per micro-batch: its output counts, its input not. MTP layers are last."""
     is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))
@@ -68,7 +68,7 @@ def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
 
 
 def made_again(sizes: Sizes, recompute: Recompute, index: int) -> float:
-    """Bytes that a layer's backward recomputes."""
+    """Return the bytes of activations that a layer's backward recomputes."""
     whole = layer_activations(sizes, Recompute(), index)
     return max(whole.total() - layer_activations(sizes, recompute, index).total(), 0)
 
@@ -111,7 +111,7 @@ def _read(
     part: str = "",
     fp8_part: str = "",
 ) -> Iterator[Kept]:
-    """Yield the saved [rows, width] input of a segment's GEMMs, which have ``made`` output columns."""
+    """Yield the saved input [rows, width] of a segment's GEMMs; ``made``: their output widths."""
     in_fp8 = [name in sizes.fp8 and fits_fp8(width, columns) for columns in made]
     # fp8 GEMMs save it quantized with a scale per row, bf16 GEMMs as it is
     if any(in_fp8):

@@ -1,5 +1,4 @@
-"""Cards of projections, and dense peaks of known cards, from data sheets (NVIDIA's sparse figures are
-halved)."""
+"""GPU models ("cards") of projections, and peaks of known ones without sparsity, from data sheets."""
 
 import re
 from dataclasses import dataclass
@@ -100,5 +99,5 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def device_words(device_name: str) -> set[str]:
-    """Split a device name into capitals: H100 is a word of "NVIDIA H100 PCIe", H200 is not one of "GH200"."""
+    """Return the words of a device name, in capitals; so "GH200" is not mistaken for an H200."""
     return set(re.split(r"[^A-Z0-9]+", device_name.upper()))

@@ -1,4 +1,4 @@
-"""Seconds of GEMMs, scores and communication in a layer's segments, for one micro-batch."""
+"""Estimated seconds of GEMMs, attention scores and communication in a layer, for one micro-batch."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from graphmoe.plan.layout import Axis
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Seconds of attn's parts. Communication counts exposed time, equal in forward and backward."""
+    """Seconds of attention's parts. Communication is its exposed time, equal in forward and backward."""
 
     before: Product
     up: Product
@@ -67,7 +67,7 @@ def attention_parts(sizes: Sizes, speeds: Speeds) -> AttentionParts:
 
 
 def along_tp(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds to gather the residual stream over tp, or to reduce-scatter it."""
+    """Return the seconds to all-gather the residual stream over tp, or to reduce-scatter it."""
     return speeds.gather(sizes.state * sizes.layout.tp, sizes.layout.tp)
 
 
@@ -89,7 +89,7 @@ def gate(sizes: Sizes, speeds: Speeds) -> Product:
 
 @functools.lru_cache(maxsize=1024)
 def experts(sizes: Sizes, speeds: Speeds) -> Product:
-    """Seconds of a rank's expert GEMMs under balanced routing; gate and up take two thirds."""
+    """Return the seconds of a rank's expert GEMMs under balanced routing; gate and up take two thirds."""
     model, eight = sizes.model, FP8 if "experts" in sizes.fp8 else ""
     flops = 2 * sizes.tokens * model.top_k * swiglu_weights(model, model.expert_ffn_size)
     inner = model.expert_ffn_size / sizes.layout.etp
@@ -110,7 +110,7 @@ def weight_forms(sizes: Sizes, speeds: Speeds, name: str) -> float:
 
 
 def travelling_bytes(sizes: Sizes, *, fp8: bool = False) -> float:
-    """Bytes that a rank receives under balanced routing, including its own tokens."""
+    """Return the bytes that dispatch brings to a rank under balanced routing, including its own tokens."""
     ranks = sizes.layout.size("ep_etp")
     rows = balanced_load(sizes.model, sizes.layout, sizes.tokens).rows
     D = sizes.model.hidden_size
@@ -152,7 +152,7 @@ def _ring(sizes: Sizes, speeds: Speeds, scores: Product) -> tuple[float, float]:
 
 
 def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]:
-    """Yield a segment's fp8 weights: sharding axis, number, rows, columns."""
+    """Yield a segment's fp8 weights: sharding axis, number of equal matrices, rows, columns."""
     model, tp, d = sizes.model, sizes.layout.tp, sizes.model.hidden_size
     found: list[tuple[Axis, int, float, float]] = []
     if name == "moe_experts" and "experts" in sizes.fp8:
@@ -172,7 +172,7 @@ def fp8_weights(sizes: Sizes, name: str) -> Iterator[tuple[Axis, int, int, int]]
 
 
 def attention_sides(sizes: Sizes) -> dict[str, Sides]:
-    """Return the local sizes of attention's weights; tp shards heads, not latents."""
+    """Return the (rows, columns) of attention's weights on a rank; tp shards heads, not latents."""
     facts, tp = sizes.attention, sizes.layout.tp
     *before, last = facts.weights
     found = {last.name: (last.rows / tp, float(last.columns))}
@@ -198,6 +198,6 @@ def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
 
 
 def attention_scores(model: ModelConfig, seq_len: int) -> int:
-    """Forward FLOPs of one token's scores and weighted values in one layer, causal."""
+    """Return forward FLOPs of one token's causal attention in one layer: q k^T, and the product with v."""
     facts = attention_facts(model)
     return 2 * model.num_heads * (facts.head + facts.value) * seq_len // 2

@@ -1,4 +1,4 @@
-"""Rates as shares of a card's peaks (measured, assumed, or from a file), and resulting speeds."""
+"""Rates: shares of a GPU's peak speeds (measured, assumed, or from a file), and the resulting speeds."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ Share = Part | Annotated[tuple[Point, ...], Meta(min_length=1)]
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares of a card's peaks, 0 to 1, and fixed overheads."""
+    """Achieved shares of a GPU's peak speeds, 0 to 1, and fixed overheads."""
 
     dense: Share
     """Forward and dgrad of GEMMs with dense weights."""
@@ -102,7 +102,7 @@ FP8_RATES = tuple(field.name for field in dataclasses.fields(Rates) if field.nam
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
-    """Return the share of a GEMM, interpolated within the class nearest to ``kind`` by ratio."""
+    """Return a GEMM's share of peak, interpolated by size among points of the nearest ``kind`` (by ratio)."""
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))
@@ -114,7 +114,7 @@ def share_at(share: Share, kind: float, size: float) -> float:
 def default_rates(*, is_nvidia: bool) -> Rates:
     """Return a vendor's default rates, measured on H200s (docs/benchmarks/projection_h200).
 
-    Network, hidden shares, other NVIDIA cards and all AMD cards are assumed.
+    Assumed, not measured: network, hidden shares of communication, other NVIDIA GPUs, all AMD GPUs.
     """
     file = files(__package__) / ("nvidia.json" if is_nvidia else "amd.json")
     return from_json(file.read_text(encoding="utf-8"), Rates, file.name)
@@ -125,7 +125,7 @@ def fits_fp8(*sides: float) -> bool:
 
 
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
-    """Describe the source of the rates that ``recipe`` needs, for a log."""
+    """Return a log text that says where the rates for an fp8 ``recipe`` come from."""
     if path is None:
         known, which = _source_of_defaults(card), "those of fp8 GEMMs"
     else:
@@ -147,8 +147,7 @@ def _source_of_defaults(card: Card) -> str:
 
 
 def rates_of(card: Card, path: Path | None = None) -> Rates:
-    """Return the rates of a card, with those of a JSON file of ``graphmoe.bench suite=calibrate``. *Raises*
-    ConfigError."""
+    """Return a GPU's rates, updated by a file of ``graphmoe.bench suite=calibrate``. *Raises* ConfigError."""
     rates = default_rates(is_nvidia=card.is_nvidia)
     if path is None:
         return rates
@@ -173,7 +172,7 @@ FP32 = 4
 
 
 class Product(NamedTuple):
-    """Seconds of GEMMs: forward, dgrad and wgrad."""
+    """Seconds that GEMMs take in forward, dgrad and wgrad."""
 
     forward: float = 0.0
     inputs: float = 0.0
@@ -188,7 +187,7 @@ class Fp8Dense(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Speeds:
-    """Speeds of a card, in FLOP/s and bytes/s; compared by identity, as a cache key."""
+    """Speeds of a GPU, in FLOP/s and bytes/s; compared by identity, as a cache key."""
 
     card: Card
     rates: Rates
@@ -196,12 +195,12 @@ class Speeds:
     """Share of a step's micro-batches that add to existing weight gradients, 0 to 1."""
 
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
-        """Seconds of a wgrad by the rate ``name``, averaged over a step."""
+        """Return the seconds of a wgrad GEMM with the rate ``name``, averaged over a step's micro-batches."""
         first, later = (self.seconds(flops, rate, kind, size) for rate in (name, f"{name}_added"))
         return (1 - self.adding) * first + self.adding * later
 
     def stored(self, elements: float) -> float:
-        """Seconds to write and read a weight's fp32 gradient once, and to read the sum it is added to."""
+        """Return the seconds to write and read an fp32 gradient once, and to read the sum it is added to."""
         return (2 + self.adding) * FP32 * elements / self.hbm
 
     def seconds(self, flops: float, rate: str, kind: float, size: float) -> float:
@@ -209,7 +208,7 @@ class Speeds:
         return flops / (peak * 1e12 * share_at(getattr(self.rates, rate), kind, size))
 
     def dense(self, rows: float, products: Iterable[Sides], fp8: Fp8Dense | None = None) -> Product:
-        """Seconds of GEMMs of ``rows`` rows with weights of these sizes; ``fp8`` includes quantization."""
+        """Return seconds of GEMMs of ``rows`` rows with weights of these sizes; ``fp8`` adds quantization."""
         forward = inputs = weights = 0.0
         # GEMMs with the same input width are assumed to share their input, which is quantized once
         rounded = set[float]()
@@ -234,7 +233,7 @@ class Speeds:
         return elements * (element_bytes + 1) / (self.card.hbm_tb_per_s * 1e12 * self.rates.fp8_quantise)
 
     def weight_forms(self, elements: float, element_bytes: int) -> float:
-        """Seconds per micro-batch to quantize both weight copies, which is done once a step."""
+        """Return the seconds, per micro-batch, to quantize a weight and its transpose once a step."""
         return (1 - self.adding) * 2 * self.quantised(elements, element_bytes)
 
     @property
@@ -242,7 +241,7 @@ class Speeds:
         return self.card.hbm_tb_per_s * 1e12 * self.rates.hbm
 
     def exchange(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-to-all of ``num_bytes`` over ``ranks`` ranks, ``stride`` apart."""
+        """Return seconds of an all-to-all of ``num_bytes`` among ranks, numbered ``stride`` apart."""
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)
@@ -253,7 +252,7 @@ class Speeds:
         )
 
     def gather(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather to ``num_bytes`` on every rank, or of the reduce-scatter."""
+        """Return seconds of an all-gather to ``num_bytes`` on each rank, or of a reduce-scatter from them."""
         if ranks == 1:
             return 0.0
         in_node = self._in_node(ranks, stride)

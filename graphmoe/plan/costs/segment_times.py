@@ -1,4 +1,4 @@
-"""Times of segments and model parts on a rank for one micro-batch; the latter balance pipelines."""
+"""Estimated times of segments, and of model parts (to balance pipelines), for one micro-batch on a rank."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def times_of_layers(
 ) -> list[list[SegmentTime]]:
     """Return the times of several layers' segments; equal layers share one list.
 
-    ``hidden``: hidden share of dispatch and combine. ``host_counts``: dgrad includes experts' wgrad.
+    ``hidden``: share of dispatch and combine that overlaps compute. ``host_counts``: the dispatcher counts
+    tokens on the host, so that dgrad includes the experts' wgrad.
     """
     dense, firsts = sizes.model.num_dense_layers, dict[tuple[bool, ...], int]()
     kinds = [(i < dense, i in recompute.layers, i in sizes.fp8_skips) for i in indices]
@@ -199,7 +200,7 @@ def _segment(
 
 
 def second_forward(sizes: Sizes, speeds: Speeds, recompute: Recompute, index: int) -> dict[str, float]:
-    """Return seconds of recomputation by segment."""
+    """Return the seconds that a layer's backward spends to recompute each segment."""
     model, is_dense = sizes.model, index < sizes.model.num_dense_layers
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     whole = {name for name in segments if recompute.covers(name, index)}
@@ -250,9 +251,9 @@ def modelled_parts(
     expert_ranks: int = 1,
     joint_experts: bool = False,
 ) -> list[SegmentTime]:
-    """Return the seconds of one sequence on an H200 by part: E, layers, MTP layers, L.
+    """Return one sequence's seconds on an H200: embedding, each layer, each MTP layer, loss.
 
-    ``expert_ranks`` share the experts. ``joint_experts``: dgrad includes experts' wgrad.
+    ``expert_ranks``: ranks that share the experts. ``joint_experts``: dgrad includes experts' wgrad.
     """
     sizes, speeds = _on_a_card(model, seq_len, expert_ranks)
     depths, indices = model.mtp_depth, range(model.num_layers + model.mtp_depth)
@@ -266,7 +267,7 @@ def modelled_parts(
 
 
 def modelled_message(model: ModelConfig, seq_len: int) -> float:
-    """Seconds to send the state of one sequence from an H200 to another node."""
+    """Return the seconds to send one sequence's residual stream from an H200 to another node."""
     sizes, speeds = _on_a_card(model, seq_len)
     return speeds.pass_on(sizes.state, in_node=False)
 

@@ -1,4 +1,4 @@
-"""Tokens, rows and heads of one micro-batch on one rank, which determine tensor sizes."""
+"""Tokens, routed rows and heads of one micro-batch on one rank, which determine tensor sizes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Sizes:
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:
-        """Return the sizes of a resolved configuration; ``on_nvidia`` selects padding and transport."""
+        """Return the sizes of a resolved configuration; padding and transport depend on ``on_nvidia``."""
         assert config.data.seq_len is not None
         choice = config.moe.dispatcher
         travels = choice not in ("local", "alltoall")
@@ -111,7 +111,7 @@ class Sizes:
 
     @property
     def pulled_bytes(self) -> int:
-        """Bytes of an expert's weights as sent to a replica."""
+        """Bytes of one expert's weights, in the dtype in which they are sent to a replica."""
         return self.expert_elements * (1 if "experts" in self.fp8 else self.element_bytes)
 
     def of_layer(self, index: int) -> Sizes:
@@ -145,7 +145,7 @@ class Sizes:
 
     @property
     def attended(self) -> int:
-        """Tokens whose queries a rank attends with."""
+        """Tokens whose queries a rank's attention processes."""
         return self.gathered * self.exchanging
 
     @property

@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def folded(cls, num_ranks: int) -> Placement:
-        """Place stages in a V: rank 0 has the first and the last."""
+        """Place two stages per rank in a V: rank 0 has the first and the last."""
         ranks = range(num_ranks)
         return cls((*ranks, *reversed(ranks)), num_ranks)
 
@@ -76,5 +76,5 @@ class Table:
     ranks: tuple[tuple[Step, ...], ...]
 
     def actions(self, rank: int) -> list[Action]:
-        """Return the actions of a rank; a `Together` gives its forward, then its backward."""
+        """Return the actions of a rank; a `Together` is listed as its forward, then its backward."""
         return [*itertools.chain.from_iterable(map(parts, self.ranks[rank]))]

@@ -1,4 +1,4 @@
-"""Dependencies of a table's actions, check for deadlocks, and activation counts."""
+"""Checks of a schedule's table: dependencies, deadlocks, and counts of saved activations."""
 
 import functools
 import operator
@@ -36,7 +36,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 
 def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
-    """Return each rank's peak; ``sizes``: activation size of each stage."""
+    """Return each rank's peak sum of saved activations; ``sizes``: that of each stage."""
     size_of, found = list(sizes), []
     for rank, moments in enumerate(in_flight(table)):
         own = [size_of[stage] for stage in table.placement.stages_of(rank)]
@@ -46,7 +46,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return each rank's peak moments: micro-batches in flight by stage."""
+    """Return, for each rank, saved activations by stage at each moment that may be its peak."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -65,7 +65,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Drop each moment that another one dominates in every stage."""
+    """Drop each moment whose count is at most another's in every stage."""
     kept: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, other)) for other in kept):
@@ -138,7 +138,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def in_order(table: Table) -> Iterator[tuple[int, Step]]:
-    """Yield all steps in dependency order. *Raises* `TableError` on a deadlock or a missing action."""
+    """Yield (rank, step) in dependency order. *Raises* `TableError` on a deadlock or a missing action."""
     ranks, num_stages = table.ranks, table.placement.num_stages
     position = [0] * len(ranks)
     done: set[Action] = set()

@@ -1,4 +1,4 @@
-"""Pieces of the model on a stage, and layout strings.
+"""Parts of the model on a stage, and layout strings.
 
 ``Et|(tt|)*6L`` is eight stages: ``E`` embedding, ``t`` layer, ``m`` multi-token-prediction layer, ``L`` loss,
 ``|`` boundary. ``x*n`` and ``(x)*n`` repeat; commas and spaces are ignored.

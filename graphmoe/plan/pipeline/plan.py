@@ -37,7 +37,7 @@ class PipelinePlan:
         return [[self.stages[number] for number in of_place] for of_place in numbers]
 
     def pieces_of_place(self, place: int) -> list[str]:
-        """Return one rank's stages as layout strings: ``['Et', 'L']``."""
+        """Return the stages of a pipeline rank as layout strings: ``['Et', 'L']``."""
         pieces = parse_layout(self.layout)
         return [short_layout([pieces[number]]) for number in self.placement.stages_of(place)]
 
@@ -92,7 +92,7 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
 
 
 def expert_ranks(model: ModelConfig, layout: Layout) -> int:
-    """Return the expert ranks of modelled times: 1, one node, or two nodes."""
+    """Return the number of ranks that share experts in estimated times: 1, one node's, or two nodes'."""
     ranks = layout.size("ep_etp")
     alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
     return min(alike, model.num_experts) or 1
@@ -169,7 +169,7 @@ SIMULATED = 16  # most simulated micro-batches per pipeline rank: tables of thou
 
 
 def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
-    """Return `slower_than_1f1b` of a run's own schedule. *Raises* ConfigError."""
+    """Return `slower_than_1f1b` for the run's configured schedule. *Raises* ConfigError."""
     if layout.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp

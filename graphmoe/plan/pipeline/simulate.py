@@ -18,7 +18,7 @@ Track = Literal["compute", "comm"]
 
 @dataclass(frozen=True)
 class Span:
-    """A step or transfer of one rank; in the unit of the costs, microseconds for a recorded run."""
+    """A rank's step or transfer, in the unit of the costs (microseconds if recorded)."""
 
     rank: int
     track: Track
@@ -70,7 +70,7 @@ def timeline_of(like: Table, spans: Iterable[Span], peak_bytes: Iterable[float] 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of steps by stage, in one unit. B takes I plus W."""
+    """Times of actions by stage, in one unit. B (backward) takes I (dgrad) plus W (wgrad)."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
@@ -93,7 +93,7 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Return equal stages from the costs of a rank's whole stage, including ``hidden``."""
+        """Split the costs of a whole rank, also ``hidden``, equally among its stages."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"
@@ -141,7 +141,7 @@ def simulate(table: Table, costs: Costs) -> Timeline:
 
 
 def makespan_of(table: Table, costs: Costs) -> float:
-    """Return the makespan of `simulate`, without its costly spans."""
+    """Return the end time of `simulate`, faster, as it records no spans."""
     return max(map(operator.itemgetter(3), _timed(table, costs)), default=0.0)
 
 

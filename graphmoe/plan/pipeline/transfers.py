@@ -1,4 +1,4 @@
-"""Messages of a table's ranks, without tensors.
+"""Messages between the ranks of a pipeline table, as plain data.
 
 Messages of a channel, an ordered pair of ranks, arrive in send order. A receive is posted just before the
 step that reads it or a later message: on AMD GPUs a waiting receive stalls other collectives.
@@ -39,7 +39,7 @@ class Transfers:
 
 
 def channels_of(table: Table) -> list[Channel]:
-    """Return a table's channels, sorted. Evaluation uses a subset of its schedule's."""
+    """Return a table's channels, sorted. Those of evaluation are a subset of the training schedule's."""
     ranks = range(table.placement.num_ranks)
     return sorted({message.channel for rank in ranks for message in _sent(table, rank)})
 
@@ -75,7 +75,7 @@ def transfers_of(table: Table, rank: int) -> Transfers:
 
 
 def moments_of(table: Table, rank: int) -> set[Hashable]:
-    """Return what a rank does, just did and holds at each step; equal moments need the same memory."""
+    """Return a rank's distinct states, which determine memory: last and current actions, tensors held."""
     transfers, num_stages = transfers_of(table, rank), table.placement.num_stages
     own, found = table.placement.stages_of(rank), set[Hashable]()
     held, before = Counter[tuple[str, Kind, int]](), tuple[tuple[Kind, int], ...]()

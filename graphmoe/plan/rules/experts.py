@@ -1,4 +1,4 @@
-"""Rules of experts over ranks, and of host syncs in their layers."""
+"""Rules of expert parallelism, and of host syncs in MoE layers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -119,7 +119,7 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
 
 
 def one_node_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of dispatchers within one node, if the number of ranks is known."""
+    """Yield violated rules of dispatchers that work within one node only, if the number of ranks is known."""
     nproc, nodes = config.launch.nproc, config.launch.nodes
     sharing = config.parallel.ep * config.parallel.etp
     if config.moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:

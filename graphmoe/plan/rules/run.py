@@ -100,7 +100,7 @@ def num_tokens(value: Any) -> int | None:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the configuration with the steps that a valid ``train.tokens`` needs."""
+    """Return the configuration with ``train.steps`` computed from a valid ``train.tokens``."""
     train = config.train
     of_step = train.global_batch_size * seq_len_of(config)
     if train.tokens is None or (tokens := num_tokens(train.tokens)) is None or of_step < 1:

@@ -92,8 +92,8 @@ def make_table(
 ) -> Table:
     """Return the table of a schedule. *Raises* ConfigError.
 
-    ``virtual_stages`` defaults to the least. ``costs``: for tables on a V. ``stands_for``: micro-batches of
-    the run that a short table represents. ``overlap`` pairs forwards and backwards.
+    ``virtual_stages`` defaults to the least. V schedules read ``costs`` and ``stands_for``: micro-batches of
+    the run that a shorter table represents. ``overlap`` pairs forwards and backwards.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:

@@ -1,4 +1,4 @@
-"""Blocks of tables on a V: times of one micro-batch on each rank, repeated every period.
+"""Blocks of V schedules: the start times of one micro-batch on each rank, repeated every period.
 
 Source: "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), section 2. A rank's actions,
 shifted by whole periods into the same one, must not overlap.
@@ -33,7 +33,7 @@ class Block:
     period: float
 
     def kept(self, costs: Costs) -> int:
-        """Return the peak of saved activations of virtual stages on any rank if W directly follows I."""
+        """Return the most activations that a rank saves if each wgrad directly follows its dgrad."""
         num_stages, most = 2 * len(self.times), 0
         for rank, times in enumerate(self.times):
             lives = [
@@ -58,7 +58,7 @@ def busy(costs: Costs, num_ranks: int) -> float:
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
-    """Return the block with the shortest path of a micro-batch; ``slower``: extra time of each leg."""
+    """Return the block that takes a micro-batch the least time; ``slower``: extra transfer time by leg."""
     works = []
     for rank in range(num_ranks):
         *inner, first, second = _durations(costs, rank, num_ranks)

@@ -16,7 +16,7 @@ def one_forward_one_backward(
     overlap: bool = False,
     forwards_first: bool = False,
 ) -> Table:
-    """1F1B; interleaved on virtual stages; GPipe by ``forwards_first`` (arXiv 1811.06965, section 2.3)."""
+    """Return 1F1B, interleaved if ``virtual_stages`` > 1; GPipe (arXiv 1811.06965) if ``forwards_first``."""
     ranks = []
     for rank in range(num_ranks):
         # an incomplete last round is a full one without the missing micro-batches: the order stays feasible,
@@ -36,7 +36,7 @@ def one_forward_one_backward(
 
 
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
-    """Forwards of a rank before its first backward: two more than the next rank's, if interleaved."""
+    """Return the forwards of a rank before its first backward; interleaved, two more than the next rank's."""
     after = num_ranks - 1 - rank
     # a Together ends as a whole: with one more, as in 1F1B, neighbours would wait for each other; one more on
     # all ranks gives the last stage's pairs two different micro-batches
@@ -66,7 +66,7 @@ def _without(step: Step, num_micro_batches: int) -> Step | None:
 
 
 def forward_only(placement: Placement, num_micro_batches: int) -> Table:
-    """Return the table that evaluates a model with this placement."""
+    """Return a table of forwards only, for evaluation of a model with this placement."""
     assert num_micro_batches > 0
     ranks: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
     latest_first = [placement.stages_of(rank)[::-1] for rank in range(placement.num_ranks)]

@@ -1,4 +1,4 @@
-"""Tables on a V: each rank has one stage on the way to the last rank and one on the way back.
+"""V schedules: stages run from rank 0 to the last rank and back, so each rank has two.
 
 Sources: arXiv 2401.10241, section 6, for ZB-V; arXiv 2405.15362, sections 2 and 3, for V-half and V-min. Each
 rank runs the next action of all `blocks` as soon as it can; gaps are filled by the costs of stages.
@@ -36,7 +36,7 @@ def folded(
     costs: Costs | None = None,
     stands_for: int | None = None,
 ) -> Table:
-    """Return a table with at most ``limit_of(num_ranks)`` saved activations of virtual stages.
+    """Return a table in which a rank saves activations of at most ``limit_of(num_ranks)`` stages at a time.
 
     ``stands_for``: micro-batches of the run that a shorter table represents.
     """
@@ -108,7 +108,7 @@ Turn = tuple[float, int, int]
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose work, indexed by stage: F of all stages, then I, then W."""
+    """Rules by which ranks choose their next action, indexed by stage: F of all stages, then I, then W."""
 
     num_stages: int
     period: float

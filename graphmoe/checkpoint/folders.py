@@ -33,11 +33,11 @@ _TEMPORARY = re.compile(r"step_.+\.tmp-([0-9]+)")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read or loaded into a state."""
+    """Error: a checkpoint cannot be written, read or loaded into a state."""
 
 
 class MismatchError(CheckpointError):
-    """An intact checkpoint whose entries differ from the state to load into."""
+    """Error: an intact checkpoint has other entries than the state to load into."""
 
 
 def shortened(lines: Sequence[str]) -> str:

@@ -97,7 +97,7 @@ def read_entry_file(entry: Path, name: str) -> TokenFile:
 
 
 def read_summed_file(prefix: Path, *, compare: bool) -> TokenFile:
-    """Open a token file; ``compare`` checks its checksum file, if any. *Raises* DataError."""
+    """Open a token file; with ``compare``, check it against its checksum file, if any. *Raises* DataError."""
     sums_path = pair(prefix)[0].with_suffix(SUMS)
     if not os.path.lexists(sums_path):
         return read_token_file(prefix)

@@ -1,4 +1,4 @@
-"""Error for bad data, and the count of what ``data.skip_bad=true`` skipped."""
+"""Error for bad data, and counts of bad records that ``data.skip_bad=true`` skips."""
 
 import logging
 from collections import Counter

@@ -26,7 +26,7 @@ Tokens_BT = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents of several token files; 20 bytes of memory each."""
+    """Index of documents in several token files; 20 bytes of memory for each."""
 
     files: Sequence[TokenFile]
     file_N: npt.NDArray[np.int32]

@@ -64,7 +64,7 @@ def own_positions(whole: Tensor, layout: Layout, dim: int) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """Token ids [B, S] -> this rank's part of the sequence, [B, S / tp, D]."""
+    """Maps token ids [B, S] to this rank's part of the sequence, [B, S / tp, D]."""
 
     def __init__(self, vocab_size: int, width: int, tp: int = 1) -> None:
         assert vocab_size % tp == 0, (vocab_size, tp)

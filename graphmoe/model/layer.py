@@ -43,9 +43,9 @@ class MoEOutput(NamedTuple):
     stats: Tensor
     """``graphmoe.model.moe_segments.ROUTER_STATS``, fp32 [3], detached."""
     counts_E: Tensor
-    """Slots routed to each expert, int32."""
+    """Tokens routed to each expert, int32."""
     counted_E: Tensor | None = None
-    """Slots that the balance loss counts, int32; None if equal to ``counts_E`` or unused."""
+    """Tokens per expert that the balance loss counts, int32; None if equal to ``counts_E`` or unused."""
     received_load: Tensor | None = None
     """`graphmoe.plan.experts.Load` of this rank, int32; None if not measured."""
     expert_RS: Tensor | None = None

@@ -14,7 +14,7 @@ from graphmoe.config.schema import ModelConfig, RopeScaling
 
 
 def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, scaled by YaRN's magnitude: two fp32 [S, P]."""
+    """Return cosine and sine, scaled by `yarn_magnitude`: two fp32 [S, P]."""
     position_S = torch.arange(seq_len, device=device, dtype=torch.float32)
     angle_SP = torch.outer(position_S, inverse_frequencies(config, dim).to(device))
     magnitude = 1.0
@@ -25,7 +25,7 @@ def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.devic
 
 
 def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
-    """Radians per position of each rotation pair, fp32 [dim / 2], on the CPU."""
+    """Return radians per position of each rotation pair, fp32 [dim / 2], on the CPU."""
     exponent_P = torch.arange(0, dim, 2, dtype=torch.float32) / dim
     kept_P = 1.0 / config.rope_theta**exponent_P
     if config.rope_scaling is RopeScaling.none:

@@ -125,7 +125,7 @@ def state_bytes(
 def owned_elements(
     model: ModelConfig, layout: Layout, stages: Sequence[StagePieces], bucket_mb: float
 ) -> int:
-    """Count the parameters that a rank's optimizer updates."""
+    """Count parameters that a rank's optimizer updates."""
     return sum(size // ranks for size, ranks in _flat_buffers(model, layout, stages, bucket_mb))
 
 

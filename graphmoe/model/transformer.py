@@ -45,9 +45,9 @@ class LossOutput(NamedTuple):
     stats_L3: Tensor
     """``ROUTER_STATS`` of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
-    """Slots routed to each expert, int32."""
+    """Tokens routed to each expert, int32."""
     counted_LE: Tensor | None = None
-    """Slots that the balance loss counts, int32; None if equal to ``counts_LE`` or unused."""
+    """Tokens per expert that the balance loss counts, int32; None if equal to ``counts_LE`` or unused."""
     received_L2: Tensor | None = None
     """Load of each MoE layer, int32."""
     replicas: Tensor | None = None

@@ -45,7 +45,7 @@ class Kernels(NamedTuple):
 
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-    """GEMM [R, N] of operands that are contiguous along the contracted axis."""
+    """Return x @ w.T [R, N]; operands are contiguous along the contracted axis K."""
     if q_RK.device.type == "cpu" and not ROWS_ON_CPU:
         one = torch.ones_like(scale_R1[:1, 0])
         sums_RN = torch._scaled_mm(q_RK, q_NK.t(), one, one, out_dtype=torch.float32)

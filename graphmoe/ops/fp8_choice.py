@@ -39,7 +39,7 @@ FORMS = ("plain", "fp8", "weights")  # timed calls: in bf16, in fp8, and quantiz
 
 
 class InBf16(NamedTuple):
-    """GEMMs that stay in bf16 although `precision.fp8_products` names them."""
+    """GEMMs that stay in bf16, though `precision.fp8_products` names them, as fp8 was not faster."""
 
     shapes: tuple[tuple[int, int], ...] = ()  # weights [N, K] of dense GEMMs
     experts: bool = False
@@ -60,7 +60,7 @@ class Dense:
     recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on random inputs."""
+        """Return the timed calls on random inputs, by their names in `FORMS`."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -97,7 +97,7 @@ class Experts:
     recipe: str = "rowwise"
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return `FORMS` on random routing, with weight gradients stored in fp32 as in a step."""
+        """Return the timed calls, by names in `FORMS`, on random routing; wgrad stores fp32 as in a step."""
         shape, generator = self.shape, torch.Generator(device).manual_seed(0)
         weight_TK, plan = random_routing(shape, generator)
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)

@@ -10,7 +10,7 @@ from graphmoe.ops.fp8 import GRADIENT, INPUT, rounded
 
 
 def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
-    """x @ w.T in fp8 -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
+    """Return x @ w.T by an fp8 GEMM -> [R, N] in the dtype of x (bf16 or fp32). No device sync.
 
     ``wgrad``: "fp8", or "bf16" for a weight gradient in the dtype of x; ``recipe``: a key of `KERNELS`.
     """
@@ -19,13 +19,13 @@ def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
-    """dx of `linear`."""
+    """Return dx of `linear` [R, K]."""
     by = KERNELS[recipe]
     return by.product(by.quantize(dy_RN, w_NK, GRADIENT), by.transposed(w_NK), dy_RN.dtype)
 
 
 def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
-    """dw of `linear`: summed in fp32, rounded once."""
+    """Return dw of `linear` [N, K], summed in fp32, rounded once."""
     by = KERNELS[recipe]
     x = by.quantize(x_RK, w_NK, INPUT)
     if wgrad == "bf16":

@@ -24,7 +24,7 @@ class RoutingPlan(NamedTuple):
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
-    """Sort the slots by expert, then token; their ranks in this order are their rows. No device sync."""
+    """Sort the slots by expert, then token; a slot's index in this order is its row. No device sync."""
     expert_R = expert_TK.reshape(-1)
     ones_R = torch.ones_like(expert_R)
     counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R.long(), ones_R)

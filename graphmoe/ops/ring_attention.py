@@ -32,7 +32,7 @@ _LSE_ALIGNMENT = 32
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, axis: Axis, size: int) -> Tensor:
-    """softmax(scale * q k^T, causal) v of this rank's queries over whole sequences -> [B, S, H, V].
+    """Return softmax(scale * q k^T, causal) v of this rank's queries over whole sequences -> [B, S, H, V].
 
     q [B, S, H, E], k [B, S, G, E], v [B, S, G, V]: this rank's two chunks, S even. Sums are fp32.
     """

@@ -191,7 +191,7 @@ def _forward_kernel(
     AFTER_TOPK: tl.constexpr, COUNT_SCORES: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Route one sequence: a program processes every ``programs``-th tile, and stores sums in ``partial``."""
+    """Route tokens: a program takes every ``programs``-th tile of a sequence; ``partial`` gets its sums."""
     WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     id_E, real = _columns(E // GROUPS, GROUPS, PADDED_GROUPS, PADDED_SIZE)

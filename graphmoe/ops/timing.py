@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Time each warm call once per round, in ms. Each round starts with another call."""
+    """Return each call's ms in each round. Calls are warm; each round starts with another call."""
     if not calls:
         return {}
     if device.type != "cuda":
@@ -32,7 +32,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
-    """Yield the order of each round, rotated by one."""
+    """Yield the names in the order of each round: each starts with the next name."""
     for number in range(rounds):
         start = number % len(names)
         yield [*names[start:], *names[:start]]

@@ -8,5 +8,5 @@ RULES = {"adamw": ADAMW}
 
 
 def rule_of(name: str) -> UpdateRule:
-    """Return the rule of ``optim.name`` or an import path. *Raises* ConfigError."""
+    """Return the update rule of a name or import path. *Raises* ConfigError."""
     return look_up(RULES, name, "optim.name", UpdateRule)

@@ -19,7 +19,7 @@ from graphmoe.segments import Executor, Segment, profiler_range
 class GradientReduction:
     """Reduces a bucket once as many gradients were added as in the previous step.
 
-    Ranks of a group must run the same program to agree on this.
+    Ranks of a group must run the same program, to reduce in the same order.
     """
 
     def __init__(self, families: Sequence[Family], gradients: Mapping[str, Gradient]) -> None:

@@ -11,7 +11,7 @@ from graphmoe.config.schema import ConfigError, OptimConfig
 
 
 class StepScalars(NamedTuple):
-    """Device scalars that a step reads."""
+    """Device scalars that an update reads."""
 
     lr: Tensor
     shrink: Tensor

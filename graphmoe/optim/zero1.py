@@ -56,7 +56,7 @@ class Optimizer(StepOptimizer):
         self._update: Function = self._norm_and_update if self._alone else self._update_in_place
 
     def compile(self, compiler: Callable[[Function, Sequence[Tensor]], Function]) -> None:
-        """Compile the update; on several ranks compile the norm separately, as it is summed over ranks."""
+        """Compile the update; on several ranks the norm separately, as it is summed over ranks."""
         arguments = self._arguments(self.applied)
         if not self._alone:
             self._norm = compiler(self._norm, self._gradient_shards())

@@ -10,7 +10,7 @@ from graphmoe.plan.layout import divisors
 
 
 class Weight(NamedTuple):
-    """An attention weight, as a GEMM on each token."""
+    """Input and output width of an attention projection."""
 
     name: str
     rows: int

@@ -24,9 +24,9 @@ class Bucket(NamedTuple):
     members: tuple[int, ...]
     whole: slice
     own: slice
-    """This rank's range in whole buffers."""
+    """This rank's range in unsharded buffers."""
     shard: slice
-    """This rank's range in its shards."""
+    """The same range in this rank's shard buffers."""
 
 
 @dataclass(frozen=True)

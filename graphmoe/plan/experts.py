@@ -109,7 +109,7 @@ class ExpertPlan:
     dispatcher: str
     """Never auto."""
     reads_peers: bool
-    """Ranks access each other's GPU memory; receive buffers have more rows than tokens."""
+    """Ranks access each other's GPU memory; receive buffers have unused rows."""
     balance: Balance
     """Never auto."""
     fuses_experts: bool
@@ -127,7 +127,7 @@ class ExpertPlan:
     keeps_replicas: bool
     """Replica weights are saved for the backward."""
     brings_weights: bool
-    """Replica weights are sent with the rows, to the op of fuse_experts."""
+    """Replica weights are sent with dispatched tokens, to the op of pass fuse_experts."""
 
 
 def experts_of(config: RunConfig) -> ExpertPlan:
@@ -270,12 +270,12 @@ def room_bytes(
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Rows and slots that a rank can receive in a micro-batch, and its capacity."""
+    """Expected and largest rows and slots that a rank receives in a micro-batch, and its capacity."""
 
     balanced: Load
     """Load of uniform routing."""
     worst: Load
-    """Load if as many tokens as possible are routed to the rank; with an exact replica plan its share and
+    """Load if as many tokens as possible are routed to the rank; with an exact replica plan the mean plus
     slack.
     """
     budget: float | None

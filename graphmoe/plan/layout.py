@@ -95,7 +95,7 @@ class Layout:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size(self, axis: Axis) -> int:
-        """Return the ranks in a group of the axis; for ``embed``, in the group that holds the embedding."""
+        """Return the number of ranks in a group of the axis; ``embed``: of those with the embedding."""
         if axis == "embed":
             return self.size("dp_cp") * len(self.embed_on)
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])
@@ -125,7 +125,7 @@ ALONE = Layout()
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of a parameter, sharded over an axis."""
+    """A dimension of a parameter that is sharded over a mesh axis."""
 
     dim: int
     axis: Axis
@@ -135,7 +135,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """A rank's part of a parameter, and the ranks with the same part."""
+    """Sharding of a parameter, and the axis of ranks with the same part, which sum its gradient."""
 
     cuts: tuple[Cut, ...] = ()
     # tp ranks see other tokens, so a replicated parameter's gradients are reduced over tp too

@@ -39,7 +39,7 @@ def read_v2(keys: Keys) -> dict[str, Any]:
 
 
 def write_v2(config: ModelConfig) -> dict[str, Any]:
-    """Nearest config.json; it may not express all of ``config``."""
+    """Return the nearest config.json; it may not express all of ``config``."""
     limited = config.num_groups > 1
     return _write_common(config) | {
         "scoring_func": "softmax",
@@ -69,7 +69,7 @@ def read_v3(keys: Keys) -> dict[str, Any]:
 
 
 def write_v3(config: ModelConfig) -> dict[str, Any]:
-    """Nearest config.json; it may not express all of ``config``."""
+    """Return the nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -79,7 +79,7 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Return our name of each attention tensor, by its published name."""
+    """Return our name of each attention tensor, keyed by its published name."""
     query = {"q_proj": "q_proj"}
     if config.q_lora_rank:
         query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}

@@ -16,7 +16,7 @@ from graphmoe.plan.rules.model import model_problems
 
 @dataclass(frozen=True)
 class Family:
-    """Configuration format and tensor names of a family."""
+    """Configuration format and tensor names of a model family."""
 
     # model_type in config.json
     name: str

@@ -45,7 +45,7 @@ class Keys:
         return value if isinstance(value, bool) else default
 
     def require(self, name: str, null: str) -> None:
-        """Reject an absent key, for which transformers has a default; null means ``null``."""
+        """Reject an absent key, for which transformers has a default; ``null`` says what null means."""
         if name not in self.raw:
             self.problems.append(f"{name} is missing; it must be a whole number, or null for {null}")
 

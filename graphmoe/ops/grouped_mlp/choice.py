@@ -43,7 +43,7 @@ class MlpShape:
 
 
 class Memory(Protocol):
-    """Storage of small answers that outlives the process."""
+    """Persistent storage of small answers, such as measured choices."""
 
     def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
         """Return the answer stored for these facts, or None."""
@@ -133,7 +133,7 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[st
 def milliseconds(
     backends: Sequence[str], direction: str, shape: MlpShape, device: torch.device
 ) -> dict[str, float | Exception]:
-    """Median times of one direction on a random routing, or the error of a backend that fails."""
+    """Return each backend's median ms in one direction on a random routing, or its error."""
     generator = torch.Generator(device).manual_seed(0)
     weight_TK, plan = random_routing(shape, generator)
     op, last = direction, []

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A grouped GEMM and its two gradients; the last argument is ``ends_E``. Dead rows are not read."""
+    """A grouped GEMM and its two gradients; the last argument is ``ends_E``. Rows after it are not read."""
 
     rows: Product  # x_RC, w_ENC -> y_RN: y[r] = w[e(r)] @ x[r]
     rows_grad: Product  # dy_RN, w_ENC -> dx_RC: dx[r] = w[e(r)].T @ dy[r]
@@ -52,7 +52,7 @@ class Experts(NamedTuple):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Kernels of the grouped MLP: an object or module with a row in ``BACKENDS``."""
+    """Kernels of the grouped MLP: an object or module that ``BACKENDS`` lists."""
 
     def reason_against(self, dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
         """Return why the device or dtype rules the backend out, or None."""
@@ -155,7 +155,7 @@ TORCH = Stepwise(lambda dtype: _PRODUCTS, _reason_against_torch)
 
 
 def row_weights(weight_TK: Tensor, slot_R: Tensor) -> Tensor:
-    """Return the routing weight of each row; arbitrary for dead rows."""
+    """Return the routing weight of each row [R]; arbitrary for rows after the last end."""
     if weight_TK.numel() == 0:
         return weight_TK.new_empty(slot_R.shape)
     return weight_TK.reshape(-1)[slot_R.long().clamp(0, weight_TK.numel() - 1)]

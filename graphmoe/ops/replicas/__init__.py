@@ -49,7 +49,7 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("graphmoe::replica_places", mutates_args=())
 def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each expert and rank, this rank's rows (cumulative) and the copy's number; int32 [E, R].
+    """Return, by expert and rank, rows sent (cumulative over ranks) and the copy's number; int32 [E, R].
 
     Rank r numbers its copies from ``r * (E / R + S)``: own experts, then replicas; -1 is no copy. No device
     sync on a GPU.

@@ -104,7 +104,7 @@ class SharedMemory(Peers, Protocol):
     addresses: Tensor  # int64 [P] on the device: base of each rank's region
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow each region to ``num_bytes``, if smaller. A collective, RuntimeError in a capture."""
+        """Grow regions to ``num_bytes``: a collective, RuntimeError in a capture. No sync if large enough."""
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a view of a rank's region."""

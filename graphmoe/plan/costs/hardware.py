@@ -24,7 +24,7 @@ class Card:
 
     @property
     def fp8_tflops(self) -> float:
-        """Dense fp8 peak: twice bf16 in the data sheets of all cards here."""
+        """Peak fp8 TFLOP/s without sparsity: twice bf16 in the data sheets of all GPUs here."""
         return 2 * self.tflops
 
     @property

@@ -59,7 +59,7 @@ class Sizes:
     keeps_replicas: bool = False
     """True if replica weights are saved from forward to backward."""
     brings_weights: bool = False
-    """True if replica weights are sent with the rows."""
+    """True if replica weights are sent with dispatched tokens."""
 
     @classmethod
     def from_config(cls, config: RunConfig, layout: Layout, *, on_nvidia: bool) -> Sizes:

@@ -14,7 +14,7 @@ Kind = Literal["F", "B", "I", "W"]  # forward; whole backward; dgrad; wgrad. B i
 
 
 class Action(NamedTuple):
-    """Work of one stage for one micro-batch."""
+    """Forward, dgrad, wgrad or whole backward of one stage for one micro-batch."""
 
     kind: Kind
     stage: int
@@ -26,7 +26,7 @@ class Action(NamedTuple):
 
 
 class Together(NamedTuple):
-    """A forward and another micro-batch's backward, whose segments alternate."""
+    """A forward and another micro-batch's backward, run together with alternating segments."""
 
     forward: Action
     backward: Action

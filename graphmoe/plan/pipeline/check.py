@@ -16,7 +16,7 @@ class TableError(ValueError):
 
 
 def check(table: Table) -> None:
-    """Check that each rank does all its work once, in a feasible order. *Raises* `TableError`."""
+    """Check that each rank runs all its stages' actions once, in a feasible order. *Raises* `TableError`."""
     _check_shape(table)
     # messages between two stages arrive in the order sent, so all stages process micro-batches in increasing
     # order

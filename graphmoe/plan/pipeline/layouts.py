@@ -15,7 +15,7 @@ from graphmoe.config.schema import ConfigError
 
 @dataclass(frozen=True)
 class StagePieces:
-    """Model pieces of one stage; layers are numbered over the whole model."""
+    """Layers and other parts of one stage; layers are numbered over the whole model."""
 
     embed: bool
     layers: range

@@ -24,7 +24,7 @@ class PipelinePlan:
     stages: tuple[StagePieces, ...]
     table: Table
     costs: Costs
-    """Modelled or given times of the stages; some schedules' tables depend on them."""
+    """Estimated or configured times of the stages; some schedules' tables depend on them."""
     embed_on: tuple[int, ...]
 
     @property

@@ -120,8 +120,8 @@ class Costs:
 
 
 def simulate(table: Table, costs: Costs) -> Timeline:
-    """Simulate steps that start as early as rank and inputs allow; transfers do not contend. *Raises*
-    `TableError`."""
+    """Return the timeline if steps start as early as rank and inputs allow, and transfers do not contend.
+    *Raises* `TableError`."""
     placement = table.placement
     spans: list[Span] = []
     ends: dict[Action, float] = {}

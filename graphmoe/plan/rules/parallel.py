@@ -144,7 +144,7 @@ def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMetho
 
 
 def context_parallel_rules(config: RunConfig) -> Iterator[str]:
-    """Yield sizes that cp does not divide, and attention without a ring."""
+    """Yield violated rules of cp: sizes that it does not divide, attention that cannot run as a ring."""
     parallel, model, seq_len = config.parallel, config.model, seq_len_of(config)
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:

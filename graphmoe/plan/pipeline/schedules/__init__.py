@@ -1,4 +1,4 @@
-"""Schedules by name; to add one, add a file and a row of `SCHEDULES`."""
+"""Schedules by name; to add one, add a file and an entry of `SCHEDULES`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

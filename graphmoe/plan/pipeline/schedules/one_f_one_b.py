@@ -91,7 +91,7 @@ def forward_only(placement: Placement, num_micro_batches: int) -> Table:
 
 
 def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
-    """ZB-H1: a third of the bubble of 1F1B; all ranks save as many activations as its first rank."""
+    """Return ZB-H1: a third of 1F1B's bubble; each rank saves as many activations as 1F1B's first."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):

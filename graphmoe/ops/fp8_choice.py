@@ -150,7 +150,7 @@ def slower(found: Mapping[str, float]) -> list[str]:
 
 
 def to_text(found: Mapping[str, float]) -> str:
-    """Say which GEMMs run in fp8, and the speedup of the others."""
+    """Return a text: how many GEMMs run in fp8, and the names and speedups of the others."""
     left = slower(found)
     those = f"; bf16 for: {', '.join(f'{name} ({found[name]:.2f}x)' for name in left)}" if left else ""
     return f"fp8 in {len(found) - len(left)} of {len(found)} products{those}"

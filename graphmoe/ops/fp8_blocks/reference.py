@@ -81,7 +81,7 @@ def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return x @ w.T [R, N]; a weight's scales are of 128 x 128 blocks if ``squares``, else as of rows."""
+    """Return x @ w.T [R, N]; w has a scale per 128 x 128 block if ``squares``, else scales like rows."""
     w_NK = square_values(q_NK, of_w) if squares else values(q_NK, of_w)
     return (values(q_RK, scale) @ w_NK.t()).to(dtype)
 

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A grouped GEMM and its two gradients; the last argument is ``ends_E``. Rows after it are not read."""
+    """A grouped GEMM and its gradients; the last argument is ``ends_E``. Rows after its end are unread."""
 
     rows: Product  # x_RC, w_ENC -> y_RN: y[r] = w[e(r)] @ x[r]
     rows_grad: Product  # dy_RN, w_ENC -> dx_RC: dx[r] = w[e(r)].T @ dy[r]

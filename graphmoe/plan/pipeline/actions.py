@@ -21,7 +21,7 @@ class Action(NamedTuple):
     micro_batch: int
 
     def __str__(self) -> str:
-        """Return such as ``3F0``: stage 3, forward, micro-batch 0."""
+        """Return a short form such as ``3F0``: stage 3, forward, micro-batch 0."""
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 

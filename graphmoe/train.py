@@ -207,8 +207,8 @@ def _write_only(config: RunConfig) -> None:
         named = any(word.startswith("run.device=") for word in HydraConfig.get().overrides.task)
         if config.run.device is DeviceChoice.cpu and not named:
             log.warning(
-                "%s has run.device=cpu and precision.compute=%s, which suit this machine; for GPUs add "
-                "run.device=cuda",
+                "%s has run.device=cpu and precision.compute=%s, chosen for this machine without a GPU; to "
+                "train on GPUs, add run.device=cuda",
                 resolved,
                 config.precision.compute.value,
             )

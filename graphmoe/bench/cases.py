@@ -176,7 +176,7 @@ def without_folders(text: str) -> str:
 def run_cases(
     cases: Sequence[Case], brief: Callable[[Row], str], out: Path | None, only: Sequence[str] = ()
 ) -> list[Row]:
-    """Run the chosen cases and return their rows, also written beside ``out``; a failed case is a row.
+    """Run the chosen cases and return their rows, also in `rows_file` of ``out``; a failed case is a row.
 
     *Raises* ConfigError for an ``only`` that begins no case's name.
     """

@@ -109,7 +109,7 @@ def _scopes(text: str) -> list[str]:
                 "brackets of their own, such as scopes=[none,[attn,loss]]"
             )
     if not scopes:
-        raise ConfigError("scopes= names none; use scopes=none,full_iteration or more of them")
+        raise ConfigError("scopes= is empty; use scopes=none,full_iteration or more of them")
     return scopes
 
 

@@ -146,7 +146,7 @@ class OptimConfig:
 
 @dataclass
 class TrainConfig:
-    """Training length, batch sizes and safety."""
+    """Training length, batch sizes, validation and limits of bad steps."""
 
     steps: Count = 1000
     """Optimizer steps, > 0."""

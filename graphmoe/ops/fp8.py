@@ -32,7 +32,7 @@ def _is_fnuz() -> bool:
 
 
 def recipes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the formats that a device supports; a CPU emulates all."""
+    """Return the fp8 recipes (precision.fp8) that a device supports; a CPU emulates all."""
     if device.type != "cuda":
         return tuple(FORMATS)
     if torch.version.hip:

@@ -81,7 +81,7 @@ def balance_loss(mean_BE: Tensor, counts_BE: Tensor) -> Tensor:
 def balance_terms(
     config: ModelConfig, relative_TE: Tensor, counts_BE: Tensor, earlier_E: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean normalised scores and counts of choices, fp32 [B, E], or [1, E] over all sequences."""
+    """Return mean normalised scores and counts of choices, fp32 [B, E]; [1, E] unless per sequence."""
     share_TE = relative_TE
     if config.score_function is ScoreFunction.sigmoid:
         share_TE = relative_TE / relative_TE.sum(dim=-1, keepdim=True)

@@ -143,7 +143,7 @@ def norm_of(gradients: Sequence[Tensor]) -> Tensor:
 def count_step(
     done: Tensor, void: Tensor, applied: Tensor, skipped: Tensor, skipped_in_row: Tensor, longest_skip: Tensor
 ) -> None:
-    """Count a step in place: applied (``done`` 1.0), skipped (0.0), or overflowed (``void`` 1.0)."""
+    """Count a step in place: applied (``done`` 1.0), skipped (0.0), or to be rerun (``void`` 1.0)."""
     counts = 1.0 - void
     applied += done
     skipped += counts - done

@@ -10,7 +10,7 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class CostKeys:
-    """Costs of a rank's stage per micro-batch, in any unit, shared by its virtual stages."""
+    """Costs of all layers of a rank per micro-batch, in any unit; its virtual stages divide them."""
 
     f: float | None = None
     """Forward, > 0, default 1000; with model=... the mean over ranks."""

@@ -1,4 +1,4 @@
-"""fp8 GEMMs of a run: passes, layers, and which stay in bf16."""
+"""GEMMs of a run that are in fp8: the FX passes that quantize them, their layers, and those left in bf16."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -113,7 +113,7 @@ WRONG = (
     ("suite=step limit_s=0", "limit_s=0 must be from 1 to 86400"),
     ("suite=step scopes=none,every", "scopes=every: use any of none"),
     ("suite=step scopes=none,[attn,every]", "scopes=[attn,every]: use any of none"),
-    ("suite=step scopes=[]", "scopes= names none; use scopes=none,full_iteration"),
+    ("suite=step scopes=[]", "scopes= is empty; use scopes=none,full_iteration"),
     ("suite=step micro_batch_sizes=1,x", "micro_batch_sizes=1,x: expected a whole number"),
     ("suite=step seq_lens=0", "seq_lens=0: use numbers above 0"),
     ("suite=step overrides=model.num_layer=2", "'model.num_layers'"),

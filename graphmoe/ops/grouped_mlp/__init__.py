@@ -162,7 +162,7 @@ def wgrad_in_two(
 ) -> None:  # fmt: skip
     """Store or add weight gradients of own experts in ``totals``; store those of replicas in ``of_more``.
 
-    In each half of ``of_more``, replicas after the last one with rows are not written.
+    ``of_more`` [replicas, ...]: of gate and up, then of down; those after the last with rows are not written.
     """
     # Backends other than triton write zeros for each expert without rows. On a GPU they compute the first
     # half, as all are seldom used, and kernels that skip experts without rows compute the others.

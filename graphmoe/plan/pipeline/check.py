@@ -85,7 +85,9 @@ def _check_shape(table: Table) -> None:
             if (pair.forward.kind, pair.backward.kind) != ("F", "B"):
                 raise TableError(f"{table.schedule}: {pair} of rank {rank} is not a forward and a backward")
             if pair.forward.micro_batch == pair.backward.micro_batch:
-                raise TableError(f"{table.schedule}: {pair} of rank {rank} is one micro-batch, not two")
+                raise TableError(
+                    f"{table.schedule}: {pair} of rank {rank} is one micro-batch; a pair has two"
+                )
 
 
 def _check_work(table: Table, rank: int) -> None:

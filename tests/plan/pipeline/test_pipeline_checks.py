@@ -47,7 +47,7 @@ def edited(table, rank, old, new):
         (0, "0F0 0F1", "0F1 0F0", r"rank 0 does 0F0 after 0F1; .* stage go forward in increasing order"),
         (1, "1B1 1F2 1B2", "1F2 1B2 1B1", r"rank 1 does 1B1 after 1B2; .* go backward in increasing order"),
         (1, "1F0 1B0", "1B0 1F0", r"rank 1 at 1B0 waits for 1F0, which is later on rank 1$"),
-        (0, "0F1 0B0", "0F1+0B1", r"0F1\+0B1 of rank 0 is one micro-batch, not two"),
+        (0, "0F1 0B0", "0F1+0B1", r"0F1\+0B1 of rank 0 is one micro-batch; a pair has two"),
         (0, "0F1 0B0", "0B0+0F1", r"0B0\+0F1 of rank 0 is not a forward and a backward"),
     ],
 )

@@ -108,7 +108,7 @@ Turn = tuple[float, int, int]
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose their next action, indexed by stage: F of all stages, then I, then W."""
+    """Rules by which ranks choose their next action; lists hold F (forward) of all stages, then I, then W."""
 
     num_stages: int
     period: float

@@ -281,8 +281,8 @@ def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelCon
     for key, name in {"attention": config.attention, "layer": config.layer}.items():
         if OWN_CODE.fullmatch(name) and name not in named:
             raise FileError(
-                f"{where}{key}={name} is code outside the package; if you trust it, add to the command line "
-                f"{key}={name} (in a run model.{key}={name})"
+                f"{where}{key}={name} is code outside the package; if you trust it, add to the command "
+                f"line: {key}={name} (in a run model.{key}={name})"
             )
     wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
     if wrong:

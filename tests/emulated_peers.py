@@ -1,6 +1,6 @@
 """Ranks of `graphmoe.ops.symm` in one process: threads, of which one runs until it comes to a barrier.
 
-On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions begin as NaN (or -1)
+On a CPU kernels run in Triton's interpreter, on a GPU all ranks use one device. Regions begin as NaN or -1.
 """
 
 from __future__ import annotations

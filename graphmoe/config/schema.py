@@ -93,7 +93,7 @@ class DataConfig:
     hf_val_split: str | None = None
     """data=hf: validation split; default: val_fraction of the documents."""
     shuffle: bool = True
-    """Shuffle documents and sequences by seed, anew each epoch."""
+    """Shuffle documents and sequences by seed, in another order each epoch."""
     skip_bad: bool = False
     """Count and skip unreadable files and bad records instead of stopping."""
     prefetch: CountOrZero = 4

@@ -38,7 +38,7 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return matching files, each once, sorted per pattern; a folder stands for its text files.
+    """Return matching files, each once, sorted per pattern; of a folder all its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """

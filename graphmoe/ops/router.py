@@ -57,7 +57,7 @@ def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
     # Systematic sampling: a token takes the experts at K points one unit apart; points of neighbouring tokens
     # are the golden ratio apart, so any run of tokens has nearly the loads.
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
-    # the mask is also correct where a compiler multiplies in 32 bits
+    # the mask is also correct if a compiler multiplies in 32 bits
     point_TK = (token_T1 * GOLDEN & (UNIT - 1)) + UNIT * torch.arange(top_k, device=end_E.device)
     return torch.searchsorted(end_E, point_TK, right=True, out_int32=True)
 
@@ -232,7 +232,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(logits_TE, output[1])
     ctx.arguments = num_sequences, score, renormalise, softmax_after_topk, scale
     ctx.mark_non_differentiable(output[1], output[2])
-    ctx.set_materialize_grads(False)  # gradients that nobody needs cost nothing
+    ctx.set_materialize_grads(False)  # unused gradients are None instead of zeros
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -39,7 +39,7 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[Sequence[str]]:
 
 
 def affordable(rounds: int, round_s: float) -> int:
-    """Return ``rounds``, or as many as fit `MAX_CASE_S` seconds, but at least `MIN_ROUNDS`."""
+    """Return the number of rounds, at most ``rounds``, that fit in `MAX_CASE_S`; at least `MIN_ROUNDS`."""
     return min(rounds, max(MIN_ROUNDS, int(MAX_CASE_S / max(round_s, 1e-9))))
 
 

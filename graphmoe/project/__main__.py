@@ -63,7 +63,7 @@ def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) 
 
     if args.search:
         with working("projecting") as report:
-            document = search(config, args, words, report)
+            document = search(config, args, words, report, lambda line: print(line, file=sys.stderr))
     else:
         document = project(config, args)
     shown, write = (render_search, write_search) if args.search else (render, write_projection)

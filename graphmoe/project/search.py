@@ -22,6 +22,7 @@ from graphmoe.project.estimates import Estimates
 PROJECTED = 5  # candidates that are projected whole beside as many as are listed
 WITH_MARGIN = 5  # candidates with a margin that are projected whole at least
 OF_SHAPE = 2  # candidates of each listed shape that are projected whole: the order of schedules is estimated
+FASTER = 1.1  # than the layout shown before, so that a search shows a few lines
 MANY_EP = 8  # ranks that share the experts in the layout that is shown beside a faster one
 COPIED = (
     "layout", "pipeline", "micro_batch_size", "micro_batches", "memory_gb", "left_gb", "fits_with_margin",
@@ -40,13 +41,14 @@ Rejected = dict[str, Any]
 
 
 def search(
-    config: RunConfig, args: ProjectArgs, words: Sequence[str], report: Callable[[str], None] = lambda _: None
-) -> dict[str, Any]:
+    config: RunConfig, args: ProjectArgs, words: Sequence[str],
+    report: Callable[[str], None] = lambda _: None, show: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:  # fmt: skip
     """Search; return all candidates as plain values. Keys of a run set in ``words`` stay fixed.
 
     Each layout, schedule and micro-batch size has the fastest kind of recompute that fits, and if that leaves
-    no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words.
-    *Raises* ConfigError.
+    no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words,
+    ``show`` a line for each layout with a margin that is `FASTER` than the last. *Raises* ConfigError.
     """
     refuse_unknown(config)
     fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
@@ -55,9 +57,13 @@ def search(
     estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
+    shown = 0.0
     for found in _tried(tried, estimates, card):
         if isinstance(found, Fitting):
             fitting.append(found)
+            if found.tokens_per_s_per_gpu > FASTER * shown and has_margin(found.total_gb, card):
+                shown = found.tokens_per_s_per_gpu
+                show(f"about {shown:,.0f} tokens/s/GPU, {found.total_gb:,.1f} GB: {found.candidate.words}")
         else:
             rejected.append(found)
         report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")

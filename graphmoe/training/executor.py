@@ -58,14 +58,9 @@ class Execution:
     """Executor of a run with its capture, compiled units and compile cache."""
 
     def __init__(
-        self,
-        plan: Plan,
-        device: torch.device,
-        optimizer: StepOptimizer,
-        ranks: Ranks,
-        folder: Path,
+        self, plan: Plan, device: torch.device, optimizer: StepOptimizer, ranks: Ranks, folder: Path,
         chosen: Chosen,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``chosen``: a checkpoint's kernel choices; if empty, may time GPU kernels. *Raises* ConfigError."""
         self.device, scope = device, plan.graph.scope
         self._plan, self._ranks, self._folder = plan, ranks, folder

@@ -89,14 +89,10 @@ def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
 def state_of_place(plan: Plan, place: int) -> dict[str, float]:
     """Return a rank's bytes of weights, gradients and moments at a pipeline position."""
     return state_bytes(
-        plan.model,
-        plan.layout,
-        plan.own_stages(place),
-        bucket_mb=plan.optim.bucket_mb,
-        element_bytes=plan.dtype.itemsize,
-        dp_shard=plan.parallel.dp_shard,
+        plan.model, plan.layout, plan.own_stages(place), bucket_mb=plan.optim.bucket_mb,
+        element_bytes=plan.dtype.itemsize, dp_shard=plan.parallel.dp_shard,
         num_moments=len(rule_of(plan.optim.name).moments),
-    )
+    )  # fmt: skip
 
 
 def own_buffer_bytes(

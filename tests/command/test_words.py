@@ -152,7 +152,10 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("model=no/where", "there is no folder 'no/where'; give a folder with config.json, or one of deep"),
+        (
+            "model=no/where",
+            "there is no folder 'no/where'; give a folder with config.json, or one of deepseek",
+        ),
         ("model=./empt", "there is no folder './empt'; did you mean empty?"),
         ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
         ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),

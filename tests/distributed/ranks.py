@@ -1,6 +1,6 @@
 """Several ranks on this machine, each a process, that run a list of cases one after the other.
 
-A rank on the CPU is a child of a server that has torch and graphmoe imported; one on a GPU is a process.
+A rank on the CPU is a child of a server that has torch and graphmoe imported; on a GPU it is started anew.
 If there are fewer GPUs than ranks, ranks share them and use gloo, which can't be captured.
 """
 

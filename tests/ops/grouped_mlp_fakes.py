@@ -1,7 +1,6 @@
 """Vendor grouped products with recorded signatures over a loop in fp64.
 
-A fake takes exactly the calls of the recorded signature and refuses what the vendor refuses or would misread.
-Rows beyond the last offset are NaN.
+A fake takes the recorded calls alone and refuses what the vendor refuses or misreads; dead rows are NaN.
 """
 
 from __future__ import annotations

@@ -73,8 +73,9 @@ def test_the_best_are_those_of_brute_force(small_card):
 
 
 def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
+    shown: list[str] = []
     run = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
-    found = search(run, replace(small_card, top=1000), NARROW)
+    found = search(run, replace(small_card, top=1000), NARROW, show=shown.append)
     lines = found["shapes"]
     fitting = [line for line in found["best"] if line["fits_with_margin"]]
     for line in lines:
@@ -86,6 +87,8 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
     assert found["with_ep"] == next(iter(shared), None) != found["recommended"] and shared
     assert {found["with_ep"]["words"]} < {line["words"] for line in listed({**found, "shapes": lines[:1]})}
     assert "the best with parallel.ep of 8 or more, " in text_of(render_search(found), width=1000)
+    rates = [float(line.split()[1].replace(",", "")) for line in shown]
+    assert rates and all(1.1 * one <= other * 1.001 for one, other in itertools.pairwise(rates))
 
 
 def test_a_node_may_have_any_number_of_gpus(small_card):

@@ -1,5 +1,6 @@
 """GPU models ("cards") of projections, and peaks of known ones without sparsity, from data sheets."""
 
+import difflib
 import re
 from dataclasses import dataclass
 
@@ -84,7 +85,9 @@ _OTHER_PEAKS: tuple[tuple[str, float], ...] = (
 
 def card_of(name: str) -> Card:
     if name.lower() not in CARDS:
-        raise ConfigError(f"hardware={name} is not known; use one of {', '.join(CARDS)}")
+        close = difflib.get_close_matches(name.lower(), CARDS, n=1, cutoff=0.8)  # a100 does not mean h100
+        meant = f"; did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(f"hardware={name} is not known{meant}; use one of {', '.join(CARDS)}")
     return CARDS[name.lower()]
 
 

@@ -125,7 +125,7 @@ def fits_fp8(*sides: float) -> bool:
 
 
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
-    """Return a log text that says where the rates for an fp8 ``recipe`` come from."""
+    """Return the source of the rates of an fp8 ``recipe``, for logs."""
     if path is None:
         known, which = _source_of_defaults(card), "those of fp8 GEMMs"
     else:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from graphmoe import cache, generate
+from graphmoe import cache, convert, generate
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import __main__ as convert
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.plan import plan_of
 from graphmoe.report import __main__ as report

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphmoe.bench.arguments import BenchArgs, SuiteName, check
+from graphmoe.bench import BenchArgs, SuiteName, check
 from graphmoe.config.arguments import emit, parse_args, run_tool
 from graphmoe.config.schema import ConfigError
 

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.bench import cases
-from graphmoe.bench.arguments import BenchArgs, card_of_device
+from graphmoe.bench import BenchArgs, card_of_device, cases
 from graphmoe.bench.cases import Calls, Case, Operation, Row, mlp_inputs, normal, route
 from graphmoe.bench.jobs import UNREAD, compose_config, train
 from graphmoe.bench.rank_group import RankGroup, joined_ranks, samples_ms

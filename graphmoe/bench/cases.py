@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench import BenchArgs
 from graphmoe.config.schema import ConfigError
 from graphmoe.ops.grouped_mlp.choice import MlpShape, random_inputs
 from graphmoe.ops.timing import WARM_UP_CALLS, spread, time_in_turns

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.bench import cases, rank_group
-from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench import BenchArgs, cases, rank_group
 from graphmoe.bench.cases import Call, Case, CaseFailed, Row, mlp_inputs, route
 from graphmoe.bench.rank_group import RankGroup, Turn, joined_ranks, samples_ms
 from graphmoe.config import packages

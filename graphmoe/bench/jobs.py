@@ -16,8 +16,7 @@ import torch
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.bench import cases
-from graphmoe.bench.arguments import OF_SUITES, BenchArgs, ranks_of
+from graphmoe.bench import OF_SUITES, BenchArgs, cases, ranks_of
 from graphmoe.bench.cases import FLOPS_PER_S, CaseFailed, Row
 from graphmoe.command.errors import explain
 from graphmoe.command.hydra import to_config

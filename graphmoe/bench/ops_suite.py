@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from graphmoe.bench import cases
-from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench import BenchArgs, cases
 from graphmoe.bench.cases import Call, Calls, Operation, Run, mlp_inputs, normal, route
 from graphmoe.config.packages import VENDORS, is_installed
 from graphmoe.ops import fp8_choice, linear_cross_entropy, permute, router, swiglu  # noqa: F401  # registers

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphmoe.bench.arguments import BenchArgs
+from graphmoe.bench import BenchArgs
 from graphmoe.bench.cases import FLOPS_PER_S, Case, Measured, Row, Suite, run_cases
 from graphmoe.bench.dispatch_suite import LINK_BYTES_PER_S
 from graphmoe.bench.jobs import compose_config

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from graphmoe.bench import jobs
-from graphmoe.bench.arguments import BenchArgs, card_of_device
+from graphmoe.bench import BenchArgs, card_of_device, jobs
 from graphmoe.bench.cases import BYTES_PER_S, Measured, Row, Suite
 from graphmoe.bench.jobs import RunCase, Trained, key_of, numbers_of_run, refuse, run_case, split_list
 from graphmoe.config.schema import ComputeDtype, ConfigError, RunConfig

@@ -118,26 +118,14 @@ def known_keys() -> list[str]:
 
 
 USUAL_NAMES = {
-    "batch_size": "train.global_batch_size",
-    "device": "run.device",
-    "dtype": "precision.compute",
-    "epochs": "train.epochs",
-    "gradient_accumulation_steps": "train.micro_batch_size",
-    "iterations": "train.steps",
-    "learning_rate": "optim.lr",
-    "output_dir": "run.name",
-    "resume": "checkpoint.resume",
-    "max_steps": "train.steps",
-    "max_tokens": "train.tokens",
-    "num_epochs": "train.epochs",
-    "num_steps": "train.steps",
-    "num_tokens": "train.tokens",
-    "num_train_epochs": "train.epochs",
-    "seed": "train.seed",
-    "seq_length": "data.seq_len",
-    "sequence_length": "data.seq_len",
-    "steps": "train.steps",
-}
+    "batch_size": "train.global_batch_size", "gradient_accumulation_steps": "train.micro_batch_size",
+    "device": "run.device", "output_dir": "run.name", "dtype": "precision.compute", "seed": "train.seed",
+    "learning_rate": "optim.lr", "resume": "checkpoint.resume",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "train.epochs"),
+    **dict.fromkeys(("iterations", "max_steps", "num_steps", "steps"), "train.steps"),
+    **dict.fromkeys(("max_tokens", "num_tokens"), "train.tokens"),
+    **dict.fromkeys(("seq_length", "sequence_length"), "data.seq_len"),
+}  # fmt: skip
 """Names that other trainers give to keys."""
 _ALL_COUNT = "every token of a document counts in the loss"
 ANSWERS = {

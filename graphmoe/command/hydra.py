@@ -22,18 +22,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphmoe.command.errors import explain, is_model_folder, options, parsed
-from graphmoe.command.help import help_text
-from graphmoe.command.sweep.job import (
-    SweepReport,
-    check_single,
-    end_sweep,
-    has_unfinished_jobs,
-    in_sweep,
-    restore_run_folder,
-    run_job,
-)
+from graphmoe.command.sweep import job
 from graphmoe.command.sweep.process import SweepError
-from graphmoe.command.words import OTHER_SOURCES, own_folders, run_words
+from graphmoe.command.words import OTHER_SOURCES, help_text, own_folders, run_words
 from graphmoe.config.arguments import answer_version, emit, print_error, wants_help
 from graphmoe.config.choices import CODE_FOLDERS
 from graphmoe.config.masking import note_interpolations
@@ -76,7 +67,7 @@ def hydra_app(
     ConfigStore.instance().store(name="schema", node=RunConfig)
     resolvers: dict[str, Callable[..., str]] = {
         "prog": lambda: prog,
-        "sweep_report": lambda: f"{SweepReport.__module__}.{SweepReport.__qualname__}",
+        "sweep_report": lambda: f"{job.SweepReport.__module__}.{job.SweepReport.__qualname__}",
         "sweep_dir": lambda resume, new: os.path.expanduser(resume) if resume else new,
     }
     for name, resolver in resolvers.items():
@@ -93,18 +84,18 @@ def hydra_app(
         sources = HydraConfig.get().runtime.config_sources
         folders = [os.path.abspath(source.path) for source in sources if source.schema == "file"]
         os.environ[CODE_FOLDERS] = os.pathsep.join(folders)
-        restore_run_folder()
+        job.restore_run_folder()
         try:
-            if makes_folder and in_sweep():
-                return run_job(lambda: task(to_config(cfg, prepare, complete, prog)), known)
-            check_single(cfg.sweep.resume)
+            if makes_folder and job.in_sweep():
+                return job.run_job(lambda: task(to_config(cfg, prepare, complete, prog)), known)
+            job.check_single(cfg.sweep.resume)
             return task(to_config(cfg, prepare, complete, prog))
         except known as error:
             errors.append(error)  # Hydra would print a second line about the job
             return None
 
     interrupted = _run(run, composed, errors)
-    status = end_sweep()
+    status = job.end_sweep()
     for message in dict.fromkeys(str(error) for error in errors):
         print_error(message)
     if errors:
@@ -184,7 +175,7 @@ def _run(run: Callable[[], Any], composed: Sequence[DictConfig], errors: list[Ex
         if not composed:  # a value that Hydra does not foresee
             errors.append(ConfigError(explain(error, sys.argv[1:])))
             return 0
-        if not has_unfinished_jobs():
+        if not job.has_unfinished_jobs():
             raise
         errors.append(error)  # a sweeper that cannot go on without the jobs that failed
     return 0

@@ -1,8 +1,10 @@
-"""Command line for Hydra: all forms that people type become overrides, which are checked at once."""
+"""Command line of a run: the forms that people type become checked overrides; and its help."""
 
 import dataclasses
 import itertools
 import re
+import shlex
+import textwrap
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,11 +12,19 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from graphmoe.command.errors import groups, with_plain_groups, wrong_words
-from graphmoe.config.arguments import key_value_words
-from graphmoe.config.ranges import fields_of
+from graphmoe.command.errors import (
+    explain,
+    groups,
+    is_model_folder,
+    options,
+    parsed,
+    with_plain_groups,
+    wrong_words,
+)
+from graphmoe.config.arguments import COMMANDS, WIDTH, field_docs, key_lines, key_value_words, typed_as
+from graphmoe.config.ranges import fields_of, spelled
 from graphmoe.config.schema import ConfigError, RunConfig
 
 FLAGS = {
@@ -27,6 +37,19 @@ OTHER_SOURCES = ("-cp", "--config-path", "-cn", "--config-name", "--experimental
 """Options of Hydra that compose a configuration of something other than ``conf/config.yaml``."""
 _OVERRIDE = re.compile(r"[+~=]|(?!--)[\w./@:-]+=")
 _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
+OFTEN_SET = """
+    model.num_layers data.paths data.tokenizer data.seq_len
+    train.steps train.global_batch_size train.micro_batch_size train.seed
+    optim.lr optim.warmup_steps optim.schedule
+    graph.scope recompute.all
+    launch.nproc parallel.ep parallel.pp parallel.tp
+    checkpoint.interval checkpoint.init_from run.name
+"""
+FOOTER = """\
+--help=all   all keys                     --cfg job       print the configuration and stop
+-m key=a,b   one job for each value       --config-dir D  add a folder of your own YAML files
+--version    versions                     --hydra-help    Hydra's own options
+docs/configuration.md describes groups and keys with their types."""
 
 
 def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> list[str]:
@@ -86,3 +109,80 @@ def _as_list(values: Sequence[str]) -> str:
         return values[0]
     quoted = (text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "\\'") + "'" for text in values)
     return f"[{','.join(quoted)}]"
+
+
+def help_text(
+    prog: str,
+    examples: Sequence[str],
+    words: Sequence[str] = (),
+    *,
+    with_all: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the help of ``graphmoe.<name>``: the keys that people set, or all.
+
+    Values are those of the command line ``words``, if it is valid. ``more``: types of the tool's own keys.
+    """
+    given, own, said = _given(words, more or {})
+    often, rows = OFTEN_SET.split(), dict(_keys(given))
+    wanted = [*rows] if with_all else often
+    parts = [
+        [f"{typed_as(prog)}: {COMMANDS[prog.partition('.')[2]]}"],
+        ["Examples:", *(f"  {example}" for example in examples)],
+        ["Groups, an option each (model=deepseek_v2_lite, or the preset's name alone):", *_group_lines(own)],
+        [
+            f"{'All' if with_all else 'Often set'} keys, as key=value, --key=value or --key value:",
+            *key_lines([rows[key] for key in wanted]),
+        ],
+        textwrap.wrap(said, WIDTH, break_on_hyphens=False, break_long_words=False),
+        [FOOTER],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _given(words: Sequence[str], more: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path], str]:
+    asked = [word for word in words if word not in ("help", "-h", "--help", "--help=all", "--help-all")]
+    own, read = [*own_folders(asked)], asked
+    try:
+        read = [word for word in run_words(asked, more) if word.partition("=")[0] not in more]
+        unread = [f"{word} is not read by --help" for word in read if word.partition("=")[0] in OTHER_SOURCES]
+        unread += [f"{folder} is not a folder" for folder in own if not folder.is_dir()]
+        overrides, unreadable = parsed(read)
+        models = [str(each.value()) for each in overrides if each.key_or_group == "model" and not own]
+        unread += [f"the folder {name} is not read by --help" for name in models if is_model_folder(name)]
+        if unread or unreadable:
+            raise ConfigError(unreadable or unread[0])
+        kept = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+        path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in own]}"] if own else []
+        shown = [word for folder in own for word in ("--config-dir", str(folder))] + kept
+        said = f"The values are those of {shlex.join(shown)}." if shown else ""
+        return _values([*path, *kept]), own, said
+    except ConfigError as error:
+        why = str(error)
+    except Exception as error:  # also for a value that Hydra does not foresee
+        why = explain(error, read)
+    return _values(), own, f"The values are those of model=tiny: {why}"
+
+
+def _values(overrides: Sequence[str] = ()) -> dict[str, Any]:
+    plain = OmegaConf.to_container(composed(overrides), resolve=True)
+    assert isinstance(plain, dict)
+    sections = {str(name): values for name, values in plain.items() if isinstance(values, dict)}
+    return {f"{name}.{key}": value for name, values in sections.items() for key, value in values.items()}
+
+
+def _keys(given: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    for section, kind in typing.get_type_hints(RunConfig).items():
+        if not dataclasses.is_dataclass(kind):
+            yield section, (f"{section}=text", field_docs(RunConfig)[section])
+            continue
+        for name, doc in field_docs(typing.cast(type, kind)).items():
+            key = f"{section}.{name}"
+            yield key, (f"{key}={spelled(given[key])}", doc)
+
+
+def _group_lines(own: Sequence[Path]) -> Iterator[str]:
+    for group in groups():
+        if group != "hydra":
+            line = f"  {group:<12}{' '.join(options(group, own))}"
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent=" " * 14, break_on_hyphens=False)

@@ -72,14 +72,11 @@ def run_tool(main: Callable[[list[str]], None], argv: Sequence[str] | None = Non
 
 def print_error(error: object) -> None:
     """Print ``error: ...`` on stderr, escaped and shortened."""
-    half = LONGEST_LINE // 2
-    lines = [
-        "".join(c if c.isprintable() else repr(c)[1:-1] for c in line) for line in str(error).split("\n")
-    ]
-    short = [
-        line if len(line) <= LONGEST_LINE else f"{line[:half]}...({len(line)} characters)...{line[-half:]}"
-        for line in lines
-    ]
+    half, short = LONGEST_LINE // 2, list[str]()
+    for raw in str(error).split("\n"):
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in raw)
+        is_long = len(line) > LONGEST_LINE
+        short.append(f"{line[:half]}...({len(line)} characters)...{line[-half:]}" if is_long else line)
     print("error:", "\n".join(short), file=sys.stderr)
 
 
@@ -180,20 +177,16 @@ def typed_as(prog: str) -> str:
 
 
 def usage(cls: type, prog: str, places: Sequence[str] = ()) -> str:
-    hints = {key.word: key.hint for key in _keys(cls)}
-    shown = "".join(f" [{name}{' ...' if is_list(hints[name]) else ''}]" for name in places)
+    keys = {key.word: key for key in _keys(cls)}
+    shown = "".join(f" [{name}{' ...' if is_list(keys[name].hint) else ''}]" for name in places)
     lines = [f"usage: {typed_as(prog)}{shown} key=value ..."]
     if title := COMMANDS.get(prog.partition(".")[2]):
         lines += [title, "Keys, each as key=value, --key=value or --key value:"]
     rows = []
-    for key in _keys(cls):
-        default = key.default
-        if isinstance(default, (enum.Enum, bool)):
-            default = spelled(default)
-        elif isinstance(default, list):
-            default = ",".join(map(str, default)) or None
-        shown = "..." if default in (None, dataclasses.MISSING) else default
-        rows.append((f"{key.word}={shown}", key.doc))
+    for word, key in keys.items():
+        is_set = key.default not in (None, dataclasses.MISSING, [])
+        shown = ",".join(map(spelled, key.default if isinstance(key.default, list) else [key.default]))
+        rows.append((f"{word}={shown if is_set else '...'}", key.doc))
     return "\n".join([*lines, *key_lines(rows)])
 
 

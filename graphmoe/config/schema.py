@@ -30,15 +30,6 @@ from graphmoe.config.choices import RopeScaling as RopeScaling
 from graphmoe.config.choices import ScoreFunction as ScoreFunction
 from graphmoe.config.choices import Transport as Transport
 from graphmoe.config.formats import Fp8Recipe as Fp8Recipe
-from graphmoe.config.model import ModelConfig
-from graphmoe.config.parallel import (
-    GraphConfig,
-    MoEConfig,
-    ParallelConfig,
-    PipelineConfig,
-    ProfileConfig,
-    RecomputeConfig,
-)
 from graphmoe.config.ranges import (
     BELOW_ONE,
     FP32,
@@ -54,6 +45,15 @@ from graphmoe.config.ranges import (
     is_path,
 )
 from graphmoe.config.ranges import ConfigError as ConfigError
+from graphmoe.config.sections import (
+    GraphConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    PipelineConfig,
+    ProfileConfig,
+    RecomputeConfig,
+)
 
 
 @dataclass

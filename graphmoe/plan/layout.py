@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from graphmoe.config.choices import ContextMethod
-from graphmoe.config.parallel import ParallelConfig
 from graphmoe.config.ranges import ConfigError
+from graphmoe.config.sections import ParallelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

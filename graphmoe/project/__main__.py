@@ -11,9 +11,8 @@ import shlex
 import sys
 import typing
 
-from graphmoe.command.help import help_text
 from graphmoe.command.hydra import hydra_app
-from graphmoe.command.words import run_words
+from graphmoe.command.words import help_text, run_words
 from graphmoe.config.arguments import answer_version, emit, parse_args, run_tool, usage, wants_help
 from graphmoe.config.progress import working
 from graphmoe.config.schema import ConfigError, OutputFormat, RunConfig

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
+from graphmoe.bench import BenchArgs
 from graphmoe.bench import __main__ as bench
 from graphmoe.bench import ops_suite as ops
-from graphmoe.bench.arguments import BenchArgs
 from graphmoe.bench.cases import Case, Operation, keep, run_cases
 from graphmoe.bench.replicas_suite import MODELS, Sizes, planned
 from graphmoe.ops import replicas

@@ -13,9 +13,8 @@ import psutil
 import pytest
 import torch
 
+from graphmoe.bench import BenchArgs, SuiteName, card_of_device, jobs, runs
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench import jobs, runs
-from graphmoe.bench.arguments import BenchArgs, SuiteName, card_of_device
 from graphmoe.bench.cases import CaseFailed
 from graphmoe.bench.jobs import Trained, compose_config, train
 from graphmoe.bench.runs import RECORDED_STEPS, projected_run, projection_cases

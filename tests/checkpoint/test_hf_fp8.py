@@ -16,7 +16,7 @@ from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, open_hf, shapes_of
 from graphmoe.checkpoint.hf.fp8 import dequantised, quantised, scales_of
 from graphmoe.checkpoint.hf.names import pieces
 from graphmoe.config.schema import ConfigError, ModelConfig, ScoreFunction
-from graphmoe.convert.__main__ import main
+from graphmoe.convert import main
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Layout, ParameterLayout
 from graphmoe.run.weights import check_weights, load_weights

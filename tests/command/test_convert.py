@@ -17,9 +17,7 @@ from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig, ConfigError, ModelConfig, ScoreFunction
-from graphmoe.convert import ConvertArgs, WeightDtype
-from graphmoe.convert.__main__ import main
-from graphmoe.convert.weights import convert
+from graphmoe.convert import ConvertArgs, WeightDtype, convert, main
 from graphmoe.data.tokenizer import END_OF_TEXT, train_bpe
 from graphmoe.model.build import build_model
 from graphmoe.run.weights import FolderKind, explained_mismatch, load_weights, model_to_yaml, open_weights

@@ -11,8 +11,7 @@ from graphmoe import save_hf
 from graphmoe.command.hydra import read_words, to_config
 from graphmoe.command.words import run_words
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import ConvertArgs
-from graphmoe.convert.weights import convert
+from graphmoe.convert import ConvertArgs, convert
 from tests.command.test_convert import CONFIG, random_model
 from tests.runs import hydra_config
 

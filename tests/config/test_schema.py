@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from graphmoe import conf
 from graphmoe.command.errors import known_keys
-from graphmoe.command.help import help_text
 from graphmoe.command.hydra import to_config
+from graphmoe.command.words import help_text
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import number_of

@@ -1,7 +1,7 @@
 """The benchmark tool on a GPU."""
 
+from graphmoe.bench import BenchArgs, ShapeChoice
 from graphmoe.bench import __main__ as bench
-from graphmoe.bench.arguments import BenchArgs, ShapeChoice
 from graphmoe.bench.ops_suite import ops_suite
 from tests.bench.test_bench import CPU, FLOORS
 

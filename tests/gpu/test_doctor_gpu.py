@@ -2,7 +2,7 @@
 
 import torch
 
-from graphmoe.doctor import facts as doctor
+from graphmoe import doctor
 
 
 def test_a_gpu_captures_and_replays_a_graph():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphmoe.command.sweep.folder import Job, JobStatus
+from graphmoe.command.sweep import Job, JobStatus
 from graphmoe.command.sweep.page import write_sweep_page
 from graphmoe.pipeline_view.bars import Panel
 from graphmoe.pipeline_view.page import write_page as write_pipeline_page

@@ -9,9 +9,7 @@ import yaml
 
 from graphmoe import save_hf
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import ConvertArgs
-from graphmoe.convert.__main__ import main
-from graphmoe.convert.weights import convert
+from graphmoe.convert import ConvertArgs, convert, main
 from graphmoe.data.tokenizer import load_tokenizer, train_bpe
 from graphmoe.model.build import build_model
 from graphmoe.run.stored import refuse_other_tokenizer, run_tokenizer

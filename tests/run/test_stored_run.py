@@ -9,10 +9,9 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from graphmoe import generate
+from graphmoe import convert, generate
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
-from graphmoe.convert import __main__ as convert
 from graphmoe.run.stored import config_file
 from graphmoe.run.weights import FolderKind, kind_of, open_weights
 from tests.runs import config

@@ -20,8 +20,7 @@ from graphmoe import save_hf, train
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError, ModelConfig
-from graphmoe.convert import ConvertArgs
-from graphmoe.convert.weights import convert
+from graphmoe.convert import ConvertArgs, convert
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
 from graphmoe.plan.layout import Layout

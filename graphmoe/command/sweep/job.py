@@ -3,15 +3,17 @@
 ``graphmoe.command.hydra`` runs each job through `run_job` and calls `end_sweep` when Hydra has returned;
 ``graphmoe.train`` calls `record_folder` and `job_gpus`. Hydra calls `SweepReport` in the process that
 starts the sweep. Jobs may run in other processes, so they report to it by files
-(``graphmoe.command.sweep.folder``).
+(``graphmoe.command.sweep``).
 """
 
 import contextlib
 import logging
 import os
 import signal
+import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,11 +24,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from graphmoe.command.sweep.folder import Job, JobStatus, read_job
+from graphmoe.command.sweep import Job, JobStatus, read_job
 from graphmoe.command.sweep.process import STOP_FILE, RunningSweep, SweepError
 from graphmoe.config.masking import MASK, masked_line, masked_overrides
 from graphmoe.config.schema import ConfigError, DeviceChoice, RunConfig
-from graphmoe.runtime.host.files import replace_text
+from graphmoe.runtime.host.files import FileLock, replace_text
 from graphmoe.runtime.host.signals import end_with_parent
 from graphmoe.runtime.launch.nodes import is_first_node
 
@@ -42,6 +44,7 @@ _LAUNCHER_LOGS = (
 )
 """Loggers of Hydra's launchers, which list the words of each job."""
 
+POLL_S = 0.5
 _begun: RunningSweep | None = None
 _run_folder: str | None = None
 
@@ -181,15 +184,13 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
     *Raises* ConfigError if parallel jobs would share GPUs.
     """
     count, workers = config.launch.gpus_per_job, config.launch.nproc
-    if not in_sweep() or config.run.device is not DeviceChoice.cuda:
-        yield {}
-        return
-    if count is None:
-        if (launcher := _launcher()) in _SIDE_BY_SIDE.values():
-            raise ConfigError(
-                f"hydra/launcher={launcher} runs jobs side by side, and each would take the same GPUs; "
-                f"launch.gpus_per_job={workers} gives each job its own"
-            )
+    shares = in_sweep() and config.run.device is DeviceChoice.cuda
+    if shares and count is None and (launcher := _launcher()) is not None:
+        raise ConfigError(
+            f"hydra/launcher={launcher} runs jobs side by side, and each would take the same GPUs; "
+            f"launch.gpus_per_job={workers} gives each job its own"
+        )
+    if not shares or count is None:
         yield {}
         return
     if workers > count:
@@ -198,17 +199,81 @@ def job_gpus(config: RunConfig) -> Iterator[dict[str, str]]:
             f"launch.gpus_per_job={workers} or launch.nproc={count}"
         )
     if workers < count:
-        log.warning(
-            "launch.nproc=%d leaves %d of the launch.gpus_per_job=%d GPUs of this job idle; "
-            "launch.nproc=auto takes them all",
-            workers,
-            count - workers,
-            count,
-        )
-    from graphmoe.command.sweep.gpu_leases import lease_gpus  # imports torch
-
+        idle = f"launch.nproc={workers} leaves {count - workers} of the launch.gpus_per_job={count} GPUs"
+        log.warning("%s of this job idle; launch.nproc=auto takes them all", idle)
     with lease_gpus(count) as environment:
         yield environment
+
+
+@contextlib.contextmanager
+def lease_gpus(count: int) -> Iterator[dict[str, str]]:
+    """Yield environment variables that show ``count`` GPUs that no other job leases; waits for them.
+
+    All processes must name GPUs alike, by number or UUID. *Raises* ConfigError if fewer are visible.
+    """
+    import torch
+
+    visible = visible_gpus(os.environ, torch.cuda.device_count())
+    if count > len(visible):
+        valid = f"use at most {len(visible)}" if visible else "leave it out"
+        raise ConfigError(
+            f"launch.gpus_per_job={count} is more than the visible GPUs, {len(visible)}; {valid}"
+        )
+    # one folder of locks for each user and Slurm job, which may number GPUs from 0
+    slurm = f"-slurm-{os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+    leases = _wait_for(count, visible, Path(tempfile.gettempdir(), f"graphmoe-gpus-{os.getuid()}{slurm}"))
+    try:
+        chosen = ",".join(leases)
+        log.info("this job has GPU %s", chosen)
+        yield dict.fromkeys(_variables(), chosen)
+    finally:
+        for lock in leases.values():
+            lock.release()
+
+
+def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
+    """Return the GPUs that this process may use, by CUDA_VISIBLE_DEVICES or a like variable."""
+    for name in reversed(_variables()):
+        if name in environment:
+            named = [word.strip() for word in environment[name].split(",")]
+            return [word for word in named if word][:count]
+    return [str(index) for index in range(count)]
+
+
+def _variables() -> list[str]:
+    import torch
+
+    return ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if torch.version.hip else [])]
+
+
+def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} is not this user's, and GPUs are leased there; remove it, or set TMPDIR")
+    if (leases := _try_to_take(count, visible, folder)) is None:
+        log.info("waiting until %d of the GPUs %s are free", count, ",".join(visible))
+    while leases is None:
+        time.sleep(POLL_S)
+        leases = _try_to_take(count, visible, folder)
+    return leases
+
+
+def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
+    """Return all locks or None. Only one process tries at a time: two could each get half and fail."""
+    gate = FileLock.acquire(folder / "gate.lock", wait=True)
+    assert gate is not None
+    try:
+        leases: dict[str, FileLock] = {}
+        for gpu in visible:
+            if len(leases) < count and (lock := FileLock.acquire(folder / f"{gpu.replace('/', '-')}.lock")):
+                leases[gpu] = lock
+        if len(leases) == count:
+            return leases
+        for lock in leases.values():
+            lock.release()
+        return None
+    finally:
+        gate.release()
 
 
 def _launcher() -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from graphmoe.command.sweep.folder import Job
+from graphmoe.command.sweep import Job
 from graphmoe.config.schema import ConfigError
 from graphmoe.report.comparison import RunCurves, RunLine, curves_of_runs, run_controls, runs_table
 from graphmoe.report.run_data import RunData, read_run

@@ -25,7 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.text import Text
 
-from graphmoe.command.sweep.folder import (
+from graphmoe.command.sweep import (
     SWEEP_FILE,
     Job,
     JobStatus,

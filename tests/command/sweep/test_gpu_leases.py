@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from graphmoe.command.sweep import gpu_leases
-from graphmoe.command.sweep.gpu_leases import lease_gpus, visible_gpus
+from graphmoe.command.sweep import job
+from graphmoe.command.sweep.job import lease_gpus, visible_gpus
 from tests.runs import ROOT
 
 
@@ -18,7 +18,7 @@ from tests.runs import ROOT
 def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(gpu_leases, "POLL_S", 0.01)
+    monkeypatch.setattr(job, "POLL_S", 0.01)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
 
@@ -75,7 +75,7 @@ def test_the_gpus_of_a_job_that_was_killed_are_free(tmp_path):
     code = (
         f"import torch, tempfile, time; tempfile.tempdir = '{tmp_path}'\n"
         "torch.cuda.device_count = lambda: 4\n"
-        "from graphmoe.command.sweep.gpu_leases import lease_gpus\n"
+        "from graphmoe.command.sweep.job import lease_gpus\n"
         "with lease_gpus(4): print('has them', flush=True); time.sleep(60)"
     )
     words = [sys.executable, "-c", code]

@@ -15,7 +15,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from graphmoe.command.sweep.folder import Job, JobStatus, read_job
+from graphmoe.command.sweep import Job, JobStatus, read_job
 from graphmoe.command.sweep.job import in_sweep, job_gpus
 from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunConfig
 from graphmoe.runtime.host.files import FileLock

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphmoe.command.sweep.folder import Job, JobStatus, ranked, varying_overrides
+from graphmoe.command.sweep import Job, JobStatus, ranked, varying_overrides
 from graphmoe.command.sweep.page import value_charts, write_sweep_page
 from graphmoe.command.sweep.process import sweep_table
 from graphmoe.report.curves import MAX_POINTS

@@ -1,4 +1,10 @@
-"""Findings of the doctor: versions, devices, links, capabilities, packages, and their tables."""
+"""Facts of this machine: versions, devices and links, capabilities, optional libraries.
+
+python -m graphmoe.doctor
+python -m graphmoe.doctor format=json
+
+Functions import torch, so that a misspelt key is answered at once.
+"""
 
 import functools
 import importlib
@@ -11,24 +17,21 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-import torch.distributed as dist
 from rich.box import HEAVY_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 import graphmoe
-from graphmoe.config.arguments import text_table
+from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.config.packages import PACKAGES, Package, is_installed, version_of
-from graphmoe.config.schema import DeviceChoice, HostConfig
+from graphmoe.config.schema import DeviceChoice, HostConfig, OutputFormat
 from graphmoe.plan.costs.hardware import peak_tflops
-from graphmoe.runtime.host.environment import variables
-from graphmoe.runtime.host.tuning import cores_here, cpus_of_nodes, numa_node
 
 VERSIONED = ("torch", "triton", "hydra-core", "omegaconf", "numpy", "tokenizers", "safetensors", "rich")
 PROBE_TIMEOUT_S = 60
@@ -41,20 +44,38 @@ SHOWN = re.compile(
 )
 
 
+@dataclass
+class DoctorArgs:
+    format: OutputFormat = OutputFormat.text
+    """Form of the findings on stdout: text, or one JSON document."""
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(DoctorArgs, argv, prog="graphmoe.doctor")
+    document = examine()
+    emit(document, render(document), args.format)
+
+
 def examine() -> dict[str, Any]:
     """All findings as plain values. Captures one small graph on the first GPU if there is one."""
+    import torch
+
+    nccl = "RCCL" if torch.version.hip else "NCCL"
+    probes = {name.format(nccl=nccl): probe for name, probe in CAPABILITIES.items()}
     return {
         "versions": versions(),
         "host": host(),
         "environment": environment(),
         "devices": devices(),
         "links": links(),
-        "capabilities": [examine_capability(*each) for each in CAPABILITIES.items()],
+        "capabilities": [examine_capability(*each) for each in probes.items()],
         "libraries": [examine_package(package) for package in PACKAGES],
     }
 
 
 def versions() -> dict[str, str | None]:
+    import torch
+
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     return {
         "python": platform.python_version(),
@@ -65,6 +86,8 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
+    import torch
+
     every = [torch.cuda.get_device_properties(index) for index in range(_num_gpus())]
     return [
         {
@@ -81,6 +104,10 @@ def devices() -> list[dict[str, Any]]:
 
 
 def host() -> dict[str, Any]:
+    import torch
+
+    from graphmoe.runtime.host.tuning import cores_here, cpus_of_nodes
+
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -93,6 +120,10 @@ def host() -> dict[str, Any]:
 
 def node_of_gpu(index: int) -> int | None:
     """The NUMA node that a GPU is attached to; None if the system does not say."""
+    import torch
+
+    from graphmoe.runtime.host.tuning import numa_node
+
     try:
         return numa_node(torch.device("cuda", index))
     except (OSError, RuntimeError, ValueError):
@@ -101,6 +132,8 @@ def node_of_gpu(index: int) -> int | None:
 
 def environment() -> list[dict[str, str | None]]:
     """Variables that a run on a GPU sets by default, and others of their kind that are set here."""
+    from graphmoe.runtime.host.environment import variables
+
     wanted = {variable.name: variable for variable in variables(HostConfig(), DeviceChoice.cuda)}
     there = {name for name in os.environ if SHOWN.match(name)}
     return [
@@ -116,6 +149,8 @@ def environment() -> list[dict[str, str | None]]:
 
 def links() -> dict[str, Any]:
     """Access of each GPU to the memory of each other, and the vendor tool's table of the links."""
+    import torch
+
     gpus = range(_num_gpus())
     if len(gpus) < 2:
         return {"peer_access": [], "topology": None}
@@ -140,9 +175,10 @@ def probe_graphs() -> str:
 
 def probe_symmetric_memory() -> str:
     """Name the allocator behind torch's symmetric memory. Nothing is allocated, no peer is waited for."""
-    _require(_num_gpus(), "no GPU")
+    import torch
     from torch.distributed import _symmetric_memory as symmetric
 
+    _require(_num_gpus(), "no GPU")
     backend = symmetric.get_backend(torch.device("cuda"))
     nvshmem = "NVSHMEM available" if symmetric.is_nvshmem_available() else "no NVSHMEM"
     _require(backend is not None, f"backend none, {nvshmem}")
@@ -150,11 +186,16 @@ def probe_symmetric_memory() -> str:
 
 
 def probe_nccl() -> str:
+    import torch
+    import torch.distributed as dist
+
     _require(dist.is_available() and dist.is_nccl_available(), "not in this build of torch")
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def probe_gloo() -> str:
+    import torch.distributed as dist
+
     _require(dist.is_available() and dist.is_gloo_available(), "not in this build of torch")
     return "in this build of torch"
 
@@ -180,7 +221,7 @@ def probe_cpp_compiler() -> str:
 CAPABILITIES = {
     "device graphs": probe_graphs,
     "symmetric memory": probe_symmetric_memory,
-    "RCCL" if torch.version.hip else "NCCL": probe_nccl,
+    "{nccl}": probe_nccl,
     "gloo": probe_gloo,
     "C++ compiler for Inductor": probe_cpp_compiler,
 }
@@ -255,6 +296,8 @@ def _cell(value: object) -> Text:
 
 
 def _replay_small_graph() -> float:
+    import torch
+
     x = torch.zeros(8, device="cuda")
     (x * 2 + 1).sum()  # load the kernels before capture
     torch.cuda.synchronize()
@@ -279,6 +322,8 @@ def _topology() -> str | None:
 
 @functools.cache
 def _num_gpus() -> int:
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -291,3 +336,7 @@ def _first_line(text: object) -> str:
         return f"no answer in {text.timeout} s"
     lines = str(text).strip().splitlines()
     return lines[0][:200] if lines else type(text).__name__
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,5 +1,12 @@
-"""Conversion of weights between Hugging Face folders, graphmoe folders and runs."""
+"""Convert weights: Hugging Face to graphmoe, and graphmoe folders or runs to Hugging Face.
 
+python -m graphmoe.convert from=DeepSeek-V2-Lite to=weights/lite
+python -m graphmoe.convert from=outputs/tiny to=exported/tiny dtype=bf16
+"""
+
+from __future__ import annotations
+
+import enum
 import functools
 import json
 import shutil
@@ -7,29 +14,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from graphmoe.checkpoint.hf.families import to_hf_config
-from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
-from graphmoe.checkpoint.hf.names import Index, pieces
-from graphmoe.config.arguments import parse_size
+from graphmoe.checkpoint import CheckpointError
+from graphmoe.config.arguments import emit, parse_args, parse_size, run_tool
 from graphmoe.config.progress import counting, working
-from graphmoe.config.schema import ModelConfig
-from graphmoe.convert import ConvertArgs, Quantise, Target, WeightDtype, target_of
+from graphmoe.config.ranges import number_of
+from graphmoe.config.schema import ConfigError, ModelConfig, OutputFormat
 from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
-from graphmoe.run.weights import (
-    open_folder,
-    option_name,
-    own_pieces,
-    read_run,
-    start_token_ids,
-    train_command,
-    write_weights,
-)
 
+if TYPE_CHECKING:
+    import torch
+
+    from graphmoe.checkpoint.hf.names import Index
+
+Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
+Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
 TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
     f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config")
 )
@@ -39,6 +39,94 @@ TOKENIZER_FILES = (
 )
 
 
+class WeightDtype(enum.Enum):
+    """Names of torch dtypes."""
+
+    keep = None
+    fp32 = "float32"
+    bf16 = "bfloat16"
+    fp16 = "float16"
+
+
+@dataclass
+class ConvertArgs:
+    from_: Path
+    """Hugging Face or graphmoe weights folder, run folder, or a run's checkpoint."""
+    to: Path
+    """Output folder, new or empty."""
+    target: Target = Target.auto
+    """Format of ``to``: hf, graphmoe, or auto (graphmoe from Hugging Face, else hf)."""
+    dtype: WeightDtype = WeightDtype.keep
+    """fp32, bf16, fp16, or keep; the router's bias is always fp32."""
+    quantise: Quantise = Quantise.none
+    """none, or fp8_block: matrices of a Hugging Face folder in fp8, one scale per 128 x 128 block."""
+    max_shard_size: str = "5GB"
+    """Largest weights file, e.g. 5GB, 500MB or 2GiB; only a larger tensor exceeds it."""
+    step: int | None = None
+    """Checkpoint step of a run; default: the newest."""
+    attention: str | None = None
+    """Plug-in for model.attention of ``from``; files are not trusted to name code."""
+    layer: str | None = None
+    """Plug-in for model.layer of ``from``, likewise."""
+    name: str | None = None
+    """Model and YAML file name; default: that of ``to``."""
+    overwrite: bool = False
+    """Write into a non-empty folder, replacing its weights."""
+    format: OutputFormat = OutputFormat.text
+    """Output on stdout: text, or one JSON document."""
+
+
+def main(argv: list[str]) -> None:
+    args = parse_args(ConvertArgs, argv, prog="graphmoe.convert", places=("from", "to"))
+    target_of(args, kind_of(args.from_))
+    try:
+        document = convert(args)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    what = document["family"] or "graphmoe weights"
+    step = "" if document["step"] is None else f", step {document['step']}"
+    text = (
+        f"{document['from']} ({kind_of(args.from_).value}{step}) -> {document['to']} ({what}): "
+        f"{document['parameters']:,} parameters, {', '.join(document['dtypes'])}, "
+        f"{number_of(len(document['files']), 'file')}, {document['bytes']:,} bytes, "
+        f"{document['seconds']:.1f} s"
+    )
+    if document["command"]:
+        text += (
+            f"\nstart a run from it: {document['command']}\n"
+            "on text of yours, behind that: data=files 'data.paths=[corpus/*.jsonl]'"
+        )
+    emit(document, text, args.format)
+
+
+def target_of(args: ConvertArgs, kind: FolderKind) -> Target:
+    """Check ``from`` and ``to``; return the format to write. *Raises* ConfigError."""
+    target = args.target
+    if target is Target.auto:
+        target = Target.graphmoe if kind is FolderKind.hf else Target.hf
+    if target.name == kind.name:
+        raise ConfigError(f"{args.from_} is a {kind.value} already; use another target than {target.name}")
+    if args.quantise is not Quantise.none and target is Target.graphmoe:
+        instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
+        raise ConfigError(
+            f"quantise={args.quantise} is a form of Hugging Face folders, and to={args.to} would be graphmoe "
+            f"weights of the {kind.value} {args.from_}; {instead}"
+        )
+    if args.step is not None and kind is not FolderKind.run:
+        raise ConfigError(f"step={args.step} chooses a run's checkpoint, but {args.from_} is a {kind.value}")
+    _check_output(args)
+    return target
+
+
+def _check_output(args: ConvertArgs) -> None:
+    if args.to.resolve() == args.from_.resolve():
+        raise ConfigError(f"to={args.to} is the folder to read from; use another one")
+    if args.to.is_file():
+        raise ConfigError(f"to={args.to} is a file; use the name of a folder")
+    if args.to.is_dir() and any(args.to.iterdir()) and not args.overwrite:
+        raise ConfigError(f"to={args.to} is not empty; use overwrite=true or another folder")
+
+
 @dataclass(frozen=True)
 class Source:
     """Weights by graphmoe name, read lazily."""
@@ -46,7 +134,7 @@ class Source:
     kind: FolderKind
     config: ModelConfig
     dtypes: dict[str, torch.dtype]
-    read: Callable[[str, Index], Tensor]
+    read: Callable[[str, Index], torch.Tensor]
     token_ids: dict[str, Any]
     tokenizer: Path  # tokenizer.json, possibly missing; its other files are beside it
     step: int | None = None
@@ -55,6 +143,13 @@ class Source:
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
     """Write ``to``; return the summary. Holds one weights file, or a whole run's weights, in memory."""
+    import torch
+
+    from graphmoe.checkpoint.hf.families import to_hf_config
+    from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.names import pieces
+    from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
+
     started = time.monotonic()
     kind = kind_of(args.from_)
     target = target_of(args, kind)
@@ -98,6 +193,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
 
 
 def _open(args: ConvertArgs, kind: FolderKind, wanted: torch.dtype | None) -> Source:
+    from graphmoe.run.weights import open_folder, read_run, start_token_ids
+
     folder = args.from_
     if kind is not FolderKind.run:
         found = open_folder(folder, kind, (args.attention, args.layer))
@@ -135,3 +232,7 @@ def _write_tokenizer(source: Source, to: Path) -> list[Path]:
         (to / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     copied = (Path(shutil.copyfile(path, to / name)) for name, path in found.items())
     return [*copied, *(to / name for name in made)]
+
+
+if __name__ == "__main__":
+    run_tool(main)

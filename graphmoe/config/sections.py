@@ -1,0 +1,253 @@
+"""Sections of a run's configuration: model, parallelism, MoE layers, graphs, pipeline, profiling."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from graphmoe.config.choices import (
+    ATTENTIONS,
+    DISPATCHERS,
+    EXPERTS_BACKENDS,
+    LAYERS,
+    AttentionBackend,
+    AuxLoss,
+    Balance,
+    ContextMethod,
+    DispatchDtype,
+    DpShard,
+    GroupScore,
+    RopeScaling,
+    ScoreFunction,
+    Transport,
+)
+from graphmoe.config.ranges import (
+    FP32,
+    INT32,
+    MANY_LAYERS,
+    MANY_RANKS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Count,
+    CountOrZero,
+    OneOf,
+    RankCount,
+    Size,
+)
+
+
+@dataclass
+class ModelConfig:
+    """Shape, router and losses of the model."""
+
+    name: str = "custom"
+    """Preset name, and the default run name."""
+    vocab_size: Size = 4096
+    """Rows of embedding and head, > 0."""
+    hidden_size: Size = 256
+    """Width of the residual stream, > 0."""
+    tie_embeddings: bool = False
+    """Share embedding and head weights."""
+    num_layers: Annotated[int, POSITIVE, MANY_LAYERS] = 4
+    """Dense and MoE layers, without multi-token-prediction layers, > 0."""
+    num_dense_layers: CountOrZero = 1
+    """Leading layers with a dense MLP, 0 to num_layers."""
+    dense_ffn_size: Size = 704
+    """Dense MLP's intermediate width, > 0."""
+    attention: Annotated[str, ATTENTIONS] = "mla"
+    """mla (multi-head latent), gqa (grouped query), or package.module:NAME."""
+    layer: Annotated[str, LAYERS] = "standard"
+    """Order of a MoE layer's parts: standard, or package.module:NAME."""
+    num_heads: Size = 4
+    """Query heads, > 0."""
+    num_kv_heads: Annotated[int, INT32] = 4
+    """gqa: key-value heads, a divisor of num_heads."""
+    head_dim: Size = 64
+    """gqa: head size, even, > 0."""
+    qk_norm: bool = False
+    """gqa: RMSNorm on query and key heads (Qwen3)."""
+    q_lora_rank: Annotated[int, NOT_NEGATIVE, INT32] = 0
+    """mla: query compression rank; 0: none."""
+    kv_lora_rank: Size = 128
+    """mla: key-value compression rank, > 0."""
+    qk_nope_head_dim: Size = 32
+    """mla: query and key head size without rotary embedding, > 0."""
+    qk_rope_head_dim: Size = 16
+    """mla: query and key head size with rotary embedding, even, > 0."""
+    v_head_dim: Size = 32
+    """mla: value head size, > 0."""
+    attention_backend: AttentionBackend = AttentionBackend.auto
+    """Kernel: auto, sdpa, padded_flash, turbo (Primus-Turbo), te (Transformer Engine)."""
+    rope_theta: Annotated[float, POSITIVE, FP32] = 10000.0
+    """Rotary embedding base, > 0."""
+    rope_scaling: RopeScaling = RopeScaling.none
+    """Rotary context extension: none or yarn."""
+    yarn_factor: Annotated[float, FP32] = 40.0
+    """YaRN: new over original context, >= 1."""
+    yarn_original_context: Size = 4096
+    """YaRN: original context in tokens, > 0."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: rotations above which frequencies are kept, > yarn_beta_slow."""
+    yarn_beta_slow: Annotated[float, POSITIVE] = 1.0
+    """YaRN: rotations below which frequencies are divided by the factor, > 0."""
+    yarn_mscale: Annotated[float, NOT_NEGATIVE, FP32] = 1.0
+    """YaRN: magnitude coefficient of rotated parts, >= 0."""
+    yarn_mscale_all_dim: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
+    """YaRN: softmax scale coefficient, >= 0."""
+    context_length: Size = 4096
+    """Longest supported sequence in tokens, > 0."""
+    norm_eps: Annotated[float, POSITIVE, FP32] = 1e-6
+    """RMSNorm epsilon, > 0."""
+    init_std: Annotated[float, POSITIVE, FP32] = 0.02
+    """Standard deviation of initial weights, > 0."""
+    num_experts: Size = 8
+    """Routed experts per MoE layer, > 0."""
+    top_k: Size = 2
+    """Routed experts per token, 1 to num_experts."""
+    expert_ffn_size: Size = 176
+    """Routed expert's intermediate width, > 0."""
+    shared_ffn_size: Annotated[int, NOT_NEGATIVE, INT32] = 176
+    """Shared experts' total intermediate width; 0: none."""
+    score_function: ScoreFunction = ScoreFunction.softmax
+    """Router scores, fp32: softmax or sigmoid of the logits."""
+    softmax_after_topk: bool = False
+    """Softmax over selected experts only (Mixtral); needs score_function=softmax."""
+    renormalise: bool = False
+    """Divide selected scores by their sum."""
+    routed_scale: Annotated[float, POSITIVE, FP32] = 1.0
+    """Factor on selected scores, > 0."""
+    num_groups: Size = 1
+    """Expert groups, a divisor of num_experts; 1: no limit."""
+    topk_groups: Size = 1
+    """Groups selected per token, 1 to num_groups."""
+    group_score: GroupScore = GroupScore.max
+    """max (DeepSeek-V2), topk_sum (best top_k / topk_groups), top2_sum (best two, V3's code)."""
+    selection_bias: bool = False
+    """Per-expert bias for selection only (aux-loss-free balancing)."""
+    bias_update_rate: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
+    """Selection bias change per step, >= 0."""
+    aux_loss: AuxLoss = AuxLoss.sequence
+    """Balance loss over: none, sequence, micro_batch, or global_batch."""
+    aux_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
+    """Balance loss weight, >= 0."""
+    z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
+    """Router z-loss (mean squared logsumexp of logits) weight, >= 0."""
+    peak_lr: Annotated[float, POSITIVE] = 3e-4
+    """Recommended peak learning rate for optim=adamw, > 0."""
+    mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
+    """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
+    mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3
+    """Mean multi-token-prediction loss weight, >= 0."""
+
+
+@dataclass
+class ParallelConfig:
+    """Ranks, docs/parallel.md: dp * cp * tp * pp; experts split the same ranks as edp * ep * etp * pp."""
+
+    dp: RankCount | None = None
+    """Data-parallel copies of the dense weights, > 0; default: the remaining factor."""
+    tp: RankCount = 1
+    """Ranks that split each dense matrix, embedding and head, > 0."""
+    cp: RankCount = 1
+    """Ranks that split each sequence, > 0."""
+    cp_method: ContextMethod = ContextMethod.auto
+    """Attention over cp: alltoall (heads), ring (keys and values), or auto (alltoall if cp divides the
+    heads)."""
+    pp: RankCount = 1
+    """Ranks that split the layers, by pipeline.schedule, > 0."""
+    ep: RankCount = 1
+    """Ranks that split the experts, > 0; may exceed dp."""
+    etp: RankCount = 1
+    """Ranks that split each expert's matrices, > 0."""
+    dp_shard: DpShard = DpShard.zero1
+    """Sharded over ranks with equal weights: zero1 (master weights, moments), fsdp2 (weights and gradients
+    too)."""
+
+
+@dataclass
+class MoEConfig:
+    """Execution of MoE layers."""
+
+    force_balance: bool = False
+    """Benchmarks only: route round-robin, ignoring the router."""
+    expert_load: str = "none"
+    """Benchmarks only: none, balanced, hot_experts, hot_rank, one_expert, rotating, burst, idle_rank
+    (docs/model.md), or a .json of counts, steps x MoE layers x experts."""
+    experts: Annotated[str, EXPERTS_BACKENDS] = "auto"
+    """Expert kernels of compiled runs: auto (fastest on a GPU, torch on a CPU), a name, or
+    package.module:NAME."""
+    dispatcher: Annotated[str, DISPATCHERS] = "auto"
+    """Token dispatch: local, alltoall (torch.distributed), symm (peer memory of a node), nvshmem, deepep,
+    turbo (Primus-Turbo), auto (alltoall, or local without parallel.ep or etp), or package.module:NAME."""
+    transport: Transport = Transport.auto
+    """symm transport: pull (kernels), copy_engine (block copies), or auto (copy_engine with
+    pipeline.ep_overlap=true on NVIDIA GPUs)."""
+    dispatch_dtype: DispatchDtype = DispatchDtype.auto
+    """Dispatched rows: bf16, fp8 (quantized before sending), or auto (fp8 with symm and rowwise fp8
+    experts)."""
+    receive_budget: Any = 1.5
+    """Receive capacity over balanced routing, > 0, or worst_case; overflow: docs/parallel.md."""
+    balance: Balance = Balance.auto
+    """none, replicas (other ranks also compute the hottest experts, docs/parallel.md), or auto (replicas
+    with symm and the pass fuse_experts)."""
+    replica_slots: Any = "auto"
+    """Most replicas per rank, 1 to num_experts / ep; auto: num_experts / ep, always enough."""
+    replica_keep: bool = False
+    """Save replica weights of bf16 experts for the backward instead of fetching them again."""
+    sync_free_stage: Any = "auto"
+    """MoE layer parts without host syncs: 0 none, 1 routing, 2 all but a read of the row count, 3 all,
+    auto (lowest for graph.scope)."""
+
+
+@dataclass
+class GraphConfig:
+    """CUDA and HIP graph capture, docs/compile.md."""
+
+    scope: Any = "none"
+    """Captured segments: none, partial, moe, layer, full_iteration, or a list of segments."""
+    warmup_steps: Count = 3
+    """Uncaptured steps before capture, > 0."""
+
+
+@dataclass
+class RecomputeConfig:
+    """Activation recomputation, docs/tuning.md."""
+
+    all: bool = False
+    """Save only layer inputs."""
+    segments: list[str] = field(default_factory=list)
+    """Segments recomputed from their inputs."""
+    ops: list[str] = field(default_factory=list)
+    """Recomputed parts in compiled runs: layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts."""
+    layer_ids: list[int] = field(default_factory=list)
+    """Layers of segments and ops, or, without these, recomputed whole; from 0, multi-token-prediction
+    layers last; []: all."""
+
+
+@dataclass
+class PipelineConfig:
+    """Pipeline parallelism, docs/pipeline.md."""
+
+    schedule: Annotated[str, OneOf()] = "1f1b"
+    """Schedule: one of docs/pipeline.md, or package.module:NAME."""
+    virtual_stages: Annotated[int, POSITIVE, MANY_RANKS] | None = None
+    """Stages per rank, > 0; null: the schedule's minimum."""
+    microbatches: Annotated[int, POSITIVE, MANY_RANKS] | None = None
+    """Micro-batches per step and rank, > 0; null: from the batch sizes."""
+    layout: str | None = None
+    """Layers per stage, such as "Et|(tt|)*6L"; null: balanced."""
+    costs: list[str] = field(default_factory=list)
+    """Milliseconds per micro-batch part, such as [moe:6.7,loss:9.3], to balance stages; []: modelled."""
+    ep_overlap: bool = False
+    """Overlap communication with compute: interleave one micro-batch's backward with the next one's
+    forward."""
+
+
+@dataclass
+class ProfileConfig:
+    """Profiling, docs/tuning.md."""
+
+    steps: list[int] = field(default_factory=list)
+    """First and last step, or one, for torch's profiler, from 1; []: none; read by graphmoe.trace."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that record profile.steps."""
+    pipeline: bool = False
+    """Record stage timelines of logged steps for graphmoe.pipeline_view."""

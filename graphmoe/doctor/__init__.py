@@ -1,1 +1,0 @@
-"""Facts of this machine: `__main__.py` is the command."""

@@ -78,7 +78,6 @@ class ConvertArgs:
 
 def main(argv: list[str]) -> None:
     args = parse_args(ConvertArgs, argv, prog="graphmoe.convert", places=("from", "to"))
-    target_of(args, kind_of(args.from_))
     try:
         document = convert(args)
     except CheckpointError as error:
@@ -143,7 +142,9 @@ class Source:
 
 def convert(args: ConvertArgs) -> dict[str, Any]:
     """Write ``to``; return the summary. Holds one weights file, or a whole run's weights, in memory."""
-    import torch
+    kind = kind_of(args.from_)
+    target = target_of(args, kind)
+    import torch  # after the checks, whose errors need not wait for it
 
     from graphmoe.checkpoint.hf.families import to_hf_config
     from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
@@ -151,8 +152,6 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
 
     started = time.monotonic()
-    kind = kind_of(args.from_)
-    target = target_of(args, kind)
     wanted = None if args.dtype is WeightDtype.keep else getattr(torch, args.dtype.value)
     with working(f"reading {args.from_}"):
         source = _open(args, kind, wanted)

@@ -185,19 +185,13 @@ def probe_symmetric_memory() -> str:
     return f"backend {backend}, {nvshmem}"
 
 
-def probe_nccl() -> str:
+def probe_backend(name: str) -> str:
     import torch
     import torch.distributed as dist
 
-    _require(dist.is_available() and dist.is_nccl_available(), "not in this build of torch")
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def probe_gloo() -> str:
-    import torch.distributed as dist
-
-    _require(dist.is_available() and dist.is_gloo_available(), "not in this build of torch")
-    return "in this build of torch"
+    is_built = dist.is_available() and getattr(dist, f"is_{name}_available")()
+    _require(is_built, "not in this build of torch")
+    return ".".join(map(str, torch.cuda.nccl.version())) if name == "nccl" else "in this build of torch"
 
 
 def probe_cpp_compiler() -> str:
@@ -218,11 +212,11 @@ def probe_cpp_compiler() -> str:
     return _first_line(about.stdout)
 
 
-CAPABILITIES = {
+CAPABILITIES: dict[str, Callable[[], str]] = {
     "device graphs": probe_graphs,
     "symmetric memory": probe_symmetric_memory,
-    "{nccl}": probe_nccl,
-    "gloo": probe_gloo,
+    "{nccl}": functools.partial(probe_backend, "nccl"),
+    "gloo": functools.partial(probe_backend, "gloo"),
     "C++ compiler for Inductor": probe_cpp_compiler,
 }
 

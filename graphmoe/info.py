@@ -19,7 +19,7 @@ from graphmoe.command.hydra import hydra_app
 from graphmoe.config.arguments import emit, text_table
 from graphmoe.config.choices import compute_words
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import ConfigError, ModelConfig, RunConfig
+from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.plan.pipeline.plan import with_one_micro_batch
 from graphmoe.plan.plan import Plan, plan_of
@@ -80,7 +80,7 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 def describe(plan: Plan) -> dict[str, Any]:
     """Return parameters, FLOPs per token, and state bytes: on one rank, of the largest rank, by pp rank."""
-    from graphmoe.model.sizes import state_bytes  # imports torch
+    from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes  # imports torch
     from graphmoe.optim import rule_of
 
     model, layout, pipeline = plan.model, plan.layout, plan.pipeline
@@ -92,8 +92,12 @@ def describe(plan: Plan) -> dict[str, Any]:
         _whole_bytes(state(layout, stages, dp_shard=dp_shard))
         for stages in map(plan.own_stages, range(layout.pp))
     ]
+    by_part = forward_flops(model, plan.seq_len)
+    forward = sum(by_part.values())
+    flops = {"forward_components": by_part, "forward": forward, "backward": 2 * forward, "total": 3 * forward}
     document = {
-        **_figures(model, plan.seq_len),
+        **{"model": model.name, "num_layers": model.num_layers, "num_dense_layers": model.num_dense_layers},
+        **{"seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops},
         "fp8": plan.precision.fp8.value,
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state(ALONE)),
@@ -113,26 +117,6 @@ def describe(plan: Plan) -> dict[str, Any]:
 def _whole_bytes(kinds: dict[str, float]) -> dict[str, int]:
     rounded = {KINDS[kind]: round(size) for kind, size in kinds.items() if size}
     return {**rounded, "total": sum(rounded.values())}
-
-
-def _figures(model: ModelConfig, seq_len: int) -> dict[str, Any]:
-    from graphmoe.model.sizes import count_parameters, forward_flops
-
-    by_part = forward_flops(model, seq_len)
-    forward = sum(by_part.values())
-    return {
-        "model": model.name,
-        "num_layers": model.num_layers,
-        "num_dense_layers": model.num_dense_layers,
-        "seq_len": seq_len,
-        "parameters": count_parameters(model),
-        "flops_per_token": {
-            "forward_components": by_part,
-            "forward": forward,
-            "backward": 2 * forward,
-            "total": 3 * forward,
-        },
-    }
 
 
 def render(document: dict[str, Any]) -> Group:

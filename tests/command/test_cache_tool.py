@@ -117,27 +117,16 @@ def test_verify_sets_damage_aside_names_it_and_ends_with_status_1(cache, capsys)
     work.close()
 
 
-@pytest.mark.parametrize(
-    ("max_size", "gone", "left"),
-    [
-        ("190B", [], [20, 30, 40, 100]),
-        ("189B", [3], [20, 30, 100]),
-        ("0.15KB", [3], [20, 30, 100]),
-        ("149B", [3, 2], [30, 100]),
-        ("0", [3, 2, 1], []),
-        (None, [], [20, 30, 40, 100]),
-    ],
-)
-def test_prune_removes_the_entries_used_least_recently_and_what_only_they_had(
-    cache, capsys, max_size, gone, left
-):
-    words = [f"max_size={max_size}"] if max_size else []
-    document = run(cache, capsys, "action=prune", *words)
-    assert document["entries"] == [key(number) for number in gone] and sizes(cache) == left
-    assert (document["bytes_before"], document["bytes_after"]) == (190, sum(left))
-    assert document["files"] == 4 - len(left)
-    kept = [row["key"] for row in run(cache, capsys)["entries"]]
-    assert kept == [key(n) for n in (1, 2, 3) if n not in gone]
+def test_prune_removes_the_entries_used_least_recently_and_what_only_they_had(cache, capsys):
+    left, there = {0: [20, 30, 40, 100], 1: [20, 30, 100], 3: []}, [1, 2, 3]
+    for max_size, count in {None: 0, "190B": 0, "189B": 1, "0.15KB": 1, "0": 3}.items():
+        before, total = sizes(cache), 3 - count
+        document = run(cache, capsys, "action=prune", *([f"max_size={max_size}"] if max_size else []))
+        assert document["entries"] == [key(number) for number in reversed(there[total:])]
+        assert sizes(cache) == left[count] and document["files"] == len(before) - len(left[count])
+        assert (document["bytes_before"], document["bytes_after"]) == (sum(before), sum(left[count]))
+        there = there[:total]
+        assert [row["key"] for row in run(cache, capsys)["entries"]] == [key(n) for n in there]
 
 
 def test_prune_leaves_files_that_a_job_may_be_about_to_name(cache, capsys):

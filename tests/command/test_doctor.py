@@ -25,28 +25,22 @@ def report():
     return doctor.examine()
 
 
-def test_a_missing_library_is_reported_with_the_command_that_installs_it(report):
+def test_a_library_has_its_version_or_why_it_cannot_be_used_and_its_command(report, tmp_path, monkeypatch):
+    (tmp_path / "broken_native.py").write_text("raise OSError('libcudart.so.99: cannot open')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     lacking = Package("no_such_module_here", "no-such-thing", "a feature", "pip install 'thing[all]'")
-    found = doctor.examine_package(lacking)
-    assert (found["state"], found["version"]) == ("missing", None)
-    assert "pip install 'thing[all]'" in text_of(doctor.render(report | {"libraries": [found]}))
-
-
-def test_a_plugin_of_hydra_has_a_version_beside_that_of_its_package(report, monkeypatch):
+    broken = Package("broken_native", "broken", "speed", "build it", True)
+    bare = PLUGINS["launcher/joblib"]._replace(plugin="hydra-no-launcher")
+    found = [doctor.examine_package(each) for each in (lacking, broken, bare)]
+    states = ["missing", "does not load: libcudart.so.99: cannot open", "installed without hydra-no-launcher"]
+    assert [each["state"] for each in found] == states
+    assert (found[0]["version"], found[2]["plugin"]) == (None, None)
+    text = text_of(doctor.render(report | {"libraries": found}))
+    assert "pip install 'thing[all]'" in text and "libcudart.so.99" in text
     (joblib,) = [found for found in report["libraries"] if found["name"] == "joblib"]
     plugin = f"hydra-joblib-launcher {version('hydra-joblib-launcher')}"
     assert (joblib["version"], joblib["plugin"]) == (version("joblib"), plugin)
     assert f"{version('joblib')}, {plugin}" in text_of(doctor.render(report))
-    found = doctor.examine_package(PLUGINS["launcher/joblib"]._replace(plugin="hydra-no-launcher"))
-    assert (found["state"], found["plugin"]) == ("installed without hydra-no-launcher", None)
-
-
-def test_a_library_that_does_not_load_shows_its_error(tmp_path, monkeypatch):
-    (tmp_path / "broken_native.py").write_text("raise OSError('libcudart.so.99: cannot open')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = doctor.examine_package(Package("broken_native", "broken", "speed", "build it", True))
-    assert found["state"] == "does not load: libcudart.so.99: cannot open"
-    assert "libcudart.so.99" in text_of(doctor.render(doctor.examine() | {"libraries": [found]}))
 
 
 @pytest.mark.parametrize(
@@ -71,10 +65,8 @@ def test_a_compiler_that_is_not_there_fails_or_hangs_is_reported(tmp_path, monke
 def test_a_capture_error_or_a_wrong_replay_is_no_support(monkeypatch):
     fail = Mock(side_effect=RuntimeError("CUDA error: operation not permitted\nlong advice"))
     monkeypatch.setattr(doctor, "_num_gpus", lambda: 1)
-    for replay, why in (
-        (fail, "CUDA error: operation not permitted"),
-        (lambda: 1.0, "the replay gave 1.0, not 7.0"),
-    ):
+    whys = {fail: "CUDA error: operation not permitted", lambda: 1.0: "the replay gave 1.0, not 7.0"}
+    for replay, why in whys.items():
         monkeypatch.setattr(doctor, "_replay_small_graph", replay)
         found = doctor.examine_capability("device graphs", doctor.probe_graphs)
         assert found == {"name": "device graphs", "ok": False, "detail": why}

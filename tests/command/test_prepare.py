@@ -20,7 +20,7 @@ from graphmoe.data.tokenizer import train_bpe
 from graphmoe.prepare import PrepareArgs, main, prepare
 from graphmoe.runtime.host.files import sha256_of
 from tests.data.texts import sentences, write_jsonl
-from tests.runs import ROOT, refusal
+from tests.runs import ROOT
 
 
 @pytest.fixture
@@ -60,31 +60,24 @@ def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
     assert corpus.train.reader().read(0, 3).shape == (3, 33)
 
 
-def test_a_bad_line_is_one_line_on_stderr_and_leaves_no_files(folder, capsys):
-    with open(folder / "b.jsonl", "a") as file:
-        file.write('{"content": "half')
-    error = refusal(main, capsys, *ARGS)
-    assert (
-        error.startswith("error: ") and "b.jsonl:26: not JSON" in error and "(skip_bad=true counts" in error
-    )
+def test_bad_text_no_text_and_a_full_disk_are_errors_that_leave_only_files_of_before(folder, monkeypatch):
+    (folder / "c.jsonl").write_text('{"content": "half')
+    with pytest.raises(ConfigError, match=r"c.jsonl:1: not JSON.*\(skip_bad=true counts"):
+        main(ARGS)
     assert list((folder / "out").iterdir()) == []
-
-
-def test_input_without_text_is_an_error_that_keeps_the_files_of_before(folder):
+    (folder / "c.jsonl").unlink()
+    with monkeypatch.context() as full:
+        fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        full.setattr("graphmoe.data.tokenise.write_index", fail)
+        with pytest.raises(ConfigError, match="cannot write output=out/tokens: .*No space left"):
+            main(ARGS)
+    assert list((folder / "out").iterdir()) == []
     main(ARGS)
     before = (folder / "out" / "tokens.idx").read_bytes()
     (folder / "empty.txt").write_text("")
     with pytest.raises(ConfigError, match="the corpus is empty: no text in .*empty.txt"):
         main(["input=empty.txt", *ARGS[1:], "overwrite=true"])
     assert (folder / "out" / "tokens.idx").read_bytes() == before
-
-
-def test_a_full_disk_is_an_error_that_names_the_output(folder, monkeypatch):
-    fail = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
-    monkeypatch.setattr("graphmoe.data.tokenise.write_index", fail)
-    with pytest.raises(ConfigError, match="cannot write output=out/tokens: .*No space left"):
-        main(ARGS)
-    assert list((folder / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -21,27 +21,25 @@ from tests.runs import hydra_config
     [
         ("--model deepseek_v3 --train.steps=20", ["model=deepseek_v3", "train.steps=20"]),
         ("--train.global-batch-size 8 optim.lr=1e-3", ["train.global_batch_size=8", "optim.lr=1e-3"]),
-        ("--data.paths a.txt b.txt --data.shuffle --data.seed 3", None),
+        (
+            "--data.paths a.txt b.txt --data.shuffle --data.seed 3",
+            ["data.paths=[a.txt,b.txt]", "data.shuffle=true", "data.seed=3"],
+        ),
         ("--data.shuffle false --run.name x", ["data.shuffle=false", "run.name=x"]),
         ("--data.paths [a,b]", ["data.paths=[a,b]"]),
-        ("--moe.receive_budget -1", None),
+        ("--moe.receive_budget -1", ["moe.receive_budget=-1"]),
         ("deepseek_v3 format=json", ["model=deepseek_v3", "format=json"]),
         ("-m optim.lr=1e-3,2e-3", ["-m", "optim.lr=1e-3,2e-3"]),
         ("--cfg job train.steps=3", ["--cfg", "job", "train.steps=3"]),
         ("+debug=quick ~data.paths host=amd", ["debug=quick", "~data.paths", "host=amd"]),
-        ("hydra/launcher=joblib --config-dir mine model=mine", None),
+        ("model=mine --config-dir mine", ["--config-dir", "mine", "model=mine"]),
         ("-sc install=bash", ["-sc", "install=bash"]),
         ("--host.env.A b host.env.C=d +host.env.E=f", ["++host.env.A=b", "++host.env.C=d", "+host.env.E=f"]),
         ("host.env={A:b} ~host.env.A", ["++host.env={A:b}", "~host.env.A"]),
     ],
 )
 def test_each_form_is_an_override(typed, read):
-    special = {
-        "--data.paths": ["data.paths=[a.txt,b.txt]", "data.shuffle=true", "data.seed=3"],
-        "--moe.receive_budget": ["moe.receive_budget=-1"],
-        "hydra/launcher=joblib": ["--config-dir", "mine", "hydra/launcher=joblib", "model=mine"],
-    }
-    assert run_words(typed.split()) == (read or special[typed.split()[0]])
+    assert run_words(typed.split()) == read
 
 
 def test_keys_of_a_tool_stand_among_those_of_a_run():
@@ -74,9 +72,7 @@ def test_names_of_an_open_mapping_need_no_plus():
         ("--steps 3", "did you mean 'train.steps'?"),
         ("--optm.lr=3", "unknown key 'optm.lr'"),
         ("deepseek_v9", "there is no model 'deepseek_v9'; did you mean model=deepseek_v3?"),
-        ("train.steps=abc", "train.steps on the command line: Value 'abc'"),
         ("--data.source nowhere", "data.source=nowhere: there is no such choice; use one of stdlib"),
-        ("data.paths=a", "a list is wanted"),
     ],
 )
 def test_a_wrong_word_is_one_line_before_anything_is_composed(typed, said):
@@ -88,15 +84,9 @@ def test_a_wrong_word_is_one_line_before_anything_is_composed(typed, said):
 @pytest.mark.parametrize(
     "typed",
     [
-        "train.steps=${train.seed}",
-        "-m train.steps=1,2",
-        "model=mine --config-dir mine",
-        "+mine=x hydra.searchpath=[file:///mine]",
-        "+host.env.NCCL_DEBUG=INFO",
-        "~debug",
-        "hydra.run.dir=x",
-        "launch.nproc=auto",
-        "model.attention=package.module:Name",
+        *("train.steps=${train.seed}", "-m train.steps=1,2", "hydra.run.dir=x", "launch.nproc=auto"),
+        *("+mine=x hydra.searchpath=[file:///mine]", "~debug", "model.attention=package.module:Name"),
+        "hydra/launcher=joblib",
     ],
 )
 def test_what_only_hydra_can_judge_is_left_to_it(typed):
@@ -151,10 +141,7 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        (
-            "model=no/where",
-            "there is no folder 'no/where'; give a folder with config.json, or one of deepseek",
-        ),
+        ("model=no/where", "there is no folder 'no/where'; give a folder with config.json, or one of deep"),
         ("model=./empt", "there is no folder './empt'; did you mean empty?"),
         ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
         ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),

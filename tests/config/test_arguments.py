@@ -92,27 +92,21 @@ def test_a_dataclass_within_has_keys_with_a_dot():
     assert found == PaintedArgs("a", Paint(3, "b"))
     assert parse_args(PaintedArgs, ["name=a"], prog="graphmoe.tool") == PaintedArgs("a")
     rows = [" ".join(line.split()) for line in usage(PaintedArgs, "graphmoe.tool").splitlines()[1:]]
-    assert rows == [
-        "name=... Name of the owner.",
-        "paint.layers=2 Coats.",
-        "paint.from=... Shop that sells it.",
-    ]
+    last = ["paint.layers=2 Coats.", "paint.from=... Shop that sells it."]
+    assert rows == ["name=... Name of the owner.", *last]
 
 
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("cuont=3", "unknown key 'cuont'; did you mean 'count'?"),
+        ("--cuont", "unknown key 'cuont'; did you mean 'count'?"),
         ("zzzz=3", "unknown key 'zzzz'; valid: source, from, count"),
         ("from_=3", "unknown key 'from_'; did you mean 'from'?"),
         ("quick", "'quick' is not of the form key=value; keys: source, from, count, share, fast"),
-        ("--cuont", "unknown key 'cuont'; did you mean 'count'?"),
         ("--count", "--count needs a value: count=..."),
-        ("--share=x", "share=x: expected a number"),
         ("count=3.5", "count=3.5: expected a whole number"),
-        ("share=x", "share=x: expected a number"),
+        ("--share=x", "share=x: expected a number"),
         ("fast=yes", "fast=yes: expected true or false"),
-        ("colour=green", "colour=green: expected one of red, blue"),
         ("colour=r", "colour=r: expected one of red, blue"),
         ("sizes=1,b", "sizes=1,b: expected a whole number"),
     ],
@@ -134,12 +128,8 @@ def test_help_prints_each_key_with_default_and_documentation(capsys):
         shown = capsys.readouterr().out
         assert shown.startswith("usage: python -m graphmoe.tool key=value ...\n")
         rows = [" ".join(line.split()) for line in shown.splitlines()[1:]]
-        assert rows[:3] == [
-            "source=... File to read.",
-            "from=start Place to begin at.",
-            "count=3 Number of lines.",
-        ]
-        assert "colour=red red or blue." in rows and len(rows) == 9
+        first = ["source=... File to read.", "from=start Place to begin at.", "count=3 Number of lines."]
+        assert rows[:3] == first and "colour=red red or blue." in rows and len(rows) == 9
 
 
 def test_a_file_to_write_is_in_a_folder_that_there_is_and_ends_as_it_should(tmp_path):

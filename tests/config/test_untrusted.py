@@ -35,29 +35,21 @@ def test_a_wrong_json_file_is_one_line_with_its_path_and_field(tmp_path, text, s
     assert str(path) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_right_file_is_read_and_fields_without_a_type_are_let_by(tmp_path):
-    path = tmp_path / "index.json"
+def test_a_file_is_read_if_it_is_regular_text_of_its_size_and_closed(tmp_path):
+    path, before = tmp_path / "index.json", len(os.listdir("/proc/self/fd"))
     path.write_text('{"weight_map": {"a": "b"}, "other": NaN}')
     assert read_json(path, Index)["weight_map"] == {"a": "b"}
     assert math.isnan(read_json(path, dict[str, Any])["other"])
-
-
-def test_what_is_no_regular_file_is_refused_without_waiting_and_left_closed(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(FileError, match="at most 4 are read"):
+        read_json(path, Index, largest_bytes=4)
+    path.write_bytes(b'{"\xff": 1}')
+    with pytest.raises(FileError, match="not UTF-8 text"):
+        read_json(path, Index)
+    os.mkfifo(tmp_path / "fifo")  # for which nobody waits
     for path in (tmp_path / "fifo", tmp_path, tmp_path / "absent", tmp_path / "null\0"):
         with pytest.raises(FileError, match="cannot be read|not a regular file|Is a directory"):
             read_json(path, Index)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_bytes_that_are_no_text_and_files_that_are_too_large_are_refused(tmp_path):
-    path = tmp_path / "index.json"
-    path.write_bytes(b'{"\xff": 1}')
-    with pytest.raises(FileError, match="not UTF-8 text"):
-        read_json(path, Index)
-    with pytest.raises(FileError, match="at most 4 are read"):
-        read_json(path, Index, largest_bytes=4)
 
 
 def test_yaml_makes_no_objects_and_takes_no_aliases(tmp_path):

@@ -49,23 +49,15 @@ def test_a_job_waits_until_enough_are_free_and_holds_none_meanwhile(caplog):
     assert caplog.text.count("waiting until 2 of the GPUs 0,1,2,3 are free") == 1
 
 
-@pytest.mark.parametrize(
-    ("environment", "seen"),
-    [
-        ({}, ["0", "1", "2", "3"]),
-        ({"CUDA_VISIBLE_DEVICES": "6, 7"}, ["6", "7"]),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, ["GPU-aa", "GPU-bb"]),
-        ({"CUDA_VISIBLE_DEVICES": ""}, []),
-        ({"HIP_VISIBLE_DEVICES": "1"}, ["0", "1", "2", "3"]),
-    ],
-)
-def test_only_gpus_that_this_process_sees_are_leased(environment, seen):
-    assert visible_gpus(environment, 4) == seen
-
-
-def test_rocm_is_told_in_both_ways_and_asked_for_its_own_first(monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "3"}, 4) == ["3"]
+def test_only_gpus_that_this_process_sees_are_leased(monkeypatch):
+    cuda = {None: "0 1 2 3", "6, 7": "6 7", "GPU-aa,GPU-bb": "GPU-aa GPU-bb", "": ""}
+    for value, seen in cuda.items():
+        own = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+        assert visible_gpus(own, 4) == seen.split()
+    both = {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "3"}
+    assert visible_gpus(both, 4) == ["0", "1"]
+    monkeypatch.setattr(torch.version, "hip", "7.0")  # ROCm's own is asked for first, and both are told
+    assert visible_gpus(both, 4) == ["3"]
     with lease_gpus(2) as environment:
         assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "0,1"}
 

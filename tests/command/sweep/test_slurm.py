@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from omegaconf import OmegaConf
 from graphmoe import conf
 from tests import faults
 from tests.command.sweep.slurm_cluster import install
-from tests.runs import TINY, Command, command, hydra_config
+from tests.runs import ROOT, TINY, Command, command, hydra_config
 
 WORDS = ("-m", *(word for word in TINY if not word.startswith("optim.lr=")), "log.progress=false")
 
@@ -111,11 +113,19 @@ def test_a_file_of_a_users_own_builds_on_it_as_the_comments_show(plugin, tmp_pat
     assert found["setup"][0].startswith("export SRUN_CPUS_PER_TASK=") and found["cpus_per_task"] > 64
 
 
-def test_without_the_plugin_all_works_but_its_launcher_which_ends_with_an_error_and_starts_nothing(tmp_path):
-    shown = command(tmp_path, "--help", module="tests.command.sweep.hidden_submitit")
-    assert shown.wait() == 0 and shown.err.read_text() == "" != shown.out.read_text()
-    words = ("-m", "hydra/launcher=slurm", "train.steps=1")
-    shown = command(tmp_path, *words, module="tests.command.sweep.hidden_submitit")
-    assert shown.wait() == 2 and shown.err.read_text().startswith("error: ")
-    assert "submitit_slurm" in shown.err.read_text()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["stderr.txt", "stdout.txt"]
+HIDDEN = """
+import pkgutil
+walk = pkgutil.walk_packages  # by which Hydra finds its plugins
+pkgutil.walk_packages = lambda *a, **b: (found for found in walk(*a, **b) if "submitit" not in found.name)
+from graphmoe.train import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("words", "status"), [("--help", 0), ("-m hydra/launcher=slurm train.steps=1", 2)])
+def test_without_the_plugin_its_launcher_alone_is_an_error_and_starts_nothing(tmp_path, words, status):
+    line, found = [sys.executable, "-c", HIDDEN, *words.split()], os.environ | {"PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(line, cwd=tmp_path, env=found, capture_output=True, text=True)
+    assert shown.returncode == status and (shown.stdout == "") == (shown.stderr != "") == (status == 2)
+    assert status == 0 or (shown.stderr.startswith("error: ") and "submitit_slurm" in shown.stderr)
+    assert not [*tmp_path.iterdir()]

@@ -191,6 +191,17 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
     assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in count_parameters(m).values()]
 
 
+@pytest.mark.parametrize(("name", "experts", "top_k"), [("515b", 112, 8), ("1t", 224, 8), ("2t", 448, 16)])
+def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_k):
+    """Compare these alone: tests/parity/test_hf_configs.py compares those of the hub with their files."""
+    assert load_preset(f"moe_{name}") == ModelConfig(
+        name=f"moe_{name}", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64,
+        num_experts=experts, top_k=top_k, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0,
+        vocab_size=100352, attention="gqa", head_dim=128, num_kv_heads=8, context_length=4096,
+        aux_loss=AuxLoss.sequence, aux_loss_coef=0.001,
+    )  # fmt: skip
+
+
 def test_a_noun_is_plural_unless_there_is_one():
     plurals = {"file": "files", "entry": "entries", "key": "keys", "batch": "batches", "pass": "passes"}
     for noun, plural in plurals.items():

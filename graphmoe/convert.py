@@ -26,7 +26,7 @@ from graphmoe.run.stored import FolderKind, kind_of, run_tokenizer
 if TYPE_CHECKING:
     import torch
 
-    from graphmoe.checkpoint.hf.names import Index
+    from graphmoe.checkpoint.hf.tensor_files import Index
 
 Target = enum.StrEnum("Target", ("auto", "hf", "graphmoe"))
 Quantise = enum.StrEnum("Quantise", ("none", "fp8_block"))
@@ -146,9 +146,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     target = target_of(args, kind)
     import torch  # after the checks, whose errors need not wait for it
 
-    from graphmoe.checkpoint.hf.families import to_hf_config
+    from graphmoe.checkpoint.hf.families import pieces, to_hf_config
     from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
-    from graphmoe.checkpoint.hf.names import pieces
     from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
 
     started = time.monotonic()

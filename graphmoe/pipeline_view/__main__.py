@@ -17,8 +17,7 @@ from rich.text import Text
 
 from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.pipeline_view.arguments import ViewArgs, check
-from graphmoe.pipeline_view.bars import Panel, idle_shares, shown_peak, summary
-from graphmoe.pipeline_view.page import write_page
+from graphmoe.pipeline_view.page import Panel, idle_shares, shown_peak, summary, write_page
 from graphmoe.pipeline_view.plans import DEFAULT_COST, Plan, make_plan, recorded_panels
 from graphmoe.plan.pipeline.actions import Together
 from graphmoe.plan.pipeline.layouts import parse_layout
@@ -36,17 +35,11 @@ def main(argv: list[str]) -> None:
     else:
         plans = [make_plan(args, place) for place in range(len(args.schedule or [""]))]
         panels = [plan.panel for plan in plans if plan.panel]
-    pictures = draw(args, panels, shlex.join(["python", "-m", PROG, *argv]))
+    pictures = [] if args.out is None else [args.out / "pipeline.html"]
+    for path in pictures:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_page(path, shlex.join(["python", "-m", PROG, *argv]), panels)
     emit(document(plans, panels, pictures), Group(*text(args, plans, panels, pictures)), args.format)
-
-
-def draw(args: ViewArgs, panels: list[Panel], command: str) -> list[Path]:
-    """Write the requested page; return its file. *Raises* ConfigError."""
-    if args.out is None:
-        return []
-    args.out.mkdir(parents=True, exist_ok=True)
-    write_page(path := args.out / "pipeline.html", command, panels)
-    return [path]
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:

@@ -66,11 +66,7 @@ OF_A_SCHEDULE = ("microbatches", "overlap", "cost.f", "cost.b", "cost.w", "cost.
 def check(args: ViewArgs) -> None:
     """Check the values. *Raises* ConfigError with all problems."""
     given = {**_given(args), **_given(args.cost, "cost.")}
-    problems = [
-        *_purpose(args, given),
-        *_numbers(args, given),
-        *_without_effect(args, given),
-    ]
+    problems = [*_purpose(args, given), *_numbers(args, given), *_without_effect(args, given)]
     if problems:
         raise ConfigError("; ".join(problems))
 

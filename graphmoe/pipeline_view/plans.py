@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from graphmoe.config.arguments import nearest
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.pipeline_view.arguments import CostKeys, ViewArgs
-from graphmoe.pipeline_view.bars import Panel
+from graphmoe.pipeline_view.page import Panel
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, stage_costs
 from graphmoe.plan.pipeline.actions import Placement, Together
 from graphmoe.plan.pipeline.balance import default_layout

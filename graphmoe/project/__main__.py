@@ -56,9 +56,8 @@ def main(argv: list[str]) -> None:
 
 def _show(args: ProjectArgs, command: str, words: list[str], config: RunConfig) -> None:
     from graphmoe.project.document import project  # imports torch
-    from graphmoe.project.page import write_projection, write_search
     from graphmoe.project.search import search
-    from graphmoe.project.tables import render, render_search
+    from graphmoe.project.tables import render, render_search, write_projection, write_search
 
     if args.search:
         with working("projecting") as report:

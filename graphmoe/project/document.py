@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from graphmoe.config.ranges import fields_of
-from graphmoe.config.schema import ConfigError, Fp8Recipe, PrecisionConfig, RunConfig
+from graphmoe.config.schema import ConfigError, PrecisionConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.ops.timing import FLUSH_BYTES
 from graphmoe.plan.costs.hardware import Card
@@ -73,19 +73,13 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
     per_token = flops_per_token(config.model, config.data.seq_len)
     tokens = config.train.global_batch_size * config.data.seq_len
     return {
-        "model": config.model.name,
-        "hardware": card.name,
-        "nodes": args.num_ranks // args.per_node,
-        "num_ranks": args.num_ranks,
+        **given(config, args, config.precision),
         "assumptions": args.assumptions.value,
         "layout": {axis: layout.size(axis) for axis in ("dp", "cp", "tp", "pp", "edp", "ep", "etp")},
-        "seq_len": config.data.seq_len,
         "micro_batch_size": config.train.micro_batch_size,
-        "global_batch_size": config.train.global_batch_size,
         "micro_batches": micro_batches,
         "replica_slots": plan.replica_slots,
         "compute": config.precision.compute.value,
-        **precision_of(config.precision),
         "pipeline": pipeline
         and {
             "schedule": pipeline.table.schedule,
@@ -95,29 +89,35 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
         "memory_gb": dict(of_places[worst]),
         "worst_rank": worst * of_stage,
         "memory_gb_per_rank": [dict(of_place) for of_place in of_places for _ in range(of_stage)],
-        "card_gb": card.memory_gb,
         "left_gb": card.memory_gb - total,
         "fits": total <= card.memory_gb,
         "fits_with_margin": has_margin(total, card),
-        "not_counted": list(NOT_COUNTED),
         **({} if is_published else _details(places[worst])),
         "flops_per_token": per_token,
         "flops_per_step": per_token * tokens,
         "flops_per_step_per_rank": per_token * tokens / layout.size("world"),
         **time,
-        "rates": dataclasses.asdict(rates_of(card, args.rates)),
-        "rates_from": source_of_rates(card, args.rates, config.precision.fp8),
     }
 
 
-def is_fp8(precision: PrecisionConfig) -> bool:
-    return precision.fp8 is not Fp8Recipe.none
-
-
-def precision_of(precision: PrecisionConfig) -> dict[str, Any]:
-    keys = precision.fp8, precision.fp8_measure
-    found = dict(zip(("fp8", "fp8_measure"), (key.value for key in keys), strict=True))
-    return {**found, "fp8_products": list(precision.fp8_products)}
+def given(config: RunConfig, args: ProjectArgs, precision: PrecisionConfig) -> dict[str, Any]:
+    """Return what a projection and a search have in common: the run, its card, and the card's rates."""
+    card = args.card
+    return {
+        "model": config.model.name,
+        "hardware": card.name,
+        "nodes": args.num_ranks // args.per_node,
+        "num_ranks": args.num_ranks,
+        "seq_len": config.data.seq_len,
+        "global_batch_size": config.train.global_batch_size,
+        "fp8": precision.fp8.value,
+        "fp8_measure": precision.fp8_measure.value,
+        "fp8_products": list(precision.fp8_products),
+        "card_gb": card.memory_gb,
+        "not_counted": list(NOT_COUNTED),
+        "rates": dataclasses.asdict(rates_of(card, args.rates)),
+        "rates_from": source_of_rates(card, args.rates, precision.fp8),
+    }
 
 
 def precision_words(document: Mapping[str, Any]) -> str:

@@ -5,18 +5,17 @@ best of them are projected exactly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import ConfigError, RunConfig
+from graphmoe.config.schema import ConfigError, Fp8Recipe, RunConfig
 from graphmoe.plan.costs.hardware import Card
-from graphmoe.plan.costs.rates import Speeds, rates_of, source_of_rates
+from graphmoe.plan.costs.rates import Speeds, rates_of
 from graphmoe.plan.costs.sizes import refuse_unknown
 from graphmoe.plan.rules.run import recompute_rules
 from graphmoe.project.arguments import ProjectArgs, fixed_keys, train_command
 from graphmoe.project.candidates import Candidate, Candidates, without_advice
-from graphmoe.project.document import NOT_COUNTED, has_margin, is_fp8, precision_of, project
+from graphmoe.project.document import given, has_margin, project
 from graphmoe.project.estimates import Estimates
 
 PROJECTED = 5  # candidates that are projected whole beside as many as are listed
@@ -53,8 +52,7 @@ def search(
     refuse_unknown(config)
     fixed = fixed_keys([word for word in words if word != "moe.balance=auto"])
     tried, card = Candidates(config, args, fixed), args.card
-    rates, precision = rates_of(card, args.rates), tried.precisions[-1]
-    estimates = Estimates(config, tried.kinds, Speeds(card, rates, adding=1.0))
+    estimates = Estimates(config, tried.kinds, Speeds(card, rates_of(card, args.rates), adding=1.0))
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
     shown = 0.0
@@ -69,7 +67,7 @@ def search(
         report(f"looking for layouts: {len(fitting):,} fit, {len(rejected):,} do not run")
     fitting.sort(key=lambda found: found.tokens_per_s_per_gpu, reverse=True)
     safe = [found for found in fitting if has_margin(found.total_gb, card)]
-    in_bf16 = [found for found in safe if not is_fp8(found.candidate.config.precision)]
+    in_bf16 = [found for found in safe if found.candidate.config.precision.fp8 is Fp8Recipe.none]
     shared = [found for found in safe if found.candidate.layout.ep >= MANY_EP]
     shapes: dict[object, list[Fitting]] = {}
     for found in safe:
@@ -96,16 +94,9 @@ def search(
     recommended = next(iter([*with_margin, *lines]), None)
     without_fp8 = next((line for line in with_margin if line["fp8"] == "none"), None)
     return {
-        "model": config.model.name,
-        "hardware": card.name,
-        "nodes": args.num_ranks // args.per_node,
-        "num_ranks": args.num_ranks,
-        "seq_len": config.data.seq_len,
+        **given(config, args, tried.precisions[-1]),
         "micro_batch_sizes": tried.micro_batch_sizes,
-        "global_batch_size": config.train.global_batch_size,
-        **precision_of(precision),
         "try_fp8": args.try_fp8,
-        "card_gb": card.memory_gb,
         "num_fitting": len(fitting),
         "num_simulated": len(chosen),
         "best": lines[: args.top],
@@ -114,7 +105,6 @@ def search(
         "recommended": recommended
         and {**recommended, "command": train_command(words, recommended["words"], args)},
         "without_fp8": without_fp8 if args.try_fp8 else None,
-        "not_counted": list(NOT_COUNTED),
         "others_that_fit": [
             {
                 "words": found.candidate.words,
@@ -125,8 +115,6 @@ def search(
             for found in others
         ],
         "rejected": rejected,
-        "rates": asdict(rates),
-        "rates_from": source_of_rates(card, args.rates, precision.fp8),
     }
 
 

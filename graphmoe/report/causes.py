@@ -104,37 +104,32 @@ def _seconds(run: RunData) -> tuple[float, float, float]:
 
 
 def _causes(run: RunData) -> Iterator[Cause]:
-    summary, (start, steps_s, total) = run.summary, _seconds(run)
+    start, steps_s, total = _seconds(run)
     if not total:
         return
-    if share := start / total:
-        key = "a longer run has it once"
-        if run.of("compile.enabled"):
-            later = "" if run.of("compile.cache") else " with `compile.cache=true`"
-            key = f"`compile.enabled=false` starts sooner; the next start{later} finds its code in the cache"
-        first, many = f"The first step came after {duration(start)}", len(run.starts)
-        if many > 1:
-            first = f"Its {many} starts took {duration(start)} up to their first steps"
-        yield Cause(share, START, f"{first}, {share:.0%} of the time{_made(run)}: {key}.")
-    if share := (summary.get("data_s") or 0.0) / total:
-        key = "`data.prefetch` reads further ahead"
-        if run.of("data.source") == "hf":
-            key = "tokens that `python -m graphmoe.prepare` has written (`data=memmap`) need no tokenising"
-        yield Cause(
-            share, "waiting for data", f"For {share:.0%} of the time the host waited for data: {key}."
-        )
-    if share := (summary.get("validation_s") or 0.0) / total:
-        interval, batches = (run.of(f"train.val_{key}") for key in ("interval", "batches"))
-        keys = f"more than `train.val_interval={interval}`, or less than `train.val_batches={batches}`"
-        yield Cause(share, "validation", f"Validation took {share:.0%} of the time: {keys}.")
-    if share := (summary.get("checkpoint_s") or 0.0) / total:
-        key = "" if run.of("checkpoint.async_save") else ", or `checkpoint.async_save=true`"
-        said = f"Checkpoints took {share:.0%} of the time: a larger `checkpoint.interval`{key}."
-        yield Cause(share, "checkpoints", said)
-    of_steps = steps_s / total
-    yield from _of_cores(run, of_steps)
-    yield from _of_ranks(run, of_steps)
-    yield from _uneven(run, of_steps)
+    seconds = [start, *(run.summary.get(name) or 0.0 for name in ("data_s", "validation_s", "checkpoint_s"))]
+    of_start, of_data, of_validation, of_checkpoints = (each / total for each in seconds)
+    key = "a longer run has it once"
+    if run.of("compile.enabled"):
+        later = "" if run.of("compile.cache") else " with `compile.cache=true`"
+        key = f"`compile.enabled=false` starts sooner; the next start{later} finds its code in the cache"
+    first, many = f"The first step came after {duration(start)}", len(run.starts)
+    if many > 1:
+        first = f"Its {many} starts took {duration(start)} up to their first steps"
+    yield Cause(of_start, START, f"{first}, {of_start:.0%} of the time{_made(run)}: {key}.")
+    key = "`data.prefetch` reads further ahead"
+    if run.of("data.source") == "hf":
+        key = "tokens that `python -m graphmoe.prepare` has written (`data=memmap`) need no tokenising"
+    said = f"For {of_data:.0%} of the time the host waited for data: {key}."
+    yield Cause(of_data, "waiting for data", said)
+    interval, batches = (run.of(f"train.val_{key}") for key in ("interval", "batches"))
+    keys = f"more than `train.val_interval={interval}`, or less than `train.val_batches={batches}`"
+    yield Cause(of_validation, "validation", f"Validation took {of_validation:.0%} of the time: {keys}.")
+    key = "" if run.of("checkpoint.async_save") else ", or `checkpoint.async_save=true`"
+    said = f"Checkpoints took {of_checkpoints:.0%} of the time: a larger `checkpoint.interval`{key}."
+    yield Cause(of_checkpoints, "checkpoints", said)
+    for find in (_of_cores, _of_ranks, _uneven):
+        yield from find(run, steps_s / total)
 
 
 def _of_cores(run: RunData, of_steps: float) -> Iterator[Cause]:
@@ -142,17 +137,13 @@ def _of_cores(run: RunData, of_steps: float) -> Iterator[Cause]:
     if run.of("run.device") != "cpu" or not threads or not cores:
         return
     workers = run.environment.get("workers_of_node") or 1
-    used, each = threads * workers, max(1, cores // workers)
+    used, key = threads * workers, f"`host.threads={max(1, cores // workers)}`"
+    said = f"It computes on a CPU with {threads_of(run)}"
     if used < cores:
-        said = (
-            f"It computes on a CPU with {threads_of(run)}: `host.threads={each}` uses all of them, if no "
-            "other program does."
-        )
+        said += f": {key} uses all of them, if no other program does."
         yield Cause(of_steps * (1 - used / cores), "cores without work", said)
     elif used > cores:
-        said = (
-            f"It computes on a CPU with {threads_of(run)}, which wait for each other: `host.threads={each}`."
-        )
+        said += f", which wait for each other: {key}."
         yield Cause(of_steps * (1 - cores / used), "more threads than cores", said)
 
 

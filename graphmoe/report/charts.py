@@ -1,16 +1,20 @@
-"""Charts of a run: curves over its steps, memory by kind, loads of experts."""
+"""Charts of a run: curves over steps, thinned for a page, memory by kind, and loads of experts."""
 
+import html
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from graphmoe.report.curves import curve, curves_chart, level, over
 from graphmoe.report.run_data import RunData
-from graphmoe.run.metrics_file import timed
+from graphmoe.run.metrics_file import Row, timed
 from graphmoe.web_page import COLOURS, Chart, Frames, paragraph
 
+MAX_POINTS = 1500
+"""Points of a curve; of a longer one the smallest and largest of neighbours."""
+MAX_REACHED = 500
+"""Steps whose tokens and time a page has; it interpolates between them."""
 MAX_FRAMES, MAX_CELLS = 40, 200_000
 """Pictures of the heat map, and numbers in all of them."""
 KINDS = {
@@ -28,15 +32,13 @@ OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory share
 def training_charts(run: RunData) -> list[Chart]:
     """Loss, learning rate, gradient norm, and terms of the loss that are not 0."""
     losses = curve("training", run.steps, "loss"), curve("validation", run.validations, "val_loss")
-    norm = curve("gradient norm", run.steps, "grad_norm")
+    norm, rate = curve("gradient norm", run.steps, "grad_norm"), curve("learning rate", run.steps, "lr")
     names = {"balance_loss": "load balance", "z_loss": "router z", "mtp_loss": "multi-token prediction"}
     added = [each for key, name in names.items() if any((each := curve(name, run.steps, key)).values)]
     title = f"Loss of {added[0].name}" if len(added) == 1 else "Other losses"
     return [
         *curves_chart("Loss", "nats per token", losses),
-        *curves_chart(
-            "Learning rate", "learning rate", [curve("learning rate", run.steps, "lr")], smooths=False
-        ),
+        *curves_chart("Learning rate", "learning rate", [rate], smooths=False),
         *curves_chart("Gradient norm", "before clipping", [norm], log=min(norm.values, default=0) > 0),
         *curves_chart(title, "before its weight", added),
     ]
@@ -135,7 +137,8 @@ def expert_charts(run: RunData) -> list[Chart]:
         curves += [of_ranks, planned] if planned.steps else [of_ranks]
     entropy = [curve("mean of layers", run.steps, "router_entropy")] if routed else []
     if (experts := run.of("model.num_experts")) and entropy and entropy[0].steps:
-        entropy.append(level(math.log(experts), f"even: ln {experts}", entropy[0]))
+        ends = [entropy[0].steps[0], entropy[0].steps[-1]]
+        entropy.append(Curve(f"even: ln {experts}", ends, [math.log(experts)] * 2))
     entropies = curves_chart("Router entropy", "nats", entropy)
     loads = loads_chart(run.expert_loads)
     replicas = curve("all MoE layers", run.steps, "replicas")
@@ -195,3 +198,113 @@ def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
             note=f"{note}{len(rows)} recorded ones are here.",
         )
     ]
+
+
+class Curve(NamedTuple):
+    name: str
+    steps: list[int]
+    values: list[float]
+    run: str = ""
+    """Its run, if a page has several."""
+    words: str = ""
+    """Shown beside a point, as HTML."""
+    means: list[float] | None = None
+    """Mean of the points that each stands for, if thinned."""
+
+
+def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:
+    """Return the curve of a key of the rows, or of a function of each; rows without a value are left out."""
+    of = value if callable(value) else lambda row: row.get(value)
+    known = [(row["step"], v) for row in rows if (v := of(row)) is not None and math.isfinite(v)]
+    return Curve(name, [step for step, _ in known], [found for _, found in known])
+
+
+def over(key: str, divisor: float) -> Callable[[Row], float | None]:
+    return lambda row: None if row.get(key) is None else row[key] / divisor
+
+
+def thinned(whole: Curve) -> Curve:
+    """Reduce to at most ``MAX_POINTS`` points: first, last, minimum and maximum of each stretch."""
+    steps, values = whole.steps, whole.values
+    count, stretches = len(steps), (MAX_POINTS - 2) // 2
+    if count <= MAX_POINTS:
+        return whole
+    means = {0: values[0], count - 1: values[-1]}
+    for number in range(stretches):
+        places = range(number * count // stretches, (number + 1) * count // stretches)
+        mean = statistics.fmean(values[place] for place in places)
+        for place in (min(places, key=values.__getitem__), max(places, key=values.__getitem__)):
+            means[place] = mean
+    kept = sorted(means)
+    return whole._replace(
+        steps=[steps[n] for n in kept], values=[values[n] for n in kept], means=[means[n] for n in kept]
+    )
+
+
+def curves_chart(
+    title: str,
+    unit: str,
+    curves: Iterable[Curve],
+    *,
+    log: bool = False,
+    smooths: bool = True,
+    colours: Mapping[str, str] | None = None,
+    note: str = "",
+) -> list[Chart]:
+    """A chart of curves; empty if none has a point. ``smooths=False`` is for exact values."""
+    whole = [each for each in curves if each.steps]
+    if not whole:
+        return []
+    drawn = [thinned(each) for each in whole]
+    traces = [
+        {
+            "type": "scatter",
+            "name": each.run or each.name,
+            "x": each.steps,
+            "y": [_short(value) for value in each.values],
+            "mode": "lines" if len(each.steps) > 30 else "lines+markers",
+            "line": {"color": colours[each.run] if colours else COLOURS[place % len(COLOURS)], "width": 1.8},
+            "meta": {
+                "run": each.run,
+                "words": each.words,
+                "smooths": smooths,
+                "means": each.means and [_short(value) for value in each.means],
+            },
+        }
+        for place, each in enumerate(drawn)
+    ]
+    names = [each.run or each.name for each in whole]
+    shorter = [
+        f"{len(thin.steps):,} of {len(each.steps):,} points{f' of {name}' if len(whole) > 1 else ''}"
+        for name, each, thin in zip(names, whole, drawn, strict=True)
+        if thin is not each
+    ]
+    notes = [note, f"Drawn: {', '.join(shorter)}." if shorter and not colours else ""]
+    named = zip(names, whole, strict=True)
+    ends = [f"{name} from {each.values[0]:.4g} to {each.values[-1]:.4g}" for name, each in named]
+    layout = {
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": unit}, **({"type": "log"} if log else {})},
+        "showlegend": len(traces) > 1 and not colours,
+    }
+    alt = f"{title} over steps {whole[0].steps[0]} to {whole[0].steps[-1]}: {'; '.join(ends)}"
+    return [Chart(title, alt, traces, layout, note=" ".join(filter(None, notes)), is_curves=True)]
+
+
+def reached(run: RunData) -> dict[str, list[float]]:
+    """Return by step the tokens and seconds of all steps so far, at most ``MAX_REACHED`` steps."""
+    rows, tokens, seconds = [(0, 0, 0.0)], 0, 0.0
+    for row in run.steps:
+        tokens, seconds = row.get("tokens") or tokens, seconds + (row.get("step_s") or 0.0)
+        rows.append((row["step"], tokens, round(seconds, 3)))
+    stride = math.ceil(len(rows) / MAX_REACHED)
+    kept = sorted({*rows[::stride], rows[-1]})
+    return dict(zip(("step", "tokens", "time"), map(list, zip(*kept, strict=True)), strict=True))
+
+
+def escaped(words: Iterable[str]) -> str:
+    return "<br>".join(map(html.escape, words))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphmoe.report.curves import MAX_POINTS, Curve, curve, curves_chart, escaped, over, reached
+from graphmoe.report.charts import MAX_POINTS, Curve, curve, curves_chart, escaped, over, reached
 from graphmoe.report.run_data import RunData
 from graphmoe.run.files import REPORT_FILE
 from graphmoe.run.metrics_file import Row
@@ -43,11 +43,10 @@ def write_comparison(runs: Sequence[RunData], path: Path) -> None:
     same = paragraph("The runs have the same configuration.")
     configuration = table(["key", *names], differences) if differences else same
     known, columns = dict(zip(names, runs, strict=True)), column_keys(differences, typed_keys(runs))
-    settings = [
-        {row[0]: row[place] for row in differences if row[0] in columns} for place in range(1, len(runs) + 1)
-    ]
+    chosen = [row for row in differences if row[0] in columns]
     lines = [
-        RunLine(name, run, own, run.state) for (name, run), own in zip(known.items(), settings, strict=True)
+        RunLine(name, run, {row[0]: row[place] for row in chosen}, run.state)
+        for place, (name, run) in enumerate(known.items(), start=1)
     ]
     header = paragraph("A click on a heading sorts, one on a run's name opens its report.")
     curves = curves_of_runs([RunCurves(name, run, [name]) for name, run in known.items()])
@@ -180,4 +179,4 @@ def curves_of_runs(runs: Sequence[RunCurves]) -> str:
         f"Of more than {MAX_POINTS:,} points of a curve the smallest and largest of each stretch are drawn."
     )
     is_thinned = any(len(each.run.steps) > MAX_POINTS for each in runs)
-    return chips(colours) + grid(charts) + (paragraph(note) if is_thinned else "")
+    return chips(colours) + grid(charts) + paragraph(note) * is_thinned

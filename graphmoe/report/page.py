@@ -19,10 +19,10 @@ from graphmoe.report.charts import (
     expert_charts,
     memory_charts,
     memory_remarks,
+    reached,
     speed_charts,
     training_charts,
 )
-from graphmoe.report.curves import reached
 from graphmoe.report.questions import NO_TRACE, questions, unbalanced
 from graphmoe.report.run_data import RunData, read_run
 from graphmoe.run.files import PIPELINE_FILE, REPORT_FILE
@@ -53,18 +53,13 @@ NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet
 def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float = math.inf) -> Path:
     """Return the file of the page. *Raises* ConfigError if the folder is no run's."""
     run = read_run(folder)
-    trace = trace_of(run, max_trace_bytes)
+    trace, warnings = trace_of(run, max_trace_bytes), "".join(map(paragraph, unbalanced(run)))
     sections = [
         ("Training", _charts(training_charts(run), NO_STEPS)),
         ("Sample", _sample(run)),
         ("Speed", _charts(speed_charts(run), NO_STEPS) + _rates(run)),
         ("Memory", _charts(memory_charts(run), NO_STEPS) + memory_remarks(run)),
-        (
-            "Experts",
-            "".join(map(paragraph, unbalanced(run)))
-            + _charts(expert_charts(run), NO_EXPERTS)
-            + _loads_hint(run),
-        ),
+        ("Experts", warnings + _charts(expert_charts(run), NO_EXPERTS) + _loads_hint(run)),
         ("Segments", segments_section(trace)),
         ("Pipeline", pipeline_section(run)),
         ("Compilation", compile_section(run)),
@@ -83,16 +78,10 @@ def _header(run: RunData) -> str:
     validation, peak = summary.get("final_val_loss"), summary.get("peak_memory_gib")
     rate, mfu, tflops = run.tokens_per_s_per_rank(), run.median("mfu"), run.median("tflops")
     ranks, speed = f"{run.num_ranks} x " * (run.num_ranks > 1), f"{_number(tflops, '.4g')} TFLOP/s, median"
-    after = (
-        f"after the command, last of {len(run.starts)} starts" if len(run.starts) > 1 else "after the command"
-    )
+    after = "after the command" + f", last of {len(run.starts)} starts" * (len(run.starts) > 1)
     where = [environment.get("host"), threads_of(run) if run.of("run.device") == "cpu" else ""]
     entries = [
-        (
-            "model",
-            run.of("model.name") or "?",
-            ", ".join(filter(None, [_precision(run), run.state])),
-        ),
+        ("model", run.of("model.name") or "?", ", ".join(filter(None, [_precision(run), run.state]))),
         ("device", f"{ranks}{environment.get('device', '?')}", ", ".join(filter(None, where))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),
         (f"tokens/s/{run.device_word}", _number(rate, ",.0f"), "median without the first step"),

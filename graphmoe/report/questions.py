@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from graphmoe.config.ranges import number_of
 from graphmoe.report.causes import EAGER, MANY, Cause, causes, likely, more, share_of_steps, shares
-from graphmoe.report.curves import Curve, curve
+from graphmoe.report.charts import Curve, curve
 from graphmoe.report.run_data import RunData
 from graphmoe.run.expert_loads import WINDOW, watch_rows
 from graphmoe.trace.summary import Summary

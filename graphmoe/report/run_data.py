@@ -10,24 +10,7 @@ from graphmoe.config.arguments import near_path
 from graphmoe.config.ranges import number_of, spelled
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import FileError, read_json, read_yaml, typed
-from graphmoe.run.files import (
-    CAPTURE_FILE,
-    COMPILE_FILE,
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    EXPERT_LOADS_FILE,
-    METRICS_FILE,
-    PROJECTION_FILE,
-    SUMMARY_FILE,
-    Captured,
-    Compiled,
-    Config,
-    Environment,
-    ExpertLoad,
-    MetricsRow,
-    Projection,
-    Summary,
-)
+from graphmoe.run import files
 from graphmoe.run.metrics_file import Row, read_lines, steps_of, summarise, validations_of
 
 log = logging.getLogger(__name__)
@@ -112,8 +95,10 @@ def read_run(folder: Path) -> RunData:
         raise ConfigError(
             f"{folder} is not a folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
         )
-    if not any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
-        raise ConfigError(f"{folder} has no {CONFIG_FILE} or {METRICS_FILE}; name the folder of a run")
+    if not any((folder / name).is_file() for name in (files.CONFIG_FILE, files.METRICS_FILE)):
+        raise ConfigError(
+            f"{folder} has no {files.CONFIG_FILE} or {files.METRICS_FILE}; name the folder of a run"
+        )
     unreadable: list[str] = []
 
     def read(
@@ -132,18 +117,18 @@ def read_run(folder: Path) -> RunData:
             unreadable.append(str(error))
             return otherwise
 
-    rows = read(read_lines, METRICS_FILE, MetricsRow, [])
+    rows = read(read_lines, files.METRICS_FILE, files.MetricsRow, [])
     return RunData(
         folder=folder,
-        config=read(read_yaml, CONFIG_FILE, Config, {}, whole=True),
-        environment=read(read_json, ENVIRONMENT_FILE, Environment, {}, whole=True),
+        config=read(read_yaml, files.CONFIG_FILE, files.Config, {}, whole=True),
+        environment=read(read_json, files.ENVIRONMENT_FILE, files.Environment, {}, whole=True),
         steps=steps_of(rows),
         validations=validations_of(rows),
-        expert_loads=read(read_lines, EXPERT_LOADS_FILE, ExpertLoad, []),
-        projection=read(read_json, PROJECTION_FILE, Projection, {}),
-        compiled=read(read_json, COMPILE_FILE, Compiled, {}),
-        captured=read(read_json, CAPTURE_FILE, Captured, {}),
-        summary=_newest(read(read_json, SUMMARY_FILE, Summary, {}), _of_metrics(rows)),
+        expert_loads=read(read_lines, files.EXPERT_LOADS_FILE, files.ExpertLoad, []),
+        projection=read(read_json, files.PROJECTION_FILE, files.Projection, {}),
+        compiled=read(read_json, files.COMPILE_FILE, files.Compiled, {}),
+        captured=read(read_json, files.CAPTURE_FILE, files.Captured, {}),
+        summary=_newest(read(read_json, files.SUMMARY_FILE, files.Summary, {}), _of_metrics(rows)),
         unreadable=unreadable,
     )
 
@@ -154,11 +139,8 @@ def _newest(summary: dict[str, Any], of_metrics: dict[str, Any]) -> dict[str, An
         return of_metrics | summary
     peaks = [each.get("peak_memory_gib") for each in (summary, of_metrics)]
     peak = max((each for each in peaks if each is not None), default=None)
-    kept = {key: value for key, value in summary.items() if key not in _OF_ITS_END}
+    kept = {key: value for key, value in summary.items() if key not in ("finished", "stopped_by")}
     return {**kept, **of_metrics, "peak_memory_gib": peak}
-
-
-_OF_ITS_END = ("finished", "stopped_by")
 
 
 def _of_metrics(rows: Sequence[Row]) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from torch.nn.functional import pad
 
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint.flat_shards import FlatShard
-from graphmoe.checkpoint.hf.families import to_hf_config
+from graphmoe.checkpoint.hf.families import pieces, to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, open_hf, shapes_of
-from graphmoe.checkpoint.hf.fp8 import dequantised, quantised, scales_of
-from graphmoe.checkpoint.hf.names import pieces
+from graphmoe.checkpoint.hf.tensor_files import dequantised, quantised, scales_of
 from graphmoe.config.schema import ConfigError, ModelConfig, ScoreFunction
 from graphmoe.convert import main
 from graphmoe.model.build import build_model

@@ -271,10 +271,7 @@ def test_paths_of_a_mixture_may_be_of_different_kinds(open_files, tmp_path):
     ("paths", "said"),
     [
         (["a.jsonl", "*.jsonl"], r"data.paths names .*a.jsonl twice, with a weight each"),
-        (
-            ["a.jsonl", "short.txt"],
-            r"data.weights: .* 3 tokens in all \(out of \[.*short.txt\]\), but one",
-        ),
+        (["a.jsonl", "short.txt"], r"data.weights: .* 3 tokens in all \(out of \[.*short.txt\]\), but one"),
     ],
 )
 def test_a_mixture_of_what_is_no_corpus_is_refused(open_files, tmp_path, paths, said):

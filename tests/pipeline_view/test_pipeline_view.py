@@ -9,8 +9,7 @@ import pytest
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.pipeline_view import __main__ as tool
-from graphmoe.pipeline_view.bars import Panel, bars_of, idle_shares, summary
-from graphmoe.pipeline_view.page import timeline_chart, write_page
+from graphmoe.pipeline_view.page import Panel, bars_of, idle_shares, summary, timeline_chart, write_page
 from graphmoe.pipeline_view.plans import load_preset, median_costs
 from graphmoe.plan.costs.segment_times import modelled_parts
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of

@@ -21,9 +21,8 @@ from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys, to_ch
 from graphmoe.project.arguments import check as check_args
 from graphmoe.project.candidates import Candidates
 from graphmoe.project.document import MEMORY_ERROR, project
-from graphmoe.project.page import write_search
 from graphmoe.project.search import search
-from graphmoe.project.tables import listed, render_search
+from graphmoe.project.tables import listed, render_search, write_search
 from tests.plan.costs.test_activations import MODEL
 from tests.runs import config, text_of
 

@@ -18,9 +18,19 @@ from graphmoe.config.schema import ConfigError
 from graphmoe.plan.plan import plan_of
 from graphmoe.report import __main__ as report
 from graphmoe.report import charts
-from graphmoe.report.charts import loads_chart, memory_remarks, projected_chart
+from graphmoe.report.charts import (
+    MAX_POINTS,
+    MAX_REACHED,
+    Curve,
+    curve,
+    curves_chart,
+    loads_chart,
+    memory_remarks,
+    projected_chart,
+    reached,
+    thinned,
+)
 from graphmoe.report.comparison import column_keys, config_differences, names_of, write_comparison
-from graphmoe.report.curves import MAX_POINTS, MAX_REACHED, Curve, curve, curves_chart, reached, thinned
 from graphmoe.report.page import compile_section, segments_section, trace_of, write_report
 from graphmoe.report.questions import NO_TRACE, learning, speed, times
 from graphmoe.report.run_data import RunData, read_run
@@ -218,10 +228,7 @@ FALLING = [9.0 - 0.1 * n + 0.01 * (n % 3) for n in range(60)]
     [
         (FALLING, "Yes, and it still falls"),
         (FALLING + [3.1, 3.2] * 60, "Yes, but it falls no more"),
-        (
-            FALLING + [3.1, 3.3] * 42 + [3.0, 3.3] * 18,
-            "is 0.050 below that of the 36 before, which is ",
-        ),
+        (FALLING + [3.1, 3.3] * 42 + [3.0, 3.3] * 18, "is 0.050 below that of the 36 before, which is "),
         (
             FALLING[:30] + [6.0, 6.3] * 5 + [6.0, 6.4] * 5,
             "10 steps is 0.050 above that of the 10 before, which is within its noise: 50 steps are too few",

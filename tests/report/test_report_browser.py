@@ -12,14 +12,14 @@ import pytest
 
 from graphmoe.command.sweep import Job, JobStatus
 from graphmoe.command.sweep.page import write_sweep_page
-from graphmoe.pipeline_view.bars import Panel
+from graphmoe.pipeline_view.page import Panel
 from graphmoe.pipeline_view.page import write_page as write_pipeline_page
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.report import __main__ as report
 from graphmoe.run.files import METRICS_FILE
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
-from graphmoe.web_page.terms import TERMS
+from graphmoe.web_page import TERMS
 from tests.runs import COMPILED, TINY, command
 
 WIDTHS = (390, 1600)

@@ -10,10 +10,8 @@ import pytest
 from graphmoe.config.schema import ConfigError
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.trace.__main__ import main
-from graphmoe.trace.events import Activity, Trace, read_trace
-from graphmoe.trace.floors import Device
-from graphmoe.trace.owners import is_communication
-from graphmoe.trace.summary import SegmentTime, Summary, length, summarise
+from graphmoe.trace.events import Activity, Trace, is_communication, read_trace
+from graphmoe.trace.summary import Device, SegmentTime, Summary, length, summarise
 from tests.kineto import BACKWARD, FACTS, KinetoTrace, two_steps
 from tests.runs import TINY, command, document_of
 

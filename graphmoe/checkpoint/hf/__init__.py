@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from graphmoe.checkpoint.hf.families import to_hf_config
+from graphmoe.checkpoint.hf.families import pieces, to_hf_config
 from graphmoe.checkpoint.hf.folder import entries_of, open_hf, write_hf
-from graphmoe.checkpoint.hf.names import pieces
 from graphmoe.checkpoint.hf.tensor_files import DEFAULT_SHARD
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, ModelConfig
@@ -51,8 +50,7 @@ def save_hf(
         raise ConfigError(f"the model does not fit the configuration: {error}") from error
     dtypes = {name: tensor.dtype for name, tensor in state.items()}
     shapes = {name: tensor.shape for name, tensor in state.items()}
-    found = pieces(family, config)
-    size = max_shard_size
-    max_bytes = size if isinstance(size, int) else parse_size("max_shard_size", size, least=1)
-    entries = entries_of(found, shapes, dtypes, lambda name, index: state[name][index])
-    write_hf(Path(folder), raw, entries, max_bytes=max_bytes, token_ids=token_ids)
+    if isinstance(max_shard_size, str):
+        max_shard_size = parse_size("max_shard_size", max_shard_size, least=1)
+    entries = entries_of(pieces(family, config), shapes, dtypes, lambda name, index: state[name][index])
+    write_hf(Path(folder), raw, entries, max_bytes=max_shard_size, token_ids=token_ids)

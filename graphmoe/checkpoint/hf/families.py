@@ -1,13 +1,14 @@
-"""Hugging Face model families that graphmoe reads and writes."""
+"""Hugging Face model families that graphmoe reads and writes: their keys, and names of their tensors."""
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphmoe.checkpoint.hf import deepseek, grouped_query
-from graphmoe.checkpoint.hf.fp8 import check_quantization
 from graphmoe.checkpoint.hf.keys import Keys
+from graphmoe.checkpoint.hf.tensor_files import QUANTIZATION, WHOLE, Index
 from graphmoe.config.choices import LAYERS
 from graphmoe.config.schema import ConfigError, GroupScore, ModelConfig, RopeScaling
 from graphmoe.plan.attention import keys_of_others
@@ -47,6 +48,9 @@ FAMILIES = (
         moe="block_sparse_moe", gate_up_down=("w1", "w3", "w2"),
     ),
 )  # fmt: skip
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FUSED = ".mlp.experts.gate_up_proj"
+"""Suffix in folders of transformers 5, which store a layer's experts as one tensor."""
 TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
 """Keys absent from config.json, or used in training only."""
@@ -128,7 +132,7 @@ def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]
 
 def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, list[str]]:
     keys = Keys(raw)
-    check_quantization(keys)
+    _check_quantization(keys)
     keys.only("hidden_act", "silu")
     keys.only("attention_bias", False)
     keys.only("attention_dropout", 0.0)
@@ -144,6 +148,20 @@ def _read(family: Family, raw: dict[str, Any], name: str) -> tuple[ModelConfig, 
     if keys.problems:
         return config, [*dict.fromkeys(keys.problems)]  # a key may be read twice
     return config, model_problems(config)
+
+
+def _check_quantization(keys: Keys) -> None:
+    """Record each unsupported key of quantization_config as a problem."""
+    found = keys.raw.get("quantization_config")
+    if found and not isinstance(found, dict):
+        keys.refuse("quantization_config", found, json.dumps(QUANTIZATION))
+    elif found:
+        for name, value in QUANTIZATION.items():
+            given = found.get(name, None if name == "quant_method" else value)
+            if given != value:
+                keys.refuse(f"quantization_config.{name}", given, json.dumps(value))
+        if (given := found.get("scale_fmt", "float")) not in ("float", "ue8m0"):  # powers of two, in fp32 too
+            keys.refuse("quantization_config.scale_fmt", given, '"float" or "ue8m0"')
 
 
 def _common_keys(family: Family, config: ModelConfig) -> dict[str, Any]:
@@ -189,3 +207,89 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
     if config.num_dense_layers == 0:
         dropped.add("dense_ffn_size")
     return {key: value for key, value in keys.items() if key not in dropped}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A published tensor: ``theirs`` equals ``ours[index]`` bitwise."""
+
+    theirs: str
+    ours: str
+    index: Index = WHOLE
+    # another published tensor that this one must equal; folders may omit the copy
+    repeats: str | None = None
+    # False if our folders omit it
+    written: bool = True
+
+
+def pieces(family: Family, config: ModelConfig, *, fused: bool = False) -> list[Piece]:
+    """Return all tensors of a published folder; those without ``repeats`` cover each element of ours once."""
+    if fused:
+        family = replace(family, moe="mlp", gate_up_down=None)
+    found = [
+        Piece(EMBEDDING, "embed.weight"),
+        Piece("model.norm.weight", "loss_head.norm.weight"),
+        _head(config),
+    ]
+    for i in range(config.num_layers):
+        found += _layer(family, config, f"model.layers.{i}", f"layers.{i}", dense=i < config.num_dense_layers)
+    for k in range(config.mtp_depth):
+        found += _mtp(family, config, f"model.layers.{config.num_layers + k}", f"mtp.{k}")
+    return found
+
+
+def _head(config: ModelConfig) -> Piece:
+    if config.tie_embeddings:
+        return Piece(HEAD, "embed.weight", repeats=EMBEDDING, written=False)
+    return Piece(HEAD, "loss_head.head.weight")
+
+
+def _mtp(family: Family, config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
+    """Yield the tensors of a multi-token-prediction layer, with its copies of embedding and head."""
+    head = _head(config)
+    yield Piece(f"{theirs}.embed_tokens.weight", "embed.weight", repeats=EMBEDDING)
+    yield Piece(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight")
+    yield Piece(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight")
+    yield Piece(f"{theirs}.eh_proj.weight", f"{ours}.proj.weight")
+    yield from _layer(family, config, theirs, f"{ours}.layer", dense=False)
+    yield Piece(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight")
+    yield Piece(f"{theirs}.shared_head.head.weight", head.ours, repeats=head.repeats or head.theirs)
+
+
+def _layer(family: Family, config: ModelConfig, theirs: str, ours: str, *, dense: bool) -> Iterator[Piece]:
+    for their_name, our_name in family.attention_names(config).items():
+        yield Piece(f"{theirs}.self_attn.{their_name}.weight", f"{ours}.attn.{our_name}.weight")
+    yield Piece(f"{theirs}.input_layernorm.weight", f"{ours}.attn.norm.weight")
+    block = f"{theirs}.{family.moe}"
+    their_norm = f"{theirs}.post_attention_layernorm.weight"
+    if dense:
+        yield Piece(their_norm, f"{ours}.mlp.norm.weight")
+        yield from _swiglu(block, f"{ours}.mlp", config.dense_ffn_size)
+        return
+    yield Piece(their_norm, f"{ours}.moe_router.norm.weight")
+    yield Piece(f"{block}.gate.weight", f"{ours}.moe_router.gate.weight")
+    if config.selection_bias:
+        yield Piece(f"{block}.gate.e_score_correction_bias", f"{ours}.moe_router.selection_bias")
+    if config.shared_ffn_size:
+        yield from _swiglu(f"{block}.shared_experts", f"{ours}.shared_experts", config.shared_ffn_size)
+    yield from _experts(family, config, block, f"{ours}.moe_experts")
+
+
+def _experts(family: Family, config: ModelConfig, block: str, ours: str) -> Iterator[Piece]:
+    if family.gate_up_down is None:
+        yield Piece(f"{block}.experts.gate_up_proj", f"{ours}.w_gate_up")
+        yield Piece(f"{block}.experts.down_proj", f"{ours}.w_down")
+        return
+    gate, up, down = family.gate_up_down
+    width = config.expert_ffn_size
+    for e in range(config.num_experts):
+        expert = f"{block}.experts.{e}"
+        yield Piece(f"{expert}.{gate}.weight", f"{ours}.w_gate_up", (e, slice(0, width)))
+        yield Piece(f"{expert}.{up}.weight", f"{ours}.w_gate_up", (e, slice(width, 2 * width)))
+        yield Piece(f"{expert}.{down}.weight", f"{ours}.w_down", (e,))
+
+
+def _swiglu(theirs: str, ours: str, width: int) -> Iterator[Piece]:
+    yield Piece(f"{theirs}.gate_proj.weight", f"{ours}.gate_up.weight", (slice(0, width),))
+    yield Piece(f"{theirs}.up_proj.weight", f"{ours}.gate_up.weight", (slice(width, 2 * width),))
+    yield Piece(f"{theirs}.down_proj.weight", f"{ours}.down.weight")

@@ -14,20 +14,23 @@ from torch import Tensor
 
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.folders import shortened
-from graphmoe.checkpoint.hf.families import Family, to_model_config
-from graphmoe.checkpoint.hf.fp8 import (
+from graphmoe.checkpoint.hf.families import FUSED, Family, Piece, pieces, to_model_config
+from graphmoe.checkpoint.hf.tensor_files import (
+    DTYPES,
     FP8,
     FP8_NAME,
     PRODUCTS,
     QUANTIZATION,
     SCALE,
+    Index,
+    TensorFiles,
+    TensorToWrite,
     quantised,
     scale_shape,
     scales_of,
+    write_shards,
     wrong_scale,
 )
-from graphmoe.checkpoint.hf.names import FUSED, Index, Piece, pieces
-from graphmoe.checkpoint.hf.tensor_files import DTYPES, TensorFiles, TensorToWrite, write_shards
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.config.untrusted import read_json
@@ -194,14 +197,8 @@ def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
         if not PRODUCTS.search(entry.name):
             yield entry
             continue
-
-        def numbers(entry: TensorToWrite = entry) -> Tensor:
-            weight = entry.make()
-            return quantised(weight, scales_of(weight))
-
-        def scales(entry: TensorToWrite = entry) -> Tensor:
-            return scales_of(entry.make())
-
+        numbers = functools.partial(lambda make: quantised(weight := make(), scales_of(weight)), entry.make)
+        scales = functools.partial(lambda make: scales_of(make()), entry.make)
         yield TensorToWrite(entry.name, entry.shape, FP8, numbers)
         yield TensorToWrite(entry.name + SCALE, scale_shape(entry.shape), torch.float32, scales)
 

@@ -1,4 +1,8 @@
-"""Safetensors files of a folder, single or sharded: read by tensor, written file by file."""
+"""Safetensors files of a folder, single or sharded: read by tensor, written file by file.
+
+Linear weights in fp8 have an fp32 scale per 128 x 128 block, as in published DeepSeek-V3: ``X.weight`` is
+e4m3 [out, in]; ``X.weight_scale_inv``, its factor, is fp32 [ceil(out / 128), ceil(in / 128)].
+"""
 
 import functools
 import json
@@ -18,13 +22,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graphmoe.checkpoint.hf.fp8 import FP8, FP8_NAME, SCALE, dequantised
-from graphmoe.checkpoint.hf.names import WHOLE, Index
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, require_regular
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DEFAULT_SHARD = "5GB"
+Index = tuple[int | slice, ...]
+WHOLE: Index = (slice(None),)
+BLOCK = 128
+FP8, FP8_NAME = torch.float8_e4m3fn, "F8_E4M3"
+# Suffix of a weight's name for its scales
+SCALE = "_scale_inv"
+# Weights written in fp8; embedding, norms, router, head and eh_proj are published without
+PRODUCTS = re.compile(r"\.(?!eh_)(\w+_proj(_with_mqa)?|w[123])\.weight$")
+# quantization_config of config.json
+QUANTIZATION: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
 
 
 class _Index(msgspec.Struct):
@@ -177,3 +194,48 @@ def _packed(entry: TensorToWrite) -> Tensor:
     if not (tensor.float() if tensor.dtype == FP8 else tensor).isfinite().all():
         raise ConfigError(f"{entry.name} has values that are not finite as {entry.dtype}; nothing is written")
     return tensor
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    rows, columns = shape
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def wrong_scale(scale: Tensor) -> str | None:
+    """Return a text with the first invalid scale and its index, or None."""
+    wrong = ~(scale.isfinite() & (scale >= 0))
+    if not wrong.any():
+        return None
+    place = wrong.nonzero()[0].tolist()
+    return f"{scale[tuple(place)].item()} at {place}"
+
+
+def scales_of(weight: Tensor) -> Tensor:
+    """Return fp32 scales of [out, in]: a block's largest magnitude / 448; 1 for zeros and below 5e-36.
+
+    Dequantized values round-trip exactly.
+    """
+    by_column = torch.stack([rows.abs().amax(0).float() for rows in weight.split(BLOCK)])
+    largest = torch.stack([columns.amax(1) for columns in by_column.split(BLOCK, dim=1)], dim=1)
+    scale = largest / torch.finfo(FP8).max
+    return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)  # subnormal scales lose digits
+
+
+def quantised(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the fp8 values of a weight [out, in]."""
+    found = torch.empty(weight.shape, dtype=FP8)
+    by_column = scale.repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+    for into, rows, scales in zip(found.split(BLOCK), weight.split(BLOCK), by_column, strict=True):
+        into.copy_(rows.float() / scales)
+    return found
+
+
+def dequantised(part: Tensor, scale: Tensor, rows: range, columns: range) -> Tensor:
+    """Return fp32 values of ``part``, these rows and columns of a weight whose block scales are ``scale``."""
+    assert part.shape == (len(rows), len(columns))
+    values = part.float()
+    by_column = scale.repeat_interleave(BLOCK, dim=1)[:, columns.start : columns.stop]
+    for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
+        within = slice(max(block * BLOCK - rows.start, 0), (block + 1) * BLOCK - rows.start)
+        values[within] *= by_column[block]
+    return values

@@ -9,7 +9,7 @@ import pytest
 from graphmoe.command.sweep import Job, JobStatus, ranked, varying_overrides
 from graphmoe.command.sweep.page import value_charts, write_sweep_page
 from graphmoe.command.sweep.process import sweep_table
-from graphmoe.report.curves import MAX_POINTS
+from graphmoe.report.charts import MAX_POINTS
 from graphmoe.run.files import METRICS_FILE
 from tests.runs import text_of
 

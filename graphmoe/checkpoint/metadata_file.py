@@ -29,13 +29,8 @@ from graphmoe.config.untrusted import FileError, is_file_name, read_bytes
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
-    (_DCP, "BytesStorageMetadata"),
-    (_DCP, "ChunkStorageMetadata"),
-    (_DCP, "Metadata"),
-    (_DCP, "MetadataIndex"),
-    (_DCP, "StorageMeta"),
-    (_DCP, "TensorProperties"),
-    (_DCP, "TensorStorageMetadata"),
+    *((_DCP, f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
+    *((_DCP, kind) for kind in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
     (_DCP, "_MEM_FORMAT_ENCODING"),
     (_FILES, "_StorageInfo"),
     ("torch.serialization", "_get_layout"),

@@ -132,14 +132,10 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
     """Return the newest unfinished runs before ``chosen`` with 'key=theirs, here ours', and how many more."""
     ours = _as_read(config)
-    before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))
-    unfinished = [path for path in reversed(before) if _is_unfinished(path, ours)]
+    before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))[::-1]
+    unfinished = [(path, theirs) for path in before if (theirs := _unfinished_config(path, ours)) is not None]
     found = []
-    for path in unfinished[:_MOST_LISTED]:
-        try:
-            theirs = _read_config(path / CONFIG_FILE, ours)
-        except FileError:
-            continue
+    for path, theirs in unfinished[:_MOST_LISTED]:
         keys = [f"{key}={old}, here {new}" for key, old, new in _differences(theirs, ours)]
         if keys:  # none differ where the run is going on in another process
             found.append((path, keys))
@@ -253,13 +249,12 @@ def _trains_nothing(path: Path, config: dict[str, Any]) -> bool:
     return not any((path / name).exists() for name in _OF_TRAINING)
 
 
-def _is_unfinished(path: Path, ours: Any) -> bool:
-    try:
-        if not (path / CONFIG_FILE).is_file() or _is_finished(path / SUMMARY_FILE):
-            return False
-        return not _trains_nothing(path, _read_config(path / CONFIG_FILE, ours))
-    except (FileError, OSError):
-        return False
+def _unfinished_config(path: Path, ours: Any) -> dict[str, Any] | None:
+    with contextlib.suppress(FileError, OSError):
+        if (path / CONFIG_FILE).is_file() and not _is_finished(path / SUMMARY_FILE):
+            theirs = _read_config(path / CONFIG_FILE, ours)
+            return None if _trains_nothing(path, theirs) else theirs
+    return None
 
 
 def _is_finished(summary: Path) -> bool:

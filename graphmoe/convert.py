@@ -147,7 +147,8 @@ def convert(args: ConvertArgs) -> dict[str, Any]:
     import torch  # after the checks, whose errors need not wait for it
 
     from graphmoe.checkpoint.hf.families import pieces, to_hf_config
-    from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.folder import entries_of, shapes_of, write_hf
+    from graphmoe.checkpoint.hf.tensor_files import in_fp8
     from graphmoe.run.weights import option_name, own_pieces, train_command, write_weights
 
     started = time.monotonic()

@@ -5,7 +5,6 @@ interleaved forward and backward are two bars of half the height.
 """
 
 import html
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,8 +102,8 @@ def timeline_chart(panels: Sequence[Panel]) -> Chart:
     layout[f"xaxis{axis}"]["title"] = {"text": f"time, {unit}"}
     said = "; ".join(f"{panel.title}: {summary(panel)}" for panel in panels)
     alt = f"Timelines of a pipeline, a row for each rank: {said}"
-    return Chart("Pipeline", alt, traces, layout, plot_px + HEAD_PX + 60, is_wide=True, min_width_px=640,
-                 has_own_title=True, is_zoomed=True)  # fmt: skip
+    height = plot_px + HEAD_PX + 60
+    return Chart("Pipeline", alt, traces, layout, height, is_wide=True, is_timeline=True)
 
 
 def _ranks_axis(panel: Panel) -> dict[str, Any]:
@@ -158,15 +157,13 @@ def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:
     yield ["makespan", *(shown_makespan(panel) for panel in panels)]
     yield ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)]
     yield ["micro-batches", *(str(timeline.table.num_micro_batches) for timeline in timelines)]
-    cells = [
-        [
-            f"{idle:.1%} idle, peak {shown_peak(timeline, rank)}"
-            for rank, idle in enumerate(idle_shares(timeline))
-        ]
-        for timeline in timelines
-    ]
-    for rank, of_rank in enumerate(itertools.zip_longest(*cells, fillvalue="")):
-        yield [f"rank {rank}", *of_rank]
+    idle = [idle_shares(timeline) for timeline in timelines]
+    for rank in range(max(map(len, idle))):
+        cells = (
+            f"{shares[rank]:.1%} idle, peak {shown_peak(timeline, rank)}" if rank < len(shares) else ""
+            for timeline, shares in zip(timelines, idle, strict=True)
+        )
+        yield [f"rank {rank}", *cells]
 
 
 def bars_of(panel: Panel) -> list[Bar]:

@@ -253,8 +253,15 @@ def write_projection(path: Path, command: str, document: Mapping[str, Any]) -> N
     )
     header += "".join(map(paragraph, _caveats(document)))
     memory = _memory_chart(names, places, card, "GB of a rank, a bar for the ranks of each place along pp")
-    charts = [memory, _time_chart(document["time_s"])]
-    write_page(path, _title(document), paragraph(f"`{command}`") + header, [("", grid(charts))])
+    times = document["time_s"]
+    sizes = {name: [1e3 * times[key][name] for key in TIMES] for name in times["forward_by_segment"]}
+    sums = ", ".join(f"{word} {1e3 * sum(times[key].values()):,.1f} ms" for key, word in TIMES.items())
+    alt, below = (
+        f"Time of a micro-batch by segment: {sums}",
+        "ms of a micro-batch, on the rank with most to compute",
+    )
+    time = bar_chart("Time by segment", alt, sizes, [*TIMES.values()], "ms", below)
+    write_page(path, _title(document), paragraph(f"`{command}`") + header, [("", grid([memory, time]))])
 
 
 def write_search(path: Path, command: str, document: Mapping[str, Any]) -> None:
@@ -314,10 +321,3 @@ def _memory_chart(
     says = {"text": f"card, {card_gb:,.0f} GB", "yref": "paper", "y": 1, "x": card_gb}
     chart.layout["annotations"] = [says | {"xanchor": "right", "yanchor": "bottom", "showarrow": False}]
     return chart
-
-
-def _time_chart(times: Mapping[str, Mapping[str, float]]) -> Chart:
-    sizes = {name: [1e3 * times[key][name] for key in TIMES] for name in times["forward_by_segment"]}
-    sums = ", ".join(f"{word} {1e3 * sum(times[key].values()):,.1f} ms" for key, word in TIMES.items())
-    alt, below = f"Time of a micro-batch by segment: {sums}", "on the rank with most to compute"
-    return bar_chart("Time by segment", alt, sizes, [*TIMES.values()], "ms", f"ms of a micro-batch, {below}")

@@ -178,6 +178,7 @@ def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
         {"title": {"text": text}, "showgrid": False, "dtick": max(1, 2 ** math.ceil(math.log2(number / 16)))}
         for text, number in (("expert", experts), ("MoE layer", layers))
     )
+    yaxis["autorange"] = "reversed"
     fullest = max((load, layer, e) for layer, of in enumerate(last["load"]) for e, load in enumerate(of))
     alt = (
         f"Heat map of the load of {experts} experts in {layers} MoE layers over the mean of the layer, at "
@@ -186,18 +187,10 @@ def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
     )
     means = statistics.median(row["steps"] for row in shown)
     note = f"1 is the mean of the layer. Each picture is the mean of {means:g} steps; {len(shown)} of "
-    return [
-        Chart(
-            "Load of experts",
-            alt,
-            [trace],
-            {"xaxis": xaxis, "yaxis": {**yaxis, "autorange": "reversed"}},
-            height_px=min(700, max(260, 130 + 22 * layers)),
-            is_wide=True,
-            frames=Frames("up to step", [str(row["step"]) for row in shown], [row["load"] for row in shown]),
-            note=f"{note}{len(rows)} recorded ones are here.",
-        )
-    ]
+    note += f"{len(rows)} recorded ones are here."
+    layout, height = {"xaxis": xaxis, "yaxis": yaxis}, min(700, max(260, 130 + 22 * layers))
+    frames = Frames([str(row["step"]) for row in shown], [row["load"] for row in shown])
+    return [Chart("Load of experts", alt, [trace], layout, height, is_wide=True, frames=frames, note=note)]
 
 
 class Curve(NamedTuple):
@@ -264,15 +257,11 @@ def curves_chart(
             "y": [_short(value) for value in each.values],
             "mode": "lines" if len(each.steps) > 30 else "lines+markers",
             "line": {"color": colours[each.run] if colours else COLOURS[place % len(COLOURS)], "width": 1.8},
-            "meta": {
-                "run": each.run,
-                "words": each.words,
-                "smooths": smooths,
-                "means": each.means and [_short(value) for value in each.means],
-            },
+            "meta": {"run": each.run, "words": each.words, "smooths": smooths,
+                     "means": each.means and [_short(value) for value in each.means]},
         }
         for place, each in enumerate(drawn)
-    ]
+    ]  # fmt: skip
     names = [each.run or each.name for each in whole]
     shorter = [
         f"{len(thin.steps):,} of {len(each.steps):,} points{f' of {name}' if len(whole) > 1 else ''}"

@@ -48,10 +48,12 @@ def write_comparison(runs: Sequence[RunData], path: Path) -> None:
         RunLine(name, run, {row[0]: row[place] for row in chosen}, run.state)
         for place, (name, run) in enumerate(known.items(), start=1)
     ]
+    more = len(differences) - len(chosen)
+    left_out = paragraph(f"{more} more keys differ: see Configuration.") if more else ""
     header = paragraph("A click on a heading sorts, one on a run's name opens its report.")
     curves = curves_of_runs([RunCurves(name, run, [name]) for name, run in known.items()])
     sections = [
-        ("Runs", header + runs_table("run", lines, path.parent) + _left_out(differences, columns)),
+        ("Runs", header + runs_table("run", lines, path.parent) + left_out),
         ("Curves", curves or paragraph("None of the runs has recorded a step.")),
         ("Configuration", configuration),
     ]
@@ -137,11 +139,6 @@ def column_keys(differences: Sequence[Sequence[str]], typed: Collection[str] = (
     named = {key.removesuffix("name") for key in keys if key.endswith(".name")}
     groups = [key for key in keys if key.endswith(".name") or key[: key.rfind(".") + 1] not in named]
     return groups[:MAX_KEYS]
-
-
-def _left_out(differences: Sequence[Sequence[str]], columns: Sequence[str]) -> str:
-    more = len([row for row in differences if row[0] not in columns])
-    return paragraph(f"{more} more keys differ: see Configuration.") if more else ""
 
 
 _PANELS: dict[str, tuple[str, Callable[[RunData], Curve], dict[str, Any]]] = {

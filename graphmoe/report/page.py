@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 
 MAX_TRACE_BYTES = 16 * 2**20
 """Size of a compressed trace that is read when a run ends; larger ones take too long there."""
-PIPELINE_HINT = "No picture of the pipeline: `profile.pipeline=true` records one."
 NO_STEPS = "No step of training is recorded yet: the run writes them every `train.log_interval` steps."
 NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet."
 
@@ -79,9 +78,12 @@ def _header(run: RunData) -> str:
     rate, mfu, tflops = run.tokens_per_s_per_rank(), run.median("mfu"), run.median("tflops")
     ranks, speed = f"{run.num_ranks} x " * (run.num_ranks > 1), f"{_number(tflops, '.4g')} TFLOP/s, median"
     after = "after the command" + f", last of {len(run.starts)} starts" * (len(run.starts) > 1)
+    done, left = (summary.get(f"products_in_{kind}") for kind in ("fp8", "bf16"))
+    share = "products" if done is None or left is None else f"{done} of {done + left} products"
+    compute = compute_words(run.of("precision.compute") or "", run.of("precision.fp8") or "none", share)
     where = [environment.get("host"), threads_of(run) if run.of("run.device") == "cpu" else ""]
     entries = [
-        ("model", run.of("model.name") or "?", ", ".join(filter(None, [_precision(run), run.state]))),
+        ("model", run.of("model.name") or "?", ", ".join(filter(None, [compute, run.state]))),
         ("device", f"{ranks}{environment.get('device', '?')}", ", ".join(filter(None, where))),
         ("parallel layout", run.layout(), f"global batch {run.of('train.global_batch_size')}"),
         (f"tokens/s/{run.device_word}", _number(rate, ",.0f"), "median without the first step"),
@@ -96,12 +98,6 @@ def _header(run: RunData) -> str:
     return tiles(entries) + said + (paragraph(damaged) if damaged else "")
 
 
-def _precision(run: RunData) -> str:
-    done, left = (run.summary.get(f"products_in_{kind}") for kind in ("fp8", "bf16"))
-    share = "products" if done is None or left is None else f"{done} of {done + left} products"
-    return compute_words(run.of("precision.compute") or "", run.of("precision.fp8") or "none", share)
-
-
 def _charts(charts: list[Chart], otherwise: str) -> str:
     return grid(charts) if charts else paragraph(otherwise)
 
@@ -114,7 +110,7 @@ def _rates(run: RunData) -> str:
 
 
 def _loads_hint(run: RunData) -> str:
-    missing = bool(run.steps) and not run.expert_loads and run.steps[0].get("load_max_over_mean")
+    missing = run.steps and not run.expert_loads and run.steps[0].get("load_max_over_mean")
     return paragraph("No heat map: the run recorded no expert_load.jsonl.") if missing else ""
 
 
@@ -226,7 +222,8 @@ def pipeline_section(run: RunData) -> str:
             return grid([timeline_chart(recorded_panels(run.folder, None, 0.0))])
         except ConfigError as error:
             return paragraph(f"No picture of the pipeline: {error}")
-    return paragraph(PIPELINE_HINT) if (run.of("parallel.pp") or 1) > 1 else ""
+    hint = paragraph("No picture of the pipeline: `profile.pipeline=true` records one.")
+    return hint * ((run.of("parallel.pp") or 1) > 1)
 
 
 def _matches(each: dict[str, Any]) -> str:

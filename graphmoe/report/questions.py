@@ -156,16 +156,18 @@ def times(run: RunData, trace: Summary | str) -> Answer:
         first = [most.said, *shares(run)]
         rest = [each for each in findings(run, trace) if each not in first]
         return _headline(most), [*first, *rest, more(run) if trace == NO_TRACE else trace]
-    said, answer = [*_of_step(trace)], "Not recorded"
-    if trace.segments:
-        name, ms = _largest(trace)[0]
+    largest, answer = _largest(trace), "Not recorded"
+    parts = ", ".join(f"`{name}` {ms / trace.step_ms:.0%}" for name, ms in largest[:4])
+    said = f"Of a traced step of {trace.step_ms:,.4g} ms{' of the host' * (trace.on != 'gpu')}: {parts}."
+    if largest:
+        name, ms = largest[0]
         share, idle = ms / trace.step_ms, trace.idle or 0.0
         answer = f"Most in {_words(name)}: {share:.0%} of a step"
         if idle > max(0.25, share):
             answer = f"The GPU does nothing for {idle:.0%} of a step"
         if (most := likely(run)).share > max(idle, share) * share_of_steps(run):
             answer = _headline(most)
-    return answer, [*said, *shares(run), *([*findings(run, trace)] or ["Nothing stands out."])]
+    return answer, [said, *shares(run), *([*findings(run, trace)] or ["Nothing stands out."])]
 
 
 def _headline(cause: Cause) -> str:
@@ -184,12 +186,6 @@ def _words(name: str) -> str:
     first, _, last = name.partition("..")
     words = [_SEGMENTS.get(each, each) for each in (first, last) if each]
     return words[0] if len(words) < 2 else f"the compiled unit from {words[0]} to {words[1]}"
-
-
-def _of_step(trace: Summary) -> Iterator[str]:
-    shares = ", ".join(f"`{name}` {ms / trace.step_ms:.0%}" for name, ms in _largest(trace)[:4])
-    whose = "" if trace.on == "gpu" else " of the host"
-    yield f"Of a traced step of {trace.step_ms:,.4g} ms{whose}: {shares}."
 
 
 def findings(run: RunData, trace: Summary | str) -> Iterator[str]:

@@ -141,7 +141,6 @@ def reachable_bytes(device: torch.device) -> int:
 
 def seconds_since_command() -> float:
     """Seconds since the command, sweep job or restarted worker began, imports included."""
-    launched = (
-        os.environ.get(LAUNCHED_AT) if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
-    )
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    launched = os.environ.get(LAUNCHED_AT) if is_first else None
     return time.time() - (float(launched) if launched else psutil.Process().create_time())

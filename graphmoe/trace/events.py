@@ -27,11 +27,8 @@ from graphmoe.run.files import PROFILE_FOLDER, STEP, trace_file
 LARGEST_TRACE = 4 << 30
 Thread = tuple[Any, Any]
 HOST, RUNTIME = ("cpu_op", "user_annotation"), ("_runtime", "_driver")
-DEVICE: dict[str, Literal["kernel", "memcpy", "memset"]] = {
-    "kernel": "kernel",
-    "gpu_memcpy": "memcpy",
-    "gpu_memset": "memset",
-}
+Kind = Literal["kernel", "memcpy", "memset"]
+DEVICE: dict[str, Kind] = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 _AUTOGRAD = "autograd::engine::evaluate_function"
 _COMMUNICATION = re.compile(
     r"nccl|rccl|nvshmem|rocshmem|deep_ep|mori::|multimem|one_shot_all_reduce|two_shot_all_reduce"
@@ -63,7 +60,7 @@ class HostEvent(NamedTuple):
 
 class Activity(NamedTuple):
     name: str
-    kind: Literal["kernel", "memcpy", "memset"]
+    kind: Kind
     start: float
     end: float
     stream: str
@@ -85,38 +82,30 @@ class Trace:
     device: str | None = None
 
 
-def rank_of(name: str) -> int | None:
-    """Rank whose trace has this name, or None."""
-    digits = name.removeprefix("rank").partition(".")[0]
-    rank = int(digits) if digits.isdecimal() else None
-    return rank if rank is not None and name == trace_file(rank) else None
-
-
 def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
     """Return the trace of one rank of each run, by default the lowest that all have. *Raises* ConfigError."""
     of_runs = [recorded(run) for run in runs]
     if rank is None:
-        common = set.intersection(*map(set, of_runs))
-        if not common:
-            pairs = zip(runs, of_runs, strict=True)
-            there = ", ".join(f"{run} has rank {listed(found)}" for run, found in pairs)
-            raise ConfigError(
-                f"no rank recorded in all: {there}; record the same profile.ranks, or use trace="
-            )
-        rank = min(common)
+        rank = min(set.intersection(*map(set, of_runs)), default=None)
+    if rank is None:
+        pairs = zip(runs, of_runs, strict=True)
+        there = ", ".join(f"{run} has rank {listed(found)}" for run, found in pairs)
+        raise ConfigError(f"no rank recorded in all: {there}; record the same profile.ranks, or use trace=")
     for run, found in zip(runs, of_runs, strict=True):
         if rank not in found:
-            raise ConfigError(
-                f"rank={rank} has no trace in {run}; there are those of {listed(found)} (profile.ranks)"
-            )
+            there = f"there are those of {listed(found)} (profile.ranks)"
+            raise ConfigError(f"rank={rank} has no trace in {run}; {there}")
     return [found[rank] for found in of_runs]
 
 
 def recorded(run: Path) -> dict[int, Path]:
     if not run.is_dir():
         raise ConfigError(f"run={run} is not a folder; name a run, or use trace=<file>{near_path(run)}")
-    files = (run / PROFILE_FOLDER).glob("*")
-    found = {rank: path for path in files if (rank := rank_of(path.name)) is not None}
+    found = {}
+    for path in (run / PROFILE_FOLDER).glob("rank*"):
+        digits = path.name.removeprefix("rank").partition(".")[0]
+        if digits.isdecimal() and path.name == trace_file(int(digits)):
+            found[int(digits)] = path
     if not found:
         raise ConfigError(f"{run} has no trace; a run with profile.steps=[10,12] writes one")
     return found

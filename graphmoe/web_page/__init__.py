@@ -19,7 +19,6 @@ COLOURS = ("#4c8dd6", "#e8843c", "#3fa66b", "#c75d92", "#9a7bd1", "#b59a2f", "#4
 
 @dataclass(frozen=True)
 class Frames:
-    label: str
     names: Sequence[str]
     values: Sequence[Sequence[Sequence[float]]]
 
@@ -41,15 +40,12 @@ class Chart:
     height_px: int = 300
     is_wide: bool = False
     """Takes the whole width of a wide screen."""
-    min_width_px: int = 0
-    """Narrower screens scroll the chart in its box."""
     frames: Frames | None = None
     note: str = ""
-    has_own_title: bool = False
     is_curves: bool = False
     """Its traces are over steps, and the controls of the page change axes and smoothing."""
-    is_zoomed: bool = False
-    """A wheel zooms, and on a touch screen there are buttons that do."""
+    is_timeline: bool = False
+    """Titles itself; a wheel or buttons zoom, and a screen of less than 640 pixels scrolls it in its box."""
 
     def to_html(self) -> str:
         """The chart's place in a page; the page's script draws it."""
@@ -57,19 +53,19 @@ class Chart:
         if self.frames is not None:
             last = len(self.frames.values) - 1
             slider = (
-                f'<label class="slider">{_text(self.frames.label)} <output>{_text(self.frames.names[last])}'
+                f'<label class="slider">up to step <output>{_text(self.frames.names[last])}'
                 f'</output><input type="range" min="0" max="{last}" value="{last}"></label>'
             )
-        title = "" if self.has_own_title else f"<figcaption>{_term(self.title)}</figcaption>"
+        title = "" if self.is_timeline else f"<figcaption>{_term(self.title)}</figcaption>"
         note = f'<p class="note">{_text(self.note)}</p>' if self.note else ""
         frames = {"names": self.frames.names, "values": self.frames.values} if self.frames else None
-        kinds = {"curves": self.is_curves, "zooms": self.is_zoomed}
+        kinds = {"curves": self.is_curves, "zooms": self.is_timeline}
         spec = _json({"data": self.traces, "layout": self.layout, "frames": frames, **kinds})
         return (
             f'<figure class="chart{" wide" if self.is_wide else ""}">{title}'
             f'<div class="scroll"><div class="plot" role="img" aria-label="{_text(self.alt)}" '
-            f'style="height:{self.height_px}px;min-width:{self.min_width_px}px"></div></div>{slider}{note}'
-            f'<script type="application/json">{spec}</script></figure>'
+            f'style="height:{self.height_px}px;min-width:{640 * self.is_timeline}px"></div></div>'
+            f'{slider}{note}<script type="application/json">{spec}</script></figure>'
         )
 
 

@@ -12,8 +12,8 @@ from torch.nn.functional import pad
 from graphmoe import load_hf, save_hf
 from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.checkpoint.hf.families import pieces, to_hf_config
-from graphmoe.checkpoint.hf.folder import entries_of, in_fp8, open_hf, shapes_of
-from graphmoe.checkpoint.hf.tensor_files import dequantised, quantised, scales_of
+from graphmoe.checkpoint.hf.folder import entries_of, open_hf, shapes_of
+from graphmoe.checkpoint.hf.tensor_files import dequantised, in_fp8, quantised, scales_of
 from graphmoe.config.schema import ConfigError, ModelConfig, ScoreFunction
 from graphmoe.convert import main
 from graphmoe.model.build import build_model
@@ -39,9 +39,8 @@ def random_model(config=CONFIG):
     model = build_model(config, seed=0)
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            tensor.add_(
-                0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(tensor.numel()))
-            )
+            generator = torch.Generator().manual_seed(tensor.numel())
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
     return model
 
 
@@ -88,9 +87,7 @@ def published(tmp_path):
         fp8[name] = weight
         if is_matrix(name, weight):
             scale = largest_of(weight) / 400
-            scaled = (
-                weight.float() / torch.kron(scale, torch.ones(128, 128))[: len(weight), : weight.shape[1]]
-            )
+            scaled = weight.float() / values_of(torch.ones(weight.shape), scale)
             fp8 |= {name: scaled.to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
             fp32[name] = values_of(fp8[name], scale)
     change(tmp_path / "fp8", fp8, quantization_config=AS_PUBLISHED)
@@ -142,6 +139,13 @@ def test_a_range_that_begins_and_ends_within_blocks_is_filled(published, start, 
     assert torch.equal(shard.data, whole.flatten()[start:stop])
 
 
+def lines_of(refused, folder) -> list[str]:
+    """Lines of the error below its head."""
+    with pytest.raises(ConfigError) as caught:
+        refused(folder)
+    return [each.strip() for each in str(caught.value).splitlines()[1:]]
+
+
 SCALE, HOLE = f"{DOWN}_scale_inv", torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
 E4M3 = partial(torch.Tensor.to, dtype=torch.float8_e4m3fn)
 FINITE = "it must be finite and not negative"
@@ -168,9 +172,7 @@ def test_a_scale_that_is_missing_or_wrong_is_one_line_before_a_run_starts(publis
     found = tensors.pop(name)
     change(folder, tensors if damage is None else {**tensors, name: damage(found)})
     for refused in (load_hf, partial(check_weights, config=CONFIG)):
-        with pytest.raises(ConfigError) as caught:
-            refused(folder)
-        assert [each.strip() for each in str(caught.value).splitlines()[1:]] == [line]
+        assert lines_of(refused, folder) == [line]
 
 
 @pytest.mark.parametrize(
@@ -187,10 +189,8 @@ def test_a_scale_that_is_missing_or_wrong_is_one_line_before_a_run_starts(publis
 )
 def test_another_quantization_is_one_line_with_its_key(published, key, value, valid):
     change(published[0], quantization_config=AS_PUBLISHED | {key: value})
-    with pytest.raises(ConfigError) as caught:
-        load_hf(published[0])
     line = f"quantization_config.{key}={json.dumps(value)}; supported is {valid}"
-    assert [each.strip() for each in str(caught.value).splitlines()[1:]] == [line]
+    assert lines_of(load_hf, published[0]) == [line]
 
 
 def test_what_transformers_writes_without_is_read_and_a_folder_that_does_not_say_fp8_is_not(published):
@@ -238,34 +238,26 @@ def test_matrices_are_written_in_fp8_and_all_else_is_kept(own, tmp_path, capsys)
         dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
         assert torch.equal(after[name], before[name].to(dtype)) and after[name].dtype == dtype, name
     for name in matrices:
-        scale, largest = (
-            after[f"{name}_scale_inv"],
-            largest_of(before[name]),
-        )  # of the fp32 weights, not of bf16
+        scale, largest = after[f"{name}_scale_inv"], largest_of(before[name])  # of fp32 weights, not of bf16
         assert torch.allclose(scale, torch.where(largest > 1e-30, largest / 448, scale), rtol=1e-7)
         error = (values_of(after[name], scale) - before[name]).abs()
-        assert (error <= values_of(torch.ones_like(error), scale) * 16).all(), (
-            name
-        )  # half of 448's last digit
+        most = values_of(torch.ones_like(error), scale) * 16  # half of 448's last digit
+        assert (error <= most).all(), name
     assert after[f"{DOWN}_scale_inv"][0, 1] == 1 and not after[DOWN][:, 128:256].float().any()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_the_matrices_of_other_families_are_those_but_router_embedding_and_head(family):
-    config = ModelConfig(
-        attention="gqa", num_dense_layers=0, shared_ffn_size=0, qk_norm=family == "qwen3_moe"
-    )
-    config = replace(config, softmax_after_topk=family == "mixtral")
+    own = {"qk_norm": family == "qwen3_moe", "softmax_after_topk": family == "mixtral"}
+    config = ModelConfig(attention="gqa", num_dense_layers=0, shared_ffn_size=0, **own)
     found, _ = to_hf_config(config)
     shapes, names = shapes_of(config), pieces(found, config)
     dtypes = dict.fromkeys(shapes, torch.bfloat16)
     entries = [*in_fp8(entries_of(names, shapes, dtypes, lambda name, index: torch.empty(0)))]
     fp8 = {entry.name for entry in entries if entry.dtype == torch.float8_e4m3fn}
-    assert found.name == family and fp8 == {
-        entry.name
-        for entry in entries
-        if len(entry.shape) == 2 and not entry.name.endswith((*PLAIN, "_scale_inv"))
-    }
+    matrices = {entry.name for entry in entries if len(entry.shape) == 2}
+    assert found.name == family
+    assert fp8 == {name for name in matrices if not name.endswith((*PLAIN, "_scale_inv"))}
 
 
 def test_fp8_read_in_fp32_and_written_again_has_the_same_bytes(own, tmp_path, capsys):
@@ -304,10 +296,8 @@ def test_fp8_is_of_hugging_face_folders(own, tmp_path, capsys):
     assert "quantise" in said and "fp8_block" in said
     words = (f"to={tmp_path / 'x'}", "quantise=fp8_block")
     said = refusal(main, capsys, f"from={tmp_path / 'hf'}", *words)
-    assert (
-        "quantise=fp8_block is a form of Hugging Face folders" in said
-        and "graphmoe weights and these" in said
-    )
+    assert "quantise=fp8_block is a form of Hugging Face folders" in said
+    assert "graphmoe weights and these" in said
 
 
 def test_transformers_reads_what_is_written_with_the_same_logits(tmp_path, capsys, monkeypatch):
@@ -315,16 +305,10 @@ def test_transformers_reads_what_is_written_with_the_same_logits(tmp_path, capsy
     # It wants accelerate for any fp8 folder, and needs it for none that it dequantises on a CPU.
     quantizer = "transformers.quantizers.quantizer_finegrained_fp8"
     monkeypatch.setattr(f"{quantizer}.is_accelerate_available", lambda: True)
-    sizes = {
-        "hidden_size": 256,
-        "dense_ffn_size": 384,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 64,
-        "mtp_depth": 0,
-    }
-    sizes |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "expert_ffn_size": 128}
-    sizes |= {"shared_ffn_size": 128}
-    config = replace(CONFIG, **sizes)  # it dequantises whole blocks only
+    config = replace(  # it dequantises whole blocks only
+        CONFIG, hidden_size=256, dense_ffn_size=384, q_lora_rank=128, kv_lora_rank=64, mtp_depth=0,
+        qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64, expert_ffn_size=128, shared_ffn_size=128,
+    )  # fmt: skip
     save_hf(random_model(config), config, tmp_path / "hf")
     call(capsys, f"from={tmp_path / 'hf'}", f"to={tmp_path / 'own'}")
     call(capsys, f"from={tmp_path / 'own'}", f"to={tmp_path / 'fp8'}", "quantise=fp8_block", "dtype=bf16")

@@ -6,8 +6,6 @@ from graphmoe.checkpoint.hf.keys import Keys, read_rope, write_rope
 from graphmoe.config.schema import AuxLoss, GroupScore, ModelConfig, ScoreFunction
 
 BEST_IN_GROUP = 2  # DeepSeek-V3's published code sums two scores of a group, whatever top-k is
-
-
 SIZES = {
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "qk_nope_head_dim",
@@ -39,7 +37,6 @@ def read_v2(keys: Keys) -> dict[str, Any]:
 
 
 def write_v2(config: ModelConfig) -> dict[str, Any]:
-    """Return the nearest config.json; it may not express all of ``config``."""
     limited = config.num_groups > 1
     return _write_common(config) | {
         "scoring_func": "softmax",
@@ -69,7 +66,6 @@ def read_v3(keys: Keys) -> dict[str, Any]:
 
 
 def write_v3(config: ModelConfig) -> dict[str, Any]:
-    """Return the nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -79,7 +75,6 @@ def write_v3(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Return our name of each attention tensor, keyed by its published name."""
     query = {"q_proj": "q_proj"}
     if config.q_lora_rank:
         query = {"q_a_proj": "q_down", "q_a_layernorm": "q_norm", "q_b_proj": "q_up"}
@@ -113,15 +108,11 @@ def _read_aux_loss(keys: Keys) -> dict[str, Any]:
     # without aux_loss_alpha transformers adds no balance loss
     if coefficient <= 0:
         return {"aux_loss": AuxLoss.none}
-    by_sequence = keys.bool("seq_aux", True)
-    return {
-        "aux_loss": AuxLoss.sequence if by_sequence else AuxLoss.micro_batch,
-        "aux_loss_coef": coefficient,
-    }
+    kind = AuxLoss.sequence if keys.bool("seq_aux", True) else AuxLoss.micro_batch
+    return {"aux_loss": kind, "aux_loss_coef": coefficient}
 
 
 def _write_common(config: ModelConfig) -> dict[str, Any]:
-    with_loss = config.aux_loss is not AuxLoss.none
     return {key: getattr(config, field) for key, field in SIZES.items()} | {
         "num_key_value_heads": config.num_heads,
         "q_lora_rank": config.q_lora_rank or None,
@@ -131,7 +122,7 @@ def _write_common(config: ModelConfig) -> dict[str, Any]:
         "n_group": config.num_groups,
         "topk_group": config.topk_groups,
         "routed_scaling_factor": config.routed_scale,
-        "aux_loss_alpha": config.aux_loss_coef if with_loss else 0.0,
+        "aux_loss_alpha": 0.0 if config.aux_loss is AuxLoss.none else config.aux_loss_coef,
         "seq_aux": config.aux_loss is AuxLoss.sequence,
         "rms_norm_eps": config.norm_eps,
         **write_rope(config, scales_scores=True),

@@ -23,8 +23,10 @@ class Family:
     name: str
     architecture: str
     attention: str
+    # our name of each attention tensor, keyed by its published name
     attention_names: Callable[[ModelConfig], dict[str, str]]
     read: Callable[[Keys], dict[str, Any]]
+    # the nearest config.json, which may not express all of the model
     write: Callable[[ModelConfig], dict[str, Any]]
     # a MoE block inside its layer
     moe: str = "mlp"

@@ -19,17 +19,12 @@ from graphmoe.checkpoint.hf.tensor_files import (
     DTYPES,
     FP8,
     FP8_NAME,
-    PRODUCTS,
     QUANTIZATION,
     SCALE,
     Index,
     TensorFiles,
     TensorToWrite,
-    quantised,
-    scale_shape,
-    scales_of,
     write_shards,
-    wrong_scale,
 )
 from graphmoe.config.ranges import number_of
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
@@ -111,7 +106,7 @@ class OpenFolder:
             elif header.shape != wanted:
                 problems.append(f"mis-shaped: {piece.theirs} is {list(header.shape)}, not {list(wanted)}")
             elif header.dtype == FP8_NAME and len(wanted) == 2 and piece.ours not in SHARED:
-                problems += self._wrong_scale(piece.theirs)
+                problems += self.files.wrong_scale(piece.theirs)
             elif header.dtype not in DTYPES:
                 problems.append(f"no float tensor: {piece.theirs} is {header.dtype}, not {'/'.join(DTYPES)}")
             elif piece.repeats in headers and not self._equal(piece.theirs, piece.repeats):
@@ -138,17 +133,6 @@ class OpenFolder:
             f"{len(quantized)} are fp8 weights or their scales, {quantized[0]} for one; they are read where "
             f"config.json has quantization_config={json.dumps(QUANTIZATION)}"
         ]
-
-    def _wrong_scale(self, name: str) -> list[str]:
-        weight, found = self.files.headers[name], self.files.headers.get(name + SCALE)
-        wanted = list(scale_shape(weight.shape))
-        if found is None:
-            return [f"no scale: {name} in {weight.file.name} is fp8, and needs {name}{SCALE}, F32 {wanted}"]
-        where = f"{name}{SCALE} in {found.file.name}"
-        if (found.dtype, list(found.shape)) != ("F32", wanted):
-            return [f"mis-shaped: {where} is {found.dtype} {list(found.shape)}, not F32 {wanted}"]
-        wrong = wrong_scale(self.files.read(name + SCALE))
-        return [f"wrong scale: {where} has {wrong}; it must be finite and not negative"] if wrong else []
 
 
 def read_hf_config(folder: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
@@ -189,18 +173,6 @@ def entries_of(
 
         shape = tuple(ours[piece.ours][piece.index].shape)
         yield TensorToWrite(piece.theirs, shape, dtypes[piece.ours], make)
-
-
-def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
-    """Replace each linear weight by its fp8 values and block scales."""
-    for entry in entries:
-        if not PRODUCTS.search(entry.name):
-            yield entry
-            continue
-        numbers = functools.partial(lambda make: quantised(weight := make(), scales_of(weight)), entry.make)
-        scales = functools.partial(lambda make: scales_of(make()), entry.make)
-        yield TensorToWrite(entry.name, entry.shape, FP8, numbers)
-        yield TensorToWrite(entry.name + SCALE, scale_shape(entry.shape), torch.float32, scales)
 
 
 def write_hf(

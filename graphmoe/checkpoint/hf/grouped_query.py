@@ -22,7 +22,6 @@ def read_qwen3(keys: Keys) -> dict[str, Any]:
 
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
-    """Return the nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "intermediate_size": config.dense_ffn_size,
         "moe_intermediate_size": config.expert_ffn_size,
@@ -48,7 +47,6 @@ def read_mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def write_mixtral(config: ModelConfig) -> dict[str, Any]:
-    """Return the nearest config.json; it may not express all of ``config``."""
     return _write_common(config) | {
         "intermediate_size": config.expert_ffn_size,
         "num_local_experts": config.num_experts,
@@ -56,7 +54,6 @@ def write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def attention_names(config: ModelConfig) -> dict[str, str]:
-    """Return our name of each attention tensor, keyed by its published name."""
     norms = {"q_norm": "q_norm", "k_norm": "k_norm"} if config.qk_norm else {}
     return {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", **norms, "o_proj": "out_proj"}
 

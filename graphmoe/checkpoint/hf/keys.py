@@ -117,18 +117,18 @@ def _read_yarn(rope: Keys, context: int, scales_scores: bool) -> dict[str, Any]:
     magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     if abs(rope.float("attention_factor", magnitude) - magnitude) > 1e-6 * magnitude:
         rope.refuse("attention_factor", rope.raw["attention_factor"], f"null or {magnitude} for this factor")
-    original = rope.int("original_max_position_embeddings", default=context)
-    found = (factor, original, rope.float("beta_fast", 32.0), rope.float("beta_slow", 1.0))
-    fields = {
+    return {
+        "rope_scaling": RopeScaling.yarn,
         "yarn_mscale": mscale,
         "yarn_mscale_all_dim": all_dim,
-        **dict(zip(_YARN.values(), found, strict=True)),
+        "yarn_factor": factor,
+        "yarn_original_context": rope.int("original_max_position_embeddings", default=context),
+        "yarn_beta_fast": rope.float("beta_fast", 32.0),
+        "yarn_beta_slow": rope.float("beta_slow", 1.0),
     }
-    return {"rope_scaling": RopeScaling.yarn, **fields}
 
 
 def _read_magnitudes(rope: Keys, scales_scores: bool) -> tuple[float, float]:
-    """Return mscale and mscale_all_dim; reject values on which published codes disagree."""
     mscale, all_dim = rope.float("mscale", 1.0), rope.float("mscale_all_dim", 0.0)
     # transformers uses mscale=1 unless both are given and not 0; DeepSeek's code uses each as given
     if scales_scores and rope.raw.get("mscale") and all_dim:

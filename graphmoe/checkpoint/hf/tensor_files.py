@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,21 @@ class TensorFiles:
     def dtype(self, names: Iterable[str]) -> torch.dtype:
         """Return the narrowest dtype that holds all these tensors exactly; none may be fp8."""
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
+
+    def wrong_scale(self, name: str) -> list[str]:
+        """Return a line if the scales of an fp8 tensor are missing, mis-shaped or invalid."""
+        weight, found = self.headers[name], self.headers.get(name + SCALE)
+        wanted = list(scale_shape(weight.shape))
+        if found is None:
+            return [f"no scale: {name} in {weight.file.name} is fp8, and needs {name}{SCALE}, F32 {wanted}"]
+        where = f"{name}{SCALE} in {found.file.name}"
+        if (found.dtype, list(found.shape)) != ("F32", wanted):
+            return [f"mis-shaped: {where} is {found.dtype} {list(found.shape)}, not F32 {wanted}"]
+        scale = self.read(name + SCALE)
+        return [
+            f"wrong scale: {where} has {scale[tuple(at)].item()} at {at}; it must be finite and not negative"
+            for at in (~(scale.isfinite() & (scale >= 0))).nonzero()[:1].tolist()
+        ]
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
         """Raise ConfigError if the model has more layers, or more of ``keys``, than there are tensors."""
@@ -201,13 +216,16 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-def wrong_scale(scale: Tensor) -> str | None:
-    """Return a text with the first invalid scale and its index, or None."""
-    wrong = ~(scale.isfinite() & (scale >= 0))
-    if not wrong.any():
-        return None
-    place = wrong.nonzero()[0].tolist()
-    return f"{scale[tuple(place)].item()} at {place}"
+def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
+    """Replace each linear weight by its fp8 values and block scales."""
+    for entry in entries:
+        if not PRODUCTS.search(entry.name):
+            yield entry
+            continue
+        numbers = functools.partial(lambda make: quantised(weight := make(), scales_of(weight)), entry.make)
+        scales = functools.partial(lambda make: scales_of(make()), entry.make)
+        yield TensorToWrite(entry.name, entry.shape, FP8, numbers)
+        yield TensorToWrite(entry.name + SCALE, scale_shape(entry.shape), torch.float32, scales)
 
 
 def scales_of(weight: Tensor) -> Tensor:

@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.store import CheckpointStore
@@ -26,6 +21,7 @@ from graphmoe.config.schema import CheckpointConfig
 
 TENSOR = torch.arange(6.0).view(2, 3)
 VALUE = "a value of the state"
+DCP, GLOBALS = "torch.distributed.checkpoint", "__init__.__globals__"
 PROTO, STOP = b"\x80\x04", b"."
 
 
@@ -92,12 +88,8 @@ def payloads(mark: str) -> dict[str, bytes]:
     documents = {name: pickle.dumps(payload) for name, payload in pickled.items()}
     return documents | {
         "a path of names": stack_global("torch", "os.mkdir", mark),
-        "a path of names from our module": stack_global(
-            "torch.distributed.checkpoint.metadata", "os.mkdir", mark
-        ),
-        "a path of names from our class": stack_global(
-            "torch.distributed.checkpoint.filesystem", "_StorageInfo.__init__.__globals__", mark
-        ),
+        "a path of names from our module": stack_global(f"{DCP}.metadata", "os.mkdir", mark),
+        "a path of names from our class": stack_global(f"{DCP}.filesystem", f"_StorageInfo.{GLOBALS}", mark),
         "the old opcode": f"cposix\nmkdir\n(V{mark}\ntR.".encode(),
         "the instance opcode": f"(V{mark}\niposix\nmkdir\n.".encode(),
         "numpy's helper": stack_global("numpy.testing._private.utils", "runstring", code),
@@ -203,10 +195,7 @@ def test_a_fifo_in_place_of_a_file_is_damage_and_not_waited_for(tmp_path, caplog
     assert load(folder)["value"] == VALUE
 
 
-def put_one_half_twice(entry: TensorStorageMetadata) -> None:
-    rows, width = entry.size
-    part = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((rows // 2, width)))
-    entry.chunks = [part, part]
+HALF = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +205,7 @@ def put_one_half_twice(entry: TensorStorageMetadata) -> None:
         lambda saved: setattr(saved.state_dict_metadata["x"], "size", torch.Size((2, -3))),
         lambda saved: setattr(saved.state_dict_metadata["x"].chunks[0], "offsets", torch.Size((1, 0))),
         lambda saved: setattr(saved.state_dict_metadata["x"], "properties", "float32"),
-        lambda saved: put_one_half_twice(saved.state_dict_metadata["x"]),
+        lambda saved: setattr(saved.state_dict_metadata["x"], "chunks", [HALF, HALF]),
         lambda saved: saved.storage_data.clear(),
         lambda saved: setattr(saved, "storage_data", None),
         lambda saved: setattr(saved, "state_dict_metadata", [1]),
@@ -249,7 +238,7 @@ def test_flipped_bytes_of_files_whose_sums_fit_are_refused_or_harmless(tmp_path)
 def test_a_pickle_that_sets_attributes_of_a_class_leaves_the_next_read_as_it_was(tmp_path):
     folder = saved_in(tmp_path)
     good = (folder / ".metadata").read_bytes()
-    known = text("torch.distributed.checkpoint.metadata") + text("Metadata") + b"\x93"
+    known = text(f"{DCP}.metadata") + text("Metadata") + b"\x93"
     replace_file(folder / ".metadata", PROTO + known + b"N}" + text("state") + b"Ns\x86b" + STOP)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         load(folder)

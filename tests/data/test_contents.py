@@ -49,9 +49,8 @@ def test_damage_of_a_large_file_is_found_beside_training_and_mended_by_the_next_
     rows, damaged = all_of(corpus), bin_of(corpus)
     flip(damaged)
     corpus = open_text(check=True)
-    with pytest.raises(
-        DataError, match=rf"^{damaged}: its sha256 .* run the same command again to rebuild it"
-    ):
+    said = rf"^{damaged}: its sha256 .* run the same command again to rebuild it"
+    with pytest.raises(DataError, match=said):
         corpus.check.wait()
     corpus = open_text(check=True)
     corpus.check.wait()
@@ -141,9 +140,8 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
     write_token_file(tmp_path / "other", [np.arange(20)] * 30, np.uint16)
     contents.write_sums(prefix)
     flip(prefix.with_suffix(".bin"))
-    with pytest.raises(
-        DataError, match=r"m\.bin: its sha256 differs from that in m\.sha256; restore the file"
-    ):
+    said = r"m\.bin: its sha256 differs from that in m\.sha256; restore the file"
+    with pytest.raises(DataError, match=said):
         open_pair(prefix)
     both = DataConfig(source="memmap", paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
     corpus = open_data(both, seq_len=10, vocab_size=1000)

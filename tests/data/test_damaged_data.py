@@ -26,30 +26,27 @@ SAMPLES = 40
 Opened = Callable[[Path], Corpus]
 
 
+def open_small(**keys: Any) -> Corpus:
+    return open_data(DataConfig(**keys), seq_len=16, vocab_size=VOCAB)
+
+
 def files_of(ending: str, skip_bad: bool) -> Opened:
     def opened(folder: Path) -> Corpus:
-        asked = DataConfig(
-            source="files",
-            paths=[str(folder / f"*.{ending}")],
-            tokenizer=str(folder / "tokenizer.json"),
-            skip_bad=skip_bad,
+        paths = [str(folder / f"*.{ending}")]
+        return open_small(
+            source="files", paths=paths, tokenizer=f"{folder}/tokenizer.json", skip_bad=skip_bad
         )
-        return open_data(asked, seq_len=16, vocab_size=VOCAB)
 
     return opened
 
 
 def memmap_of(folder: Path) -> Corpus:
-    asked = DataConfig(source="memmap", paths=[str(folder / "*")], val_fraction=0)
-    return open_data(asked, seq_len=16, vocab_size=VOCAB)
+    return open_small(source="memmap", paths=[str(folder / "*")], val_fraction=0)
 
 
 def stream_of(folder: Path) -> Corpus:
-    asked = DataConfig(
-        source="hf", hf_name=str(folder / "set"), tokenizer=str(folder / "tokenizer.json"),
-        val_fraction=0, shuffle=False,
-    )  # fmt: skip
-    return open_data(asked, seq_len=16, vocab_size=VOCAB)
+    names = {"hf_name": str(folder / "set"), "tokenizer": str(folder / "tokenizer.json")}
+    return open_small(source="hf", **names, val_fraction=0, shuffle=False)
 
 
 def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.NDArray[np.int64] | str:
@@ -163,9 +160,8 @@ def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monk
     asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
 
     def opened(folder: Path) -> Corpus:
-        corpus = (
-            open_stdlib(asked, 16, VOCAB, texts) if kind == "stdlib" else files_of("jsonl", False)(source)
-        )
+        is_own = kind == "stdlib"
+        corpus = open_stdlib(asked, 16, VOCAB, texts) if is_own else files_of("jsonl", False)(source)
         for samples in (corpus.train, corpus.val):
             assert isinstance(samples, PackedSamples)
             ContentCheck(samples.documents.files).wait()

@@ -133,7 +133,7 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("pattern", "changes", "said"),
+    ("patterns", "changes", "said"),
     [
         ("nothing-*.txt", {}, r"data.paths: no file matches '.*nothing-\*.txt' .*{tmp_path}"),
         ("none", {}, r"data.paths: the folder .*none has no \.txt, \.jsonl, \.parquet in it or below"),
@@ -144,15 +144,19 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
         ("short.txt", {"tokenizer": "no.json"}, "no.json does not exist"),
         ("short.txt", {"tokenizer": "a.csv"}, "a.csv is not a tokenizer.json"),
         ("short.txt", {"eod_token": "</s>"}, r"data.eod_token=</s> is not a token .* <\|endoftext\|>"),
+        ("a.jsonl *.jsonl", {"weights": [1.0, 1.0]}, "data.paths names .*a.jsonl twice, with a weight each"),
+        ("a.jsonl short.txt", {"weights": [1.0, 1.0]},
+         r"data.weights: .* 3 tokens in all \(out of \[.*short.txt\]\), but one"),
     ],
-)
-def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch, pattern, changes, said):
+)  # fmt: skip
+def test_wrong_configurations_say_what_to_type(open_files, tmp_path, monkeypatch, patterns, changes, said):
     monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", sentences(60))
     (tmp_path / "none").mkdir()
     for name, text in (("a.csv", "{}"), ("empty.txt", ""), ("short.txt", "ab")):
         (tmp_path / name).write_text(text)
     with pytest.raises((ConfigError, DataError), match=said.replace("{tmp_path}", str(tmp_path))):
-        open_files(pattern, **changes)
+        open_files(*patterns.split(), **changes)
 
 
 def test_a_folder_stands_for_the_text_in_it_and_below(open_files, tmp_path):
@@ -243,39 +247,17 @@ def test_a_very_long_text_is_encoded_in_pieces_with_the_same_ids(tokenizer, monk
     assert np.array_equal(encode(tokenizer, [text], 0)[0], whole)
 
 
-def test_paths_are_mixed_by_weights_and_hold_out_the_documents_that_they_did(open_files, tmp_path):
-    for name, seed in (("a", 1), ("b", 2)):
-        write_jsonl(tmp_path / f"{name}.jsonl", sentences(60, seed))
-    alone = open_files("a.jsonl", "b.jsonl", val_fraction=0.1)
-    corpus = open_files("a.jsonl", "b.jsonl", val_fraction=0.1, weights=[3.0, 1.0])
+def test_paths_of_any_kind_are_mixed_by_weights(open_files, tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", sentences(60, 1))
+    (tmp_path / "b.txt").write_text("\n".join(sentences(60, 2)), encoding="utf-8")
+    pq.write_table(pa.table({"text": sentences(60, 3)}), tmp_path / "c.parquet")
+    paths = ("a.jsonl", "b.txt", "c.parquet")
+    alone = open_files(*paths, val_fraction=0.1)
+    corpus = open_files(*paths, val_fraction=0.1, weights=[5.0, 1.0, 2.0])
     by_path = [{tuple(part.sample(i)) for i in range(part.num_samples)} for part in corpus.train.parts]
     drawn = [tuple(row) for row in corpus.train.reader().read(0, 1024)]
-    assert [sum(row in found for row in drawn) for found in by_path] == [768, 256]
+    assert [sum(row in found for row in drawn) for found in by_path] == [640, 128, 256]
     assert corpus.val.documents.num_documents == alone.val.documents.num_documents
     rows, _ = rows_over_ranks(corpus.train, prefetch=2)  # with resumes
     assert torch.equal(rows, torch.from_numpy(corpus.train.reader().read(0, len(rows))))
-    assert corpus.counts["mix"].startswith(f"0.75 of {tmp_path}/a.jsonl (") and corpus.train.contents
-
-
-def test_paths_of_a_mixture_may_be_of_different_kinds(open_files, tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join(sentences(60, 1)), encoding="utf-8")
-    write_jsonl(tmp_path / "b.jsonl", sentences(60, 2))
-    pq.write_table(pa.table({"text": sentences(60, 3)}), tmp_path / "c.parquet")
-    corpus = open_files("a.txt", "b.jsonl", "c.parquet", weights=[1.0, 2.0, 5.0])
-    by_path = [{tuple(part.sample(i)) for i in range(part.num_samples)} for part in corpus.train.parts]
-    drawn = [tuple(row) for row in corpus.train.reader().read(0, 1024)]
-    assert [sum(row in found for row in drawn) for found in by_path] == [128, 256, 640]
-
-
-@pytest.mark.parametrize(
-    ("paths", "said"),
-    [
-        (["a.jsonl", "*.jsonl"], r"data.paths names .*a.jsonl twice, with a weight each"),
-        (["a.jsonl", "short.txt"], r"data.weights: .* 3 tokens in all \(out of \[.*short.txt\]\), but one"),
-    ],
-)
-def test_a_mixture_of_what_is_no_corpus_is_refused(open_files, tmp_path, paths, said):
-    write_jsonl(tmp_path / "a.jsonl", sentences(60))
-    (tmp_path / "short.txt").write_text("ab")
-    with pytest.raises(ConfigError, match=said):
-        open_files(*paths, weights=[1.0, 1.0])
+    assert corpus.counts["mix"].startswith(f"0.625 of {tmp_path}/a.jsonl (") and corpus.train.contents

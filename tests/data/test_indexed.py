@@ -14,16 +14,7 @@ from graphmoe.data.indexed import read_token_file, write_token_file
 
 # Two sequences of 3 and 2 tokens in uint16, a document each: the layout as published readers take it.
 GOLDEN_BIN = struct.pack("<5H", 11, 12, 13, 65535, 0)
-GOLDEN_IDX = (
-    b"MMIDIDX\x00\x00"
-    + struct.pack("<Q", 1)
-    + struct.pack("<B", 8)
-    + struct.pack("<Q", 2)
-    + struct.pack("<Q", 3)
-    + struct.pack("<2i", 3, 2)
-    + struct.pack("<2q", 0, 6)
-    + struct.pack("<3q", 0, 1, 2)
-)
+GOLDEN_IDX = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ2i2q3q", 1, 8, 2, 3, *(3, 2), *(0, 6), *(0, 1, 2))
 
 
 def golden(folder: Path) -> Path:
@@ -52,44 +43,31 @@ def test_every_integer_type_is_read(tmp_path, code, letter):
     size = struct.calcsize(letter)
     (tmp_path / "t.bin").write_bytes(struct.pack(f"<3{letter}", 5, 6, 7))
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 2, 3)
-    body = struct.pack("<2i", 1, 2) + struct.pack("<2q", 0, size) + struct.pack("<3q", 0, 1, 2)
-    (tmp_path / "t.idx").write_bytes(header + body)
+    (tmp_path / "t.idx").write_bytes(header + struct.pack("<2i2q3q", *(1, 2), *(0, size), *(0, 1, 2)))
     assert documents_of(tmp_path / "t") == [[5], [6, 7]]
 
 
-@pytest.mark.parametrize(
-    ("ending", "length", "said"),
-    [(".idx", n, rf"golden\.idx.*\b{n} bytes.*truncated") for n in (0, 10, 33, 34, 60, len(GOLDEN_IDX) - 1)]
-    + [(".bin", n, rf"golden\.bin has {n} bytes.*= 10 bytes") for n in (0, 9, 12)],
-)
-def test_a_file_of_another_length_is_an_error_with_its_bytes(tmp_path, ending, length, said):
-    path = golden(tmp_path).with_suffix(ending)
-    path.write_bytes(path.read_bytes()[:length].ljust(length, b"x"))
-    with pytest.raises(DataError, match=said):
-        read_token_file(tmp_path / "golden")
-
-
-@pytest.mark.parametrize(
-    ("offset", "value", "message"),
-    [
-        (0, b"PARQUET", "not a Megatron index"),
-        (9, struct.pack("<Q", 2), "version 2"),
-        (17, b"\x07", "dtype code 7"),
-        (17, b"\x63", "dtype code 99"),
-        (34, struct.pack("<i", -3), "out of order|not in order"),
-        (50, struct.pack("<q", 4), "positions"),
-        (58, struct.pack("<q", 1), "not in order"),
-        (66, struct.pack("<q", 9), "not in order"),
-    ],
-)
-def test_a_damaged_index_is_an_error_that_names_the_file(tmp_path, offset, value, message):
-    prefix = golden(tmp_path)
+def patched(offset: int, kind: str, value: int) -> bytes:
     raw = bytearray(GOLDEN_IDX)
-    raw[offset : offset + len(value)] = value
-    prefix.with_suffix(".idx").write_bytes(bytes(raw))
-    with pytest.raises(DataError, match=message) as error:
-        read_token_file(prefix)
-    assert "golden.idx" in str(error.value)
+    struct.pack_into(kind, raw, offset, value)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "said"),
+    [(".idx", GOLDEN_IDX[:n], rf"\b{n} bytes.*truncated") for n in (0, 10, 33, 34, 60, len(GOLDEN_IDX) - 1)]
+    + [(".bin", GOLDEN_BIN[:n].ljust(n), rf"has {n} bytes.*= 10 bytes") for n in (0, 9, 12)]
+    + [(".idx", b"PARQUET" + GOLDEN_IDX[7:], "not a Megatron index")]
+    + [(".idx", patched(9, "<Q", 2), "version 2"), (".idx", patched(50, "<q", 4), "positions")]
+    + [(".idx", patched(17, "B", code), f"dtype code {code}") for code in (7, 99)]
+    + [(".idx", patched(*at), "not in order") for at in ((58, "<q", 1), (66, "<q", 9))]
+    + [(".idx", patched(34, "<i", -3), "out of order|not in order")],
+)
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, ending, content, said):
+    golden(tmp_path).with_suffix(ending).write_bytes(content)
+    with pytest.raises(DataError, match=said) as error:
+        read_token_file(tmp_path / "golden")
+    assert f"golden{ending}" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -66,10 +66,8 @@ def test_every_rank_is_listed_and_drawn_and_the_worst_is_one_of_them(document, t
     page = tmp_path / "one.html"
     found = document(*SMALL, *words, f"page={page}")
     text = page.read_text()
-    assert (
-        "<h1>graphmoe: tiny on 8 H200, projected</h1>" in text and "network and overlap are assumed" in text
-    )
-    assert "Not counted in memory: the device" in text
+    said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "network and overlap are assumed")
+    assert all(each in text for each in (*said, "Not counted in memory: the device"))
     for said in (*MEMORY_KINDS[:-1], "moe_experts", "0..3", "4..7", "card, 141 GB"):
         assert f'"{said}"' in text, said
     ranks = found["memory_gb_per_rank"]
@@ -110,17 +108,10 @@ def test_nodes_and_their_gpus_are_those_of_a_run(words, nodes, ranks, document):
 
 
 def test_a_rank_near_the_limit_fits_with_a_warning(tmp_path, document):
-    words = (
-        *CHART.split(),
-        "hardware=mi300x",
-        "parallel.pp=16",
-        "parallel.ep=4",
-        "parallel.cp=2",
-        "parallel.cp_method=ring",
-    )
-    words += ("pipeline.schedule=interleaved", "pipeline.virtual_stages=6", "recompute.ops=[layernorm]")
+    words = f"{CHART} hardware=mi300x parallel.pp=16 parallel.ep=4 parallel.cp=2 parallel.cp_method=ring"
+    words += " pipeline.schedule=interleaved pipeline.virtual_stages=6 recompute.ops=[layernorm]"
     page = tmp_path / "near.html"
-    found = document(*words, f"page={page}")
+    found = document(*words.split(), f"page={page}")
     assert found["fits"] and not found["fits_with_margin"]
     assert found["left_gb"] == pytest.approx(192 - found["memory_gb"]["total"]) and found["left_gb"] < 9.6
     said = f"{found['left_gb']:,.1f} GB more. [bold]Near the limit: less than 9.6 GB are left, 5% of the card"
@@ -184,12 +175,9 @@ def test_a_search_lists_layouts_and_draws_them(tmp_path, project):
     assert result.status == 0 and result.err.endswith(f"\nwrote {page}\n")
     assert re.search(r"^about [\d,]+ tokens/s/GPU, [\d.]+ GB: .*parallel\.pp=", result.err, flags=re.M)
     said = ("<h1>graphmoe: tiny on 8 H200, projected</h1>", "Recommended *", "*. ", "network and overlap are")
-    assert all(
-        words in page.read_text() for words in (*said, "Not counted in memory: the device", "What to type")
-    )
-    assert "tokens/s/GPU" in result.out
+    said += ("Not counted in memory: the device", "What to type", "plotly", "card, 141 GB", "tokens/s/GPU")
     text = page.read_text()
-    assert all(said in text for said in ("plotly", "card, 141 GB", "tokens/s/GPU"))
+    assert [each for each in said if each not in text] == [] and "tokens/s/GPU" in result.out
     assert "16 sequences of 128 tokens" in result.out  # typed, though it is a run's default
     command = result.out.splitlines()[-1]
     assert len(command) > 160 and command.startswith("python -m graphmoe.train ") and command in text
@@ -229,9 +217,8 @@ COMMANDS = [
 def test_commands_of_the_documentation_project_what_fits(tmp_path, document):
     """Searches are left to their own tests, files of rates to those who measured them."""
     shown = [*COMMANDS, *(example.partition("graphmoe.project ")[2] for example in EXAMPLES)]
-    singles = {
-        " ".join(words.replace("rates=rates.json", "").split()) for words in shown if "search=" not in words
-    }
+    shown = [words.replace("rates=rates.json", "") for words in shown if "search=" not in words]
+    singles = {" ".join(words.split()) for words in shown}
     assert len(singles) >= 5
     for words in sorted(singles):
         expected = "pipeline.virtual_stages" not in words  # the one that is said not to fit
@@ -240,9 +227,8 @@ def test_commands_of_the_documentation_project_what_fits(tmp_path, document):
 
 
 def sizes_of(layout: str) -> str:
-    return " ".join(
-        f"parallel.{name.lower()}={size}" for name, size in re.findall(r"(PP|EP|CP)(\d+)", layout)
-    )
+    sizes = re.findall(r"(PP|EP|CP)(\d+)", layout)
+    return " ".join(f"parallel.{name.lower()}={size}" for name, size in sizes)
 
 
 @pytest.mark.parametrize("row", rows_below(DOCS, "| sequences of 4096"), ids=lambda row: row[0])

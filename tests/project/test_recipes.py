@@ -26,6 +26,10 @@ def configured(*words: str, complete=None):
     return to_config(cfg, complete=complete)
 
 
+def projected(args: ProjectArgs, *words: str):
+    return project(configured(*words, complete=functools.partial(completed, args=args)), args)
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(path):
     found = FOR_CARDS.fullmatch(path.stem)
@@ -34,13 +38,12 @@ def test_a_recipe_fits_its_cards_with_a_margin_and_is_projected_to_what_it_says(
     words = f"experiment={path.stem}"
     launch = configured(words).launch
     assert (launch.nproc, 1 if launch.nodes == "auto" else launch.nodes) == (GPUS_PER_NODE, args.nodes)
-    document = project(configured(words, complete=functools.partial(completed, args=args)), args)
+    document = projected(args, words)
     assert document["fits_with_margin"] and document["left_gb"] >= 0.05 * args.card.memory_gb
     said = re.search(r"^# Projected: (.*), from ", path.read_text(), flags=re.M)
     total, rate = document["memory_gb"]["total"], document["tokens_per_s_per_gpu"]
-    assert (
-        said and said[1] == f"{total:.1f} GB of {args.card.memory_gb:.0f}, {rate:,.0f} tokens/s of each GPU"
-    )
+    shown = f"{total:.1f} GB of {args.card.memory_gb:.0f}, {rate:,.0f} tokens/s of each GPU"
+    assert said and said[1] == shown
 
 
 def test_there_is_a_recipe_for_each_published_run():
@@ -62,10 +65,8 @@ def test_an_experiment_is_chosen_however_its_group_is_typed(word):
     "row", rows_below(ROOT / "docs/tuning.md", "| step | words |"), ids=lambda row: row[0]
 )
 def test_the_case_of_the_guide_is_projected(row):
-    args, words = ProjectArgs("h100"), row[1].strip("`").split()
-    complete = functools.partial(completed, args=args)
-    typed = ("model=deepseek_v2_lite", "train.global_batch_size=256", *words)
-    document = project(configured(*typed, complete=complete), args)
+    words = row[1].strip("`").split()
+    document = projected(ProjectArgs("h100"), "model=deepseek_v2_lite", "train.global_batch_size=256", *words)
     rate = f"{document['tokens_per_s_per_gpu']:,.0f}" if document["fits"] else "does not fit"
     assert [f"{document['memory_gb']['total']:.1f}", f"{document['left_gb']:.1f}", rate] == row[2:]
 
@@ -76,9 +77,7 @@ def test_the_layout_that_the_page_on_dry_runs_quotes_is_projected_to_what_it_say
     quoted = re.search(r"^python -m graphmoe.train (.*?)\n```", text, flags=re.M | re.S)
     assert said and quoted
     words = [word for word in shlex.split(quoted[1].replace("\\\n", " ")) if not word.startswith("launch.")]
-    args = ProjectArgs("h100", nodes=32)
-    complete = functools.partial(completed, args=args)
-    document = project(configured(*words, "train.global_batch_size=4096", complete=complete), args)
+    document = projected(ProjectArgs("h100", nodes=32), *words, "train.global_batch_size=4096")
     assert document["fits_with_margin"]
     rate = f"{document['tokens_per_s_per_gpu']:,.0f}"
     assert (f"{document['memory_gb']['total']:.1f}", rate) == said.groups()

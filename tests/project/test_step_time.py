@@ -46,23 +46,18 @@ def test_every_card_has_a_projection(card):
 
 def test_zero_bubble_schedules_wait_less_than_1f1b():
     words = ("parallel.pp=4", "model.num_layers=8", "train.global_batch_size=64", "compile.enabled=true")
-    bubbles = {
-        name: document(ProjectArgs("h200"), *words, f"pipeline.schedule={name}")["bubble"]
+    gpipe, one_f, zero = (
+        document(ProjectArgs("h200"), *words, f"pipeline.schedule={name}")["bubble"]
         for name in ("gpipe", "1f1b", "zb1p")
-    }
-    assert 0 < bubbles["zb1p"] < bubbles["1f1b"] == pytest.approx(bubbles["gpipe"], rel=0.05)
+    )
+    assert 0 < zero < one_f == pytest.approx(gpipe, rel=0.05)
 
 
 @pytest.mark.parametrize(("recipe", "size"), [("none", 2), ("rowwise", 1)])
 def test_replicas_cost_a_plan_and_their_traffic(recipe, size):
     """Weights of one expert come in the forward and again in the backward, and a gradient goes home."""
-    words = (
-        "parallel.ep=8",
-        "moe.dispatcher=symm",
-        "moe.receive_budget=1.015625",  # as much room as with them
-        f"precision.fp8={recipe}",
-    )
-    plain, balanced = (
+    words = ("parallel.ep=8", "moe.dispatcher=symm", f"precision.fp8={recipe}", "moe.receive_budget=1.015625")
+    plain, balanced = (  # both with as much room
         document(ProjectArgs("h200"), *words, f"moe.balance={balance}") for balance in ("none", "replicas")
     )
 
@@ -116,11 +111,8 @@ def test_rates_of_nvidia_are_those_of_the_raw_data():
 
 @pytest.mark.parametrize("folder", [RAW, pytest.param(RAW / "again", marks=pytest.mark.slow)])
 def test_raw_rows_of_runs_are_projected_as_near_without_a_file(folder):
-    rows = [
-        row
-        for name in ("one_gpu.json", "two_gpus.json")
-        for row in json.loads((folder / name).read_text())["rows"]
-    ]
+    files = [json.loads((folder / f"{name}.json").read_text()) for name in ("one_gpu", "two_gpus")]
+    rows = [row for file in files for row in file["rows"]]
     assert len(rows) == 16
     for row in rows:
         run = compose_config(*row["overrides"], "moe.balance=none")  # the default when these ran

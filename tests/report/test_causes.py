@@ -87,11 +87,7 @@ def test_uneven_steps_and_full_ranks_count_by_the_time_that_they_cost(tmp_path):
     ("moe", "ranks", "said"),
     [
         ({"balance": "none", "dispatcher": "symm"}, 8, "wait for it: `moe.balance=replicas` gives all of"),
-        (
-            {"balance": "none", "dispatcher": "auto"},
-            8,
-            "`moe.balance=replicas` with `moe.dispatcher=symm` gives",
-        ),
+        ({"balance": "none", "dispatcher": "auto"}, 8, "`moe.balance=replicas` with `moe.dispatcher=symm` "),
         ({"balance": "none", "dispatcher": "auto"}, 4, None),  # experts are on two nodes
         ({"balance": "replicas", "dispatcher": "symm"}, 8, "wait for it: more `moe.replica_slots` even it"),
         ({"dispatcher": "symm"}, 8, None),  # an older run
@@ -110,11 +106,9 @@ def test_replicas_are_named_where_an_overfull_rank_could_have_them(tmp_path, moe
 
 
 def test_a_rank_that_replicas_relieve_is_no_loss_of_time(tmp_path):
-    def found(planned: float) -> list[str]:
-        steps = rows(*[2.0] * 21, rank_load=1.5, planned_rank_load=planned)
-        return [each.said for each in causes(run_of(tmp_path, steps, {}))]
-
-    assert found(1.02) == [] and "has 1.20 times the mean" in found(1.2)[-1]
+    relieved, full = (rows(*[2.0] * 21, rank_load=1.5, planned_rank_load=load) for load in (1.02, 1.2))
+    assert causes(run_of(tmp_path, relieved, {})) == []
+    assert "has 1.20 times the mean" in causes(run_of(tmp_path, full, {}))[-1].said
 
 
 def test_replicas_are_drawn_with_the_load_that_they_leave(tmp_path):
@@ -133,19 +127,8 @@ def test_replicas_are_drawn_with_the_load_that_they_leave(tmp_path):
 
 def test_shares_are_of_what_was_measured_and_others_are_not_named(tmp_path):
     measured = {"validation_s": 3.0, "checkpoint_s": 0.6, "data_s": 1.2}
-    (tmp_path / "capture_report.json").write_text(
-        json.dumps(
-            {
-                "on": "host",
-                "scope": "layer",
-                "graphs": 1,
-                "seconds": 6.0,
-                "pool_bytes": 0.0,
-                "warmup_steps": 1,
-                "spans": [],
-            }
-        )  # fmt: skip
-    )
+    counts = {"graphs": 1, "seconds": 6.0, "pool_bytes": 0.0, "warmup_steps": 1, "spans": []}
+    (tmp_path / "capture_report.json").write_text(json.dumps({"on": "host", "scope": "layer", **counts}))
     sentences = times(run_of(tmp_path, EVEN, measured), NO_TRACE)[1]
     steps = "75% in 20 more (2% waiting for data, 11% capture)"
     shares = f"19% up to its first step, {steps}, 6% validation, 1% checkpoints."

@@ -31,27 +31,23 @@ def write(folder: Path, document: dict) -> None:
 
 
 @pytest.mark.parametrize("key", ["name", "num_layers"])
-def test_what_a_strangers_file_would_look_up_here_is_refused_where_it_is_needed(
-    run, tmp_path, monkeypatch, key
-):
+def test_what_a_strangers_file_would_look_up_here_is_refused(run, tmp_path, monkeypatch, key):
     monkeypatch.setenv("A_SECRET", "s3cr3t")
     document = to_plain(config())
     document["model"][key] = "${oc.env:A_SECRET}"
     write(run, document)
-    for call in (
-        lambda: generate.main([f"run={run}"]),
-        lambda: convert.main([f"from={run}", f"to={tmp_path / 'to'}"]),
+    for main, words in (
+        (generate.main, [f"run={run}"]),
+        (convert.main, [f"from={run}", f"to={tmp_path}/to"]),
     ):
         with pytest.raises(ConfigError) as caught:
-            call()
+            main(words)
         message = str(caught.value)
         assert f"model.{key}=${{oc.env:A_SECRET}} would be looked up" in message and "s3cr3t" not in message
         assert str(run / "resolved.yaml") in message
 
 
-def test_an_attention_that_a_file_names_is_imported_only_where_its_reader_names_it(
-    run, tmp_path, monkeypatch
-):
+def test_attention_of_a_file_is_imported_if_its_reader_names_it(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "strange_code.py").write_text("raise AssertionError\n")
     document = to_plain(config())
@@ -59,16 +55,17 @@ def test_an_attention_that_a_file_names_is_imported_only_where_its_reader_names_
     write(run, document)
     folder = own_folder(tmp_path / "own")
     (folder / "model" / "m.yaml").write_text(yaml.safe_dump(document["model"]))
-    for call in (
-        lambda *named: generate.main([f"run={run}", *named]),
-        lambda *named: convert.main([f"from={run}", f"to={tmp_path / 'to'}", *named]),
-        lambda *named: convert.main([f"from={folder}", f"to={tmp_path / 'to'}", "target=hf", *named]),
+    to = f"to={tmp_path / 'to'}"
+    for main, *words in (
+        (generate.main, f"run={run}"),
+        (convert.main, f"from={run}", to),
+        (convert.main, f"from={folder}", to, "target=hf"),
     ):
-        for named in ((), ("attention=strange_code:other",)):
+        for named in ([], ["attention=strange_code:other"]):
             with pytest.raises(ConfigError, match=r"yaml: .*attention=strange_code:it is code outside the"):
-                call(*named)
+                main([*words, *named])
         with pytest.raises(AssertionError):
-            call("attention=strange_code:it")
+            main([*words, "attention=strange_code:it"])
 
 
 @pytest.mark.parametrize(

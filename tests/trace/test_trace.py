@@ -20,6 +20,10 @@ def read(trace: KinetoTrace, tmp_path: Path, num_kernels: int = 5) -> Summary:
     return summarise(read_trace(trace.write(tmp_path / "a.trace.json", FACTS)), num_kernels)
 
 
+def times_of(summary: Summary) -> dict[str, float]:
+    return {f"{s.segment}:{s.part}": round(s.ms, 6) for s in summary.segments}
+
+
 def segment(summary: Summary, name: str, part: str = "") -> SegmentTime:
     (found,) = (s for s in summary.segments if (s.segment, s.part) == (name, part))
     return found
@@ -31,12 +35,8 @@ def test_time_that_intervals_cover_counts_once():
 
 def test_kernels_belong_to_segments_and_a_step_has_idle_time_communication_and_launches(tmp_path):
     summary = read(two_steps(), tmp_path)
-    assert {(s.segment, s.part): round(s.ms, 6) for s in summary.segments} == {
-        ("attn", "F"): 0.1,
-        ("attn", "W"): 0.2,
-        ("gradients", "sum"): 0.15,
-        ("optimizer", "update"): 0.3,
-    }
+    expected = {"attn:F": 0.1, "attn:W": 0.2, "gradients:sum": 0.15, "optimizer:update": 0.3}
+    assert times_of(summary) == expected
     assert [s.calls for s in summary.segments] == [1.0] * 4
     assert segment(summary, "gradients", "sum").communication_ms == pytest.approx(0.15)
     assert segment(summary, "attn", "F").communication_ms == 0
@@ -114,7 +114,7 @@ def test_all_kernels_of_a_graph_belong_to_the_range_of_its_launch(tmp_path):
     whole.call("cudaGraphLaunch", 12, 32, 77)
     whole.activity("kernel", "nvjet_tst", 50, 60, 77)
     summary = read(whole, tmp_path)
-    assert [(s.segment, s.part) for s in summary.segments] == [("full_iteration", "replay")]
+    assert [*times_of(summary)] == ["full_iteration:replay"]
     (note,) = summary.notes
     assert "its kernels say nothing of segments" in note and "graph.scope=layer tells segments apart" in note
 
@@ -138,10 +138,7 @@ def test_an_eager_backward_is_the_segments_of_the_forward_by_sequence_numbers(tm
     trace.operation(f"{name}MmBackward0", 150, 170, BACKWARD, sequence=41, forward_thread=1)
     trace.launch("gemm", 155, 250, 280, BACKWARD)
     summary = read(trace, tmp_path)
-    assert {(s.segment, s.part): round(s.ms, 6) for s in summary.segments} == {
-        ("mlp", "B"): 0.05,
-        ("(no segment)", ""): 0.01,
-    }
+    assert times_of(summary) == {"mlp:B": 0.05, "(no segment):": 0.01}
 
 
 def test_a_kernel_between_steps_or_without_a_launch_is_no_part_of_a_segment(tmp_path):
@@ -190,13 +187,17 @@ def test_the_text_says_all_of_a_step(tmp_path, capsys, monkeypatch):
     assert ["attn", "W", "sm80_xmma_gemm", "1", "0.200", "unknown"] in words
 
 
-def test_a_trace_of_a_cpu_has_no_columns_of_a_gpu(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+def trace_of_a_cpu() -> KinetoTrace:
     trace = KinetoTrace()
     trace.range("ProfilerStep#1", 0, 100)
     trace.range("attn:F", 10, 60)
     trace.operation("aten::mm", 15, 50)
-    path = trace.write(tmp_path / "a.json", FACTS)
+    return trace
+
+
+def test_a_trace_of_a_cpu_has_no_columns_of_a_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    path = trace_of_a_cpu().write(tmp_path / "a.json", FACTS)
     main([f"trace={path}", "tracelens=false"])
     out = capsys.readouterr().out
     assert re.search(r"^segment +part +calls +ms +of step$", out, re.MULTILINE)
@@ -208,17 +209,13 @@ def test_a_trace_of_a_cpu_has_no_columns_of_a_gpu(tmp_path, capsys, monkeypatch)
 
 
 def test_ranges_of_process_groups_are_none_of_segments(tmp_path):
-    trace = KinetoTrace()
-    trace.range("ProfilerStep#1", 0, 100)
-    trace.range("attn:F", 10, 60)
-    trace.operation("aten::mm", 15, 50)
+    trace = trace_of_a_cpu()
     for start in (5, 8, 11):  # under way at once, and longer than what surrounds their start
         trace.range("gloo:send", start, start + 80)
     summary = read(trace, tmp_path)
-    times = {(s.segment, s.part): s.ms for s in summary.segments}
-    assert ("gloo", "send") not in times and min(times.values()) >= 0
+    times = times_of(summary)
+    assert "gloo:send" not in times and min(times.values()) >= 0 and times["attn:F"] == 0.05
     assert sum(times.values()) == pytest.approx(summary.step_ms)
-    assert times["attn", "F"] == pytest.approx(0.05)
 
 
 def test_communication_is_known_by_name():

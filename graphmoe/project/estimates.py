@@ -78,7 +78,7 @@ class Estimates:
         self._plain = Sizes.from_config(config, Layout(), on_nvidia=self.on_nvidia)
         self._all = all_pieces(self.model.num_layers, self.model.mtp_depth)
         by_number = config.precision.fp8_skip_layers or any(kind.layer_ids for kind in kinds.values())
-        self._are_alike = not by_number
+        self._alike_in = None if by_number else self.model
         self._sizes: dict[Like, tuple[RunConfig, Sizes]] = {}
         self._pipelines: dict[tuple[object, ...], ShortPipeline] = {}
         self._stage = functools.cache(self._estimate_stage)
@@ -109,7 +109,7 @@ class Estimates:
     def _short(self, plan: PipelinePlan | None) -> ShortPipeline:
         if plan is None:
             return ShortPipeline((PlaceKind(0, (self._all,), ((1,),)),))
-        return ShortPipeline(place_kinds(plan, self.model if self._are_alike else None), plan.embed_on)
+        return ShortPipeline(place_kinds(plan, self._alike_in), plan.embed_on)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
         """Return the position along pp that needs most, and its bytes by kind."""
@@ -138,9 +138,7 @@ class Estimates:
         like, kind, layout = self._like(candidate), candidate.kind, candidate.layout
         weights = _of_weights(layout, pipeline.embed_on)
         count = num_micro_batches(candidate.config, layout)
-        of_places = [
-            [self._stage(like, kind, pieces) for pieces in place.stages] for place in pipeline.places
-        ]
+        of_places = [[self._stage(like, kind, each) for each in place.stages] for place in pipeline.places]
         busiest = max(sum(stage.time.total for stage in stages) for stages in of_places)
         makespan = count * busiest
         if layout.pp > 1:
@@ -166,10 +164,8 @@ class Estimates:
         return _waits_of(*asked, tuple(shares), delay)
 
     def _like(self, candidate: Candidate) -> Like:
-        layout = replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
-        config = candidate.config
-        own = config.precision.fp8, config.moe.dispatcher
-        like = Like(layout, config.train.micro_batch_size, *own)
+        config, layout = candidate.config, replace(candidate.layout, dp=1, pp=1, embed_on=(0,))
+        like = Like(layout, config.train.micro_batch_size, config.precision.fp8, config.moe.dispatcher)
         if like not in self._sizes:
             sizes = Sizes.from_config(config, candidate.layout, on_nvidia=self.on_nvidia)
             self._sizes[like] = config, sizes

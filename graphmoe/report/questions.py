@@ -135,10 +135,8 @@ def speed(run: RunData) -> Answer:
     tflops = run.median("tflops")
     if not mfu:
         reached = f" The model's arithmetic runs at {tflops:.3g} TFLOP/s." if tflops else ""
-        said.append(
-            f"No floor: the peak of this device is not known, and `log.peak_tflops` sets it.{reached}"
-        )
-        return each, said
+        unknown = "No floor: the peak of this device is not known, and `log.peak_tflops` sets it."
+        return each, [*said, f"{unknown}{reached}"]
     peak = f" of {tflops / mfu:,.3g} TFLOP/s" if tflops else ""
     said.append(
         f"At the device's peak{peak} the model's FLOPs alone would take {seconds * mfu:.3g} s: that is the "
@@ -195,14 +193,14 @@ def findings(run: RunData, trace: Summary | str) -> Iterator[str]:
     yield from (each.said for each in causes(run))
     if run.of("compile.enabled") is False:
         yield EAGER
-    if recomputed := [key for key in ("all", "segments", "ops") if run.of(f"recompute.{key}")]:
-        room = _free_memory(run)
-        if room is not None and room > 0.25:
-            yield (
-                f"Parts of the forward run again in the backward (`recompute.{recomputed[0]}`), while "
-                f"{room:.0%} of the memory is free: recompute less."
-            )
-    elif (room := _free_memory(run)) is not None and room > 0.5 and _accumulates(run):
+    recomputed = [key for key in ("all", "segments", "ops") if run.of(f"recompute.{key}")]
+    room = _free_memory(run)
+    if recomputed and room > 0.25:
+        yield (
+            f"Parts of the forward run again in the backward (`recompute.{recomputed[0]}`), while "
+            f"{room:.0%} of the memory is free: recompute less."
+        )
+    elif not recomputed and room > 0.5 and _accumulates(run):
         yield f"{room:.0%} of the memory is free: a larger `train.micro_batch_size` makes larger kernels."
 
 
@@ -225,9 +223,10 @@ def _lost(run: RunData, trace: Summary) -> Iterator[str]:
         )
 
 
-def _free_memory(run: RunData) -> float | None:
+def _free_memory(run: RunData) -> float:
+    # share of a GPU; 0 if it is not known
     peak, card = run.summary.get("peak_memory_gib"), run.summary.get("device_memory_gib")
-    return None if run.of("run.device") == "cpu" or not peak or not card else 1 - peak / card
+    return 0.0 if run.of("run.device") == "cpu" or not peak or not card else 1 - peak / card
 
 
 def _accumulates(run: RunData) -> bool:

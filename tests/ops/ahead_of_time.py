@@ -165,38 +165,32 @@ def _compile_case(case: dict[str, Any], target: str) -> Facts:
     return _facts(name, target, built)
 
 
+WIDE = r"\.global[\w.:]*\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]32|v4\.[bfsu]64)"
+COUNTED = {  # backend: patterns of the instructions in its text that a field counts
+    "hip": {
+        "matrix_ops": r"\bv_mfma",
+        "scaled_ops": r"\bv_mfma_scale",
+        "wide_loads": r"\b(global|buffer)_load_(lds_)?dwordx4",
+        "wide_stores": r"\b(global|buffer)_store_dwordx4",
+        "atomics": r"\b(global|buffer)_atomic",
+    },
+    "cuda": {
+        "matrix_ops": r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma)",
+        "scaled_ops": r"\btcgen05\.mma[\w.:]*block_scale",
+        "wide_loads": rf"\bld{WIDE}",
+        "wide_stores": rf"\bst{WIDE}",
+        "atomics": r"\b(atom|red)\.[\w.]*global",
+    },
+}
+
+
 def _facts(name: str, target: str, built: Any) -> Facts:
-    amd = TARGETS[target][0] == "hip"
-    text = built.asm["amdgcn" if amd else "ptx"]
-    count = functools.partial(_count, text)
-    if amd:
-        spills = _largest(text, r"\.vgpr_spill_count:\s+(\d+)")
-        matrix_ops, atomics = count(r"\bv_mfma"), count(r"\b(global|buffer)_atomic")
-        loads = count(r"\b(global|buffer)_load_(lds_)?dwordx4")
-        stores = count(r"\b(global|buffer)_store_dwordx4")
-        scaled_ops = count(r"\bv_mfma_scale")
-    else:
-        spills = _stack_bytes(built.asm["cubin"])
-        matrix_ops = count(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma)")
-        scaled_ops = count(r"\btcgen05\.mma[\w.:]*block_scale")
-        atomics = count(r"\b(atom|red)\.[\w.]*global")
-        wide = r"\.global[\w.:]*\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]32|v4\.[bfsu]64)"
-        loads, stores = count(r"\bld" + wide), count(r"\bst" + wide)
-    return Facts(
-        name,
-        target,
-        shared_bytes=built.metadata.shared,
-        spills=spills,
-        matrix_ops=matrix_ops,
-        scaled_ops=scaled_ops,
-        wide_loads=loads,
-        wide_stores=stores,
-        atomics=atomics,
-    )
-
-
-def _count(text: str, pattern: str) -> int:
-    return len(re.findall(pattern, text))
+    backend, shared = TARGETS[target][0], built.metadata.shared
+    text = built.asm["amdgcn" if backend == "hip" else "ptx"]
+    of_amd = r"\.vgpr_spill_count:\s+(\d+)"
+    spills = _largest(text, of_amd) if backend == "hip" else _stack_bytes(built.asm["cubin"])
+    counts = {field: len(re.findall(pattern, text)) for field, pattern in COUNTED[backend].items()}
+    return Facts(name, target, shared_bytes=shared, spills=spills, **counts)
 
 
 def _largest(text: str, pattern: str) -> int:

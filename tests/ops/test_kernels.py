@@ -21,6 +21,8 @@ QUICK = "test_swiglu"
 TRITON = tuple(map(int, version("triton").split(".")[:2]))
 SHARED_BYTES = {"gfx942": 64 << 10, "gfx950": 160 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Shared memory (LDS) that one program may use."""
+MX = ("sm_100", "gfx950")
+"""Targets with products in mxfp8."""
 WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds of 16
     "test_swiglu": {"_forward_kernel": (2, 1), "_backward_kernel": (3, 2)},
     "test_permute": {
@@ -60,6 +62,15 @@ STORES = {
     "test_linear_cross_entropy": ("_rows_kernel bf16", "_rows_kernel fp32"),
 }
 
+PRODUCTS = {
+    "test_fp8_mlp": ("rows_kernel", "weight_grad_kernel"),
+    "test_mx_mlp": ("rows_kernel", "weight_grad_kernel"),
+    "test_fp8_blocks": ("mx_product_kernel",),
+}
+"""Kernels that run on matrix instructions."""
+SCALED = {(file, target): n for file, n in (("test_mx_mlp", 39), ("test_fp8_blocks", 4)) for target in MX}
+"""Numbers of products on instructions that take scales of blocks of 32."""
+
 
 @pytest.mark.parametrize("file", slow_but(INTERPRETED, QUICK))
 def test_kernels_pass_in_the_interpreter(file):
@@ -94,6 +105,11 @@ def test_kernels_compile_without_spills_and_atomics_fit_into_shared_memory_and_m
     assert wide == {name: (facts[name].wide_loads, facts[name].wide_stores) for name in wide}
     assert all(facts[name].wide_loads for name in LOADS.get(file, ()))
     assert all(facts[name].wide_stores for name in STORES.get(file, ()))
+    products = [fact for name, fact in facts.items() if name.startswith(PRODUCTS.get(file, ()))]
+    assert all(fact.matrix_ops > 0 for fact in products)
+    if (file, target) in SCALED:
+        assert len(products) == SCALED[file, target]
+        assert all(fact.scaled_ops == fact.matrix_ops for fact in products)
     for name, fact in facts.items() if file == "test_grouped_mlp" else ():
         if "bf16" in name:
             # NVIDIA loads by asynchronous copies, and AMD may store straight from the matrix registers.

@@ -1,4 +1,4 @@
-"""The grouped MLP in mxfp8: its plain form against fp64 and, product by product, its kernels against it."""
+"""The grouped MLP in mxfp8: products of its plain form against fp64, its kernels against it."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ from graphmoe.ops.fp8_mlp.reference import BY_BLOCKS as by_torch
 from graphmoe.ops.fp8_mlp.reference import rows_of_experts
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
-from tests.ops.ahead_of_time import compiled, launches_of_layers
+from tests.ops.ahead_of_time import launches_of_layers
 from tests.ops.interpreted import KERNELS, device_of
 from tests.ops.test_fp8_mlp import WIDE, decibels, every_step, layer, same
 
@@ -24,8 +24,6 @@ ops, by_kernels = torch.ops.graphmoe, launches.STEPS
 SHAPES = {"small": (48, 2, 5, 64, 160), "narrow": (40, 1, 3, 96, 32), "wide": (96, 4, 8, 128, 256)}
 """T, K, E, D, F."""
 COMPILED = WIDE | {"uneven": (576, 480, 8, 2)}
-LEAST = {"y": 20, "dx": 18, "dw_gate_up": 18, "dw_down": 18, "dweight": 18}
-"""Signal over noise in dB: 27 of a product. y goes through two, gradients through three and a stored h."""
 
 
 def along(q: Tensor, scale: Tensor) -> Tensor:
@@ -40,22 +38,6 @@ def sizes_apart(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, devi
     dy[7:10] *= 1e-6
     dy[10:14] *= 1e4
     return (x, *rest), plan, dy
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=[*SHAPES])
-def test_values_and_gradients_are_those_of_fp64_within_8_bits(shape, dtype):
-    tensors, plan, dy = layer(shape, dtype)
-    exact, stored = ([each.clone().to(d).requires_grad_() for each in tensors] for d in (torch.float64, None))
-    expected, _ = ops.grouped_mlp(*exact, *plan, "torch")
-    expected.backward(dy.double())
-    y = ops.fp8_mlp(*stored, *plan, "mxfp8")
-    y.backward(dy)
-    found, wanted = [y.detach(), *(x.grad for x in stored)], [expected.detach(), *(x.grad for x in exact)]
-    for (name, least), one, other in zip(LEAST.items(), found, wanted, strict=True):
-        assert one.dtype == (torch.float32 if name == "dweight" else dtype)
-        assert decibels(one, other) > least, name
-    assert not stored[1].grad[1].any() and not stored[2].grad[1].any()  # the expert without rows
 
 
 def test_products_are_those_of_the_stored_numbers():
@@ -188,16 +170,3 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
     every = functools.partial(every_step, launches, (blocks.quantise_mx, lambda w: blocks.turned(w, None)))
     cases = launches_of_layers(COMPILED, every)
     return [case | {"only": case["only"]["UPCAST" in case["constexprs"] :]} for case in cases]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_100", "gfx950"])
-def test_products_are_compiled_to_matrix_instructions_with_scales(target):
-    products = {
-        name: facts
-        for name, facts in compiled("tests.ops.test_mx_mlp", target).items()
-        if name.startswith(("rows_kernel", "weight_grad_kernel"))
-    }
-    assert len(products) == 13 * len(COMPILED)
-    for name, facts in products.items():
-        assert not facts.error and facts.scaled_ops == facts.matrix_ops > 0, (name, facts)

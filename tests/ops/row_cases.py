@@ -101,6 +101,21 @@ def brute_force_plan(expert_TK, num_experts, dead_rows=0, device="cpu"):
     return Plan(counts_E, ends_E, row_TK, slot_R, len(live))
 
 
+EXPERT_RS = torch.tensor([[3, 0, -1]], dtype=torch.int32)
+"""Experts that a rank has replicas of."""
+
+
+def plan_with_replicas(expert_TK, num_experts, dead_rows=0):
+    """slot_R, row_TK and ends_E where every second row of an expert of `EXPERT_RS` is its replica's."""
+    place_TK = expert_TK.clone()
+    for slot, expert in enumerate(EXPERT_RS[0].tolist()):
+        if expert >= 0:
+            rows = (expert_TK == expert).view(-1).nonzero()[::2, 0]
+            place_TK.view(-1)[rows] = num_experts + slot
+    plan = brute_force_plan(place_TK, num_experts + EXPERT_RS.shape[1], dead_rows)
+    return plan.slot_R, plan.row_TK, plan.ends_E
+
+
 def assert_plan_matches_brute_force(run, expert_TK, num_experts, device="cpu"):
     """``run`` is the op or its kernel: (expert_TK, num_experts) -> counts, ends, rows, slots."""
     expected = brute_force_plan(expert_TK, num_experts)

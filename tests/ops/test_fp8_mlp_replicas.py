@@ -15,14 +15,13 @@ from graphmoe.ops.fp8_mlp import launches
 from graphmoe.ops.fp8_steps import Known
 from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
-from tests.ops.row_cases import NAN, brute_force_plan
+from tests.ops.row_cases import EXPERT_RS, NAN, plan_with_replicas
 from tests.ops.test_fp8_mlp import decibels, layer
 
 SHAPE = (48, 2, 5, 64, 160)
 """T, K, E, D, F; expert 1 has no rows, and neither have `EMPTY` experts behind the last."""
 EMPTY = 2
 WITH_EXPERTS = ("rowwise", "tensorwise", "mxfp8")
-EXPERT_RS = torch.tensor([[3, 0, -1]], dtype=torch.int32)
 OWN = {"one": 1, "some": 3, "all that have rows": 5}
 """Experts in the first list."""
 ops = torch.ops.graphmoe
@@ -119,13 +118,8 @@ def test_gradients_of_further_experts_end_with_the_last_that_has_rows(backend, r
 def with_replicas(dtype: torch.dtype = torch.bfloat16) -> tuple[list[Tensor], Plan, Plan, Tensor]:
     """A layer; its plan, and that where every second row of an expert of `EXPERT_RS` is the replica's; dy."""
     inputs, plan, dy = layer(SHAPE, dtype)
-    T, K, E, *_ = SHAPE
     expert_TK = torch.searchsorted(plan.ends_E, plan.row_TK, right=True).int()
-    place_TK = expert_TK.clone()
-    for slot, expert in enumerate(EXPERT_RS[0].tolist()):
-        place_TK.view(-1)[(expert_TK == expert).view(-1).nonzero()[::2, 0]] = E + slot
-    places = brute_force_plan(place_TK, E + EXPERT_RS.shape[1], 0)
-    return [*inputs], plan, Plan(places.slot_R, places.row_TK, places.ends_E), dy
+    return [*inputs], plan, Plan(*plan_with_replicas(expert_TK, len(plan.ends_E))), dy
 
 
 @pytest.mark.parametrize("recipe", WITH_EXPERTS)

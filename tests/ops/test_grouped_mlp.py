@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.moe_segments import Experts
@@ -219,27 +218,6 @@ def test_nothing_of_row_size_is_kept_but_h_whose_gradient_is_ignored():
     assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
     assert torch.autograd.grad(h_RH.sum(), leaves, allow_unused=True, retain_graph=True) == (None,) * 4
     y_TD.sum().backward()  # an expanded gradient
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_torch_accepts_the_ops(dtype):
-    p, run = make_problem("some slots are not routed here", dtype), ops_of("torch")
-    _, h = run.forward(*p.inputs, *p.plan)
-    _, _, dh, a = run.dgrad(p.dy_TD, h, *p.inputs[1:], *p.plan)
-    for buffer in (h, dh, a):
-        buffer[p.live :] = 0  # opcheck compares all elements
-    utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    given = (p.dy_TD, p.x_TD, dh, a, *p.plan)
-    totals = [torch.zeros(w.shape) for w in p.inputs[1:3]]
-    for op, *arguments in (
-        (ops.grouped_mlp, *leaves_of(p), *p.plan, "torch"),
-        (ops.grouped_mlp_dgrad, p.dy_TD, h, *p.inputs[1:], *p.plan, "torch"),
-        (ops.grouped_mlp_wgrad, *given, "torch"),
-        (ops.grouped_mlp_wgrad_into, *given, *totals, "torch", True),
-    ):
-        opcheck(op.default, tuple(arguments), test_utils=utils)
-    p = make_problem("random", dtype)
-    opcheck(ops.grouped_mlp_hidden.default, (*p.inputs[:2], *p.plan, "torch"), test_utils=utils[::2])
 
 
 @pytest.mark.parametrize("mixed", ["{},torch,torch", "torch,{},torch", "torch,torch,{}"])

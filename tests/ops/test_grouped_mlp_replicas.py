@@ -26,7 +26,7 @@ from tests.ops.mlp_cases import (
     ops_of,
     poison,
 )
-from tests.ops.row_cases import brute_force_plan, fresh_memory_is_nan
+from tests.ops.row_cases import EXPERT_RS, fresh_memory_is_nan, plan_with_replicas
 
 WORKERS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -104,20 +104,13 @@ def test_gradients_of_further_experts_end_with_the_last_that_has_rows(monkeypatc
 
 # The operations, on one rank that has replicas of its own experts.
 
-EXPERT_RS = torch.tensor([[3, 0, -1]], dtype=torch.int32)
-
 
 def with_replicas(case: str, dtype: torch.dtype) -> tuple[Problem, tuple[Tensor, Tensor, Tensor]]:
     """A problem, and its plan where every second slot of an expert of `EXPERT_RS` goes to the replica."""
     p = make_problem(case, dtype)
     if dtype == torch.float64:
         p = p._replace(weight_TK=p.weight_TK.double())
-    place_TK, E = p.expert_TK.clone(), len(p.w_down)
-    for slot, expert in enumerate(EXPERT_RS[0].tolist()):
-        of_expert = ((p.expert_TK == expert) & (p.expert_TK >= 0)).nonzero()[::2]
-        place_TK[of_expert[:, 0], of_expert[:, 1]] = E + slot
-    plan = brute_force_plan(place_TK, E + EXPERT_RS.shape[1], len(p.plan[0]) - p.live)
-    return p, (plan.slot_R, plan.row_TK, plan.ends_E)
+    return p, plan_with_replicas(p.expert_TK, len(p.w_down), len(p.plan[0]) - p.live)
 
 
 WITH_REPLICAS = [case for case in CASES if CASES[case][4] > 3]
@@ -130,10 +123,12 @@ def test_the_operation_with_replicas_has_the_results_and_gradients_of_the_expert
     p, plan = with_replicas(case, dtype)
     leaves = leaves_of(p)
     with fresh_memory_is_nan():
-        y_TD, _ = ops.grouped_mlp(*leaves, *plan, "torch", EXPERT_RS)
+        y_TD, h_RH = ops.grouped_mlp(*leaves, *plan, "torch", EXPERT_RS)
+        alone_RH = ops.grouped_mlp_hidden(*p.inputs[:2], *plan, "torch", EXPERT_RS)
         gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
     assert [(g.shape, g.dtype) for g in gradients] == [(leaf.shape, leaf.dtype) for leaf in leaves]
     assert_results_match(p, y_TD, gradients)
+    assert alone_RH[: p.live].equal(h_RH[: p.live])
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -160,28 +155,23 @@ def test_gradients_travel_in_the_dtype_in_which_their_backend_makes_them(one_pee
     assert spied.call_args.args[2] == dtype
 
 
-def test_the_first_product_alone_has_the_bits_of_the_whole(one_peer):
-    p, plan = with_replicas("skewed, dead rows", torch.float32)
-    _, h_RH = ops.grouped_mlp(*p.inputs, *plan, "torch", EXPERT_RS)
-    alone_RH = ops.grouped_mlp_hidden(*p.inputs[:2], *plan, "torch", EXPERT_RS)
-    assert alone_RH[: p.live].equal(h_RH[: p.live])
-
-
+@pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_torch_accepts_the_operations_with_replicas(one_peer, dtype):
+def test_torch_accepts_the_operations(one_peer, dtype, replicated):
     p, plan = with_replicas("some slots are not routed here", dtype)
-    _, h = ops.grouped_mlp(*p.inputs, *plan, "torch", EXPERT_RS)
-    _, _, dh, a = ops.grouped_mlp_dgrad(p.dy_TD, h, *p.inputs[1:], *plan, "torch", EXPERT_RS)
+    plan, experts = (plan, (EXPERT_RS,)) if replicated else (p.plan, ())
+    _, h = ops.grouped_mlp(*p.inputs, *plan, "torch", *experts)
+    _, _, dh, a = ops.grouped_mlp_dgrad(p.dy_TD, h, *p.inputs[1:], *plan, "torch", *experts)
     for buffer in (h, dh, a):
         buffer[p.live :] = 0  # opcheck compares all elements
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     given: tuple[Any, ...] = (p.dy_TD, p.x_TD, dh, a, *plan)
     totals = [torch.zeros(w.shape) for w in p.inputs[1:3]]
     for op, *arguments in (
-        (ops.grouped_mlp, *leaves_of(p), *plan, "torch", EXPERT_RS),
-        (ops.grouped_mlp_dgrad, p.dy_TD, h, *p.inputs[1:], *plan, "torch", EXPERT_RS),
-        (ops.grouped_mlp_wgrad, *given, "torch", EXPERT_RS),
-        (ops.grouped_mlp_wgrad_into, *given, *totals, "torch", True, EXPERT_RS),
-        (ops.grouped_mlp_hidden, *p.inputs[:2], *plan, "torch", EXPERT_RS),
+        (ops.grouped_mlp, *leaves_of(p), *plan, "torch", *experts),
+        (ops.grouped_mlp_dgrad, p.dy_TD, h, *p.inputs[1:], *plan, "torch", *experts),
+        (ops.grouped_mlp_wgrad, *given, "torch", *experts),
+        (ops.grouped_mlp_wgrad_into, *given, *totals, "torch", True, *experts),
+        (ops.grouped_mlp_hidden, *p.inputs[:2], *plan, "torch", *experts),
     ):
         opcheck(op.default, tuple(arguments), test_utils=utils)

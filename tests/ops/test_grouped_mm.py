@@ -82,9 +82,8 @@ def test_only_the_gradients_that_are_wanted_are_computed(x_wants, w_wants):
     assert ((x.grad is not None), (w.grad is not None)) == (x_wants, w_wants)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_accepts_the_three_ops(dtype):
-    x, w, ends, dy = make_inputs([3, 0, 2], 0, 7, 13, dtype)
+def test_torch_accepts_the_three_ops():
+    x, w, ends, dy = make_inputs([3, 0, 2], 0, 7, 13, torch.bfloat16)
     ops, plain = torch.ops.graphmoe, (x.detach(), w.detach())
     torch.library.opcheck(ops.grouped_mm.default, (x, w, ends))
     torch.library.opcheck(ops.grouped_mm_dgrad.default, (dy, plain[1], ends))

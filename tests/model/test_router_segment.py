@@ -39,8 +39,13 @@ def make_input(seed=0, sequences=B):
     return torch.randn(sequences, S, D, generator=generator).requires_grad_()
 
 
-@pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
-def test_every_combination_of_options_matches_fp64(function, after, renormalise, bias, groups, group_score):
+COVERING = (0, 2, 6, 7, 12, 20, 33, 37, 40, 42, 47, 51, 53, 56, 58, 62)
+"""Options with each pair of values, and with each of losses and dtypes that tests of passes give them."""
+
+
+@pytest.mark.parametrize("case", COVERING)
+def test_options_in_pairs_match_fp64(case):
+    function, after, renormalise, bias, groups, group_score = OPTIONS[case]
     router = make_router(
         score_function=function,
         renormalise=renormalise,

@@ -65,8 +65,7 @@ def test_training_works_after_generating_in_inference_mode():
     assert bool(model.embed.weight.grad.any())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@both
+@pytest.mark.parametrize(("name", "dtype"), [("gqa", torch.float32), ("mla", torch.bfloat16)], ids=str)
 def test_two_backward_passes_on_several_threads_are_bitwise_equal(name, dtype):
     """Take a model so large that torch uses its threads, and top-8, so that an order of sums would show."""
     changes = {"hidden_size": 96, "top_k": 8, "num_experts": 12, "vocab_size": 500, "mtp_depth": 1}

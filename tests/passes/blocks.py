@@ -7,6 +7,7 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -200,36 +201,26 @@ def our_grouped_mm() -> Iterator[None]:
         yield
 
 
-def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Traced:
-    from transformers.models import deepseek_v2, deepseek_v3, mixtral, qwen3_moe
-    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+GROUPED = {
+    "n_routed_experts": 2 * E, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5,
+    "n_shared_experts": 1, "num_attention_heads": 2,
+}  # fmt: skip
+BLOCKS = {  # family: (class, settings of its config)
+    "mixtral": ("MixtralSparseMoeBlock", {"intermediate_size": WIDTH, "num_local_experts": E}),
+    "qwen3_moe": ("Qwen3MoeSparseMoeBlock", {"num_experts": E}),
+    "deepseek_v2": ("DeepseekV2Moe", GROUPED),
+    "deepseek_v3": ("DeepseekV3MoE", GROUPED),
+}
 
-    grouped = {
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "n_shared_experts": 1,
-        "num_attention_heads": 2,
-    }
+
+def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Traced:
+    from transformers import AutoConfig
+
+    name, settings = BLOCKS[family]
     shape = {"hidden_size": D, "num_experts_per_tok": K, "moe_intermediate_size": WIDTH}
-    config, block = {
-        "mixtral": (mixtral.MixtralConfig, MixtralSparseMoeBlock),
-        "qwen3_moe": (qwen3_moe.Qwen3MoeConfig, Qwen3MoeSparseMoeBlock),
-        "deepseek_v2": (deepseek_v2.DeepseekV2Config, DeepseekV2Moe),
-        "deepseek_v3": (deepseek_v3.DeepseekV3Config, DeepseekV3MoE),
-    }[family]
-    if family == "mixtral":
-        shape |= {"intermediate_size": WIDTH, "num_local_experts": E}
-    elif family == "qwen3_moe":
-        shape |= {"num_experts": E}
-    else:
-        shape |= {"n_routed_experts": 2 * E} | grouped
-    made = config(**(shape | changes))
+    made = AutoConfig.for_model(family, **(shape | settings | changes))
     made._experts_implementation = "grouped_mm"
-    module = block(made)
+    module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name)(made)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):

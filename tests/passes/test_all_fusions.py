@@ -42,8 +42,7 @@ FAMILIES = [  # family, its settings, and settings of the router's operation
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "dtype"), [*(("cpu", dtype) for dtype in DTYPES), ("cuda", DTYPES[1])])
 @pytest.mark.parametrize(("family", "changes", "options"), FAMILIES)
 def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, options, dtype, device):
     if device == "cuda" and not torch.backends.cuda.is_built():
@@ -62,12 +61,13 @@ def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, option
         assert_same_numbers(fused, plain)
 
 
-@pytest.mark.parametrize("order", [*itertools.permutations(PASSES[:3])], ids=lambda o: o[0].__name__)
-def test_the_order_of_the_passes_before_the_last_does_not_matter(order):
+def test_the_order_of_the_passes_before_the_last_does_not_matter():
     plain = transformers_block("mixtral", torch.float32)
-    fused, _ = rewritten(plain, *order, fuse_experts)
-    assert operations(fused) == operations(rewritten(plain, *PASSES)[0])
-    assert_same_numbers(fused, plain)
+    expected = operations(rewritten(plain, *PASSES)[0])
+    for order in itertools.permutations(PASSES[:3]):
+        fused, _ = rewritten(plain, *order, fuse_experts)
+        assert operations(fused) == expected, order
+        assert_same_numbers(fused, plain)
 
 
 def model_of(dtype: torch.dtype, *words: str) -> Transformer:
@@ -77,7 +77,7 @@ def model_of(dtype: torch.dtype, *words: str) -> Transformer:
 
 
 @pytest.mark.parametrize(
-    ("words", "dtype"), zip(("model.shared_ffn_size=8", "model.shared_ffn_size=0"), DTYPES, strict=True)
+    ("words", "dtype"), [("model.shared_ffn_size=8", DTYPES[0]), ("model.shared_ffn_size=0", DTYPES[1])]
 )
 def test_every_layer_and_loss_of_a_whole_model_matches_and_nothing_of_row_size_is_kept(words, dtype):
     tokens = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(5))

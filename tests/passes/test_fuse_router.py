@@ -11,7 +11,7 @@ from graphmoe.config.schema import AuxLoss, GroupScore, ScoreFunction
 from graphmoe.ops.router import relative_scores
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
-from tests.model.test_router_segment import OPTIONS, make_input, make_router
+from tests.model.test_router_segment import COVERING, OPTIONS, make_input, make_router
 from tests.passes.blocks import (
     DTYPES,
     Traced,
@@ -49,10 +49,6 @@ def routed(dtype=torch.float32, bias_E=None, **settings):
         router.selection_bias.data.copy_(bias_E)
     x = make_input().detach().to(dtype).requires_grad_()
     return traced(router, x, *[torch.arange(16.0)] * router.reads_earlier)
-
-
-COVERING = (0, 2, 6, 7, 12, 20, 33, 37, 40, 42, 47, 51, 53, 56, 58, 62)
-"""Options with each pair of values, of the losses and dtypes that go with them too."""
 
 
 @pytest.mark.parametrize("case", COVERING)

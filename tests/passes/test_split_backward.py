@@ -70,7 +70,10 @@ def products(module: torch.fx.GraphModule) -> int:
     return sum(node.target in PRODUCTS for node in module.graph.nodes)
 
 
-@pytest.mark.parametrize(("layer", "dtype"), [(0, torch.float32), (1, torch.float32), (1, torch.bfloat16)])
+LAYERS = [(0, torch.float32), (1, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("layer", "dtype"), LAYERS)
 def test_inputs_then_weights_give_the_gradients_of_the_whole_backward(layer, dtype):
     torch.manual_seed(1)
     whole, tensors = graphs_of(layer, dtype=dtype)
@@ -84,10 +87,10 @@ def test_inputs_then_weights_give_the_gradients_of_the_whole_backward(layer, dty
         assert_agrees(gradient, expected[position], SPLIT.numerics, limit, f"gradient {position}")
 
 
-@pytest.mark.parametrize("layer", [0, 1])
-def test_w_makes_each_weight_gradient_by_one_product_and_is_handed_no_view_and_no_sum_to_make(layer):
-    whole, tensors = graphs_of(layer, dtype=torch.float32)
-    cut, _ = graphs_of(layer, cut=True, dtype=torch.float32)
+@pytest.mark.parametrize(("layer", "dtype"), LAYERS)
+def test_w_makes_each_weight_gradient_by_one_product_and_is_handed_no_view_and_no_sum_to_make(layer, dtype):
+    whole, tensors = graphs_of(layer, dtype=dtype)
+    cut, _ = graphs_of(layer, cut=True, dtype=dtype)
     assert whole.backward is not None and cut.backward is not None
     inputs, weights = cut.backward.inputs, cut.backward.weights
     matrices = [tensors[i] for i in cut.weight_gradients if tensors[i].dim() > 1]

@@ -34,13 +34,13 @@ def deterministic_words(monkeypatch):
 
 @pytest.fixture
 def warm(tmp_path):
-    """Make trainers that have done three steps, the first of which waits for the device."""
+    """Make trainers that have done a few steps, the first of which waits for the device."""
     trainers = []
 
-    def make(*overrides: str):
+    def make(*overrides: str, steps: int = 3):
         trainer = trainer_in(tmp_path, *GPU, *UNREAD, *overrides)
         trainers.append(trainer)
-        for _ in range(3):
+        for _ in range(steps):
             trainer._train_step()
         torch.cuda.synchronize()
         return trainer

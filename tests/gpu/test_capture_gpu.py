@@ -128,10 +128,7 @@ def test_two_hundred_steps_on_real_text_are_bitwise_the_uncaptured_ones(trained,
 
 @COMPILED
 def test_a_replayed_step_never_waits_and_copies_only_its_row_to_the_host(warm, compiled):
-    trainer = warm(CAPTURED, compiled)
-    for _ in range(2):
-        trainer._train_step()
-    torch.cuda.synchronize()
+    trainer = warm(CAPTURED, compiled, steps=5)
     with syncs_are_errors(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for _ in range(3):
             trainer._train_step()
@@ -150,9 +147,7 @@ def test_a_replayed_step_never_waits_and_copies_only_its_row_to_the_host(warm, c
 def test_replayed_units_never_wait(warm, scope):
     # One layer and one micro-batch: eager launches of more would take the host longer than the limit.
     few = ("model.num_layers=1", "model.num_dense_layers=0", "train.micro_batch_size=4")
-    trainer = warm(COMPILE, f"graph.scope={scope}", *few)
-    for _ in range(2):
-        trainer._train_step()
+    trainer = warm(COMPILE, f"graph.scope={scope}", *few, steps=5)
     with syncs_are_errors():
         for _ in range(3):
             trainer._train_step()
@@ -173,10 +168,7 @@ def test_the_pool_of_captured_layers_is_little_more_than_what_a_step_needs(warm)
 
 @COMPILED
 def test_the_nodes_of_the_report_are_what_the_device_runs_in_a_replayed_step(warm, compiled):
-    trainer = warm(CAPTURED, compiled)
-    for _ in range(2):
-        trainer._train_step()
-    torch.cuda.synchronize()
+    trainer = warm(CAPTURED, compiled, steps=5)
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         trainer._train_step()
         torch.cuda.synchronize()
@@ -196,9 +188,7 @@ def test_a_replay_that_is_not_finite_changes_nothing_and_a_weight_that_moves_is_
         return output._replace(total=output.total * scale)
 
     monkeypatch.setattr(Transformer, "loss", loss)
-    trainer = warm(COMPILE, f"graph.scope={scope}", "model.num_layers=2")
-    for _ in range(2):
-        trainer._train_step()
+    trainer = warm(COMPILE, f"graph.scope={scope}", "model.num_layers=2", steps=5)
     optimizer, report = trainer.optimizer, trainer.execution.capture.report
     for bad in (True, False):
         scale.fill_(torch.nan if bad else 1.0)

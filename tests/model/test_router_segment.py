@@ -43,9 +43,8 @@ COVERING = (0, 2, 6, 7, 12, 20, 33, 37, 40, 42, 47, 51, 53, 56, 58, 62)
 """Options with each pair of values, and with each of losses and dtypes that tests of passes give them."""
 
 
-@pytest.mark.parametrize("case", COVERING)
-def test_options_in_pairs_match_fp64(case):
-    function, after, renormalise, bias, groups, group_score = OPTIONS[case]
+@pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
+def test_every_combination_of_options_matches_fp64(function, after, renormalise, bias, groups, group_score):
     router = make_router(
         score_function=function,
         renormalise=renormalise,

@@ -18,10 +18,9 @@ from torch.fx import Node
 
 from graphmoe.config.formats import FORMATS
 from graphmoe.config.schema import ConfigError
-from graphmoe.ops.formats import KERNELS
-from graphmoe.ops.fp8_linear import linear, linear_dgrad, linear_wgrad
+from graphmoe.ops.formats import KERNELS, linear, linear_dgrad, linear_wgrad
 from graphmoe.ops.fp8_mlp import mlp, mlp_gradients
-from graphmoe.ops.symm.stored import combine_grad_stored, dispatch_stored
+from graphmoe.ops.symm import combine_grad_stored, dispatch_stored
 from graphmoe.passes.base import Rewrites, rewrite
 from graphmoe.passes.matching import (
     SAME_ELEMENTS,

@@ -295,7 +295,7 @@ def test_the_site_has_each_page_once():
         ("README.md", "![a](docs/images/report.png)", "![a](images/report.png)", None),
         ("docs/map.md", "[a](../README.md)", "[a](index.md)", None),
         ("docs/benchmarks/README.md", "[a](../data.md)", "[a](../data.md)", None),
-        ("docs/map.md", "[`a`](../passes/table.py)", "[`a`](https://x/blob/main/passes/table.py)", "`a`"),
+        ("docs/map.md", "[`a`](../passes/base.py)", "[`a`](https://x/blob/main/passes/base.py)", "`a`"),
         ("docs/map.md", "[a](#rooms) [b](https://y)", "[a](#rooms) [b](https://y)", None),
     ],
 )

@@ -1,12 +1,16 @@
-"""The attn segment: norm, attention (MLA or GQA) and residual add.
+"""The attn segment: norm, attention (MLA or GQA) with rotary embedding, and residual add.
 
 cp: attention exchanges positions for heads (DeepSpeed-Ulysses, arXiv 2309.14509, section 3) or circulates
-keys and values (``ops.ring_attention``). Suffixes: B batch, S sequence, D hidden, H query heads, G key-value
-heads, N head part without and R with rotary embedding, Q = N + R, V value head, P = R / 2.
+keys and values (``ops.ring_attention``). Rotary embedding: RoFormer (arXiv 2104.09864, section 3.4); YaRN
+(arXiv 2309.00071, sections 3.2 and 3.4) with mscale of DeepSeek-V2 (arXiv 2405.04434, section 3.1.4).
+
+Suffixes: B batch, S sequence, D hidden, H query heads, G key-value heads, N head part without and R with
+rotary embedding, Q = N + R, V value head, P = R / 2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.choices import look_up
-from graphmoe.config.schema import AttentionBackend, ModelConfig
+from graphmoe.config.schema import AttentionBackend, ModelConfig, RopeScaling
 from graphmoe.model.blocks import RMSNorm, column_parallel, row_parallel
-from graphmoe.model.rope import attention_scale, rotate_halves, rotate_pairs
 from graphmoe.ops.attention import causal_attention, choose_backend, warn_of_slow_heads
 from graphmoe.ops.collectives import all_gather, all_to_all, index_along, reduce_scatter
 from graphmoe.ops.ring_attention import ring_attention
@@ -188,3 +191,64 @@ KINDS: dict[str, Callable[[ModelConfig, Layout], nn.Module]] = {
     "mla": LatentAttention,
     "gqa": GroupedQueryAttention,
 }
+
+
+def rope_tables(config: ModelConfig, dim: int, seq_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, scaled by `yarn_magnitude`: two fp32 [S, P]."""
+    position_S = torch.arange(seq_len, device=device, dtype=torch.float32)
+    angle_SP = torch.outer(position_S, inverse_frequencies(config, dim).to(device))
+    magnitude = 1.0
+    if config.rope_scaling is RopeScaling.yarn:
+        magnitude = yarn_magnitude(config.yarn_factor, config.yarn_mscale)
+        magnitude /= yarn_magnitude(config.yarn_factor, config.yarn_mscale_all_dim)
+    return angle_SP.cos() * magnitude, angle_SP.sin() * magnitude
+
+
+def inverse_frequencies(config: ModelConfig, dim: int) -> Tensor:
+    """Return radians per position of each rotation pair, fp32 [dim / 2], on the CPU."""
+    exponent_P = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    kept_P = 1.0 / config.rope_theta**exponent_P
+    if config.rope_scaling is RopeScaling.none:
+        return kept_P
+    low = math.floor(_pair_of_rotations(config, dim, config.yarn_beta_fast))
+    high = math.ceil(_pair_of_rotations(config, dim, config.yarn_beta_slow))
+    low, high = max(low, 0), min(high, dim - 1)
+    pair_P = torch.arange(dim // 2, dtype=torch.float32)
+    # if high < low no full rotation fits: the published codes keep every frequency then
+    ramp_P = ((pair_P - low) / (high - low or 0.001)).clamp(0, 1)
+    return kept_P * (1 - ramp_P) + kept_P / config.yarn_factor * ramp_P
+
+
+def yarn_magnitude(factor: float, coefficient: float) -> float:
+    """YaRN's attention scaling (mscale); 1 for factors up to 1."""
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
+
+
+def attention_scale(config: ModelConfig, head_dim: int) -> float:
+    """1 / sqrt(head size), times YaRN's squared magnitude."""
+    scale = head_dim**-0.5
+    if config.rope_scaling is RopeScaling.yarn:
+        scale *= yarn_magnitude(config.yarn_factor, config.yarn_mscale_all_dim) ** 2
+    return scale
+
+
+def rotate_pairs(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    """Rotate neighbouring elements (0, 1), (2, 3), ... as DeepSeek checkpoints store them."""
+    a, b = x_BSHR.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack(_rotate(a, b, cos_SP, sin_SP), dim=-1).flatten(-2).to(x_BSHR.dtype)
+
+
+def rotate_halves(x_BSHR: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> Tensor:
+    """Rotate element i with element i + R / 2, as Qwen3 and Mixtral checkpoints store them."""
+    a, b = x_BSHR.float().chunk(2, dim=-1)
+    return torch.cat(_rotate(a, b, cos_SP, sin_SP), dim=-1).to(x_BSHR.dtype)
+
+
+def _rotate(a: Tensor, b: Tensor, cos_SP: Tensor, sin_SP: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_SP[:, None], sin_SP[:, None]
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def _pair_of_rotations(config: ModelConfig, dim: int, rotations: float) -> float:
+    turns = config.yarn_original_context / (rotations * 2 * math.pi)
+    return dim * math.log(turns) / (2 * math.log(config.rope_theta))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
+from graphmoe.model.attention import rope_tables
 from graphmoe.model.blocks import (
     IGNORED,
     Embedding,
@@ -24,7 +25,6 @@ from graphmoe.model.blocks import (
 from graphmoe.model.dispatch import has_load
 from graphmoe.model.layer import MoELayer, MoEOutput, MtpLayer, layer_class
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
-from graphmoe.model.rope import rope_tables
 from graphmoe.ops.collectives import all_gather, sums_over
 from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.attention import attention_facts

@@ -55,7 +55,7 @@ class Dense:
     R: int
     N: int
     K: int
-    wgrad: str  # format of the weight gradient, as in `ops.fp8_linear`
+    wgrad: str  # format of the weight gradient, as in `ops.formats.linear`
     dtype: torch.dtype = torch.bfloat16
     recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 

@@ -1,8 +1,7 @@
 """Optimizers and the reduction of gradients over ranks."""
 
 from graphmoe.config.choices import look_up
-from graphmoe.optim.adamw import ADAMW
-from graphmoe.optim.rule import UpdateRule
+from graphmoe.optim.rule import ADAMW, UpdateRule
 
 RULES = {"adamw": ADAMW}
 

@@ -22,8 +22,8 @@ from graphmoe.ops.grouped_mlp import row_of
 from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
 from graphmoe.ops.grouped_mm import has_grouped_kernel
 from graphmoe.optim.base import StepOptimizer
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import select_passes
 from graphmoe.plan.experts import has_experts
 from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name

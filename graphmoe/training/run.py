@@ -17,7 +17,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, DeviceChoice, RunC
 from graphmoe.data import DataError
 from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
-from graphmoe.passes.table import select_passes
+from graphmoe.passes import select_passes
 from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import doubtful, without_effect

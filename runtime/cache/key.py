@@ -17,8 +17,8 @@ import torch
 
 from graphmoe.config.ranges import spelled
 from graphmoe.config.schema import RunConfig
+from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassSpec
-from graphmoe.passes.table import PASSES
 from graphmoe.plan.forced_loads import NO_LOAD
 
 Facts = Mapping[str, Any]  # plain values by dotted names; base.* are device, versions and sources

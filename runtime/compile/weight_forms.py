@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import FIRST_SCALE, GRADIENT, INPUT, fp8_dtype, given, scales_of, wide_dtype
 from graphmoe.passes.matching import calls, is_op, operand, operands, put_graph

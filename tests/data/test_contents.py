@@ -25,7 +25,7 @@ def open_text(tmp_path, tokenizer_path, cache):
 
 @pytest.fixture
 def large(monkeypatch):
-    for module in ("sources.memmap", "cache", "contents"):
+    for module in ("sources.files", "cache", "contents"):
         monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
 
 
@@ -146,7 +146,7 @@ def test_a_pair_that_differs_from_its_sums_is_an_error_or_counted(prefix, tmp_pa
     both = DataConfig(source="memmap", paths=[str(prefix), str(tmp_path / "other")], skip_bad=True)
     corpus = open_data(both, seq_len=10, vocab_size=1000)
     assert corpus.bad == {"unreadable file": 1} and len(corpus.train.documents.files) == 1
-    monkeypatch.setattr("graphmoe.data.sources.memmap.SMALL_BYTES", 0)
+    monkeypatch.setattr("graphmoe.data.sources.files.SMALL_BYTES", 0)
     with pytest.raises(DataError, match=r"m\.bin: its sha256 differs .*; restore the file"):
         open_pair(prefix).check.wait()
 

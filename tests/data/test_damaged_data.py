@@ -155,7 +155,7 @@ def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monk
     write_jsonl(source / "a.jsonl", sentences(100))
     monkeypatch.setenv("GRAPHMOE_CACHE", str(work))
     if large:
-        for module in ("sources.memmap", "cache", "contents"):
+        for module in ("sources.files", "cache", "contents"):
             monkeypatch.setattr(f"graphmoe.data.{module}.SMALL_BYTES", 0)
     asked = DataConfig(bpe_vocab_size=320, val_fraction=0.1)
 

@@ -7,7 +7,7 @@ import torch
 from graphmoe.config.schema import ConfigError
 from graphmoe.data.loader import Loader
 from graphmoe.data.samples import Samples
-from graphmoe.data.sources.synthetic import SyntheticSamples
+from graphmoe.data.sources import SyntheticSamples
 
 
 @pytest.fixture

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from graphmoe.data import samples as order
 from graphmoe.data.errors import BadRecords, DataError
 from graphmoe.data.indexed import read_token_file, write_token_file
 from graphmoe.data.loader import first_batches
-from graphmoe.data.order import held_out, mix64, permute
 from graphmoe.data.samples import Documents, MixedSamples, PackedSamples, split_for_validation
-from graphmoe.data.sources.synthetic import SyntheticSamples
+from graphmoe.data.sources import SyntheticSamples
 
 
 @pytest.fixture
@@ -106,17 +106,17 @@ def test_first_batches_end_with_the_epoch_but_give_at_least_one(make):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 64, 65, 1000, 4097])
 def test_permute_is_a_permutation_of_every_size(size):
-    places = permute(np.arange(size), size, key=7)
+    places = order.permute(np.arange(size), size, key=7)
     assert sorted(places.tolist()) == list(range(size))
-    assert permute(np.array([size - 1]), size, key=7)[0] == places[-1]
+    assert order.permute(np.array([size - 1]), size, key=7)[0] == places[-1]
 
 
 @pytest.mark.parametrize(
     ("size", "fraction", "count"), [(100, 0.05, 5), (3, 0.05, 1), (2, 0.9, 1), (1, 0.5, 0)]
 )
 def test_held_out_takes_the_fraction_but_never_nothing_or_all(size, fraction, count):
-    hashes = mix64(np.arange(1, size + 1, dtype=np.uint64))
-    assert held_out(hashes, fraction).sum() == count
+    hashes = order.mix64(np.arange(1, size + 1, dtype=np.uint64))
+    assert order.held_out(hashes, fraction).sum() == count
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1000), (3, 3, 1e-6)])

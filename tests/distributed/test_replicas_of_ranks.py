@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from graphmoe.ops.replicas import collective
+from graphmoe.ops.replicas import reference
 from graphmoe.ops.replicas.exchange import Exchange
 from graphmoe.ops.symm import CollectivePeers, use_peers
 from graphmoe.runtime.ranks import Ranks
@@ -75,7 +75,7 @@ def brought(more: Sequence[str], ranks: Ranks, folder: Path) -> tuple[int, int, 
     And how often gradients went home in an exchange of rows.
     """
     words = (*REPLICAS, "pipeline.ep_overlap=true", "recompute.segments=[moe_experts]", *more)
-    calls = [(Exchange, "pull"), (Exchange, "keep"), (collective, "pull"), (collective, "add_made")]
+    calls = [(Exchange, "pull"), (Exchange, "keep"), (reference, "pull"), (reference, "add_made")]
     with ExitStack() as stack:
         patches = [mock.patch.object(*call, autospec=True, side_effect=getattr(*call)) for call in calls]
         spies = [stack.enter_context(patch) for patch in patches]

@@ -17,8 +17,8 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.ops.symm import CollectivePeers, use_peers
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import select_passes
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile import report
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -8,8 +8,8 @@ import torch
 from graphmoe.config.schema import ModelConfig, PassesConfig
 from graphmoe.model.build import build_model
 from graphmoe.model.layer import PLAN
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import select_passes
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import Executor, run_segments
 from tests.gpu.sleeping import (

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ModelConfig, RopeScaling
-from graphmoe.model.attention import LATENT_NORM_EPS, build_attention
-from graphmoe.model.rope import inverse_frequencies, rope_tables
+from graphmoe.model.attention import LATENT_NORM_EPS, build_attention, inverse_frequencies, rope_tables
 from graphmoe.plan.attention import attention_facts
 from tests.ops.test_attention import reference_attention
 from tests.tolerances import assert_forward_close, assert_gradient_close

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.formats import FORMATS, Fp8Recipe
-from graphmoe.ops import fp8_linear, fp8_mlp  # noqa: F401  # registers the operations
+from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import Stored
 from tests.ops.test_fp8_mlp import layer

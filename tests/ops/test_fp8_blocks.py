@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.config.formats import FORMATS
-from graphmoe.ops import formats, fp8_linear  # noqa: F401  # registers the operations
+from graphmoe.ops import formats
 from graphmoe.ops.fp8 import BLOCK, INPUT, quantise, reason_against, recipes_of
 from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
 from graphmoe.ops.fp8_blocks.reference import (

@@ -21,7 +21,7 @@ from graphmoe.ops.fp8 import (
     wide_dtype,
 )
 from graphmoe.ops.fp8_mlp import launches, reference
-from graphmoe.ops.fp8_steps import Known
+from graphmoe.ops.fp8_mlp.reference import Known
 from graphmoe.ops.grouped_mlp import triton_backend
 from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.ahead_of_time import launches_of_layers

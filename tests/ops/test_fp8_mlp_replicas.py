@@ -12,7 +12,7 @@ from graphmoe.config.formats import FORMATS
 from graphmoe.ops import formats
 from graphmoe.ops.fp8 import INPUT
 from graphmoe.ops.fp8_mlp import launches
-from graphmoe.ops.fp8_steps import Known
+from graphmoe.ops.fp8_mlp.reference import Known
 from graphmoe.ops.grouped_mlp.reference import Plan
 from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.row_cases import EXPERT_RS, NAN, plan_with_replicas

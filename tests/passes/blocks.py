@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphmoe.ops.grouped_mm import grouped_mm
+from graphmoe.passes import PASSES
 from graphmoe.passes.base import Rewrites
-from graphmoe.passes.table import PASSES
 from graphmoe.runtime.compile.units import fakes_of, trace_forward
 from tests.tolerances import TOLERANCES, relative_error
 

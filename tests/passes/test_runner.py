@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphmoe.config.schema import ConfigError, PassesConfig
+from graphmoe.passes import PASSES, select_passes
 from graphmoe.passes.base import PassRunner, PassSpec, Rewrites
-from graphmoe.passes.table import PASSES, select_passes
 from graphmoe.runtime.compile.units import fakes_of, trace_forward
 from tests.runs import ROOT
 
@@ -114,7 +114,7 @@ def test_the_hash_follows_the_source(tmp_path, monkeypatch):
 
 
 def test_the_hash_is_the_same_in_another_process():
-    line = "from graphmoe.passes import base, table; print(base.PassRunner(table.PASSES).uuid())"
+    line = "from graphmoe.passes import PASSES, base; print(base.PassRunner(PASSES).uuid())"
     run = subprocess.run([sys.executable, "-c", line], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == PassRunner(PASSES).uuid()
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from graphmoe.model.build import build_model
+from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassRunner
 from graphmoe.passes.matching import origin
 from graphmoe.passes.split_backward import SUMS, split_backward
-from graphmoe.passes.table import PASSES
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
 from graphmoe.runtime.compile.units import BoundUnit, fakes_of, units_of
 from graphmoe.runtime.torch_compat import make_fx

@@ -13,8 +13,8 @@ from torch import nn
 
 from graphmoe.model.build import build_model
 from graphmoe.ops.gradients import Gradient
+from graphmoe.passes import PASSES, select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import PASSES, select_passes
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.torch_compat import joint_graph

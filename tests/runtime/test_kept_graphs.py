@@ -8,8 +8,8 @@ import torch
 
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.permute import permute
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassReport, PassRunner
-from graphmoe.passes.table import select_passes
 from graphmoe.plan.recompute import UnitRecompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept

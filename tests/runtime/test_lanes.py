@@ -19,8 +19,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads
+from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import PASSES
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.capture.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphmoe.config.schema import ConfigError, RecomputeConfig
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
-from graphmoe.passes.table import select_passes
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.cut import root_of
 from graphmoe.runtime.compile.executor import CompiledSegments

@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import routing_plan
+from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner, PassSpec, Rewrites
-from graphmoe.passes.table import select_passes
 from graphmoe.runtime.compile.code import accumulate_outputs
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.report import UnitReport, to_json, to_text

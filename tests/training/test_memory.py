@@ -7,8 +7,8 @@ import graphmoe.runtime.dispatch
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import rank_weights, state_bytes
 from graphmoe.ops.symm.peers import Region, Sizes
-from graphmoe.optim.adamw import ADAMW
 from graphmoe.optim.flat_buffers import families_of
+from graphmoe.optim.rule import ADAMW
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.layouts import all_pieces

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.passes.table import PASSES
+from graphmoe.passes import PASSES
 from graphmoe.report.page import compile_section
 from graphmoe.report.run_data import read_run
 from graphmoe.runtime.compile.report import REPORT_FILE

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from graphmoe.config.schema import ModelConfig, RopeScaling
-from graphmoe.model.rope import yarn_magnitude
+from graphmoe.model.attention import yarn_magnitude
 
 LARGEST = 1e300
 

@@ -1,24 +1,24 @@
-"""Data sources, one file each, with a function ``open_corpus``.
+"""Data sources. `SOURCES` in graphmoe/config/choices.py lists them with their required keys."""
 
-`SOURCES` in graphmoe/config/choices.py lists them with their required keys.
-"""
-
-import importlib
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from graphmoe.config.choices import SOURCES, look_up
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.contents import ContentCheck
 from graphmoe.data.corpus import Corpus, configured_tokenizer, refuse_small_vocabulary
-from graphmoe.data.samples import MixedSamples, PackedSamples
-from graphmoe.data.sources import memmap
+from graphmoe.data.samples import MixedSamples, PackedSamples, Samples, derive_key
+from graphmoe.data.sources import files, hf, stdlib
 from graphmoe.data.text_files import find_files
 from graphmoe.data.tokenizer import find_tokenizer, load_tokenizer
 from graphmoe.runtime.host.logs import FILE_ONLY
 
 log = logging.getLogger(__name__)
+TOKENS_KEY = 1
 
 
 def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
@@ -35,7 +35,7 @@ def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
                 configured_tokenizer(found, vocab_size)
         except ConfigError as error:
             yield str(error)
-    find = memmap.find_prefixes if config.source == "memmap" else find_files
+    find = files.find_prefixes if config.source == "memmap" else find_files
     for key in ("paths", "val_paths") if config.source in ("files", "memmap") else ():
         try:
             find(getattr(config, key), f"data.{key}")
@@ -54,11 +54,7 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
             raise ConfigError(f"data={config.source} needs data.{key}")
     if config.tokenizer is not None:
         config = replace(config, tokenizer=str(find_tokenizer(config.tokenizer)))
-    if config.source in SOURCES:
-        open_corpus = importlib.import_module(f"{__name__}.{config.source}").open_corpus
-    else:
-        open_corpus = look_up({}, config.source, "data.source")
-    corpus: Corpus = open_corpus(config, seq_len, vocab_size)
+    corpus: Corpus = look_up(OPEN, config.source, "data.source")(config, seq_len, vocab_size)
     counts = corpus.counts.items()
     text = ", ".join(f"{k} {v:,}" if isinstance(v, int) else f"{k} {v}" for k, v in counts)
     log.info("data: %s", text, extra=FILE_ONLY)
@@ -67,3 +63,39 @@ def open_data(config: DataConfig, *, seq_len: int, vocab_size: int, check: bool 
         packed = [s for s in (corpus.train, corpus.val) if isinstance(s, (PackedSamples, MixedSamples))]
         corpus.check = ContentCheck(file for samples in packed for file in samples.documents.files)
     return corpus
+
+
+def _open_synthetic(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
+    train = SyntheticSamples(seq_len, vocab_size, config.seed)
+    val = SyntheticSamples(seq_len, vocab_size, config.seed, purpose=1)
+    return Corpus(train, val, None, {"source": "synthetic", "seq_len": seq_len, "vocab_size": vocab_size})
+
+
+@dataclass(eq=False)
+class SyntheticSamples(Samples):
+    """Uniformly random token ids; sample ``i`` depends only on the seed and ``i``."""
+
+    seq_len: int
+    vocab_size: int
+    seed: int = 0
+    purpose: int = 0  # 0 for training, 1 for validation
+    num_samples: int | None = field(default=None, init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fingerprint = f"synthetic:{self.vocab_size}:{self.seq_len}:{self.seed}:{self.purpose}"
+
+    def sample(self, position: int) -> npt.NDArray[np.int64]:
+        key = derive_key(self.seed, self.purpose, TOKENS_KEY)
+        stream = np.random.Philox(key=key, counter=[0, 0, position, 0])
+        raw_T = stream.random_raw(self.seq_len + 1)
+        return (raw_T % np.uint64(self.vocab_size)).astype(np.int64)
+
+
+OPEN: dict[str, Callable[..., Corpus]] = {
+    "stdlib": stdlib.open_corpus,
+    "files": files.open_corpus,
+    "hf": hf.open_corpus,
+    "memmap": files.open_token_files,
+    "synthetic": _open_synthetic,
+}

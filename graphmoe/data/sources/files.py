@@ -1,21 +1,24 @@
-"""Text files as a source: .txt, .jsonl and .parquet, tokenised once into the cache."""
+"""Files as a source: .txt, .jsonl and .parquet, tokenised once into the cache, or Megatron's token files."""
 
+import glob
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from graphmoe.config.arguments import near_path
 from graphmoe.config.progress import counting
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import DataConfig
-from graphmoe.data.cache import cache_folder, cache_key, cached
-from graphmoe.data.contents import read_entry_file
-from graphmoe.data.corpus import Corpus, configured_tokenizer, corpus_of_files
-from graphmoe.data.errors import BadRecords
-from graphmoe.data.indexed import TokenFile
+from graphmoe.config.schema import ConfigError, DataConfig
+from graphmoe.data.cache import SMALL_BYTES, cache_folder, cache_key, cached
+from graphmoe.data.contents import read_entry_file, read_summed_file
+from graphmoe.data.corpus import Corpus, configured_tokenizer, corpus_of_files, refuse_small_vocabulary
+from graphmoe.data.errors import BadRecords, DataError
+from graphmoe.data.indexed import TokenFile, pair
 from graphmoe.data.text_files import find_files
 from graphmoe.data.tokenise import Recipe, tokenise_files, workers_for
-from graphmoe.data.tokenizer import num_ids, tokenizer_file, tokenizer_hash
+from graphmoe.data.tokenizer import load_tokenizer, num_ids, tokenizer_file, tokenizer_hash
 
 log = logging.getLogger(__name__)
 
@@ -51,3 +54,44 @@ def open_corpus(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
         return [read_entry_file(entry, "tokens")]
 
     return corpus_of_files(config, seq_len, vocab_size, tokenizer, find_files, read)
+
+
+def open_token_files(config: DataConfig, seq_len: int, vocab_size: int) -> Corpus:
+    tokenizer = None
+    if config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer)
+        refuse_small_vocabulary(config, tokenizer, vocab_size)
+    return corpus_of_files(config, seq_len, vocab_size, tokenizer, find_prefixes, _readable)
+
+
+def find_prefixes(patterns: Sequence[str], key: str) -> list[Path]:
+    """Return prefixes of token files; a wildcard pattern is matched against ``.idx`` files."""
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        place = os.path.expanduser(pattern)
+        index = str(pair(place)[1])
+        matches, where = [index], f"(looked from {Path.cwd()}){near_path(index)}"
+        if glob.has_magic(index):
+            if not (matches := sorted(glob.glob(index, recursive=True))):
+                raise ConfigError(f"{key}: no file matches '{index}' {where}")
+        elif os.path.isdir(place):
+            raise ConfigError(
+                f"{key}: {pattern} is a folder; use '{key}=[{os.path.join(pattern, '*')}]' for its .bin/.idx "
+                f"pairs, or data=files for its text"
+            )
+        elif not Path(index).is_file():
+            raise ConfigError(f"{key}: {index} does not exist {where}")
+        found.update(dict.fromkeys(Path(match[:-4]).absolute() for match in matches))
+    return list(found)
+
+
+def _readable(prefixes: Sequence[Path], bad: BadRecords) -> list[TokenFile]:
+    paths = [path for prefix in prefixes for path in pair(prefix) if path.is_file()]
+    small = sum(path.stat().st_size for path in paths) <= SMALL_BYTES
+    files = []
+    for prefix in prefixes:
+        try:
+            files.append(read_summed_file(prefix, compare=small))
+        except DataError as error:
+            bad.report("unreadable file", str(error))
+    return files

@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 from graphmoe.config.schema import ConfigError, DataConfig
 from graphmoe.data.corpus import Corpus, configured_tokenizer
 from graphmoe.data.errors import BadRecords, DataError, one_line
-from graphmoe.data.order import derive_key, permute
-from graphmoe.data.samples import Reader, Samples
+from graphmoe.data.samples import Reader, Samples, derive_key, permute
 from graphmoe.data.text_files import is_text
 from graphmoe.data.tokenise import encode_checked
 from graphmoe.data.tokenizer import num_ids, reach_hub, tokenizer_hash

@@ -20,8 +20,7 @@ from graphmoe.data.contents import entry_damage, read_entry_file
 from graphmoe.data.corpus import Corpus, configured_tokenizer, pack_corpus
 from graphmoe.data.errors import BadRecords
 from graphmoe.data.indexed import smallest_dtype, write_token_file
-from graphmoe.data.order import held_out
-from graphmoe.data.samples import Documents
+from graphmoe.data.samples import Documents, held_out
 from graphmoe.data.tokenizer import encode, load_tokenizer, num_ids, tokenizer_hash, train_bpe
 
 log = logging.getLogger(__name__)

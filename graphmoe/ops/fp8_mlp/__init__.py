@@ -19,7 +19,7 @@ from graphmoe.ops import register_gradient
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import GRADIENT, INPUT, Stored, fp8_dtype, rounded
 from graphmoe.ops.fp8_mlp import launches, reference
-from graphmoe.ops.fp8_steps import Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import Known, MlpSteps
 from graphmoe.ops.grouped_mlp import weight_shapes
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.symm.peers import exchange_of
@@ -175,7 +175,7 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [T, D], hq [R, H], hs [R, B]; with ``carries`` x is an fp8 carrier (`ops.symm.stored`)."""
+    """Return y [T, D], hq [R, H], hs [R, B]; with ``carries`` x is an fp8 carrier (`ops.symm`)."""
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)

@@ -1,4 +1,4 @@
-"""Launches of the kernels of the grouped MLP in mxfp8, for `ops.fp8_steps`.
+"""Launches of the kernels of the grouped MLP in mxfp8, as `reference.MlpSteps`.
 
 No call waits for the device, and every sum has a fixed order.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_blocks.reference import MX_BLOCK
-from graphmoe.ops.fp8_steps import Known, MlpSteps
+from graphmoe.ops.fp8_mlp.reference import Known, MlpSteps
 from graphmoe.ops.grouped_mlp.reference import Plan
 from graphmoe.ops.grouped_mlp.triton_backend import Part, grids, parts_of, row_tiles, weight_sums
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R, Config, fp8_config, kind_of, units_of

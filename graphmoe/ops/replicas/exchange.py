@@ -1,6 +1,6 @@
 """Replica traffic: gather counts, fetch weights, reduce gradients to the owners.
 
-Calls are collectives on one stream: kernels over peer memory (`shared`), or torch.distributed (`collective`:
+Calls are collectives on one stream: kernels over peer memory (`shared`), or torch.distributed (`reference`:
 CPUs, fp64, reference). ``expert_RS`` int32: the expert in each replica slot of each rank, equal on all ranks;
 -1 is an empty slot, never read.
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops import IN_USE, register_gradient
-from graphmoe.ops.replicas import collective
+from graphmoe.ops.replicas import reference
 from graphmoe.ops.symm.peers import (
     COUNT_BYTES,
     CollectivePeers,
@@ -75,7 +75,7 @@ class Exchange:
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
-        self._form: Any = collective
+        self._form: Any = reference
         self._of_ranks: Any = peers
         if not isinstance(peers, CollectivePeers):
             from graphmoe.ops.replicas import shared

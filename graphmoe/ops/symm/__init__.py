@@ -13,6 +13,10 @@ Rank s sends ``arrivals_PP[s, p]`` rows to rank p. In its receive buffer, row j 
 
 Rows with an index of N or more are dropped; they count as 0 in combine. Unused ("dead") rows of the buffer
 are undefined, except for -1 in ``number_NK``. The first ``block`` rows of a source are its *block*.
+
+Rows sent in fp8 are bitwise as if quantized on arrival. Autograd needs received tensors in the model's dtype,
+so they are in a tensor of that dtype, the **carrier**: N * D bytes of values, then 4 * N of row scales. Never
+add or cast it.
 """
 
 from typing import Any
@@ -22,10 +26,10 @@ from torch import Tensor
 
 import graphmoe.ops.permute  # noqa: F401  # registers unpermute
 from graphmoe.ops.dispatch import SendPlan, register_exchange
+from graphmoe.ops.fp8 import fp8_dtype
 from graphmoe.ops.replicas.exchange import Prefetch, use_peers
 from graphmoe.ops.symm import collective
 from graphmoe.ops.symm.peers import CollectivePeers, Peers, Sizes, exchange_of, forget_graphs, reserve
-from graphmoe.ops.symm.stored import parts, words
 
 __all__ = ["CollectivePeers", "Sizes", "forget_graphs", "reserve", "use_peers"]
 
@@ -87,7 +91,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``symm_dispatch`` of fp8 values to a carrier (`stored`); ``weight_TK`` ends with their scales."""
+    """``symm_dispatch`` of fp8 values to a carrier; ``weight_TK`` ends with their scales."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)
@@ -133,3 +137,54 @@ register_exchange(
     way_there=lambda inputs: (*inputs[1:6], *inputs[7:], inputs[0].shape[0], inputs[6]),
     token_tensor=lambda way: way[1] if len(way) == 4 else way[2],
 )
+
+
+NO_EXPERT = -1
+
+
+def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a contiguous carrier: values [N, D], scales fp32 [N, 1]. D is a multiple of 16."""
+    rows, columns = carrier_ND.shape
+    assert columns % 16 == 0, columns
+    flat = carrier_ND.view(-1)
+    q_ND = flat.view(torch.uint8)[: rows * columns].view(fp8_dtype()).view(rows, columns)
+    scales = flat.view(torch.float32)[rows * columns // 4 :]
+    return q_ND, scales[:rows].view(rows, 1)
+
+
+def words(q: Tensor) -> Tensor:
+    # int32, so that copy kernels need no fp8 type
+    return q.contiguous().view(torch.int32)
+
+
+@torch.library.custom_op("graphmoe::fp8_arrived", mutates_args=())
+def arrived(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of a carrier's q [N, D] and scales fp32 [N, 1] to save: half as large as the carrier."""
+    q_ND, scale_N1 = parts(carrier_ND.contiguous())
+    return q_ND.clone(), scale_N1.clone()
+
+
+@arrived.register_fake
+def _(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = carrier_ND.shape
+    q_ND = carrier_ND.new_empty(rows, columns, dtype=fp8_dtype())
+    return q_ND, carrier_ND.new_empty(rows, 1, dtype=torch.float32)
+
+
+def dispatch_stored(h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *way: Any) -> tuple[Tensor, ...]:
+    *plan, rows, experts, etp, block = way[:8]
+    q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(h_TD)
+    weights = torch.cat([weight_TK, scale_T1], dim=1)
+    numbers = torch.nn.functional.pad(expert_TK, (0, 1), value=NO_EXPERT)
+    carrier_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_bring_fp8(
+        q_TD, weights, numbers, *plan, rows, experts, etp, block, h_TD.dtype
+    )
+    return carrier_ND, weight_NK[:, :-1].contiguous(), number_NK[:, :-1].contiguous(), arrivals_PP
+
+
+def combine_grad_stored(dy_TD: Tensor, *way: Any) -> Tensor:
+    *plan, rows, block = (*way[:4], *way[-2:])
+    q_TD, scale_T1 = torch.ops.graphmoe.fp8_rows(dy_TD)
+    numbers = torch.full_like(scale_T1, NO_EXPERT, dtype=torch.int32)
+    sizes = rows, 1, 1, block
+    return torch.ops.graphmoe.symm_bring_fp8(q_TD, scale_T1, numbers, *plan, *sizes, dy_TD.dtype)[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
-from graphmoe.ops.replicas import collective as replicas
+from graphmoe.ops.replicas import reference as replicas
 from graphmoe.ops.replicas.exchange import Prefetch
 from graphmoe.ops.symm.peers import CollectivePeers, exchange_of
 

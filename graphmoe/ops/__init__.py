@@ -50,12 +50,13 @@ def num_warps(threads: int) -> int:
 
 
 def register_gradient(
-    op: CustomOpDef, gradient: Callable[..., Any], saved: Callable[[Sequence[Any], Any], Sequence[Any]],
-    results: int = 1,
+    op: CustomOpDef, gradient: Callable[..., Any] | Sequence[Callable[..., Any]],
+    saved: Callable[[Sequence[Any], Any], Sequence[Any]] = lambda inputs, _: inputs, results: int = 1,
 ) -> None:  # fmt: skip
     """Register ``gradient(*d_results, *saved(inputs, output))``, which returns gradients of the first inputs.
 
-    Only the first ``results`` outputs are differentiable. ``saved``: tensors or None, then plain numbers.
+    Several functions return one gradient each and run only if it is needed. Only the first ``results``
+    outputs are differentiable. ``saved``: tensors or None, then plain numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -66,8 +67,13 @@ def register_gradient(
         ctx.num_inputs = len(inputs)
 
     def backward(ctx: Any, *d_results: Tensor) -> tuple[Any, ...]:
-        found = gradient(*d_results[:results], *ctx.saved_tensors, *ctx.numbers)
-        found = found if isinstance(found, tuple) else (found,)
+        given = *d_results[:results], *ctx.saved_tensors, *ctx.numbers
+        if callable(gradient):
+            found = gradient(*given)
+            found = found if isinstance(found, tuple) else (found,)
+        else:
+            wanted = zip(gradient, ctx.needs_input_grad, strict=False)
+            found = tuple(each(*given) if needed else None for each, needed in wanted)
         return *found, *[None] * (ctx.num_inputs - len(found))
 
     op.register_autograd(backward, setup_context=keep)

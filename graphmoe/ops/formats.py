@@ -8,13 +8,13 @@ each block has one (`ops.fp8_blocks`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphmoe.config.formats import FORMATS
-from graphmoe.ops import num_warps
+from graphmoe.ops import num_warps, register_gradient
 from graphmoe.ops.fp8 import GRADIENT, INPUT, SMALLEST, Stored, delayed, fp8_dtype, quantise, rounded
 from graphmoe.ops.fp8_blocks import reference as blocks
 
@@ -202,20 +202,10 @@ _wgrad = torch.library.custom_op("graphmoe::fp8_linear_wgrad", linear_wgrad, mut
 _forward.register_fake(lambda x_RK, w_NK, wgrad, recipe: x_RK.new_empty(x_RK.shape[0], w_NK.shape[0]))
 _dgrad.register_fake(lambda dy_RN, w_NK, recipe: dy_RN.new_empty(dy_RN.shape[0], w_NK.shape[1]))
 _wgrad.register_fake(lambda dy_RN, x_RK, w_NK, wgrad, recipe: dy_RN.new_empty(w_NK.shape))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x_RK, w_NK, ctx.wgrad, ctx.recipe = inputs
-    ctx.save_for_backward(x_RK, w_NK)
-
-
-def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, ...]:
-    (x_RK, w_NK), dx_RK, dw_NK = ctx.saved_tensors, None, None
-    if ctx.needs_input_grad[0]:
-        dx_RK = torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK, ctx.recipe)
-    if ctx.needs_input_grad[1]:
-        dw_NK = torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, x_RK, w_NK, ctx.wgrad, ctx.recipe)
-    return dx_RK, dw_NK, None, None
-
-
-_forward.register_autograd(_backward, setup_context=_save)
+register_gradient(
+    _forward,
+    (
+        lambda dy_RN, x_RK, w_NK, wgrad, recipe: torch.ops.graphmoe.fp8_linear_dgrad(dy_RN, w_NK, recipe),
+        lambda dy_RN, *saved: torch.ops.graphmoe.fp8_linear_wgrad(dy_RN, *saved),
+    ),
+)

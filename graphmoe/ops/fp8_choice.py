@@ -4,6 +4,7 @@ Each is timed once per size and device, and the answer is stored, as in `ops.gro
 rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
 """
 
+import functools
 import logging
 import statistics
 from collections.abc import Mapping
@@ -139,7 +140,8 @@ def speeds(
     """
     found = {}
     for name, each in products.items():
-        ms = _milliseconds(name, each, device, memory)
+        facts = {"product": str(each), **machine_facts(device)}
+        ms = recalled(memory, NAME, facts, _is_answer, functools.partial(_measured, name, each, device))
         found[name] = ms["plain"] / (ms["fp8"] + ms["weights"] / num_micro_batches)
     return found
 
@@ -154,13 +156,6 @@ def to_text(found: Mapping[str, float]) -> str:
     left = slower(found)
     those = f"; bf16 for: {', '.join(f'{name} ({found[name]:.2f}x)' for name in left)}" if left else ""
     return f"fp8 in {len(found) - len(left)} of {len(found)} products{those}"
-
-
-def _milliseconds(
-    name: str, of: Dense | Experts, device: torch.device, memory: Memory | None
-) -> dict[str, float]:
-    facts = {"product": str(of), **machine_facts(device)}
-    return recalled(memory, NAME, facts, _is_answer, lambda: _measured(name, of, device))
 
 
 def _measured(name: str, of: Dense | Experts, device: torch.device) -> dict[str, float]:

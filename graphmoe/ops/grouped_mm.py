@@ -4,11 +4,11 @@ Suffixes: R rows, K contraction, N output columns, E groups (experts). Rows beyo
 read, and unwritten in results.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from graphmoe.ops import register_gradient
 
 
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
@@ -35,11 +35,12 @@ def _forward(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::grouped_mm_dgrad", mutates_args=())
 def _dgrad(dy_RN: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    return _rows_product(dy_RN, w_ENK, ends_E)
+    return _rows_product(dy_RN.contiguous(), w_ENK, ends_E)
 
 
 @torch.library.custom_op("graphmoe::grouped_mm_wgrad", mutates_args=())
 def _wgrad(dy_RN: Tensor, x_RK: Tensor, ends_E: Tensor) -> Tensor:
+    dy_RN = dy_RN.contiguous()
     if _fast(dy_RN, x_RK):
         padded = F.grouped_mm(_pad(dy_RN).mT, _pad(x_RK), offs=ends_E)
         return padded[:, : dy_RN.shape[1], : x_RK.shape[1]].contiguous()
@@ -55,24 +56,13 @@ _dgrad.register_fake(lambda dy_RN, w_ENK, ends_E: dy_RN.new_empty(dy_RN.shape[0]
 _wgrad.register_fake(
     lambda dy_RN, x_RK, ends_E: dy_RN.new_empty(ends_E.shape[0], dy_RN.shape[1], x_RK.shape[1])
 )
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, dy_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    x_RK, w_ENK, ends_E = ctx.saved_tensors
-    dy_RN = dy_RN.contiguous()
-    dx_RK = dw_ENK = None
-    if ctx.needs_input_grad[0]:
-        dx_RK = torch.ops.graphmoe.grouped_mm_dgrad(dy_RN, w_ENK, ends_E)
-    if ctx.needs_input_grad[1]:
-        dw_ENK = torch.ops.graphmoe.grouped_mm_wgrad(dy_RN, x_RK, ends_E)
-    return dx_RK, dw_ENK, None
-
-
-_forward.register_autograd(_backward, setup_context=_save)
+register_gradient(
+    _forward,
+    (
+        lambda dy_RN, x_RK, *of_weight: torch.ops.graphmoe.grouped_mm_dgrad(dy_RN, *of_weight),
+        lambda dy_RN, x_RK, w_ENK, ends_E: torch.ops.graphmoe.grouped_mm_wgrad(dy_RN, x_RK, ends_E),
+    ),
+)
 
 
 def _rows_product(x_RK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def _backward(
     return dh_RH, None if weight_R is None else dweight_R
 
 
-register_gradient(_forward, _backward, lambda inputs, _: inputs)
+register_gradient(_forward, _backward)
 
 
 def _no_weight_grad(h_RH: Tensor) -> Tensor:

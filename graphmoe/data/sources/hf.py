@@ -67,15 +67,8 @@ class StreamSamples(Samples):
 
     def __post_init__(self) -> None:
         c = self.config
-        parts: list[Any] = [
-            c.hf_name,
-            c.hf_config,
-            self.split,
-            c.text_field,
-            c.seed,
-            c.shuffle,
-            c.val_fraction,
-        ]
+        parts: list[Any] = [c.hf_name, c.hf_config, self.split, c.text_field]
+        parts += [c.seed, c.shuffle, c.val_fraction]
         parts += [self.seq_len, self.end_token, self.id_limit, self.held_out, self.dataset.num_shards]
         parts.append(tokenizer_hash(self.tokenizer))
         self.fingerprint = "stream:" + hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()

@@ -128,12 +128,6 @@ def gradient_room(
     return [like.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-def add_made(
-    peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
-) -> None:
-    home(peers, expert_RS, made, totals)
-
-
 def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
     held, owned = expert_RS.tolist(), len(totals[0])
     sent = [[s for s, e in enumerate(held[peers.rank]) if _owner(e, owned) == r] for r in range(peers.size)]
@@ -146,6 +140,9 @@ def home(peers: CollectivePeers, expert_RS: Tensor, made: Sequence[Tensor], tota
         total_LX.copy_(sums_LX)
 
 
+add_made = home  # the collectives order the ranks, so no barrier is left out
+
+
 def _owner(expert: int, owned: int) -> int:
     return expert // owned  # -1 for an empty slot, too
 
@@ -155,9 +152,12 @@ def _flat(lists: list[list[int]]) -> list[int]:
 
 
 def _transfer(peers: CollectivePeers, x: Tensor, sent: list[list[int]], arrived: list[list[int]]) -> Tensor:
-    rows = x[_flat(sent)]
+    return transfer(peers, x[_flat(sent)], [*map(len, sent)], [*map(len, arrived)])
+
+
+def transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[int]) -> Tensor:
     if peers.group is None:
-        return rows
-    received = x.new_empty(len(_flat(arrived)), *x.shape[1:])
-    dist.all_to_all_single(received, rows, [*map(len, arrived)], [*map(len, sent)], group=peers.group)
+        return x
+    received = x.new_empty(sum(arrived), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=peers.group)
     return received

@@ -10,12 +10,11 @@ from torch import Tensor
 from graphmoe.ops import num_warps
 from graphmoe.ops.replicas import kernels
 from graphmoe.ops.symm.launches import PULL, PUT, WIDEST
-from graphmoe.ops.symm.peers import COUNT_BYTES, MemoryPeers, SharedMemory, offsets
+from graphmoe.ops.symm.peers import COUNT_BYTES, Regions, SharedMemory, offsets
 
 # fp32 tiles of 8 KiB: 4 MiB in flight per link, without register spills
 HOME_TILE, HOME_THREADS, HOME_PROGRAMS = 2048, 256, 512
 WORD_BYTES = 4
-Regions = SharedMemory | MemoryPeers
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 

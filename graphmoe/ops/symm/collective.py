@@ -4,10 +4,8 @@ Suffixes as in the package; S rows sent, A rows that arrived (by source, then to
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.dispatch import SendPlan
 from graphmoe.ops.replicas import reference as replicas
 from graphmoe.ops.replicas.exchange import Prefetch
@@ -24,18 +22,14 @@ def bring(
     if along:
         exchange_of(peers.size).keep(along, replicas.pull(peers, along.weights, along.expert_RS))
     if arrivals_PP is None:
-        arrivals_PP = plan.send_counts_P.new_empty(peers.size, peers.size)
-        if peers.group is None:
-            arrivals_PP.copy_(plan.send_counts_P)
-        else:
-            all_gather_into(arrivals_PP.view(-1), plan.send_counts_P.contiguous(), group=peers.group)
+        arrivals_PP = replicas.gather_counts(peers, plan.send_counts_P)
     sent, arrived = _there(peers, arrivals_PP)
     token_S = plan.send_slot_R[: sum(sent)].long() // plan.send_row_TW.shape[1]
     at_A = positions(arrivals_PP, peers.rank, block)
     fits_A = at_A < rows
 
     def received(x: Tensor, dead: float, into: Tensor | None = None) -> Tensor:
-        x_AD = _transfer(peers, x[token_S], sent, arrived)
+        x_AD = replicas.transfer(peers, x[token_S], sent, arrived)
         x_ND = (x.new_empty(rows, x.shape[1]) if into is None else into).fill_(dead)
         x_ND[at_A[fits_A]] = x_AD[fits_A]
         return x_ND
@@ -62,7 +56,7 @@ def sums(
     def summed(y_ND: Tensor) -> Tensor:
         y_AD = y_ND.new_zeros(len(at_A), y_ND.shape[1])
         y_AD[fits_A] = y_ND[at_A[fits_A]]
-        y_SD = _transfer(peers, y_AD, arrived, sent)
+        y_SD = replicas.transfer(peers, y_AD, arrived, sent)
         # the forward of unpermute reads no slots
         return torch.ops.graphmoe.unpermute(y_SD, row_TW.flatten(), row_TW, ends_P, None)
 
@@ -83,11 +77,3 @@ def positions(arrivals_PP: Tensor, rank: int, block: int) -> Tensor:
 def _there(peers: CollectivePeers, arrivals_PP: Tensor) -> tuple[list[int], list[int]]:
     both = torch.stack([arrivals_PP[peers.rank], arrivals_PP[:, peers.rank]]).tolist()
     return both[0], both[1]
-
-
-def _transfer(peers: CollectivePeers, x: Tensor, sent: list[int], arrived: list[int]) -> Tensor:
-    if peers.group is None:
-        return x
-    received = x.new_empty(sum(arrived), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), arrived, sent, group=peers.group)
-    return received

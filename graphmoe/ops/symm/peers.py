@@ -95,16 +95,10 @@ def offsets(parts: Iterable[int]) -> list[int]:
 COUNT_BYTES = 16 << 10  # counts of 4,096 experts
 
 
-class SharedMemory(Peers, Protocol):
-    """Peer memory: each rank has a region that all ranks read. All make the same calls, on ordered streams.
-
-    Captured graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``.
-    """
+class Regions(Peers, Protocol):
+    """Peer memory: each rank has a region that all ranks read. All make the same calls, in one order."""
 
     addresses: Tensor  # int64 [P] on the device: base of each rank's region
-
-    def reserve(self, num_bytes: int) -> None:
-        """Grow regions to ``num_bytes``: a collective, RuntimeError in a capture. No sync if large enough."""
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a view of a rank's region."""
@@ -113,13 +107,19 @@ class SharedMemory(Peers, Protocol):
         """Make earlier writes visible to all ranks, on the current stream. No device sync."""
 
 
-class MemoryPeers(Peers, Protocol):
+class SharedMemory(Regions, Protocol):
+    """Captured graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow regions to ``num_bytes``: a collective, RuntimeError in a capture. No sync if large enough."""
+
+
+class MemoryPeers(Regions, Protocol):
     """Peers that read each other's regions, one exchange at a time."""
 
     # Side of the last exchange, and whether it was captured. A replay does not set it: graphs, and code that
     # runs between them, must alternate sides.
     last: tuple[Side, bool] | None
-    addresses: Tensor  # int64 [P] on the device: base of each rank's region
     streams: Sequence[torch.cuda.Stream]  # for copies from the P - 1 other ranks; none on a CPU
     replicas: SharedMemory  # a second memory, so that weights are sent beside exchanges of rows
 
@@ -128,12 +128,6 @@ class MemoryPeers(Peers, Protocol):
 
     def forget_graphs(self) -> None:
         """Free memory kept for graphs, here and in ``replicas``."""
-
-    def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As `SharedMemory.view`."""
-
-    def barrier(self) -> None:
-        """As `SharedMemory.barrier`."""
 
 
 def reserve(sizes: Sizes, replica_bytes: int) -> None:

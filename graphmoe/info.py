@@ -79,7 +79,7 @@ def smallest_layout(cfg: RunConfig) -> Layout:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Return parameters, FLOPs per token, and state bytes: on one rank, of the largest rank, by pp rank."""
+    """Return parameters, FLOPs per token, and state bytes: unsharded, of the largest rank, by pp rank."""
     from graphmoe.model.sizes import count_parameters, forward_flops, state_bytes  # imports torch
     from graphmoe.optim import rule_of
 

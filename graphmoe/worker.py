@@ -5,7 +5,7 @@ as a torchrun of your own starts:
 
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
-Code that the file names as package.module:NAME is imported only if its name follows the file.
+Code that the file names as package.module:NAME is imported only if the command line names it after the file.
 Functions import what imports torch: a worker first arranges to die with its launcher.
 """
 

@@ -6,7 +6,7 @@ Matched by meaning:
 - the plan: sorted and counted expert ids, cumulative counts, inverse order -> `routing_plan`;
 - the gather: rows x[slot // K], of tokens or of routing weights (K is 1) -> `permute`;
 - the sum: rows by the inverse order summed over k, or an index_add by token -> `unpermute`.
-The plan may be another unit's. An unstable sort becomes a stable one. Sums are fp32, rounded once.
+Another compile unit may make the plan. An unstable sort becomes a stable one. Sums are fp32, rounded once.
 """
 
 from __future__ import annotations

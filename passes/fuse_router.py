@@ -153,7 +153,7 @@ def _replace_ids(old: Node, expert: Node) -> None:
 
 
 class Sum(NamedTuple):
-    """A sum in the graph: ``node`` is ``factor`` times the operation's result, in its shape."""
+    """A sum in the graph: ``node`` is ``factor`` times the fused operation's result, in ``node``'s shape."""
 
     node: Node
     result: Literal["counts", "share", "z", "entropy"]

@@ -1,4 +1,4 @@
-"""Vocabulary for the nodes of a functional ATen graph, and for new nodes.
+"""Functions that recognise nodes of a functional ATen graph, and insert new nodes.
 
 Shapes are static: sizes are read from ``meta["val"]``, each node's fake value.
 """
@@ -89,7 +89,7 @@ def part(node: Any, of: Any) -> int | None:
 
 
 def is_cast(node: Any, *, lossless: bool = False) -> bool:
-    """Return whether a node only changes the dtype; ``lossless``: and no value (integers count as equal)."""
+    """Return whether a node only changes the dtype; with ``lossless``, only if no float is rounded."""
     before = node.args[0].meta.get("val") if is_op(node, aten._to_copy) else None
     if not isinstance(before, Tensor) or before.device != value(node).device:
         return False

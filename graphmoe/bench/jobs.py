@@ -172,7 +172,7 @@ def key_of(word: str) -> str:
 
 
 def train(overrides: Sequence[str], limit_s: float) -> Trained:
-    """Run a training job as a user does. *Raises* CaseFailed, also if too slow; OSError without rows."""
+    """Run a training job as a user does. *Raises* CaseFailed, also if too slow; OSError if no metrics."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "run")
         _run_job([*overrides, f"hydra.run.dir={folder}"], limit_s, Path(scratch, "output"))

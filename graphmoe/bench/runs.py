@@ -193,7 +193,7 @@ def rung_numbers(config: RunConfig, ranks: int, found: Trained, repeats: int) ->
 
 
 def take_gains(rows: Sequence[Row]) -> None:
-    """Set the throughput of each run of a ladder over that of the last one that worked, and over the best."""
+    """Set each run's throughput relative to the last run of the ladder that worked, and to the best."""
     best, before = max((row.get("tokens_per_s", 0.0) for row in rows), default=0.0), None
     for row in rows:
         rate = row.get("tokens_per_s")

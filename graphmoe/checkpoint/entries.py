@@ -199,7 +199,7 @@ def local_part(tensor: Tensor | FlatShard) -> Tensor:
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """Return the entries that this rank saves: one of the ranks with equal ones. A collective."""
+    """Return the entries that this rank saves; one rank saves entries that several hold. A collective."""
     if ranks.size == 1:
         return entries
     keys = {

@@ -170,7 +170,7 @@ ANSWERS = {
 
 
 def answer_to(word: str, valid: Sequence[str] = ()) -> str | None:
-    """Return the answer in `ANSWERS` for a feature's name, such as fp16; None for a misspelt valid word."""
+    """Return the reply in `ANSWERS` to a feature's name, such as fp16; None for a misspelt valid word."""
     if difflib.get_close_matches(word, valid, n=1, cutoff=0.85):
         return None
     plain = "_" + re.sub(r"\W+", "_", word.lower()) + "_"
@@ -295,7 +295,7 @@ def groups() -> list[str]:
 
 
 def options(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return a group's options, also from the folders ``own``; for experiment with the subfolder."""
+    """Return a group's options, also from the folders ``own``; experiments include their subfolder."""
     pattern = "**/*.yaml" if group == "experiment" else "*.yaml"
     tops = [folder / group for folder in (CONF, *own)]
     return sorted({str(file.relative_to(top).with_suffix("")) for top in tops for file in top.glob(pattern)})

@@ -119,7 +119,7 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
 
 
 def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
-    """Return the command line for Hydra; a folder as model= or checkpoint.init_from is a model option."""
+    """Return the command line for Hydra; a folder in model= or checkpoint.init_from is a model option."""
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
     given = {override.key_or_group: override for override in parsed(words)[0]}
     key, chosen, start = "model", given.get("model"), given.get("checkpoint.init_from")

@@ -239,7 +239,7 @@ def parse_size(key: str, text: str, *, least: int = 0) -> int:
 
 
 def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
-    """Yield problems of an output path; ``example`` has the required suffix."""
+    """Yield error messages about an output path; ``example`` has the required suffix."""
     if path is None:
         return
     suffix = Path(example).suffix

@@ -62,7 +62,7 @@ def prints() -> dict[str, str]:
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Mask another run's configuration like ours where values are equal; ``prints``: its hashes."""
+    """Mask values of another run's configuration that equal ours; ``prints``: hashes of its masked values."""
     for key in {**_written, **prints}:
         their_place, our_place = _place(theirs, key), _place(ours, key)
         name = key.rpartition(".")[2]

@@ -123,7 +123,7 @@ def _marks(section: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
 
 
 def type_rules(field: SchemaField) -> Iterator[str]:
-    """Yield errors of types and sizes; later rules rely on their absence."""
+    """Yield error messages about types and sizes; later rules assume that there are none."""
     key, values = field.key, field.value
     # OmegaConf accepts items of another type than the list's, and texts that are not UTF-8
     if typing.get_origin(field.hint) is list and any(type(v) is not field.hint.__args__[0] for v in values):
@@ -147,7 +147,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
 
 
 def range_rules(field: SchemaField) -> Iterator[str]:
-    """Yield errors of numbers out of range."""
+    """Yield an error message for each number out of range."""
     for mark in field.marks:
         if not isinstance(mark, Range) or field.value is None:
             continue
@@ -165,7 +165,7 @@ def no_such_choice(key: str, value: str, names: Iterable[str]) -> str:
 
 
 def form_rules(field: SchemaField) -> Iterator[str]:
-    """Yield errors of invalid paths, and of numbers that fp32 cannot hold."""
+    """Yield error messages about invalid paths, and numbers that fp32 cannot hold."""
     key, value = field.key, field.value
     for path in field.items if PATH in field.marks else ():
         if path and not is_path(path):

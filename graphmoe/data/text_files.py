@@ -86,7 +86,7 @@ def parts_of(path: Path, bad: BadRecords) -> list[Part]:
 
 
 def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, str]]:
-    """Yield (place, text) of each document; bad ones are reported with file and line or row."""
+    """Yield (file and line or row, text) of each document; report invalid ones."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for place, text in readers[part.path.suffix](part, text_field, bad):
         if is_text(text, text_field, place, bad):

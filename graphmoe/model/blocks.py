@@ -37,7 +37,7 @@ def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Li
 
 
 def row_parallel(inputs: int, width: int, tp: int) -> nn.Linear:
-    """Return a matrix sharded over tp by inputs; the caller sums products over tp."""
+    """Return a matrix sharded over tp by inputs; the caller sums GEMM outputs over tp."""
     assert inputs % tp == 0, (inputs, tp)
     linear = nn.Linear(inputs // tp, width, bias=False)
     cut_along_tp(linear.weight, tp, dim=1)

@@ -66,7 +66,7 @@ def init_weights(
     rank: int = 0,
     only: Collection[Tensor] | None = None,
 ) -> None:
-    """Fill matrices with N(0, std) and norms with 1, in place; ``only`` these if given."""
+    """Fill matrices with N(0, std) and norms with 1, in place. ``only``: the parameters to fill."""
     # Each parameter and routed expert has its own generator, seeded by name: weights do not depend on each
     # other. Sharded ones are drawn whole and cut: they do not depend on the layout either.
     norms = {m.weight for m in model.modules() if isinstance(m, nn.RMSNorm)}

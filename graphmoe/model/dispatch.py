@@ -38,7 +38,7 @@ class DispatchSegment(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return tensors of ``writes``, then the handle. With ``along``, ``plan`` ends with expert_RS."""
+        """Return the tensors that `writes` names. If `along` is set, ``plan`` ends with expert_RS."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class CombineSegment(nn.Module):
         self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """Return [B, S, D]. ``tensors``: plan, handle, expert_RS if ``along``, output of shared experts."""
+        """Return [B, S, D]. ``tensors``: plan, handle, expert_RS if `along` is set, shared output."""
         rest, more = [*tensors], {}
         shared = [rest.pop()] if self.has_shared else []
         if self.along is not None:

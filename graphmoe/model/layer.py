@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Return counts of the step's earlier micro-batches, by name, if read."""
+        """Return token counts of the step's earlier micro-batches, by name; {} if not read."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 

@@ -67,7 +67,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
-        If `counts_apart`, also counts int32 [E]. ``earlier_E``: fp32 copy of ``earlier_counts``.
+        If `counts_apart`, also the balance loss's counts int32 [E]. ``earlier_E``: `earlier_counts`, copied.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
         assert self.reads_earlier == (earlier_E is not None)
@@ -207,7 +207,7 @@ class Experts(nn.Module):
     def received(self, h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor) -> Tensor:
         """Return weighted sums over local experts [N, D]. Syncs the device once.
 
-        ``number_NK``: local expert, from 0; else another rank's.
+        ``number_NK``: local expert, from 0; other values are other ranks' experts.
         """
         return self.planned(h_ND, weight_NK, *self.plan(number_NK))
 
@@ -220,9 +220,9 @@ class Experts(nn.Module):
         slot_R: Tensor,
         expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """``received`` with the given routing plan; rows from the last end on are padding.
+        """Compute `received` by a given routing plan; rows from the last end on are padding.
 
-        With ``expert_RS``, replicas follow the own experts.
+        With ``expert_RS``, replicas follow this rank's experts.
         """
         # with replicas, a collective over ep in forward and backward
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))

@@ -102,7 +102,8 @@ def register_exchange(
     """Register gradients of dispatch and combine, and fake versions of the operations that return tokens.
 
     Gradients are ``dispatch_grad(dreceived, dweight, *way_back(inputs, output))`` and ``combine_grad(dy,
-    *way_there(inputs))``. From their last arguments, ``token_tensor`` picks a tensor with one row per token.
+    *way_there(inputs))``. The ``way`` functions return a gradient's routing arguments. From such arguments,
+    ``token_tensor`` picks a tensor with one row per token.
     """
 
     def fake_dispatch_grad(dreceived_ND: Tensor, dweight_NK: Tensor, *way: Any) -> tuple[Tensor, Tensor]:

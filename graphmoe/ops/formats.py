@@ -1,4 +1,4 @@
-"""Kernels of each fp8 format, and dense GEMMs by them; `graphmoe.config.formats` has the facts.
+"""Kernels of each fp8 format, and dense GEMMs by them; `graphmoe.config.formats` has their properties.
 
 Suffixes: R rows, N outputs and K inputs of a weight; q are quantized values, scales as in `ops.fp8`. GEMMs
 contract the last axis of both operands. A row has one scale (rowwise), its tensor has one (tensorwise), or

@@ -20,7 +20,7 @@ def fp8_dtype() -> torch.dtype:
 
 
 def wide_dtype() -> torch.dtype:
-    """Return e5m2fnuz on gfx942, else e5m2: one mantissa bit less, 2^14 times the range."""
+    """Return e5m2fnuz on gfx942, else e5m2: versus `fp8_dtype`, 1 mantissa bit less, 2^14 times the range."""
     return torch.float8_e5m2fnuz if _is_fnuz() else torch.float8_e5m2
 
 

@@ -1,6 +1,6 @@
 """Choice of the GEMMs to run in fp8: those faster than in bf16, forward and gradients together.
 
-Each is timed once per size and device, and the answer is stored, as in `ops.grouped_mlp.choice`. Suffixes: R
+Each is timed once per size and device, and the choice is stored, as in `ops.grouped_mlp.choice`. Suffixes: R
 rows, N outputs and K inputs of a weight; others as in `ops.fp8_mlp`.
 """
 

@@ -138,7 +138,7 @@ def _limit_to_groups(
 
 @triton.jit
 def scores_of(x, SIGMOID: tl.constexpr):
-    """Return scores, `relative_scores`, their sum, shares of it, softmax, logsumexp, low-logit flags."""
+    """Return scores, `relative_scores`, their sum, shares of it, softmax, logsumexp, flags of low logits."""
     highest = tl.max(x, 1)
     power = tl.exp(x - highest[:, None])
     total = tl.sum(power, 1)
@@ -247,7 +247,7 @@ def _sum_kernel(
     partial, counts, share, z_sum, entropy_sum, programs, all_programs,
     E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``partial``: counts and shares per sequence, COLUMNS a program; the last: z, entropy."""
+    """Sum ``partial``: COLUMNS counts and shares of a sequence per program; the last one sums z, entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         column = part * COLUMNS + tl.arange(0, COLUMNS)

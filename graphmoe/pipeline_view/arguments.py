@@ -10,7 +10,7 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class CostKeys:
-    """Costs of all layers of a rank per micro-batch, in any unit; its virtual stages divide them."""
+    """Costs of all layers of a rank per micro-batch, in any unit of time; its virtual stages divide them."""
 
     f: float | None = None
     """Forward, > 0, default 1000; with model=... the mean over ranks."""
@@ -72,7 +72,7 @@ def check(args: ViewArgs) -> None:
 
 
 def _given(keys: ViewArgs | CostKeys, prefix: str = "") -> dict[str, Any]:
-    """Return non-default keys: cost.w=0 counts, cost.comm=0 does not."""
+    """Return the keys that differ from their defaults: cost.w=0 does, cost.comm=0 does not."""
     default = type(keys)()
     values = {f.name: getattr(keys, f.name) for f in fields(keys) if f.name != "cost"}
     return {f"{prefix}{k}": v for k, v in values.items() if v != getattr(default, k) and v != []}

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
-    """Make a plan. *Raises* ConfigError with this tool's keys."""
+    """Make the plan of schedule or layout number ``place``. *Raises* ConfigError with this tool's keys."""
     try:
         plan = _make_plan(args, place)
         return plan if plan.panel is None or args.overlap else plan._replace(slower=_slower(args, plan))

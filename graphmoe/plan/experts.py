@@ -1,7 +1,7 @@
 """Decisions about routed experts: dispatcher, transport and receive capacity.
 
-Without a host count, capacity is ``moe.receive_budget`` times balanced routing: the worst case, all tokens on
-one rank, is too large. A step that overflows is re-run with more (docs/parallel.md).
+If the host reads no row counts, capacity is ``moe.receive_budget`` times the rows of balanced routing: the
+worst case, all tokens on one rank, is too large. An overflowed step reruns with more (docs/parallel.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arguments of ``graphmoe.project`` besides the keys of a run, and the configuration that it projects."""
+"""Arguments of ``graphmoe.project`` besides a run's keys, and the configuration to estimate."""
 
 import contextlib
 import difflib

@@ -57,7 +57,7 @@ class Candidates:
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
     def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
-        """Yield each layout of these ranks, and the rules that it violates. *Raises* ConfigError."""
+        """Yield each layout of these ranks, and its error messages. *Raises* ConfigError."""
         count, problem = 0, ""
         for parallel in self._dimensions():
             try:

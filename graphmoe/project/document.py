@@ -54,7 +54,7 @@ def projected(
 
 
 def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
-    """Project all values of a resolved configuration, memory in decimal GB. *Raises* ConfigError.
+    """Estimate memory (decimal GB), time and FLOPs of a resolved configuration. *Raises* ConfigError.
 
     Ranks at one position along pp are alike. FLOPs are the model's: no recompute, causal attention halved.
     """

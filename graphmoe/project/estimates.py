@@ -36,7 +36,7 @@ Stages = tuple[StagePieces, ...]
 
 
 class PlaceKind(NamedTuple):
-    """Pipeline positions with equal stages; ``place`` is the one with most memory."""
+    """Pipeline positions with equal stages; ``place`` is the position with most memory."""
 
     place: int
     stages: Stages
@@ -134,7 +134,7 @@ class Estimates:
         return self._stage(self._like(candidate), candidate.kind, self._all).time.total
 
     def tokens_per_s_per_gpu(self, candidate: Candidate, pipeline: ShortPipeline) -> float:
-        """Estimate the throughput: the busiest pipeline position's time, and equal waits of all ranks."""
+        """Estimate the throughput from the busiest pipeline position's time; all ranks wait equally long."""
         like, kind, layout = self._like(candidate), candidate.kind, candidate.layout
         weights = _of_weights(layout, pipeline.embed_on)
         count = num_micro_batches(candidate.config, layout)

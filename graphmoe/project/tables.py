@@ -175,7 +175,7 @@ def joined_or(values: Sequence[object]) -> str:
 
 
 def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the layouts to show, fastest first: the best of each shape, the recommended, the one with EP."""
+    """Return the layouts to show, fastest first: best per shape, recommended, best with ep of 8 or more."""
     lines = document["shapes"] or document["best"]
     more = [line for line in (document["recommended"], document["with_ep"]) if line]
     words = {line["words"]: line for line in (*more[::-1], *lines)}

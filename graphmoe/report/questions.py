@@ -146,7 +146,7 @@ def speed(run: RunData) -> Answer:
 
 
 def times(run: RunData, trace: Summary | str) -> Answer:
-    """Summarize the time: largest segments or, without a trace, the most likely loss; what to try."""
+    """Summarize the time: largest segments or, without a trace, the likeliest cause of lost time; advice."""
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
     if isinstance(trace, str):

@@ -30,7 +30,7 @@ class RunData:
     compiled: dict[str, Any]
     captured: dict[str, Any]
     summary: dict[str, Any]
-    """summary.json, or newer facts from metrics."""
+    """summary.json, or newer values from metrics."""
     unreadable: list[str]
 
     @property

@@ -103,7 +103,7 @@ def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
 
 
 def load_bar(loads: Sequence[float], glyphs: str = BLOCKS) -> str:
-    """Draw a glyph per expert, or per group of experts for its maximum; 0 is dead, the fourth is the mean."""
+    """Draw a glyph per expert, or per group for its maximum: 0 if dead, the fourth glyph at the mean."""
     few = -(-len(loads) // MOST_GLYPHS)
     tops = [max(loads[start : start + few]) for start in range(0, len(loads), few)]
     return "".join("0" if top < DEAD else glyphs[min(int(top * 3.5), 7)] for top in tops)

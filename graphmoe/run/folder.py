@@ -73,7 +73,7 @@ class RunFolder:
 
 
 def missing_place(base: Path) -> Iterator[str]:
-    """Yield the reason why a run's folder cannot be created, by checking its parents."""
+    """Yield an error message if a run's folder cannot be created; checks its parents."""
     there = next(path for path in (base, *base.absolute().parents) if os.path.exists(path))
     if there != base and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         why = "cannot be written to" if there.is_dir() else "is not a folder"

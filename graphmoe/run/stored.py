@@ -107,7 +107,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield why the folder to start from is unusable, by its file names."""
+    """Yield an error message if the folder to start from is unusable, by its file names."""
     if (start := _start(checkpoint)) is None:
         return
     key, folder = start

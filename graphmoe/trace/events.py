@@ -292,6 +292,6 @@ def is_communication(activity: Activity) -> bool:
 
 
 def unit_and_part(name: str) -> Owner | None:
-    """Return unit and part of a graphmoe range, or None."""
+    """Return segment or compile unit, and part, of a graphmoe range, or None."""
     match = _RANGE.fullmatch(name)
     return Owner(match[1], match[2]) if match else None

@@ -264,7 +264,7 @@ def _calls_of(trace: Trace) -> Counter[Owner]:
 
 
 def largest(times: Iterable[tuple[str, float, float | None]], steps: int, count: int) -> list[Kernel]:
-    """Sum the time of equal names in (name, microseconds, floor); return the ``count`` largest."""
+    """Sum (name, microseconds, lower bound or None) of equal names; return the ``count`` largest."""
     by_name: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
     for name, took, floor in times:
         by_name[name].append((took, floor))

@@ -155,7 +155,7 @@ class ExpertLoads:
         self._written = self._read = done
 
     def write(self, rows: Sequence[StepRow]) -> None:
-        """Add the loads of steps; write a line once the next multiple or the last step is reached."""
+        """Add the loads of steps; write a line at each multiple of the interval and at the last step."""
         for row in rows:
             if not row.load_LE.numel():
                 return

@@ -154,7 +154,7 @@ def _check_activations(plan: Plan, device: torch.device, state: Sequence[float])
 
 
 def least_bytes(plan: Plan, state: Sequence[float]) -> list[tuple[float, float]]:
-    """Return lower bounds of bytes by pipeline position: (``state`` and other fixed ones, activations).
+    """Return lower bounds by pipeline position: (bytes of ``state`` and other fixed parts, of activations).
 
     Activations are of micro-batches in flight, or of one with its logits.
     """

@@ -110,8 +110,8 @@ class Steps:
     """Launches steps, captured as ``graph.scope`` says, queues their metrics, reruns overflowed steps.
 
     The host reads a step's overflow flag after launching the next step. An overflowed step and the one after
-    it were no-ops, and both rerun on the same micro-batches. At the last capacity level the host reads flags
-    at once, so that the next step can leave that level.
+    it were no-ops, and both rerun on the same micro-batches. At the last level (no receive capacity)
+    the host reads flags before the next launch, so that the next step can leave that level.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ def device_row(
 ) -> Tensor:
     """Return a step's metrics as an fp32 tensor: scalars, expert loads [L, E], ``received_L2`` if given.
 
-    Loads are over the mean of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks, averaged
-    over layers.
+    Loads are divided by the mean load of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks,
+    averaged over layers.
     """
     load_LE = over_mean(counts_LE)
     of_ranks_L = over_mean(counts_LE.unflatten(1, (ep, -1)).sum(dim=2)).amax(dim=1)

@@ -27,7 +27,7 @@ class Totals(NamedTuple):
 
 
 class StepSums:
-    """Device sums of micro-batch outputs. ``routers``: by MoE layer index."""
+    """Sums of micro-batch outputs on the device. ``routers`` has the MoE layers' routers, by index."""
 
     def __init__(self, model: Transformer, routers: Mapping[int, Router], device: torch.device) -> None:
         self._model, self._routers = model, routers

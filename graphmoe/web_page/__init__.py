@@ -70,7 +70,7 @@ class Chart:
 
 
 def grid(charts: Iterable[Chart]) -> str:
-    """Charts next to each other where there is room."""
+    """Charts next to each other if the page is wide enough."""
     return f'<div class="grid">{"".join(chart.to_html() for chart in charts)}</div>'
 
 
@@ -166,7 +166,7 @@ def paragraph(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return a text as it is, with its lines; one that is indented, or has words of code, is code."""
+    """Return a text as HTML with its line breaks; indented text or code is set as code."""
     kind = (
         " code" if re.search(r"^(?:  |\t|def |class |import |from \w+ import |#include)", text, re.M) else ""
     )

@@ -1,7 +1,7 @@
 """Cache entries: paths and SHA-256 of files compiled for one set of facts (what compiled code depends on).
 
-An entry is the union of its documents. A job that publishes merges the documents it has read into a new one,
-then deletes them. Documents are immutable, so concurrent jobs lose nothing.
+An entry is the union of its documents (JSON files). A job that publishes merges the documents it has read
+into a new one, then deletes them. Documents are immutable, so concurrent jobs lose nothing.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class Entries:
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the documents' files; all files of one `unit_of` come from the newest document that has any."""
+    """Merge the documents' files; files of equal `unit_of` come from the newest document with any of them."""
     files: dict[str, str] = {}
     owners: dict[str, int] = {}
     for number, document in enumerate(newest_first):

@@ -97,7 +97,7 @@ def differences(facts: Facts, other: Facts) -> list[str]:
 
 
 def base_facts(device: torch.device) -> dict[str, Any]:
-    """Return the facts that all configurations share: sources, versions and device."""
+    """Return the cache key's facts that all configurations share: sources, versions and device."""
     return {
         **{f"sources.{name}": digest for name, digest in source_hashes().items()},
         "torch": torch.__version__,

@@ -57,7 +57,7 @@ class WorkFolder:
         atexit.register(self.close)
 
     def fill(self, source: Entry | None, places: Sequence[str] | None) -> None:
-        """Copy an entry's files here; ``places`` is None if the entry has other facts. *Raises* OSError."""
+        """Copy an entry's files here; ``places``: graphs to copy, None if facts differ. *Raises* OSError."""
         if source is None:
             return
         self.found = places is not None

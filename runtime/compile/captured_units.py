@@ -1,8 +1,9 @@
 """Compiled units whose forward and backward replay from graphs: segments named in ``graph.scope``.
 
-At each position in the model, each micro-batch slot has a forward graph and two backward graphs (dgrad, then
-wgrad): the first micro-batch's wgrad stores, later ones add. Tensors that dgrad passes to wgrad are internal
-to the graph, so the next layer reuses their memory. Deferred wgrad has a graph of its own.
+At each position in the model, each micro-batch slot has a forward graph and two backward graphs. Both run
+dgrad, then wgrad: one stores the weight gradients (first micro-batch), the other adds (later ones). Tensors
+that dgrad passes to wgrad are internal to the graph, so the next layer reuses their memory. Deferred wgrad
+has a graph of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class UnitCapture:
             self.slot = None
 
     def pool(self, number: int) -> Pool:
-        """Return the slot's memory pool for the ``number``-th concurrent forward of the same unit."""
+        """Return the slot's memory pool for the ``number``-th concurrent forward of a compile unit."""
         pools = self._pools.setdefault(self.slot, [])
         while len(pools) <= number:
             addresses = pools[0].addresses if pools else set[int]()
@@ -56,7 +57,7 @@ class UnitCapture:
         return pools[number]
 
     def has_new_program(self) -> bool:
-        """Return True once after all graphs were freed for a new program; drop the state that they shared."""
+        """Return True once after new receive levels freed all graphs; drop the state that they shared."""
         if self._planned == self.capture.planned:
             return False
         self._planned = self.capture.planned

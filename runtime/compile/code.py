@@ -1,4 +1,4 @@
-"""UnitCode: a unit's compiled forward, dgrad, wgrad and their autograd node; ranks take turns to compile."""
+"""UnitCode: a compile unit's forward, dgrad, wgrad and their autograd node; ranks take turns to compile."""
 
 import functools
 import hashlib
@@ -75,7 +75,7 @@ def graph_fingerprint(graph: fx.GraphModule) -> str:
 
 
 class UnitCode:
-    """The compiled forward, dgrad and wgrad of a unit; equal units share one."""
+    """The compiled forward, dgrad and wgrad of a compile unit; equal units share one."""
 
     def __init__(
         self, graphs: UnitGraphs, compiler: Callable[[fx.GraphModule], Compiled], *, accumulates: bool
@@ -193,7 +193,7 @@ class UnitCode:
 def call_unit(
     unit: Any, tensors: Sequence[Tensor], gradients: Sequence[Gradient], pending: PendingWeightGrads | None
 ) -> tuple[Tensor, ...]:
-    """Return a unit's outputs; its ``forward`` and ``backward`` are one node of autograd."""
+    """Return a compile unit's outputs; its ``forward`` and ``backward`` are one node of autograd."""
     graphs: UnitGraphs = unit.graphs
     if graphs.backward is None:
         results, _ = unit.forward(tensors)

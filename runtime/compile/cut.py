@@ -1,4 +1,4 @@
-"""Cut a unit's joint graph into forward and backward, and remove views from its outputs.
+"""Cut a compile unit's joint graph into forward and backward, and remove views from its outputs.
 
 torch's partitioner cuts, guided by recompute marks on nodes. A region is a run of segments that is recomputed
 as a whole: a value read outside it passes through a border node, which is saved if a later backward reads it.

@@ -39,10 +39,10 @@ UnitCall = Callable[[Sequence[Tensor], PendingWeightGrads], Sequence[Tensor]]
 class UnitTurns(Protocol):
     @property
     def runs(self) -> bool:
-        """Return whether a forward with interleaved units is running."""
+        """Return whether a forward with interleaved compile units is running."""
 
     def run_unit(self, unit: Unit, read: Sequence[Tensor], call: UnitCall) -> tuple[Tensor, ...]:
-        """Run the unit when its turn comes; return its results."""
+        """Run the compile unit in its turn; return its results."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class _PlacedUnit:
 
 
 class CompiledSegments:
-    """Callable like ``run_segments``; compiles each unit at its first call. Equal units share code."""
+    """Callable like ``run_segments``; compiles each compile unit at its first call. Equal ones share code."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From a unit to its compiled graphs: forward F, dgrad I, wgrad W.
+"""From a compile unit to its compiled graphs: forward F, dgrad I, wgrad W.
 
 Trace the forward -> passes -> trace the joint graph -> cut it where the fewest bytes are saved -> split the
 backward into dgrad and wgrad.

@@ -1,4 +1,4 @@
-"""Cache of traced graphs for jobs with equal facts; a trace takes seconds."""
+"""Cache of traced graphs for jobs whose code depends on equal facts; a trace takes seconds."""
 
 import dataclasses
 import enum

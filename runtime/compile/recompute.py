@@ -17,7 +17,7 @@ from graphmoe.segments import Executor, Segment, run_segments
 
 
 class RecomputedSegments:
-    """Called like ``run_segments``; saves only inputs of covered segments. Bitwise equal, capturable."""
+    """Called like ``run_segments``; saves only inputs of recomputed segments. Bitwise equal, capturable."""
 
     def __init__(self, recompute: Recompute) -> None:
         assert not recompute.parts, "parts are chosen in graphs"

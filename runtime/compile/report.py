@@ -67,7 +67,7 @@ class UnitReport:
 def to_json(
     reports: Sequence[UnitReport], recompiled: int, uuid: str, why_compiled: str = ""
 ) -> dict[str, Any]:
-    """Return the report; ``passes`` are sums over units."""
+    """Return the report; ``passes`` are sums over compile units."""
     cache = Counter[str]()
     for report in reports:
         cache.update(report.cache)
@@ -108,7 +108,7 @@ def cache_line(reports: Sequence[UnitReport], why_compiled: str) -> str:
 
 
 def to_text(reports: Sequence[UnitReport]) -> str:
-    """Return tables of units and passes, then the reasons why passes replaced no match."""
+    """Return tables of compile units and passes, then the reasons why passes replaced no match."""
     units = Table(title="compiled units", title_justify="left")
     for column in ("unit", "used", "graphs", "kept", "again", "seconds", "from"):
         units.add_column(column, justify="left" if column in ("unit", "from") else "right")

@@ -54,7 +54,7 @@ def units_of(
     captured: Set[str] = frozenset(),
     apart: Set[str] = frozenset(),
 ) -> list[Unit]:
-    """Group segments into units, cut where the stream changes and at captured, dynamic, ``apart`` ones."""
+    """Group segments into compile units; cut if stream, captured or dynamic changes, and around ``apart``."""
 
     def kind(segment: Segment) -> tuple[str, bool, bool, str]:
         own = segment.name if segment.name in apart else ""

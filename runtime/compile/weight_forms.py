@@ -132,7 +132,7 @@ class WeightForms:
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Restore overwritten weights, and mark all quantized copies stale."""
+        """Restore weights that quantized copies overwrote, and mark all copies stale."""
         for key, weight in self._within.items():
             weight.data.copy_(self._mains[key])
         self.written()

@@ -39,7 +39,7 @@ _MOST = 8
 
 
 class RunFailed(RuntimeError):
-    """Failure to start or continue a run; the message is complete."""
+    """Failure to start or continue a run; the message needs no traceback."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Overlap of a micro-batch's backward with the next forward: turns of units, which end before a wait."""
+"""Overlap of a micro-batch's backward with the next forward: they take turns, which end before a wait."""
 
 from __future__ import annotations
 

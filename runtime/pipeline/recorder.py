@@ -41,7 +41,7 @@ class StepRecorder(Protocol):
 
 
 class Recorder:
-    """Records a step by CUDA events, or the host's clock; ``comm``: waits for messages. Not capturable."""
+    """Records a step by CUDA events or the host's clock; track ``comm`` has the waits. Not capturable."""
 
     def __init__(self, device: torch.device, barrier: Callable[[], object]) -> None:
         """``barrier`` over all ranks aligns their zero times."""
@@ -52,7 +52,7 @@ class Recorder:
         self.began_ns = 0  # time.time_ns() at zero of the spans
 
     def start(self) -> None:
-        """Set zero to now. Syncs with the device and the other ranks."""
+        """Set the zero of time to now. Syncs with the device and the other ranks."""
         self._marks.clear()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)

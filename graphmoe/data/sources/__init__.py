@@ -22,7 +22,7 @@ TOKENS_KEY = 1
 
 
 def missing_inputs(config: DataConfig, vocab_size: int) -> Iterator[str]:
-    """Yield problems with the configured tokenizer and file names, without reading text."""
+    """Yield error messages about the configured tokenizer and file names, without reading text."""
     if config.source not in SOURCES:  # a plug-in decides what its keys mean
         return
     if config.tokenizer is not None and not config.source_facts.ignores("tokenizer"):

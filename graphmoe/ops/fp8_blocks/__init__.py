@@ -7,7 +7,7 @@ R], or [N / 128, B] with B padded to a multiple of 4, as cuBLASLt reads them
 (aten/src/ATen/native/cuda/ScaledBlas.cpp).
 
 *mxfp8*: 32 elements share a power of two, stored as a byte (e8m0), [R, B]: 2^(floor(log2 amax) - 8), or NaN
-(255) if amax is not finite. Values saturate at 448 scales (OCP Microscaling Formats 1.0, 6.3).
+(255) if amax is not finite. Values beyond 448 times the scale saturate (OCP Microscaling Formats 1.0, 6.3).
 """
 
 from typing import Any

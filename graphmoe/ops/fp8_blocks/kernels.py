@@ -135,7 +135,7 @@ def turned_kernel(
 ):  # fmt: skip
     """Transpose x [R, C], dequantized if it has scales, and quantize it in blocks along R -> q [C, PADDED].
 
-    The third axis of the grid is the matrix, of several without scales.
+    Without scales there may be several matrices, the third axis of the grid.
     """
     of_matrix = tl.program_id(2).to(tl.int64) * C
     x_ptr += of_matrix * R

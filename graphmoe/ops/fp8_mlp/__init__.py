@@ -118,7 +118,7 @@ def _dgrad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
-    `columns` quantized the weights. Last result: the running maximum [1] if dh has a delayed scale, else [0].
+    The weights come from `columns`. Last result: the running maximum [1] if dh has a delayed scale, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)

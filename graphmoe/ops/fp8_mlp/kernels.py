@@ -1,7 +1,7 @@
 """Kernels of the grouped MLP in fp8.
 
-Suffixes and tiles as in `grouped_mlp.rows_kernel`; T tokens. Dead rows are neither read nor written, except
-that `transposed_kernel` pads each expert's rows with zeros to whole tiles. fp8 operands of a matrix
+Suffixes and tiles as in `grouped_mlp.rows_kernel`; T tokens. Rows of no expert are neither read nor written,
+except that `transposed_kernel` pads each expert's rows with zeros to whole tiles. fp8 operands of a matrix
 instruction must be contiguous along the contracted axis (CUTLASS, sm90 GMMA), hence the transposed copies.
 """
 
@@ -258,7 +258,7 @@ def expert_scales_kernel(
     dhs_ptr, xs_ptr, as_ptr, dys_ptr, slot_ptr, ends_ptr, scale_ptr, tile_ptr,
     K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store each expert's largest scale product of a row [2, E] (dh * x, a * dy), and first tile [E + 1]."""
+    """Store each expert's maximum over rows of scales dh * x, and a * dy [2, E], and first tile [E + 1]."""
     expert = tl.program_id(0)
     known = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + known, mask=known < E, other=0)

@@ -1,7 +1,7 @@
 """Kernels of the grouped MLP in mxfp8; suffixes and tiles of `ops.fp8_mlp.kernels`.
 
-BLOCK contracted numbers have one scale. Dead rows are neither read nor written, except that `turned_kernel`
-stores zeros for them.
+BLOCK contracted numbers have one scale. Rows of no expert are neither read nor written, except that
+`turned_kernel` stores zeros for them.
 """
 
 # mypy: allow-untyped-defs

@@ -1,7 +1,7 @@
 """Choice of the backends of forward, dgrad and wgrad of the grouped MLP, each by itself.
 
-``moe.experts=auto`` times the capable backends once per shape and device, and stores the answer: another
-choice would change sums, and a resumed run must be bitwise equal. Several ranks must use one rank's answer.
+``moe.experts=auto`` times the capable backends once per shape and device, and stores the choice: another
+one would change sums, and a resumed run must be bitwise equal. Several ranks must use one rank's choice.
 """
 
 import functools
@@ -43,13 +43,13 @@ class MlpShape:
 
 
 class Memory(Protocol):
-    """Persistent storage of small answers, such as measured choices."""
+    """Persistent storage of small values, such as measured choices."""
 
     def recall(self, name: str, facts: Mapping[str, Any]) -> Any | None:
-        """Return the answer stored for these facts, or None."""
+        """Return the value stored for these facts, or None."""
 
     def remember(self, name: str, facts: Mapping[str, Any], answer: Any) -> Any:
-        """Store an answer; return the valid one, which may be another process's."""
+        """Store a value; return the valid one, which may be another process's."""
 
 
 def choose_backends(
@@ -89,7 +89,7 @@ def recalled(
     memory: Memory | None, name: str, facts: Mapping[str, Any], is_answer: Callable[[Any], bool],
     measure: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the stored answer for ``facts`` if valid; else measure, store and return one."""
+    """Return the stored choice for ``facts`` if valid; else measure, store and return one."""
     known = None if memory is None else memory.recall(name, facts)
     if known is not None and is_answer(known):
         return dict(known)

@@ -236,7 +236,7 @@ def add_tile(
 
 @triton.jit
 def sigmoid_of(x):
-    """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`: no GEMM overlaps an epilogue."""
+    """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`, as no GEMM hides an epilogue."""
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 

@@ -117,7 +117,7 @@ def into_kernel(
     gradient_ptr, total_ptr, ends_ptr, numbers,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store or add ``numbers`` elements; with E, so many of each replica up to the last one with rows."""
+    """Store or add ``numbers`` elements; if E > 0, as many per replica, up to the last one with rows."""
     end = tl.cast(numbers, tl.int64)
     if E > 0:
         end *= with_rows(ends_ptr, E, BLOCK_E)

@@ -49,7 +49,7 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("graphmoe::replica_places", mutates_args=())
 def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, by expert and rank, rows sent (cumulative over ranks) and the copy's number; int32 [E, R].
+    """Return this rank's rows per expert for ranks 0 to r, and the copy's number on r; int32 [E, R] each.
 
     Rank r numbers its copies from ``r * (E / R + S)``: own experts, then replicas; -1 is no copy. No device
     sync on a GPU.
@@ -89,7 +89,7 @@ def places_by_kernel(
 
 
 def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows per expert [E], each choice's copy (`places`) [T, K], replicas' experts [R, S]; int32.
+    """Return rows per expert [E], `places` copy number per choice [T, K], replicas' experts [R, S]; int32.
 
     A collective. No device sync on a GPU.
     """

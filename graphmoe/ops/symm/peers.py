@@ -52,7 +52,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Region:
-    """Byte offsets in a rank's peer memory: dispatch uses side "out", tokens to weights, combine "back".
+    """Byte offsets in a rank's peer memory: "out" (tokens to weights) for dispatch, "back" for combine.
 
     Only that rank writes to it; it writes one side while peers may read the other.
     """
@@ -177,7 +177,7 @@ def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
 
 @contextmanager
 def before_products() -> Iterator[None]:
-    """Queue kernels inside on the stream of `beside_products_on`, if any, ordered with the current stream."""
+    """Context whose kernels use the stream of `beside_products_on`, if any, ordered with the current one."""
     products = IN_USE.products
     if products is None:
         yield

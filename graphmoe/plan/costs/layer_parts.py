@@ -198,6 +198,6 @@ def swiglu_weights(model: ModelConfig, ffn_size: int) -> int:
 
 
 def attention_scores(model: ModelConfig, seq_len: int) -> int:
-    """Return forward FLOPs of one token's causal attention in one layer: q k^T, and the product with v."""
+    """Return forward FLOPs of one token's causal attention in one layer: q k^T, and the GEMM with v."""
     facts = attention_facts(model)
     return 2 * model.num_heads * (facts.head + facts.value) * seq_len // 2

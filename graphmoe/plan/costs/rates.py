@@ -102,7 +102,7 @@ FP8_RATES = tuple(field.name for field in dataclasses.fields(Rates) if field.nam
 
 
 def share_at(share: Share, kind: float, size: float) -> float:
-    """Return a GEMM's share of peak, interpolated by size among points of the nearest ``kind`` (by ratio)."""
+    """Return a GEMM's share of peak, interpolated by size among points with first size nearest ``kind``."""
     if isinstance(share, float | int):
         return share
     nearest_kind = min({point[0] for point in share}, key=lambda known: abs(math.log(known / kind)))

@@ -16,7 +16,7 @@ MOST_TRIED = 20_000  # layouts enumerated exhaustively, in 0.3 s; beyond that, o
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -> str:
-    """Return the `balanced_layout` for the times of `modelled_parts`; ``rank_of`` each stage."""
+    """Return the `balanced_layout` for the times of `modelled_parts`. ``rank_of``: rank of each stage."""
     return balanced_layout(tuple((part.name, part.total) for part in modelled_parts(model, seq_len)), rank_of)
 
 

@@ -28,7 +28,7 @@ def check(table: Table) -> None:
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """Return each rank's peak number of saved activations, in micro-batches of all its stages."""
+    """Return each rank's peak of saved activations; 1 is one micro-batch's of all its stages."""
     sizes = [1] * table.placement.num_stages
     shares = [len(table.placement.stages_of(rank)) for rank in range(table.placement.num_ranks)]
     # a stage counts 1/n on a rank with n stages
@@ -46,7 +46,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return, for each rank, saved activations by stage at each moment that may be its peak."""
+    """Return, for each rank, saved activations by stage at each point in time that may be its peak."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -65,7 +65,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Drop each moment whose count is at most another's in every stage."""
+    """Drop each point in time whose counts are at most another's in every stage."""
     kept: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, other)) for other in kept):

@@ -92,7 +92,7 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
 
 
 def expert_ranks(model: ModelConfig, layout: Layout) -> int:
-    """Return the number of ranks that share experts in estimated times: 1, one node's, or two nodes'."""
+    """Return the ep size that time estimates assume: 1, the ranks of one node, or of two nodes."""
     ranks = layout.size("ep_etp")
     alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
     return min(alike, model.num_experts) or 1

@@ -63,7 +63,7 @@ def rank_batch_rules(train: TrainConfig, layout: Layout, ranks: int) -> Iterator
 
 
 def pipeline_rules(config: RunConfig) -> Iterator[str]:
-    """Yield unknown schedules, and keys that conflict with ``parallel.pp``."""
+    """Yield an error for an unknown schedule, and for each key that conflicts with ``parallel.pp``."""
     parallel, schedule = config.parallel, config.pipeline.schedule
     try:
         splits = schedule_of(schedule).splits_backward
@@ -144,7 +144,7 @@ def context_method(parallel: ParallelConfig, model: ModelConfig) -> ContextMetho
 
 
 def context_parallel_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of cp: sizes that it does not divide, attention that cannot run as a ring."""
+    """Yield errors of cp: sizes that it does not divide, attention that cannot run as a ring."""
     parallel, model, seq_len = config.parallel, config.model, seq_len_of(config)
     cp, tp = parallel.cp, parallel.tp
     if cp < 2 or tp < 1:

@@ -73,7 +73,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
 
 
 def unread_data_rules(config: RunConfig) -> Iterator[str]:
-    """Yield keys of ``data`` that its source ignores: the run would train on unintended tokens."""
+    """Yield an error for each key of ``data`` that its source ignores: it would train on other tokens."""
     data, default = config.data, DataConfig()
     for field in dataclasses.fields(data):
         key, value = field.name, getattr(data, field.name)
@@ -123,7 +123,7 @@ def length_rules(config: RunConfig) -> Iterator[str]:
 
 
 def lr_schedule_rules(config: RunConfig) -> Iterator[str]:
-    """Yield a wsd schedule that never decays, or decays during warm-up."""
+    """Yield an error if a wsd schedule never decays, or decays during warm-up."""
     optim, total_steps = config.optim, config.train.steps
     fraction, warmup = optim.wsd_decay_fraction, optim.warmup_steps
     if config.train.epochs is not None:

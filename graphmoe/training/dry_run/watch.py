@@ -51,7 +51,7 @@ class MemoryLog:
         self.held = dict(self.now)
 
     def saw(self, result: Any, phase: str, segment: str = "") -> None:
-        """Count an operation's result; a new storage has the kind ``phase``."""
+        """Count an operation's result; a storage not seen before counts as kind ``phase``."""
         if isinstance(result, list | tuple):
             for item in result:
                 self.saw(item, phase, segment)
@@ -104,7 +104,7 @@ class StepWatch(TorchDispatchMode):
 
     @contextmanager
     def message(self, message: Message) -> Iterator[None]:
-        """Context whose operations count as part of the message's phase."""
+        """Context whose operations count for the phase of the message: forward or backward."""
         before = self.phase, self.segment
         self.phase, self.segment = _PHASES[message.content.kind], "messages"
         yield
@@ -128,7 +128,7 @@ class StepWatch(TorchDispatchMode):
 class WatchedSteps:
     """`graphmoe.runtime.pipeline.recorder.StepRecorder` that sets the watch's phase.
 
-    Autograd sets it for the second action of a pair. ``say`` receives progress text.
+    In the second action of a pair, `StepWatch` sets it. ``say`` receives progress text.
     """
 
     def __init__(self, watch: StepWatch, num_moves: int, say: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ class Schedule:
     virtual_stages: tuple[int, int | None] = (1, 1)
     """Least and most per rank; None: any number."""
     splits_backward: bool = False
-    """True if tables have dgrad and wgrad (I, W) instead of B."""
+    """True if tables have dgrad (I) and wgrad (W) instead of B."""
     is_folded: bool = False
     """True if stages are placed on a V and tables depend on costs; otherwise round-robin."""
     build_overlapped: Build | None = None
@@ -129,7 +129,7 @@ def schedule_rules(
     *,
     overlap: bool = False,
 ) -> Iterator[str]:
-    """Yield violated rules, with numbers that would work. *Raises* ConfigError as `schedule_of`."""
+    """Yield error messages with numbers that would work. *Raises* ConfigError like `schedule_of`."""
     if num_ranks < 1:
         yield f"parallel.pp={num_ranks} is not a number of ranks; use 1 or more"
     if num_micro_batches < 1:

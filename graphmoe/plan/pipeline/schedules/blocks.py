@@ -58,7 +58,7 @@ def busy(costs: Costs, num_ranks: int) -> float:
 def block_of(
     costs: Costs, num_ranks: int, period: float, slower: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 ) -> Block:
-    """Return the block that takes a micro-batch the least time; ``slower``: extra transfer time by leg."""
+    """Return the fastest block; ``slower``: extra transfer time of forward down, up, backward down, up."""
     works = []
     for rank in range(num_ranks):
         *inner, first, second = _durations(costs, rank, num_ranks)

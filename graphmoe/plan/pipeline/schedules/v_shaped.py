@@ -1,7 +1,7 @@
 """V schedules: stages run from rank 0 to the last rank and back, so each rank has two.
 
 Sources: arXiv 2401.10241, section 6, for ZB-V; arXiv 2405.15362, sections 2 and 3, for V-half and V-min. Each
-rank runs the next action of all `blocks` as soon as it can; gaps are filled by the costs of stages.
+rank runs the next action of all `blocks` as soon as it can; the costs of stages decide what fills gaps.
 """
 
 import bisect
@@ -108,7 +108,7 @@ Turn = tuple[float, int, int]
 
 @dataclass(frozen=True)
 class _Rules:
-    """Rules by which ranks choose their next action; lists hold F (forward) of all stages, then I, then W."""
+    """Rules for a rank's next action; lists have F (forward) of all stages, then I (dgrad), W (wgrad)."""
 
     num_stages: int
     period: float

@@ -108,7 +108,7 @@ def target_of(args: ConvertArgs, kind: FolderKind) -> Target:
     if args.quantise is not Quantise.none and target is Target.graphmoe:
         instead = "convert it to graphmoe weights and these" if kind is FolderKind.hf else "use target=hf"
         raise ConfigError(
-            f"quantise={args.quantise} is a form of Hugging Face folders, and to={args.to} would be graphmoe "
+            f"quantise={args.quantise} is for Hugging Face folders only, but to={args.to} would be graphmoe "
             f"weights of the {kind.value} {args.from_}; {instead}"
         )
     if args.step is not None and kind is not FolderKind.run:

@@ -213,7 +213,7 @@ def keep(out: Path | None, rows: Sequence[Row]) -> None:
             with rows_file(out).open("a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row) + "\n" for row in rows))
     except OSError as error:
-        log.warning("rows are not kept meanwhile: %s", error)
+        log.warning("rows cannot be saved while the suite runs: %s", error)
 
 
 def rows_file(out: Path) -> Path:

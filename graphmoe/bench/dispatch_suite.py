@@ -151,7 +151,9 @@ class DispatchSuite:
     def _measured(self, shape: MlpShape, routing: str, way: str, share: float | None) -> list[Row]:
         ranks = self._ranks
         if shape.E % ranks.size or shape.K * ranks.size > shape.E:
-            raise CaseFailed(f"{shape.E} experts and top-{shape.K} do not go into {ranks.size} ranks")
+            raise CaseFailed(
+                f"{shape.E} experts must split evenly over {ranks.size} ranks, {shape.K} (top_k) or more each"
+            )
         tokens = ranks.together(lambda: self._tokens(shape, routing))
         sent_PP = ranks.gather(tokens[-1].send_counts_P.tolist())
         mean = sum(map(sum, sent_PP)) / ranks.size**2
@@ -169,7 +171,7 @@ class DispatchSuite:
             found = way_of(dispatcher, *tokens)
             wrong = [name for name, each in reference.results.items() if not found.results[name].equal(each)]
             if wrong:
-                raise RuntimeError(f"not what alltoall gives: {', '.join(wrong)}")
+                raise RuntimeError(f"results differ from alltoall's: {', '.join(wrong)}")
             return found
 
         made = ranks.together(lambda: ranks.in_exchanges(make))

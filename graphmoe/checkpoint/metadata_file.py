@@ -140,7 +140,7 @@ def _metadata(read: _Metadata) -> Metadata:
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
         offsets = [None if chunk is None else chunk.offsets for chunk in chunks]
         if any(MetadataIndex(name, offset) not in stored for offset in offsets):
-            raise ValueError(f"{name} has no place in a file")
+            raise ValueError(f"the metadata does not name the file of each part of {name}")
     return Metadata(entries, storage_data=stored, storage_meta=StorageMeta())
 
 
@@ -150,11 +150,11 @@ def _entry(name: str, found: _Bytes | _Tensor) -> BytesStorageMetadata | TensorS
     for chunk in found.chunks:
         ends = [start + length for start, length in zip(chunk.offsets, chunk.sizes, strict=True)]
         if len(ends) != len(found.size) or any(e > most for e, most in zip(ends, found.size, strict=True)):
-            raise ValueError(f"a part at {ends} of a tensor of {list(found.size)}")
+            raise ValueError(f"a part of {name} ends at {ends}, outside of its shape {list(found.size)}")
     if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
         raise ValueError(f"the parts of {name} are not all of its {math.prod(found.size)} elements")
     if _some_overlap(found.chunks):
-        raise ValueError(f"parts of {name} lie in each other's place")
+        raise ValueError(f"parts of {name} overlap")
     dtype = found.properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has no dtype")

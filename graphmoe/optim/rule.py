@@ -39,7 +39,7 @@ class UpdateRule:
 
     def __post_init__(self) -> None:
         if len({*self.moments, "main", "counters"}) < len(self.moments) + 2:
-            raise ConfigError(f"moments={self.moments} need a name each, and none of main and counters")
+            raise ConfigError(f"moments={self.moments} must be distinct names other than main and counters")
 
     @property
     def bytes_moved(self) -> int:

@@ -167,11 +167,15 @@ def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
     """
     model, d, seq_len = config.model, config.model.hidden_size, config.data.seq_len
     given = {field.key: getattr(field.value, "value", field.value) for field in fields_of(config)}
-    problems = [f"has no {key}={given[key]}" for key, value in CHART.items() if given[key] != value]
+    problems = [
+        f"needs {key}={value}, not {given[key]}" for key, value in CHART.items() if given[key] != value
+    ]
     if model.num_layers % layout.pp:
-        problems.append(f"shares model.num_layers={model.num_layers} equally, not by parallel.pp={layout.pp}")
+        problems.append(
+            f"needs a parallel.pp that divides model.num_layers={model.num_layers}, not {layout.pp}"
+        )
     if problems:
-        raise ConfigError(f"assumptions=published {'; '.join(problems)}; use assumptions=exact, which does")
+        raise ConfigError(f"assumptions=published {'; '.join(problems)}; use assumptions=exact")
     assert seq_len is not None
     of_layer = model.num_experts / layout.ep * 3 * d * model.expert_ffn_size + d * d
     weights = model.num_layers / layout.pp * of_layer + model.vocab_size * d

@@ -87,7 +87,7 @@ def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
         with contextlib.suppress(FileError, OSError):
             if _readable_state(path, ours) in usable:
                 return path
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable: _numbered never ends")
 
 
 def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
@@ -126,7 +126,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
         how = f"checkpoint.resume_from={shown} continues it" if saved else "it saved nothing"
         log.info("%s is unfinished, of another configuration (%s); %s", shown, differing, how)
     if num_more:
-        log.info("not listed: %s of this name", number_of(num_more, "older unfinished run"))
+        log.info("the lines above omit %s of this name", number_of(num_more, "older unfinished run"))
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:

@@ -39,7 +39,7 @@ def read_lines(path: Path, kind: type[Any]) -> list[Row]:
             if number < len(lines) or line.endswith("}"):
                 wrong.append(error)
     if wrong:
-        log.warning("%d of %d lines are left out: %s", len(wrong), len(lines), wrong[0])
+        log.warning("%d of %d lines are invalid and ignored; the first: %s", len(wrong), len(lines), wrong[0])
     return rows
 
 

@@ -159,7 +159,7 @@ def refuse_other_tokenizer(
             f"checkpoint.other_tokenizer=true"
         )
     if tokenizer_hash(tokenizer) != tokenizer_hash(theirs):
-        log.warning("%s=%s has a tokenizer that splits text otherwise, into the same tokens", key, folder)
+        log.warning("%s=%s has a tokenizer of the same vocabulary that splits text differently", key, folder)
 
 
 @functools.cache  # a start checks the tokenizer several times

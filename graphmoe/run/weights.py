@@ -68,7 +68,7 @@ def load_weights(
             config.context_length, theirs.context_length, folder, theirs.context_length,
         )  # fmt: skip
     for line in same_function(config, theirs):
-        log.warning("%s in %s; the weights are used with the former", line, folder)
+        log.warning("%s as in %s; the weights are used with the first value", line, folder)
     return kind_of(folder)
 
 
@@ -285,7 +285,7 @@ def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelCon
             )
     wrong = [line for line in violations(RunConfig(model=config)) if line.startswith("model.")]
     if wrong:
-        raise FileError(f"{where}* has values that cannot be: {'; '.join(wrong)}")
+        raise FileError(f"{where}* has invalid values: {'; '.join(wrong)}")
     return config
 
 

@@ -90,7 +90,9 @@ def traces_of(runs: Sequence[Path], rank: int | None) -> list[Path]:
     if rank is None:
         pairs = zip(runs, of_runs, strict=True)
         there = ", ".join(f"{run} has rank {listed(found)}" for run, found in pairs)
-        raise ConfigError(f"no rank recorded in all: {there}; record the same profile.ranks, or use trace=")
+        raise ConfigError(
+            f"no rank has a trace in every run: {there}; record the same profile.ranks, or use trace="
+        )
     for run, found in zip(runs, of_runs, strict=True):
         if rank not in found:
             there = f"there are those of {listed(found)} (profile.ranks)"

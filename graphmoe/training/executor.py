@@ -229,13 +229,13 @@ class Execution:
             log.info(line, extra=FILE_ONLY)
         log.info(cache_line(self.compiled.reports, self._cache.why))
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
-            log.warning("recompute has no effect: nothing of %s would be kept", self._recompute.words())
+            log.warning("recompute has no effect: %s would save no activations", self._recompute.words())
         quantizes = ("fp8_linear", "fp8_experts")
         of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in quantizes]
         if of_fp8 and not any(of_fp8):
             recipe = self._plan.precision.fp8.value
             log.warning(
-                "precision.fp8=%s has no effect: no product can be in 8 bits, and %s says why",
+                "precision.fp8=%s has no effect: none of the GEMMs can run in fp8; %s has the reasons",
                 recipe,
                 REPORT_FILE,
             )
@@ -303,9 +303,9 @@ def refuse_waiting_experts(plan: Plan, device: torch.device, *, fuses: bool) -> 
     half = "precision.compute=bf16, " if has_grouped_kernel(torch.bfloat16, device) else ""
     lower = "graph.scope=none with " if lowest_stage(scope) >= EXPERTS_STAGE else ""
     raise ConfigError(
-        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts may not "
-        f"wait for the host, and torch's products do in {dtype} on this device; use {' and '.join(needed)}, "
-        f"{half}or {lower}moe.sync_free_stage=auto"
+        f"moe.sync_free_stage={stage} (graph.scope={scope} needs {lowest_stage(scope)}): the experts "
+        f"must not wait for the host, but torch's grouped GEMMs in {dtype} do on this device; use "
+        f"{' and '.join(needed)}, {half}or {lower}moe.sync_free_stage=auto"
     )
 
 

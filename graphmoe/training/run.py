@@ -113,7 +113,9 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
         )
     on_gpu, in_fp32 = plan.run.device is DeviceChoice.cuda, plan.precision.compute is ComputeDtype.fp32
     if on_gpu and in_fp32 and not plan.compile.enabled:
-        log.warning("precision.compute=fp32 uncompiled on a GPU: expert products wait for the host")
+        log.warning(
+            "with precision.compute=fp32 and compile.enabled=false, expert GEMMs on a GPU wait for the host"
+        )
     for line in (*without_effect(plan, ranks.size), *doubtful(plan.config)):
         log.warning(line)
     if plan.pipeline and plan.splits_backward and not plan.compile.enabled:
@@ -169,7 +171,7 @@ def sample_of(trainer: Trainer) -> tuple[str | None, str | None]:
         return none
     model = model_of_one_rank(trainer.model, trainer.plan.moe)
     if model is None:
-        log.info("no sample of text: ranks share the weights; graphmoe.generate reads them from a checkpoint")
+        log.info("no sample of text: no rank has all weights; graphmoe.generate reads them from a checkpoint")
         return none
     try:
         prompt = prompt_of(trainer.corpus, tokenizer) if prompt is None else prompt

@@ -131,5 +131,5 @@ def _checked(found: Any) -> Document:
             or ".." in parts
             or not _DIGEST.fullmatch(digest)
         ):
-            raise ValueError(f"{path!r}: {digest!r} is no file of a work folder with its sha256")
+            raise ValueError(f"{path!r}: {digest!r} is not a path in a work folder with its sha256")
     return document

@@ -70,7 +70,7 @@ class CompileCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(document, indent=1).encode(), first=True)
         except OSError as error:
-            log.warning("compile cache: the answer for %s cannot be saved: %s", name, error)
+            log.warning("compile cache: the measured result for %s cannot be saved: %s", name, error)
         holds = self.recall(name, facts)
         return answer if holds is None else holds
 

@@ -38,7 +38,7 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
             for module in graphs.modules():
                 module.recompile()
         except Exception as error:  # any type: pickles of another environment
-            log.warning("compile cache: %s cannot be read (%s); its unit is traced", file, error)
+            log.warning("compile cache: %s cannot be read (%s); the unit is traced again", file, error)
         else:
             for report in graphs.reports:
                 report.warn()
@@ -46,7 +46,7 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     graphs = trace()
     try:
         if text is None:
-            raise ValueError("a part of it is in this process alone")
+            raise ValueError("its key has an object of this process only, such as a nested function")
         if _are_sources_edited():
             raise ValueError("a source was edited after this process had started")
         content = graphs_to_bytes(graphs)

@@ -221,6 +221,6 @@ def _check_nvshmem(key: str) -> None:
         )
     if os.environ.get(PROGRAMS):
         raise ConfigError(
-            f"{key} lays rows out for torch's own number of blocks, and "
-            f"{PROGRAMS}={os.environ[PROGRAMS]} asks for others; unset {PROGRAMS}"
+            f"{key} aligns rows to torch's default number of thread blocks, and "
+            f"{PROGRAMS}={os.environ[PROGRAMS]} sets another; unset {PROGRAMS}"
         )

@@ -87,8 +87,8 @@ class SymmetricMemory:
         """Allocate a new region on each rank. Collective, not in a capture. Syncs the device."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self._purpose} needs {num_bytes} shared bytes, there are {self.num_bytes} in another "
-                f"layout, and a capture cannot allocate; run it once before, or reserve the sizes at start"
+                f"{self._purpose} needs {num_bytes} shared bytes in a new region (it has {self.num_bytes}), "
+                f"and a capture cannot allocate; run it once before, or reserve the sizes at start"
             )
         # after this and the rendezvous no rank reads the old region
         torch.cuda.synchronize()
@@ -142,6 +142,6 @@ class SymmetricPeers:
         if self._region is None or joined != self._region.sizes:
             region = Region.with_room_for(joined, self.size)
             self._rows.renew(region.num_bytes)
-            log.info("symm: shared memory for %s", joined)
+            log.info("symm: allocated shared memory for %s", joined)
             self._region = region
         return self._region

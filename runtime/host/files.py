@@ -283,7 +283,12 @@ def _holder(pid: int) -> dict[str, str | int | None]:
 
 @functools.cache
 def _say_once(folder: Path, why: str) -> None:
-    log.warning("%s has no file locks (%s): a file *%s names host and process instead", folder, why, HELD)
+    log.warning(
+        "%s has no file locks (%s): files that end in %s name host and process of the owners instead",
+        folder,
+        why,
+        HELD,
+    )
 
 
 @functools.cache

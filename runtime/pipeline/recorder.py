@@ -146,9 +146,9 @@ def _span(row: _Row, placement: Placement, num_micro_batches: int) -> Span:
     if track not in get_args(Track):
         raise ValueError(f"'{track}' is not a track: {', '.join(get_args(Track))}")
     if not 0 <= rank < placement.num_ranks:
-        raise ValueError(f"a span of rank {rank} of a pipeline of {placement.num_ranks} ranks")
+        raise ValueError(f"a span is of rank {rank}, but the pipeline has {placement.num_ranks} ranks")
     if not 0 <= end - start < math.inf:
-        raise ValueError(f"a span from {start} to {end}")
+        raise ValueError(f"a span is from {start} to {end}; its end must be finite and not before its start")
     actions = [_action(part, placement, num_micro_batches) for part in text.split("+", 1)]
     step = Together(*actions) if len(actions) == 2 else actions[0]
     return Span(rank, track, step, start, end)  # type: ignore[arg-type]  # a Track, as was just seen
@@ -160,7 +160,7 @@ def _action(text: str, placement: Placement, num_micro_batches: int) -> Action:
         raise ValueError(f"'{text}' is not an action such as 3F0")
     stage = int(match[1])
     if stage >= placement.num_stages:
-        raise ValueError(f"'{text}' is of stage {stage} of {placement.num_stages} stages")
+        raise ValueError(f"'{text}' names stage {stage}, but the pipeline has {placement.num_stages}")
     if int(match[3]) >= num_micro_batches:
-        raise ValueError(f"'{text}' is of micro-batch {match[3]} of {num_micro_batches}")
+        raise ValueError(f"'{text}' names micro-batch {match[3]}, but the step has {num_micro_batches}")
     return Action(match[2], stage, int(match[3]))  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ def test_rows_are_kept_at_once_and_by_the_first_rank_alone(tmp_path, monkeypatch
     assert [row["case"] for row in kept] == ["first", "first again", "second", "second again"]
     assert [row["error"] for row in kept] == [None, "no"] * 2 and not out.exists()
     keep(tmp_path / "gone" / "ops.json", kept)
-    assert "rows are not kept meanwhile" in caplog.text
+    assert "rows cannot be saved while the suite runs" in caplog.text
     file.unlink()
     run_cases(cases[:1], str, None)
     monkeypatch.setenv("RANK", "1")

@@ -296,7 +296,7 @@ def test_fp8_is_of_hugging_face_folders(own, tmp_path, capsys):
     assert "quantise" in said and "fp8_block" in said
     words = (f"to={tmp_path / 'x'}", "quantise=fp8_block")
     said = refusal(main, capsys, f"from={tmp_path / 'hf'}", *words)
-    assert "quantise=fp8_block is a form of Hugging Face folders" in said
+    assert "quantise=fp8_block is for Hugging Face folders only" in said
     assert "graphmoe weights and these" in said
 
 

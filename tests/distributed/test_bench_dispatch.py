@@ -77,9 +77,10 @@ def test_every_way_has_a_row_of_numbers_for_each_exchange_and_for_all(found):
 
 def test_ways_with_other_results_than_alltoall_and_shapes_that_do_not_go_are_rows_with_the_reason(found):
     failed = {row["way"]: row["error"] for row in found["broken"][0] if row["error"]}
-    assert failed == dict.fromkeys(WAYS[1:3], "rank 1: RuntimeError: not what alltoall gives: dh")
+    assert failed == dict.fromkeys(WAYS[1:3], "rank 1: RuntimeError: results differ from alltoall's: dh")
     for rows in found["too few experts"]:
-        assert [row["error"] for row in rows] == ["2 experts and top-2 do not go into 2 ranks"] * 2
+        reason = "2 experts must split evenly over 2 ranks, 2 (top_k) or more each"
+        assert [row["error"] for row in rows] == [reason] * 2
 
 
 @pytest.mark.parametrize(

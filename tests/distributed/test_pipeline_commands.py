@@ -78,7 +78,7 @@ def test_the_run_reports_what_a_run_of_one_rank_does(recorded):
     assert summary["finished"] and summary["final_loss"] == steps[-1]["loss"] > 1
     assert summary["final_val_loss"] and summary["sample"] is None
     said = (recorded / "logs" / "rank0.log").read_text()
-    assert "no sample of text: ranks share the weights; graphmoe.generate reads them" in said
+    assert "no sample of text: no rank has all weights; graphmoe.generate reads them" in said
 
 
 def test_text_is_generated_from_a_checkpoint_of_stages(recorded, capsys):

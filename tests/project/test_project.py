@@ -149,8 +149,8 @@ hardware=h100 launch.nproc=4 parallel.pp=3 | parallel.pp=3 = 3 does not divide t
 hardware=h100 parallel.pp=3 | parallel.pp=3 = 3 does not divide the 8 ranks
 hardware=h100 assumptions=exakt | assumptions=exakt: expected one of exact, published
 hardware=h100 compile.enabled=false | use compile.enabled=true
-hardware=h100 assumptions=published parallel.tp=2 recompute=all | has no model.attention=mla; has no model
-hardware=h100 assumptions=published parallel.tp=2 recompute=all | tp=2; has no recompute.all=True; use
+hardware=h100 assumptions=published parallel.tp=2 recompute=all | needs model.attention=gqa, not mla; needs
+hardware=h100 assumptions=published parallel.tp=2 recompute=all | tp=1, not 2; needs recompute.all=False, not
 hardware=h100 -m | -m: a projection is of one run; leave it out
 hardware=h100 top=0 | top=0 must be 1 or more
 hardware=h100 page=nowhere/x.html | page=nowhere/x.html: there is no folder nowhere

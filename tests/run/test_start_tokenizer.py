@@ -80,7 +80,7 @@ def test_another_tokenizer_is_refused_before_text_is_read(weights, tmp_path, cap
     document["pre_tokenizer"]["add_prefix_space"] = True
     (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(document))
     check_start(config(*start, f"data.tokenizer={tmp_path}/hf"))
-    assert "splits text otherwise, into the same tokens" in caplog.text
+    assert "has a tokenizer of the same vocabulary that splits text differently" in caplog.text
 
 
 def test_positions_that_the_weights_never_saw_are_warned_of(weights, tmp_path, caplog):

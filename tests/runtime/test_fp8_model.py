@@ -340,7 +340,7 @@ def test_a_run_without_a_product_that_its_recipe_can_take_warns(tmp_path, as_tra
     dense = "precision.fp8_products=[attn,mlp,shared_experts]"
     words = ("precision.fp8=blockwise", dense, "compile.cache=false", "train.steps=1")
     train_in(tmp_path, *COMPILED, *SIZES, *QUIET, *words)
-    assert "precision.fp8=blockwise has no effect: no product can be in 8 bits" in caplog.text
+    assert "precision.fp8=blockwise has no effect: none of the GEMMs can run in fp8" in caplog.text
 
 
 def test_a_run_says_that_experts_in_8_bits_do_not_run_on_kernels_of_bf16(tmp_path, as_traced, caplog):

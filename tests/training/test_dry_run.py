@@ -107,13 +107,13 @@ def test_collectives_and_memory_are_those_of_a_real_rank(four, case, rank):
 def test_ranks_that_do_not_hold_the_experts_in_their_order_are_noticed(monkeypatch):
     layout = Layout(dp=8, ep=4, etp=2)
     check_experts(layout, [0, 1, 2, 3, 4, 5, 6, 7])
-    message = "rank 2 is number 1 of those that share the experts, so it gets the tokens of block 0, part 1; "
-    with pytest.raises(WrongGroup, match=f"{message}it holds block 1, part 0"):
+    message = "rank 2 has index 1 in ep_etp, so it receives tokens for index 0 of ep, 1 of etp; "
+    with pytest.raises(WrongGroup, match=f"{message}its experts are of index 1 of ep, 0 of etp"):
         check_experts(layout, [0, 2, 4, 6, 1, 3, 5, 7])
     monkeypatch.setattr(collectives, "check_order", lambda *_: None)
     for axis in ("edp", "ep", "etp", "ep_etp"):  # the layout agrees with its groups, not with dispatchers
         monkeypatch.setitem(layouts._SPANS, axis, (("pp", "edp", "etp", "ep"), layouts._SPANS[axis][1]))
-    with pytest.raises(WrongGroup, match="rank 1 is number 1 of those that share the experts"):
+    with pytest.raises(WrongGroup, match="rank 1 has index 1 in ep_etp, so it receives"):
         dry("launch.fake_world=8", "parallel.ep=2", "parallel.etp=2")
 
 
@@ -138,7 +138,7 @@ def test_tokens_that_are_sent_along_another_axis_are_noticed(monkeypatch):
         self._group = mesh.group("edp")
 
     monkeypatch.setattr(BalancedAllToAll, "__init__", along_edp)
-    with pytest.raises(WrongGroup, match=r"among ranks \[0, 4\], and those of ep_etp are \[0, 1, 2, 3\]"):
+    with pytest.raises(WrongGroup, match=r"among ranks \[0, 4\], but the group of ep_etp is \[0, 1, 2, 3\]"):
         dry("launch.fake_world=8", "parallel.ep=4")
 
 
@@ -149,7 +149,7 @@ def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
         other, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2], [4, 7], [5, 6]])
         with StepWatch(log, MemoryLog(), has_data=True):
             dist.all_reduce(torch.zeros(4), group=mesh.group("tp"))
-            with pytest.raises(WrongGroup, match=r"\[0, 3\], which are those of no axis"):
+            with pytest.raises(WrongGroup, match=r"\[0, 3\], which are not the group of any axis"):
                 dist.all_reduce(torch.zeros(4), group=other)
     assert [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts] == [
         ("all_reduce", ("tp", "cp_tp"), (0, 1), 16)
@@ -332,7 +332,7 @@ def test_a_message_outside_of_the_pipeline_is_noticed():
         with StepWatch(log, MemoryLog(), has_data=True):
             dist.isend(torch.zeros(4), 6, group=right)
             dist.irecv(torch.zeros(2), 6, group=right)
-            with pytest.raises(WrongGroup, match=r"a message among ranks \[2, 4\], and the pipeline has \[2"):
+            with pytest.raises(WrongGroup, match=r"is among ranks \[2, 4\], but the pipeline has \[2"):
                 dist.isend(torch.zeros(4), 4, group=wrong)
     found = [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts]
     assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]

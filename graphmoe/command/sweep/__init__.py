@@ -85,7 +85,7 @@ def read_job(path: Path) -> Job | None:
     try:
         return Job(**{**record, "path": path, "status": JobStatus(record["status"])})
     except ValueError as error:
-        log.warning("%s: %s; it counts as no job", path / JOB_FILE, error)
+        log.warning("%s: %s; the file is ignored", path / JOB_FILE, error)
         return None
 
 

@@ -79,7 +79,7 @@ def choose_backends(
 
     def measure() -> dict[str, Any]:
         found = _fastest(names, shape, device)
-        log.info("%s=auto: %s takes %s", KEY, json.dumps(facts, sort_keys=True), found["choice"])
+        log.info("%s=auto: chose %s for %s", KEY, found["choice"], json.dumps(facts, sort_keys=True))
         return found
 
     return recalled(memory, NAME, facts, _is_answer, measure)["choice"]

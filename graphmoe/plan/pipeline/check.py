@@ -76,7 +76,10 @@ def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 def _check_shape(table: Table) -> None:
     placement = table.placement
     if len(table.ranks) != placement.num_ranks:
-        raise TableError(f"{table.schedule}: steps of {len(table.ranks)} ranks for {placement.num_ranks}")
+        raise TableError(
+            f"{table.schedule}: the table has steps of {len(table.ranks)} ranks, but its placement has "
+            f"{placement.num_ranks}"
+        )
     nowhere = [stage for stage, rank in enumerate(placement.rank_of) if not 0 <= rank < placement.num_ranks]
     if nowhere:
         raise TableError(f"{table.schedule}: stages {nowhere} are on none of {placement.num_ranks} ranks")

@@ -126,7 +126,7 @@ def costs_of(stages: Sequence[SegmentTime], message: float) -> Costs:
 def _given_parts(config: RunConfig) -> list[tuple[str, float]]:
     given = dict(map(_cost, config.pipeline.costs))
     if len(given) < len(config.pipeline.costs):
-        raise ConfigError("a part has several times; give it one")
+        raise ConfigError("pipeline.costs has more than one time for a part; leave one entry per part")
     return measured_parts(config.model, given)
 
 

@@ -198,7 +198,9 @@ def _say_what_is_left_out(config: RunConfig) -> None:
     if config.pipeline.ep_overlap and config.parallel.pp == 1:
         log.warning("pipeline.ep_overlap=true overlaps nothing in a dry run, which runs one micro-batch")
     elif config.pipeline.ep_overlap:
-        log.info("dry run: the two of a pair of pipeline.ep_overlap=true run one after the other")
+        log.info(
+            "dry run: the forward and backward that pipeline.ep_overlap=true overlaps run one after the other"
+        )
     if config.model.attention_backend is not AttentionBackend.auto:
         name = config.model.attention_backend.value
         log.warning("model.attention_backend=%s has no effect on a dry run, which takes auto", name)

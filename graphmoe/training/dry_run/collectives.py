@@ -77,13 +77,13 @@ class CollectiveLog:
                 ranks = self._way(name, ranks)
             elif ranks not in self._axes:
                 raise WrongGroup(
-                    f"{name} among ranks {list(ranks)}, which are those of no axis of the layout"
+                    f"{name} runs among ranks {list(ranks)}, which are not the group of any axis"
                 )
             else:
                 axes = self._axes[ranks]
                 if (wanted := AXIS_OF.get(name)) is not None and wanted not in axes:
                     raise WrongGroup(
-                        f"{name} among ranks {list(ranks)}, and those of {wanted} are "
+                        f"{name} runs among ranks {list(ranks)}, but the group of {wanted} is "
                         f"{list(layout.group(wanted, own))}"
                     )
         elif namespace == "graphmoe" and name not in LOCAL:
@@ -93,7 +93,9 @@ class CollectiveLog:
             axes, holding = (given["axis"],), (args, result)
             ranks = layout.group(axes[0], own)
             if given.get("size", len(ranks)) != len(ranks):
-                raise WrongGroup(f"{name} of {given['size']} ranks along {axes[0]}, which has {len(ranks)}")
+                raise WrongGroup(
+                    f"{name} was called for {given['size']} ranks along {axes[0]}, which has {len(ranks)}"
+                )
         else:
             return
         tensors = [leaf for leaf in pytree.tree_leaves(holding) if isinstance(leaf, Tensor)]
@@ -108,7 +110,7 @@ class CollectiveLog:
     def _way(self, name: str, ranks: tuple[int, ...]) -> tuple[int, ...]:
         pipeline, own = self._mesh.layout.group("pp", self._mesh.rank), self._mesh.rank
         if len(ranks) != 2 or own not in ranks or not {*ranks} <= {*pipeline}:
-            raise WrongGroup(f"a message among ranks {list(ranks)}, and the pipeline has {list(pipeline)}")
+            raise WrongGroup(f"a message is among ranks {list(ranks)}, but the pipeline has {list(pipeline)}")
         (peer,) = {*ranks} - {own}
         return (own, peer) if name == "send" else (peer, own)
 
@@ -131,7 +133,10 @@ def check_groups(mesh: Mesh) -> None:
                 f"{list(layout.group(axis, rank))}"
             )
         if group is not None and ranks[dist.get_rank(group)] != rank:
-            raise WrongGroup(f"rank {rank} takes itself for number {dist.get_rank(group)} of {axis}: {ranks}")
+            raise WrongGroup(
+                f"rank {rank} has index {dist.get_rank(group)} in the process group of {axis}, but in "
+                f"{list(ranks)} this is the index of another rank"
+            )
     for folding in FOLDINGS:
         check_order(layout, folding)
     check_experts(layout, layout.group("ep_etp", rank))
@@ -146,8 +151,8 @@ def check_order(layout: Layout, folding: Sequence[Axis]) -> None:
             wanted = rank // stride % sizes[i]
             if place != wanted:
                 raise WrongGroup(
-                    f"rank {rank} has place {place} along {axis}, and place {wanted} in "
-                    f"{' * '.join(folding)} = {' * '.join(map(str, sizes))} ranks, the last the fastest"
+                    f"rank {rank} has index {place} along {axis}, but {wanted} if ranks are numbered over "
+                    f"{' * '.join(folding)} = {' * '.join(map(str, sizes))} with the last axis the fastest"
                 )
 
 
@@ -158,8 +163,8 @@ def check_experts(layout: Layout, ranks: Sequence[int]) -> None:
         block, part = divmod(number, layout.etp)
         if (blocks[rank], parts[rank]) != (block, part):
             raise WrongGroup(
-                f"rank {rank} is number {number} of those that share the experts, so it gets the tokens of "
-                f"block {block}, part {part}; it holds block {blocks[rank]}, part {parts[rank]}"
+                f"rank {rank} has index {number} in ep_etp, so it receives tokens for index {block} of ep, "
+                f"{part} of etp; its experts are of index {blocks[rank]} of ep, {parts[rank]} of etp"
             )
 
 

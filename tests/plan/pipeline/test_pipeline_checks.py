@@ -113,7 +113,7 @@ def test_virtual_stages_count_their_share():
 
 def test_ranks_and_stages_have_to_match():
     table = make_table("1f1b", 2, 2)
-    with pytest.raises(TableError, match="steps of 1 ranks for 2"):
+    with pytest.raises(TableError, match="steps of 1 ranks, but its placement has 2"):
         check(replace(table, ranks=table.ranks[:1]))
     with pytest.raises(TableError, match=r"stages \[1\] are on none of 2 ranks"):
         check(replace(table, placement=Placement((0, 5), 2)))

@@ -161,7 +161,7 @@ PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,mtp:1] | mtp: the model has no suc
 PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,attn:1] | attn: the model has no such part, or its time is given
 PIPELINE pipeline.costs=[moe:5,loss:3,dense:2,shared_experts:1] model.shared_ffn_size=0
     | shared_experts: the model has no such part
-PIPELINE pipeline.costs=[moe:1,moe:2] | a part has several times
+PIPELINE pipeline.costs=[moe:1,moe:2] | pipeline.costs has more than one time for a part; leave one
 PIPELINE pipeline.costs=[moe] | 'moe' must be a part and its milliseconds
 PIPELINE pipeline.costs=[dense:1] | or of moe as a whole
 PIPELINE pipeline.costs=[dense:1,moe:-2,loss:1] | the time of 'moe' is -2.0 ms

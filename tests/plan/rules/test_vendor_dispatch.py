@@ -63,7 +63,7 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
     assert "libnvshmem_host.so.3, and one of them is missing" in refused("nvshmem")
     monkeypatch.setattr(dispatch, "has_nvshmem", lambda: True)
     monkeypatch.setenv("TORCH_SYMMMEM_NBLOCKS", "24")
-    assert "TORCH_SYMMMEM_NBLOCKS=24 asks for others; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
+    assert "TORCH_SYMMMEM_NBLOCKS=24 sets another; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
     monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS")
     check_dispatcher("nvshmem", torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks())
 

@@ -194,7 +194,7 @@ logging.info("five")
     assert run.returncode == 0
     lines = [line.split(" ", 2)[-1] for line in (tmp_path / "rank0.log").read_text().splitlines()]
     why = "No space left on device" if full else "Broken pipe"
-    gone = [f"WARNING {name} takes no more ({why}); the run goes on" for name in ("stderr", "stdout")]
+    gone = [f"WARNING {name} cannot be written ({why}); the run goes on" for name in ("stderr", "stdout")]
     assert lines == [gone[0], "INFO one", "WARNING two", gone[1], "INFO five"]
 
 
@@ -216,4 +216,4 @@ def test_a_run_whose_output_goes_to_head_is_trained_to_its_end(tmp_path):
         folder / "summary.json"
     ).exists()
     log = (folder / "logs/rank0.log").read_text()
-    assert log.count("stderr takes no more (Broken pipe)") == 1 and "step 6/6" in log
+    assert log.count("stderr cannot be written (Broken pipe)") == 1 and "step 6/6" in log

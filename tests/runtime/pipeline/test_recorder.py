@@ -110,15 +110,15 @@ OTHER = " is not a recording of a pipeline: "
         ("{", " is not JSON: Expecting property name"),
         ([], ": expected object, found array"),
         ({}, ": object missing required field schedule"),
-        ({**GOOD, "rank_of": []}, f"{OTHER}a span of rank 0 of a pipeline of 0 ranks"),
+        ({**GOOD, "rank_of": []}, f"{OTHER}a span is of rank 0, but the pipeline has 0 ranks"),
         ({**GOOD, "steps": [{"step": 1, "spans": []}]}, f"{OTHER}.*a step has no spans"),
         ({**GOOD, "steps": [{"spans": []}]}, r": steps.0.: object missing required field step"),
         (with_span(0, "compute", "0F0", 0.0), r": steps.0.\.spans.0.: expected array of length 5, found 4"),
         (with_span(0, "gpu", "0F0", 0.0, 1.0), f"{OTHER}.*'gpu' is not a track: compute, comm"),
         (with_span(0, "compute", "F0", 0.0, 1.0), f"{OTHER}.*'F0' is not an action such as 3F0"),
         (with_span(0, "compute", "0F0+0B1+0W1", 0.0, 1.0), f"{OTHER}.*'0B1.0W1' is not an action"),
-        (with_span(3, "compute", "0F0", 0.0, 1.0), f"{OTHER}.*rank 3 of a pipeline of 1 ranks"),
-        (with_span(0, "compute", "4F0", 0.0, 1.0), f"{OTHER}.*'4F0' is of stage 4 of 1 stages"),
+        (with_span(3, "compute", "0F0", 0.0, 1.0), f"{OTHER}.*rank 3, but the pipeline has 1 ranks"),
+        (with_span(0, "compute", "4F0", 0.0, 1.0), f"{OTHER}.*'4F0' names stage 4, but the pipeline has 1"),
     ],
 )
 def test_another_file_is_refused_with_what_is_wrong(document, problem, tmp_path):

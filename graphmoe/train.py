@@ -135,7 +135,7 @@ def _not_here(config: RunConfig) -> Iterator[str]:
 
 def train(config: RunConfig) -> float | None:
     """Train to the end, or to a signal; return the final validation loss, which sweeps minimise."""
-    from graphmoe.plan.rules.check import check
+    from graphmoe.plan.rules import check
     from graphmoe.run.folder import next_folder
 
     if config.launch.fake_world is not None:

@@ -179,7 +179,7 @@ def _agree(config: RunConfig, base: Path, ranks: Ranks) -> tuple[RunConfig, Path
 
 
 def _adapted(config: RunConfig, ranks: Ranks) -> RunConfig:
-    from graphmoe.plan.rules.check import check
+    from graphmoe.plan.rules import check
 
     nodes = ranks.size // ranks.local_size
     launch = dataclasses.replace(config.launch, nproc=ranks.local_size, nodes=nodes)

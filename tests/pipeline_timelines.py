@@ -1,6 +1,6 @@
 """Timelines of pipelines, made by hand."""
 
-from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
+from graphmoe.plan.pipeline import Action, Placement, Table, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline, timeline_of
 
 F0, B0, I0, W0 = (Action(kind, 0, 0) for kind in ("F", "B", "I", "W"))

@@ -16,7 +16,7 @@ from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, simulate
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules.check import check
+from graphmoe.plan.rules import check
 from graphmoe.run.weights import model_from
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, write_timelines
 from graphmoe.training.executor import chosen_experts

@@ -30,7 +30,7 @@ from graphmoe.optim.lr_schedule import DECAYS
 from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.rules.check import check
+from graphmoe.plan.rules import check
 from graphmoe.runtime.dispatch import MAKERS
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.training.memory import memory_of_places
@@ -125,7 +125,7 @@ class Mine:
 
 
 SCHEDULE = """
-from graphmoe.plan.pipeline.actions import Action, Placement, Table
+from graphmoe.plan.pipeline import Action, Placement, Table
 from graphmoe.plan.pipeline.schedules import Schedule
 
 def in_pairs(num_ranks, num_micro_batches, virtual_stages):

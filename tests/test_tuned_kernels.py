@@ -9,7 +9,7 @@ import pytest
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, hash_configs
 
-from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once
+from graphmoe.runtime.torch_compat import tune_each_kernel_once
 
 
 class Jobs:

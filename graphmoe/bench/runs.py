@@ -19,7 +19,7 @@ from graphmoe.model.sizes import count_parameters
 from graphmoe.optim import rule_of
 from graphmoe.plan.costs.hardware import Card
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.project.document import MEMORY_ERROR, projected
 from graphmoe.segments import CAPTURABLE, FULL_ITERATION, SCOPES
 from graphmoe.trace.summary import largest, summarise

@@ -254,13 +254,13 @@ def _resolved(config: RunConfig, prepare: Prepare | None, prog: str = "") -> Run
         config = with_start_tokenizer(config)
     if config.compile.cache:
         check_trusted(compiled_folder(config.compile.cache_dir), shared=config.compile.cache_shared)
-    from graphmoe.plan.rules.check import check
+    from graphmoe.plan.rules import check
 
     check(config)
     if prepare is not None:
         prepare(config)
     if prog:
         starting(prog)
-    from graphmoe.plan.resolve import resolve  # imports torch
+    from graphmoe.plan.rules import resolve  # imports torch
 
     return resolve(config)

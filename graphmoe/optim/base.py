@@ -14,7 +14,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.optim import rule_of
 from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
 from graphmoe.optim.rule import StepScalars
-from graphmoe.runtime.capture.capture import TensorSlot
+from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import DelayedScales, WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor

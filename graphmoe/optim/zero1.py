@@ -18,7 +18,7 @@ from graphmoe.optim.base import Function, StepOptimizer, StepResult, count_step,
 from graphmoe.optim.flat_buffers import Region, families_of
 from graphmoe.optim.reduction import GradientReduction, WeightGather
 from graphmoe.plan.layout import ALONE, layout_of
-from graphmoe.runtime.capture.capture import TensorSlot
+from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import Executor

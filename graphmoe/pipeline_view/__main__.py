@@ -19,7 +19,7 @@ from graphmoe.config.arguments import emit, parse_args, run_tool, text_table
 from graphmoe.pipeline_view.arguments import ViewArgs, check
 from graphmoe.pipeline_view.page import Panel, idle_shares, shown_peak, summary, write_page
 from graphmoe.pipeline_view.plans import DEFAULT_COST, Plan, make_plan, recorded_panels
-from graphmoe.plan.pipeline.actions import Together
+from graphmoe.plan.pipeline import Together
 from graphmoe.plan.pipeline.layouts import parse_layout
 from graphmoe.plan.pipeline.simulate import Span
 

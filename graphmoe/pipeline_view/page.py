@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from graphmoe.plan.pipeline.actions import Action, Placement, Together
+from graphmoe.plan.pipeline import Action, Placement, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline
 from graphmoe.web_page import Chart, grid, paragraph, table
 from graphmoe.web_page import write_page as write_whole

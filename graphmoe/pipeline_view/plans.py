@@ -15,7 +15,7 @@ from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.pipeline_view.arguments import CostKeys, ViewArgs
 from graphmoe.pipeline_view.page import Panel
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, stage_costs
-from graphmoe.plan.pipeline.actions import Placement, Together
+from graphmoe.plan.pipeline import Placement, Together
 from graphmoe.plan.pipeline.balance import default_layout
 from graphmoe.plan.pipeline.check import TableError
 from graphmoe.plan.pipeline.layouts import StagePieces, parse_layout, pieces_of

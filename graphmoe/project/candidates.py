@@ -20,8 +20,8 @@ from graphmoe.config.schema import (
 from graphmoe.plan.experts import dispatcher_of, experts_of, has_experts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import SCHEDULES, schedule_of
-from graphmoe.plan.rules.check import violations
-from graphmoe.plan.rules.experts import one_node_rules
+from graphmoe.plan.rules import violations
+from graphmoe.plan.rules.model import one_node_rules
 from graphmoe.plan.rules.parallel import MOST_MICRO_BATCHES, context_method, rank_batch_rules
 from graphmoe.project.arguments import FP8, GLOBAL_BATCH, MICRO_BATCH, ProjectArgs
 

@@ -33,7 +33,7 @@ from graphmoe.config.schema import ComputeDtype, ConfigError, ModelConfig, RunCo
 from graphmoe.config.untrusted import FileError, is_file_name, read_json, read_yaml
 from graphmoe.data.tokenizer import find_tokenizer
 from graphmoe.plan.layout import ALONE, Layout
-from graphmoe.plan.rules.check import violations
+from graphmoe.plan.rules import violations
 from graphmoe.run.files import hydra_value
 from graphmoe.run.stored import META_FILE, FolderKind, config_file, kind_of, read_stored_run
 

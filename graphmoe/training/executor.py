@@ -29,15 +29,15 @@ from graphmoe.plan.plan import Plan
 from graphmoe.run.machine import device_name
 from graphmoe.runtime.cache.key import facts_of
 from graphmoe.runtime.cache.store import CompileCache
-from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
+from graphmoe.runtime.compile.cut import RecomputedSegments
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.job_cache import JobCache
-from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.compile.report import REPORT_FILE, cache_line, to_json, to_text
 from graphmoe.runtime.host.files import dispensable
 from graphmoe.runtime.host.logs import FILE_ONLY
-from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.overlap import Overlap
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.segments import EXPERTS_STAGE, Executor, Segment, lowest_stage, run_segments
 from graphmoe.training.products import (
@@ -184,7 +184,7 @@ class Execution:
         """Compile the optimizer's update, the first compiled unit."""
         if self.compiled is not None:
             self.compiled.expect(segments)
-            optimizer.compile(functools.partial(self.compiled.in_place, "optimizer"))
+            optimizer.compile(self.compiled.in_place)
 
     def keep_code(self) -> None:
         """Write newly compiled units to the compile cache. A collective."""

@@ -14,8 +14,8 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.capture.capture import Capture
-from graphmoe.runtime.overlap.runner import Overlap
+from graphmoe.runtime.capture import Capture
+from graphmoe.runtime.overlap import Overlap
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Deferring, Pipeline, Stage, lanes_of
 from graphmoe.runtime.ranks import Mesh

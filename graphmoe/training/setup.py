@@ -21,13 +21,12 @@ from graphmoe.runtime.host.logs import Progress
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
-from graphmoe.training.build import build
+from graphmoe.training.build import build, receive_ladder
 from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
 from graphmoe.training.micro_batches import MicroBatches, Pipelined, micro_batches_of
 from graphmoe.training.profile import PipelineProfile, StepTrace
-from graphmoe.training.receive_levels import receive_ladder
 from graphmoe.training.saves import Chosen, Saves, restore_random_state, seed_everything, state_of
 from graphmoe.training.step import Steps, TrainStep
 from graphmoe.training.step_rows import StepRows

@@ -22,7 +22,7 @@ from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.experts import runs_pass
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan, dtype_of
-from graphmoe.plan.rules.check import check
+from graphmoe.plan.rules import check
 from graphmoe.run.machine import free_memory_of, memory_of
 from graphmoe.run.stored import named_source, refuse_other_tokenizer
 from graphmoe.run.weights import check_weights, explained_mismatch

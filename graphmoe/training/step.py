@@ -13,15 +13,14 @@ from graphmoe.optim.base import StepOptimizer
 from graphmoe.plan.experts import Load
 from graphmoe.plan.forced_loads import NO_LOAD
 from graphmoe.plan.plan import Plan
-from graphmoe.runtime.capture.capture import Capture, CapturedStep
+from graphmoe.runtime.capture import Capture, CapturedStep
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh
 from graphmoe.segments import profiler_range
-from graphmoe.training.forced_loads import ForcedLoads
 from graphmoe.training.micro_batches import MicroBatches, rooms_of
 from graphmoe.training.step_rows import StepRows, device_row
-from graphmoe.training.step_sums import StepSums, Totals
+from graphmoe.training.step_sums import ForcedLoads, StepSums, Totals
 
 
 class TrainStep:

@@ -1,6 +1,7 @@
-"""Losses, router statistics and expert loads of a step, summed over its micro-batches and over ranks."""
+"""Forced expert loads of a step; its losses and router statistics, summed over micro-batches and ranks."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from graphmoe.model.dispatch import has_load
 from graphmoe.model.moe_segments import ROUTER_STATS, Router
 from graphmoe.model.transformer import LossOutput, Transformer
+from graphmoe.plan.forced_loads import LOADS, ends, load, read_counts, recorded
 from graphmoe.plan.layout import Axis
 from graphmoe.plan.pipeline.layouts import StagePieces
 from graphmoe.plan.plan import Plan
@@ -91,3 +93,28 @@ def _one_of_all(received_L2: Tensor, mesh: Mesh) -> Tensor:
     # [world, L, 2], zeros of other ranks: the sum over ranks has the loads of each
     after = mesh.layout.size("world") - 1 - mesh.rank
     return F.pad(received_L2.unsqueeze(0), (0, 0, 0, 0, mesh.rank, after))
+
+
+class ForcedLoads:
+    """Writes forced expert loads to each ``Router.load_ends`` in place: captured graphs hold its address."""
+
+    def __init__(self, plan: Plan, routers: Mapping[int, Router]) -> None:
+        name, sizes = plan.moe.expert_load, (plan.model.num_experts, plan.model.top_k)
+        self._routers, self._now = routers, list[list[int]]()
+        self._load: Callable[[int, int], list[float]] = (
+            (lambda step, layer: load(name, step, layer, *sizes, plan.layout.ep))
+            if name in LOADS
+            else functools.partial(recorded, read_counts(name, sizes[0]), top_k=sizes[1])
+        )
+
+    def set(self, step: int) -> None:
+        """Write the loads of a step, from 1, if they changed. No device sync."""
+        ends_LE = [ends(self._load(step, layer)) for layer in self._routers]
+        if ends_LE == self._now:
+            return
+        self._now, found = ends_LE, torch.tensor(ends_LE)
+        for router, end_E in zip(self._routers.values(), found, strict=True):
+            assert router.load_ends is not None
+            # The pinned-memory allocator reuses it only after the copy is done.
+            end_E = end_E.pin_memory() if router.load_ends.is_cuda else end_E
+            router.load_ends.copy_(end_E, non_blocking=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphmoe.ops.gradients import Gradient, PendingWeightGrads, have_begun, report_added
-from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.capture.graphs import Pool, Replay, Span, static_copy
 from graphmoe.runtime.compile.code import Gradients, UnitCode, call_unit
 from graphmoe.runtime.compile.weight_forms import NUM_TENSORS

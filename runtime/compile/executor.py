@@ -19,9 +19,9 @@ from graphmoe.passes.base import MadeBy, PassRunner
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.captured_units import CapturedUnit, UnitCapture
 from graphmoe.runtime.compile.code import Compiled, CompileTurns, PendingWeightGrads, UnitCode
+from graphmoe.runtime.compile.cut import executor_outside_graphs
 from graphmoe.runtime.compile.graphs import UnitGraphs, unit_graphs
 from graphmoe.runtime.compile.kept import kept_graphs
-from graphmoe.runtime.compile.recompute import executor_outside_graphs
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.units import BoundUnit, Unit, fakes_of, owner_of, trace_in_place, units_of
 from graphmoe.runtime.compile.weight_forms import WeightForms
@@ -153,10 +153,10 @@ class CompiledSegments:
         return self._weight_forms.of(forms, place.bound.tensors)
 
     def in_place(
-        self, name: str, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
+        self, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Tensor]]:
-        """Compile ``run(*tensors)``, which changes arguments in place, without gradients and passes."""
-        report = UnitReport(name)
+        """Compile the update ``run(*tensors)``, which changes arguments in place, without passes."""
+        report = UnitReport("optimizer")
         with self._compiling(report):
             with report.measured():
                 graph = trace_in_place(run, fakes_of([tensor.detach() for tensor in tensors]))
@@ -225,7 +225,8 @@ class CompiledSegments:
         bound, trains = place.bound, torch.is_grad_enabled()
         tensors = [*bound.tensors, *read]
         makers = tuple(made_by.get(name) for name in bound.unit.reads)
-        passes, signatures = self._runner_of(bound.unit).names, [*map(_signature, tensors)]
+        passes = self._runner_of(bound.unit).names
+        signatures = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         forward = (bound.fingerprint(), makers, passes, *signatures)
         key = (*forward, self._recompute.of_unit(bound.unit.segments), *(t.requires_grad for t in tensors))
         if not trains and forward in self._forwards:
@@ -322,7 +323,3 @@ def _changes(unit: Unit, shapes: tuple[Any, ...], read: list[Tensor]) -> str:
                 before, now = (f"requires_grad={flag}" for flag in (requires_grad, tensor.requires_grad))
             lines.append(f"{name} was {before} and is {now}")
     return ", ".join(lines) or "the layout of a tensor changed"
-
-
-def _signature(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -16,7 +16,7 @@ from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.cache.work import WorkFolder
 from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.runtime.torch_compat import set_key_tag, use_torchs_ptxas
+from graphmoe.runtime.torch_compat import set_key_tag, tune_each_kernel_once, use_torchs_ptxas
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ class JobCache:
         self, cache: CompileCache, facts: Mapping[str, Any], ranks: Ranks, layout: Layout | None
     ) -> None:
         """Open the cache. Collective. Traced graphs are stored by rank in ``layout``; None: not stored."""
-        from graphmoe.runtime.torch_compat.tuned_kernels import tune_each_kernel_once  # imports Inductor
-
         # Inductor's key does not cover the source of an operation's gradient, so the tag has our sources
         extra = {name: value for name, value in facts.items() if name.startswith(EXTRA_PASS)}
         set_key_tag(base_of(facts) + (key_of(extra) if extra else ""))

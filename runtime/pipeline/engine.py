@@ -12,12 +12,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from graphmoe.ops.gradients import PendingWeightGrads
-from graphmoe.plan.pipeline.actions import Action, Step, Table, Together, parts
+from graphmoe.plan.pipeline import Action, Step, Table, Together, parts
 from graphmoe.plan.pipeline.check import check, needs, result
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Message, Transfers, transfers_of
-from graphmoe.runtime.overlap.runner import Backward, OrderedUnit, Overlap, Tape
+from graphmoe.runtime.overlap import Backward, OrderedUnit, Overlap, Tape
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs, specs_of
 from graphmoe.runtime.pipeline.recorder import StepRecorder
 

@@ -23,7 +23,7 @@ import torch
 
 from graphmoe.config.schema import ConfigError
 from graphmoe.config.untrusted import read_json
-from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
+from graphmoe.plan.pipeline import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.simulate import Span, Timeline, Track, timeline_of
 from graphmoe.runtime.host.files import replace_text
 

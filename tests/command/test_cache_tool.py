@@ -12,7 +12,7 @@ import pytest
 from graphmoe import cache as tool
 from graphmoe.config.arguments import parse_size
 from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.runtime.cache.key import key_of
 from graphmoe.runtime.cache.store import CompileCache
 from tests.damage import dead_pid

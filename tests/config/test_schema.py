@@ -30,8 +30,7 @@ from graphmoe.config.schema import (
 )
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
-from graphmoe.plan.resolve import resolve
-from graphmoe.plan.rules.check import violations
+from graphmoe.plan.rules import resolve, violations
 from graphmoe.train import EXAMPLES
 from tests.runs import PRESETS, ROOT, command, config, hydra_config
 

@@ -20,10 +20,10 @@ from graphmoe.ops.dispatch import Dispatcher
 from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.plan.layout import layout_of, own_part
-from graphmoe.plan.pipeline.actions import Together
+from graphmoe.plan.pipeline import Together
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile.units import Unit
-from graphmoe.runtime.overlap.runner import Backward, Call, Direction, Overlap
+from graphmoe.runtime.overlap import Backward, Call, Direction, Overlap
 from graphmoe.runtime.pipeline.engine import Stage, Tensors
 from graphmoe.segments import FULL_ITERATION
 from graphmoe.training.micro_batches import Pipelined

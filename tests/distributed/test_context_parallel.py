@@ -13,7 +13,7 @@ from graphmoe.model.build import build_model
 from graphmoe.ops.collectives import use_groups
 from graphmoe.ops.ring_attention import ring_attention
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.runtime.ranks import Mesh, Ranks
 from tests.distributed.ranks import run_ranks
 from tests.runs import config

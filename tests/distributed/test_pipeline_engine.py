@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline import Placement
 from graphmoe.plan.pipeline.check import peak_activations
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from graphmoe.plan.pipeline.actions import Action, Table
+from graphmoe.plan.pipeline import Action, Table
 from graphmoe.plan.pipeline.transfers import channels_of
 from graphmoe.runtime.pipeline.channels import Channels, Spec
 from graphmoe.runtime.pipeline.engine import Pipeline, Stage

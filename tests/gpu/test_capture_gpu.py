@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from graphmoe.model.transformer import Transformer
-from graphmoe.runtime.capture.capture import REPORT_FILE
+from graphmoe.runtime.capture import REPORT_FILE
 from graphmoe.training.saves import first_not_finite
 from tests.gpu.sleeping import assert_host_is_back_while_the_device_sleeps, syncs_are_errors
 from tests.gpu.tiny import COMPILED, GPU

@@ -1,7 +1,6 @@
 """The optimizer against torch's own AdamW and clipping, and what a skipped step leaves alone."""
 
 import copy
-import functools
 import gc
 import math
 import weakref
@@ -40,7 +39,7 @@ def optimizer_of(net: nn.Module, clip: float = 1.0, **optim) -> Optimizer:
 
 def compile_update(optimizer: Optimizer) -> CompiledSegments:
     made = CompiledSegments(PassRunner([]))
-    optimizer.compile(functools.partial(made.in_place, "optimizer"))
+    optimizer.compile(made.in_place)
     return made
 
 

@@ -10,12 +10,11 @@ import pytest
 from graphmoe.config.schema import ConfigError, RunConfig
 from graphmoe.plan.costs.hardware import CARDS
 from graphmoe.plan.costs.rates import Speeds, default_rates
-from graphmoe.plan.pipeline.actions import Placement
+from graphmoe.plan.pipeline import Placement
 from graphmoe.plan.pipeline.check import in_flight
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.simulate import Costs
-from graphmoe.plan.resolve import resolve
-from graphmoe.plan.rules.check import check
+from graphmoe.plan.rules import check, resolve
 from graphmoe.project import step_time
 from graphmoe.project.arguments import ProjectArgs, completed, fixed_keys, to_change, train_command
 from graphmoe.project.arguments import check as check_args

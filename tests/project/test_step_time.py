@@ -12,7 +12,7 @@ from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.costs.hardware import CARDS, H200, MI300X
 from graphmoe.plan.costs.rates import CLASSES, FP8, FP8_RATES, Speeds, default_rates, rates_of
 from graphmoe.plan.costs.segment_times import REPLICA_PLAN
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.project.arguments import ProjectArgs, completed
 from graphmoe.project.document import project
 from graphmoe.project.tables import render

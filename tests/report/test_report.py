@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-import graphmoe.runtime.capture.capture
+import graphmoe.runtime.capture
 import graphmoe.runtime.compile.report
 import graphmoe.runtime.pipeline.recorder
 from graphmoe import web_page
@@ -75,7 +75,7 @@ def outside_scripts(page: Path) -> str:
 
 def test_files_have_the_names_that_their_writers_give_them():
     assert files.COMPILE_FILE == graphmoe.runtime.compile.report.REPORT_FILE
-    assert files.CAPTURE_FILE == graphmoe.runtime.capture.capture.REPORT_FILE
+    assert files.CAPTURE_FILE == graphmoe.runtime.capture.REPORT_FILE
     assert files.PIPELINE_FILE == graphmoe.runtime.pipeline.recorder.FILE_NAME
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphmoe.runtime.capture.capture import REPORT_FILE
+from graphmoe.runtime.capture import REPORT_FILE
 from graphmoe.runtime.compile.report import REPORT_FILE as COMPILE_REPORT
 from graphmoe.segments import SCOPES
 from tests.distributed.training import as_traced as units_as_traced

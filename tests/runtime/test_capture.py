@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphmoe.runtime.capture import graphs
-from graphmoe.runtime.capture.capture import REPORT_FILE, Capture, CapturedStep, CaptureReport
+from graphmoe.runtime.capture import REPORT_FILE, Capture, CapturedStep, CaptureReport, graphs
 from graphmoe.runtime.capture.graphs import GraphMaker, Span
 from tests.runs import COMPILED, assert_same_state, final_state, metrics, numbers, spoil_steps, trainer_in
 

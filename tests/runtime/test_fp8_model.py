@@ -20,7 +20,7 @@ from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.weight_forms import STEPS, DelayedScales, WeightForm, WeightForms
-from graphmoe.runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap import Backward, Overlap
 from graphmoe.training.executor import pass_runner
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import as_traced as units_as_traced

@@ -22,11 +22,11 @@ from graphmoe.ops.gradients import Gradient, PendingWeightGrads
 from graphmoe.passes import PASSES
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.recompute import Recompute
-from graphmoe.runtime.capture.capture import Capture
+from graphmoe.runtime.capture import Capture
 from graphmoe.runtime.compile.captured_units import UnitCapture
 from graphmoe.runtime.compile.code import UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.overlap.runner import Backward, Overlap
+from graphmoe.runtime.overlap import Backward, Overlap
 from graphmoe.segments import Segment
 
 CPU = torch.device("cpu")

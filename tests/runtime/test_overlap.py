@@ -9,7 +9,7 @@ import torch
 
 from graphmoe.ops import IN_USE
 from graphmoe.ops.symm.peers import before_products
-from graphmoe.runtime.overlap.runner import (
+from graphmoe.runtime.overlap import (
     Backward,
     OrderedUnit,
     Overlap,

@@ -17,8 +17,8 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.dispatch import ladder as receive_ladder
 from graphmoe.runtime.dispatch.ladder import ReceiveLadder
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training import receive_levels
-from graphmoe.training.receive_levels import has_bytes, levels_of
+from graphmoe.training import build
+from graphmoe.training.build import has_bytes, levels_of
 from graphmoe.training.step import Steps as TrainSteps
 from graphmoe.training.step_rows import RECEIVED, SCALARS, StepRows, device_row
 from tests.runs import config
@@ -234,14 +234,14 @@ def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(mon
 def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
     words = "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"
     plan, said = plan_of(config(*words), 2), list[object]()
-    monkeypatch.setattr(receive_levels, "forget_graphs", lambda: said.append("forget"))
-    monkeypatch.setattr(receive_levels, "make_room", lambda *_: said.append("room"))
+    monkeypatch.setattr(build, "forget_graphs", lambda: said.append("forget"))
+    monkeypatch.setattr(build, "make_room", lambda *_: said.append("room"))
     model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)
     maker = SimpleNamespace(pool_unused_bytes=lambda: 0)
     capture = SimpleNamespace(use=lambda program: said.append(program) or program == 1, maker=maker)
-    monkeypatch.setattr(receive_levels, "bounded_dispatcher", lambda *_: SimpleNamespace(capacity=None))
+    monkeypatch.setattr(build, "bounded_dispatcher", lambda *_: SimpleNamespace(capacity=None))
     ranks = SimpleNamespace(gather=lambda has: [has])
-    ladder = receive_levels.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
+    ladder = build.receive_ladder(plan, None, ranks, model, torch.device("cpu"), capture, fused=True)
     for step in (1, 2):
         ladder.climb(step, [plan.worst] * 2)
     assert said == [1, "forget", "room", None]

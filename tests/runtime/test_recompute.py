@@ -14,9 +14,8 @@ from graphmoe.config.schema import ConfigError, RecomputeConfig
 from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner
 from graphmoe.plan.recompute import Recompute
-from graphmoe.runtime.compile.cut import root_of
+from graphmoe.runtime.compile.cut import RecomputedSegments, executor_outside_graphs, root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import RecomputedSegments, executor_outside_graphs
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
 from tests.runs import config
 from tests.runtime.test_compiled import model_of

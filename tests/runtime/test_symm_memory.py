@@ -19,7 +19,7 @@ from graphmoe.ops.symm.peers import ALIGNMENT, Region, Sizes
 from graphmoe.plan.experts import transport_of
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.runtime.dispatch import planned_dispatcher
 from graphmoe.runtime.dispatch import symm as module
 from graphmoe.runtime.ranks import Mesh

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graphmoe.plan.pipeline.actions import Action
+from graphmoe.plan.pipeline import Action
 from graphmoe.plan.pipeline.simulate import Span
 from graphmoe.runtime.host.logs import without_text
 from graphmoe.segments import profiler_range, ranges_wanted

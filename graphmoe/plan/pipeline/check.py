@@ -5,7 +5,7 @@ import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, Together, parts
+from graphmoe.plan.pipeline import Action, Kind, Step, Table, Together, parts
 
 FORWARD_ONLY = "forward_only"  # schedule name of tables that evaluate
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")

@@ -8,7 +8,7 @@ from graphmoe.plan.costs.hardware import GPUS_PER_NODE
 from graphmoe.plan.costs.segment_times import SegmentTime, modelled_message, modelled_parts, stage_costs
 from graphmoe.plan.experts import dispatcher_of
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.actions import Placement, Table
+from graphmoe.plan.pipeline import Placement, Table
 from graphmoe.plan.pipeline.balance import balanced_layout, default_layout, measured_parts
 from graphmoe.plan.pipeline.layouts import StagePieces, needs_embedding, parse_layout, pieces_of, short_layout
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of, schedule_rules

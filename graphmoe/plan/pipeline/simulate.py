@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Step, Table, Together, parts
+from graphmoe.plan.pipeline import Action, Kind, Placement, Step, Table, Together, parts
 from graphmoe.plan.pipeline.check import KINDS, in_order, needs, peak_activations, peaks, result
 
 Track = Literal["compute", "comm"]

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from graphmoe.plan.pipeline.actions import Action, Kind, Step, Table, parts
+from graphmoe.plan.pipeline import Action, Kind, Step, Table, parts
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs, result
 
 HELD = 2  # messages per channel that a rank holds in evaluation, which has no replies

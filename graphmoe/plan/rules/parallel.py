@@ -17,7 +17,7 @@ from graphmoe.config.schema import (
 from graphmoe.plan.attention import attention_facts
 from graphmoe.plan.layout import Layout, divisors
 from graphmoe.plan.pipeline.schedules import schedule_of
-from graphmoe.plan.rules.experts import splits_backward
+from graphmoe.plan.rules.model import splits_backward
 from graphmoe.segments import FULL_ITERATION
 
 MOST_MICRO_BATCHES = 2**16

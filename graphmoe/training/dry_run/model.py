@@ -18,9 +18,8 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.optim.zero1 import Optimizer
 from graphmoe.plan.plan import Plan
 from graphmoe.runtime.compile.code import Compiled
-from graphmoe.runtime.compile.cut import said_of
+from graphmoe.runtime.compile.cut import RecomputedSegments, said_of
 from graphmoe.runtime.compile.executor import CompiledSegments
-from graphmoe.runtime.compile.recompute import RecomputedSegments
 from graphmoe.runtime.compile.report import UnitReport
 from graphmoe.runtime.compile.weight_forms import WeightForms
 from graphmoe.runtime.dispatch import make_dispatcher

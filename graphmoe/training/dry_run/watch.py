@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphmoe.config.formats import FORMATS
 from graphmoe.ops.grouped_mlp.tuning import BLOCK_R
 from graphmoe.ops.linear_cross_entropy import rows_per_chunk
-from graphmoe.plan.pipeline.actions import Kind, Step, parts
+from graphmoe.plan.pipeline import Kind, Step, parts
 from graphmoe.plan.pipeline.simulate import Track
 from graphmoe.plan.pipeline.transfers import Channel, Message
 from graphmoe.runtime.pipeline.channels import Arrival, Channels, Specs

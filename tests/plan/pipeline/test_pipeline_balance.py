@@ -9,8 +9,8 @@ import torch
 from graphmoe.config.schema import ConfigError, ModelConfig, MoEConfig
 from graphmoe.model.layer import DenseLayer, MoELayer
 from graphmoe.plan.costs.activations import DENSE_SEGMENTS, MOE_SEGMENTS
+from graphmoe.plan.pipeline import Placement
 from graphmoe.plan.pipeline import balance as pipeline_balance
-from graphmoe.plan.pipeline.actions import Placement
 from graphmoe.plan.pipeline.balance import balanced_layout, measured_parts
 from graphmoe.plan.pipeline.layouts import parse_layout
 

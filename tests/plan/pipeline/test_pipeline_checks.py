@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
+from graphmoe.plan.pipeline import Action, Placement, Table, Together
 from graphmoe.plan.pipeline.check import TableError, check, peak_activations, peaks
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.actions import Action, Placement, Together
+from graphmoe.plan.pipeline import Action, Placement, Together
 from graphmoe.plan.pipeline.check import check, needs, peak_activations
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only

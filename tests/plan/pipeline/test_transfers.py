@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from graphmoe.plan.pipeline.actions import Placement, parts
+from graphmoe.plan.pipeline import Placement, parts
 from graphmoe.plan.pipeline.check import needs, result
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table
 from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from graphmoe.command.hydra import schema
-from graphmoe.plan.rules.check import violations
+from graphmoe.plan.rules import violations
 
 SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
 SHORT = {

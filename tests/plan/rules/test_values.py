@@ -8,7 +8,7 @@ import pytest
 
 from graphmoe.config.ranges import BELOW_ONE, FP32, NOT_NEGATIVE, POSITIVE, SHARE, AtMost, Range, fields_of
 from graphmoe.config.schema import ConfigError, RunConfig
-from graphmoe.plan.rules.check import check, violations
+from graphmoe.plan.rules import check, violations
 
 FIELDS = [*fields_of(RunConfig())]
 OUTSIDE = {POSITIVE: (0, -1), NOT_NEGATIVE: (-1,), BELOW_ONE: (-0.1, 1.0), SHARE: (-0.1, 1.1)}

@@ -13,7 +13,7 @@ import torch
 from graphmoe.config.schema import RunConfig
 from graphmoe.passes import PASSES, select_passes
 from graphmoe.passes.base import PassSpec
-from graphmoe.plan.resolve import resolve
+from graphmoe.plan.rules import resolve
 from graphmoe.runtime.cache import key as cache_key
 from graphmoe.runtime.cache.key import base_of, differences, facts_of, key_of, may_share
 from tests.runs import config

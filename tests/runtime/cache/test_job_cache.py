@@ -19,13 +19,13 @@ from graphmoe.runtime.compile import job_cache as job
 from graphmoe.runtime.compile.code import CompileTurns
 from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag, tuned_kernels
+from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag
 from tests.runtime.cache.cache_contents import FACTS
 
 
 def opened(cache, monkeypatch, ranks: Ranks, layout: Layout | None = None) -> JobCache:
-    for module, name in ((job, "set_key_tag"), (tuned_kernels, "tune_each_kernel_once")):
-        monkeypatch.setattr(module, name, lambda *arguments: None)
+    for name in ("set_key_tag", "tune_each_kernel_once"):
+        monkeypatch.setattr(job, name, lambda *arguments: None)
     return JobCache(cache, FACTS, ranks, layout)
 
 

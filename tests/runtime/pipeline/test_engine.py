@@ -5,7 +5,7 @@ from collections import Counter
 
 import torch
 
-from graphmoe.plan.pipeline.actions import parts
+from graphmoe.plan.pipeline import parts
 from graphmoe.runtime.pipeline.channels import Spec
 from graphmoe.runtime.pipeline.engine import Stage, lanes_of
 from tests.plan.pipeline.test_transfers import TABLES

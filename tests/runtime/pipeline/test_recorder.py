@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.actions import Action, Placement, Table, Together
+from graphmoe.plan.pipeline import Action, Placement, Table, Together
 from graphmoe.plan.pipeline.schedules import make_table
 from graphmoe.plan.pipeline.simulate import Costs, Span, Timeline, simulate, timeline_of
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, Recorder, read_timelines, write_timelines

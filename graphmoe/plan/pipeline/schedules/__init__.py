@@ -6,7 +6,7 @@ from functools import partial
 
 from graphmoe.config.choices import look_up
 from graphmoe.config.schema import ConfigError
-from graphmoe.plan.pipeline.actions import Placement, Table
+from graphmoe.plan.pipeline import Placement, Table
 from graphmoe.plan.pipeline.check import TableError, check
 from graphmoe.plan.pipeline.schedules.one_f_one_b import one_forward_one_backward, zb1p
 from graphmoe.plan.pipeline.schedules.v_shaped import folded

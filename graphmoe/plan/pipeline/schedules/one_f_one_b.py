@@ -3,7 +3,7 @@
 Source: Megatron-LM (arXiv 2104.04473), sections 2.2.1 and 2.2.2.
 """
 
-from graphmoe.plan.pipeline.actions import Action, Placement, Step, Table, Together
+from graphmoe.plan.pipeline import Action, Placement, Step, Table, Together
 from graphmoe.plan.pipeline.check import FORWARD_ONLY, needs
 
 

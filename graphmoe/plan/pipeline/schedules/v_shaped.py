@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from graphmoe.plan.pipeline.actions import Action, Kind, Placement, Table
+from graphmoe.plan.pipeline import Action, Kind, Placement, Table
 from graphmoe.plan.pipeline.schedules.blocks import Block, block_of, busy
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of
 

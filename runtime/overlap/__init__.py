@@ -1,1 +1,0 @@
-"""Overlap of a backward with the next forward."""

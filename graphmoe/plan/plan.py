@@ -37,7 +37,7 @@ from graphmoe.plan.experts import (
 )
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.layouts import StagePieces, all_pieces
-from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of, run_slower_than_1f1b
+from graphmoe.plan.pipeline.plan import PipelinePlan, num_micro_batches, pipeline_of
 from graphmoe.plan.pipeline.schedules import schedule_of
 from graphmoe.plan.recompute import Recompute
 from graphmoe.segments import FULL_ITERATION, segments_of
@@ -112,10 +112,6 @@ class Plan(ExpertPlan, Arrivals):
             return self
         moe = replace(self.moe, transport=self.transport)
         return replace(self, config=replace(self.config, moe=moe), moe=moe)
-
-    def slower_than_1f1b(self) -> str | None:
-        """Return a message that names a faster schedule if simulation finds the run's slower than 1f1b."""
-        return run_slower_than_1f1b(self.config, self.layout)
 
     def stage_numbers(self, place: int) -> tuple[int, ...]:
         return self.pipeline.placement.stages_of(place) if self.pipeline else (0,)

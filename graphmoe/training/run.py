@@ -19,6 +19,7 @@ from graphmoe.data.tokenizer import num_ids
 from graphmoe.model.attention import check_backend
 from graphmoe.passes import select_passes
 from graphmoe.plan.forced_loads import NO_LOAD
+from graphmoe.plan.pipeline.plan import run_slower_than_1f1b
 from graphmoe.plan.plan import Plan, plan_of
 from graphmoe.plan.rules.unused import doubtful, without_effect
 from graphmoe.run.expert_loads import summary_of
@@ -124,7 +125,7 @@ def warn_of_unused(plan: Plan, ranks: Ranks) -> None:
             "gradients come with those of inputs, and ranks wait longer; use compile.enabled=true",
             plan.pipeline.table.schedule,
         )
-    if ranks.is_first and (slower := plan.slower_than_1f1b()):
+    if ranks.is_first and (slower := run_slower_than_1f1b(plan.config, plan.layout)):
         log.warning("pipeline.schedule=%s", slower)
 
 

@@ -46,20 +46,13 @@ class Validation:
             return
         more = "more text of data.val_paths or a larger data.val_fraction makes validation less noisy"
         level = logging.INFO if config.val_batches == TrainConfig().val_batches else logging.WARNING
-        if not batches:
-            log.log(
-                level,
-                "validation has %s, less than train.micro_batch_size=%d: some count twice; %s, and "
-                "train.val_batches=0 switches it off",
-                number_of(found, "sample"), config.micro_batch_size, more,
-            )  # fmt: skip
+        if batches:
+            there, few = number_of(batches, "micro-batch"), f"train.val_batches={config.val_batches}"
+            end = f"train.val_batches={batches} says that it is meant"
         else:
-            log.log(
-                level,
-                "validation has %s, less than train.val_batches=%d; %s, and "
-                "train.val_batches=%d says that it is meant",
-                number_of(batches, "micro-batch"), config.val_batches, more, batches,
-            )  # fmt: skip
+            there, few = number_of(found, "sample"), f"train.micro_batch_size={config.micro_batch_size}"
+            few, end = f"{few}: some count twice", "train.val_batches=0 switches it off"
+        log.log(level, "validation has %s, less than %s; %s, and %s", there, few, more, end)
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, int]:

@@ -109,10 +109,7 @@ class CompileCache:
 
 
 def _nearest(facts: Facts, entries: Sequence[Entry]) -> Entry | None:
-    def distance(entry: Entry) -> tuple[int, float]:
-        return len(differences(facts, entry.facts)), -entry.last_used
-
-    return min(entries, key=distance, default=None)
+    return min(entries, key=lambda each: (len(differences(facts, each.facts)), -each.last_used), default=None)
 
 
 class Held(NamedTuple):

@@ -36,7 +36,8 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
     others stay. *Raises* ConfigError for an invalid name.
     """
     wanted = variables(host, device)
-    ours = _set_earlier()
+    marked = json.loads(os.environ.get(MARKER, "{}"))  # by an earlier call
+    ours = {name: value for name, value in marked.items() if os.environ.get(name) == value}
     before = dict(os.environ)
     for index, variable in enumerate(wanted):
         if variable.value == MASK and variable.name in ours:  # set by the process that started this one
@@ -126,8 +127,3 @@ def _gpu_runtime_started() -> bool:
     # importing this module of Inductor queries GPUs, which starts ROCm
     asked = bool(torch.version.hip) and "torch._inductor.runtime.benchmarking" in sys.modules
     return asked or torch.cuda.is_initialized()
-
-
-def _set_earlier() -> dict[str, str]:
-    marked = json.loads(os.environ.get(MARKER, "{}"))
-    return {name: value for name, value in marked.items() if os.environ.get(name) == value}

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from graphmoe.plan.layout import Layout
-from graphmoe.plan.pipeline.plan import pipeline_of, slower_than_1f1b
+from graphmoe.plan.pipeline.plan import pipeline_of, run_slower_than_1f1b, slower_than_1f1b
 from graphmoe.plan.pipeline.schedules import SCHEDULES, make_table, placement_of
 from graphmoe.plan.pipeline.simulate import Costs, makespan_of, simulate
 from graphmoe.plan.plan import plan_of
@@ -108,9 +108,10 @@ def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
 def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
     words = (*TINY, "launch.nproc=4", "parallel.pp=4", "model.num_layers=6", "pipeline.schedule=v_half")
     began = time.monotonic()
-    plan_of(config(*words, "train.global_batch_size=40000"), 4).slower_than_1f1b()
+    plan = plan_of(config(*words, "train.global_batch_size=40000"), 4)
+    run_slower_than_1f1b(plan.config, plan.layout)
     assert time.monotonic() - began < 10
     slow = (*words[:-1], "pipeline.schedule=v_min", "compile.enabled=false")
     plans = (plan_of(config(*slow, f"train.global_batch_size={n}"), 4) for n in (128, 40000))
-    few, many = (plan.slower_than_1f1b() for plan in plans)
+    few, many = (run_slower_than_1f1b(plan.config, plan.layout) for plan in plans)
     assert few is not None and many == f"{few} (64 of 20000 micro-batches)"

@@ -111,7 +111,7 @@ class Capture:
 
     @property
     def is_first_replay(self) -> bool:
-        """Return whether this step captures the program's graphs."""
+        """Return whether this step, first after warm-up, captures graphs for its receive levels."""
         return self.ready and self._begun[self.program] == self.warmup_steps + 1
 
     @property

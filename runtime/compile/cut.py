@@ -192,7 +192,7 @@ def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.
 
 
 class RecomputedSegments:
-    """Called like ``run_segments``; saves only inputs of covered segments. Bitwise equal, capturable."""
+    """Called like ``run_segments``; saves only inputs of recomputed segments. Bitwise equal, capturable."""
 
     def __init__(self, recompute: Recompute) -> None:
         assert not recompute.parts, "parts are chosen in graphs"

@@ -149,7 +149,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
 
 
 def load_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of ``moe.expert_load``; reads its file."""
+    """Yield error messages about ``moe.expert_load``; reads its file."""
     moe, name, top_k, most = config.moe, config.moe.expert_load, config.model.top_k, 2**31 // UNIT - 1
     if name == NO_LOAD:
         return
@@ -188,7 +188,7 @@ def _replica_rules(config: RunConfig) -> Iterator[str]:
 
 
 def one_node_rules(config: RunConfig) -> Iterator[str]:
-    """Yield violated rules of dispatchers that work within one node only, if the number of ranks is known."""
+    """Yield errors of dispatchers that work within one node only, if the number of ranks is known."""
     nproc, nodes = config.launch.nproc, config.launch.nodes
     sharing = config.parallel.ep * config.parallel.etp
     if config.moe.dispatcher != "symm" or type(nproc) is not int or type(nodes) is not int:

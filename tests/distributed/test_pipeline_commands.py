@@ -18,24 +18,27 @@ from tests.faults import WORDS as FAULTY
 from tests.runs import TINY, Command, command, metrics
 
 STAGES = (
-    "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=8",
-    "train.log_interval=3", "checkpoint.interval=2", "profile.pipeline=true",
-    "profile.steps=[3,4]", "profile.ranks=[0,1]",
-    "train.micro_batch_size=512", "train.global_batch_size=1024",  # stages outlast pauses of a busy host
+    "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=6",
+    "train.val_batches=1", "train.val_interval=6", "train.log_interval=2", "checkpoint.interval=2",
+    "profile.pipeline=true",
+)  # fmt: skip
+RECORDED = (
+    "profile.steps=[3,4]", "profile.ranks=[0,1]", "log.sample_tokens=8",
+    "train.micro_batch_size=256", "train.global_batch_size=512",  # stages outlast pauses of a busy host
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ...]) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
-    run = command(folder, *TINY, *text_words, *STAGES, "log.sample_tokens=8", seconds=180)
+    run = command(folder, *TINY, *text_words, *STAGES, *RECORDED, seconds=180)
     assert run.wait() == 0, run.err.read_text()
     return folder / "run"
 
 
 def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     timelines = read_timelines(recorded / FILE_NAME)
-    assert [*timelines] == [3, 6, 8]
+    assert [*timelines] == [2, 4, 6]
     overtakes = []
     for timeline in timelines.values():
         assert (timeline.table.schedule, timeline.table.num_micro_batches, timeline.peak_bytes) == (
@@ -57,8 +60,8 @@ def test_the_recording_is_shown_and_drawn(recorded, tmp_path, capsys):
     pipeline_view.main([f"run={recorded}", f"out={tmp_path}", "format=json"])
     shown = json.loads(capsys.readouterr().out)
     assert [each["schedule"] for each in shown["schedules"]] == ["zb1p", "zb1p"]
-    assert shown["schedules"][0]["title"] == "zb1p, step 8 as recorded"
-    assert "zb1p, step 8 as recorded" in (tmp_path / "pipeline.html").read_text()
+    assert shown["schedules"][0]["title"] == "zb1p, step 6 as recorded"
+    assert "zb1p, step 6 as recorded" in (tmp_path / "pipeline.html").read_text()
 
 
 def test_each_rank_that_is_asked_leaves_a_trace_of_its_stages(recorded, capsys):
@@ -88,15 +91,14 @@ def test_text_is_generated_from_a_checkpoint_of_stages(recorded, capsys):
 
 def failed(folder: Path, fault: str) -> str:
     """The end of what the run says whose rank 1 fails inside step 6; it has a checkpoint of step 4."""
-    words = (*TINY, *STAGES, "train.micro_batch_size=2", "train.global_batch_size=4", *FAULTY)
-    saved = "checkpoints/step_00000004"
-    run = Command(folder, (*words, "checkpoint.async_save=false"), environment={fault: "1:0:6"})
+    words, saved = (*TINY, *STAGES, *FAULTY, "checkpoint.async_save=false"), "checkpoints/step_00000004"
+    run = Command(folder, words, environment={fault: "1:0:6"})
     run.wait_until((folder / "run" / saved).exists, 180)
     began = time.monotonic()
     assert run.wait() == 1 and time.monotonic() - began < 60
     _, weights, step = read_run(folder / "run", None)
     assert step == 4 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    assert [*read_timelines(folder / "run" / FILE_NAME)] == [3]
+    assert [*read_timelines(folder / "run" / FILE_NAME)] == [2, 4]
     return run.err.read_text().partition("error: ")[2]
 
 

@@ -50,7 +50,7 @@ CASES = {
     "not finite": Both(at((2, 1), (4, 0), spoiled=frozenset({(2, 2), (4, 3)}))),
     "a signal": Both((*at((3, 1)), SignalIn(4)), SAVES),
     "killed": Both(at((5, 1)), SAVES),
-    "captured": Both(at((2, 1), (6, 1)), FULL),
+    "captured, before a checkpoint": Both(at((2, 1), (6, 1)), (*FULL, *SAVES[:1], "checkpoint.interval=3")),
     "captured, while it warms up": Both(at((1, 1)), FULL),
     "captured, one of two layers, then the other": Both(
         (*at((3, 1), layer=1), *at((6, 1), layer=0)), (*FULL, *TWO_MOE)
@@ -77,7 +77,7 @@ ROUNDED = {
     "layers, no memory": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED, **NO_MEMORY),
 }
 """Cases whose rung without limit adds in another order: in chunks, or by other compiled units."""
-DEFAULT = {"before a checkpoint", "captured"}
+DEFAULT = {"captured, before a checkpoint"}
 LAUNCHED = {"the second of four micro-batches": 6 + 2, "the last step": 6 + 1, "every step is logged": 6 + 1}
 LAUNCHED |= {"four ranks": 6 + 2, "room for both": 7 + 1, "one of two layers, then the other": 6 + 2}
 LAUNCHED |= {"no memory, several steps": 9 + 2, "captured, no memory": 9 + 4}

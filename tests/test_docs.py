@@ -2,12 +2,12 @@
 
 import ast
 import contextlib
-import copy
 import functools
 import importlib
 import importlib.util
 import itertools
 import json
+import pickle
 import re
 import shlex
 import typing
@@ -126,7 +126,7 @@ def words_for(override: Override) -> list[str]:
     return [str(override.input_line)]
 
 
-composed = functools.cache(hydra_config)
+composed = functools.cache(lambda *groups, **how: pickle.dumps(hydra_config(*groups, **how)))
 """The configuration of some options of groups; composing takes most of the time of a command line."""
 
 
@@ -148,7 +148,7 @@ def check_hydra_words(words: Sequence[str], folder: Path, complete: Complete | N
     for chosen in itertools.product(*map(words_for, parsed)):
         groups = tuple(word for word in chosen if is_of_a_group(word))
         with_hydra = any(word.lstrip("+~").startswith("hydra") for word in chosen)  # half of the time
-        cfg = copy.deepcopy(composed(*groups, with_hydra=with_hydra))
+        cfg = pickle.loads(composed(*groups, with_hydra=with_hydra))
         values = OverridesParser.create().parse_overrides([word for word in chosen if word not in groups])
         if with_hydra:
             OmegaConf.set_readonly(cfg.hydra, False)

@@ -84,8 +84,9 @@ def test_a_run_goes_on_with_the_scales_of_another_layout(scales, source, layout)
 
 def test_a_step_that_is_void_or_not_finite_leaves_the_scales_as_they_were(tmp_path, monkeypatch):
     void, loss, gradients = 2, 4, 6
+    one_layer = "model.num_layers=1", "model.num_dense_layers=0", "train.global_batch_size=2"
     with as_traced():
-        trainer = trainer_in(tmp_path, *WORDS, "model.num_layers=2", *QUIET)
+        trainer = trainer_in(tmp_path, *WORDS, *one_layer, *QUIET)
         spoil_steps(monkeypatch, trainer, {loss})
         spoil_steps(monkeypatch, trainer, {gradients}, only_gradients=True)
         found = {}

@@ -50,14 +50,15 @@ LORA, RING = "model.q_lora_rank=6", "cp_method=ring"
 DENSE, ALL_MOE = "model.num_dense_layers=3", "model.num_dense_layers=0"
 NOT_SHARED, MICRO = "model.shared_ffn_size=0", "model.aux_loss=micro_batch"
 SMALL = ("train.global_batch_size=4",)
-HOT = Case(4, "ep=4", overrides=REPLICAS, change=all_on_two_experts)
+SHORT = ("train.steps=2",)
+HOT = Case(4, "ep=4", "", REPLICAS, SHORT, change=all_on_two_experts)
 HOT_STAGE = Case(4, "pp=2 ep=2", "1f1b", REPLICAS, change=all_on_two_experts)
 FOUR = (
     Case(4, "", model=("model.mtp_depth=1",), overrides=(BF16, *FULL)),
-    Case(4, "tp=4 etp=2", overrides=SMALL, model=(TIED, MTP)),
-    Case(4, "cp=2 tp=2 ep=4", overrides=SMALL, model=(LORA, MTP)),
-    Case(4, f"cp=4 {RING}", overrides=SMALL),
-    Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L")),  # a stage without experts
+    Case(4, "tp=4 etp=2", "", SMALL, (TIED, *SHORT)),
+    Case(4, "cp=2 tp=2 ep=4", "", SMALL, (LORA, MTP, *SHORT)),
+    Case(4, f"cp=4 {RING}", "", SMALL, SHORT),
+    Case(4, "pp=2 ep=2", "1f1b", (*BUDGET, "pipeline.layout=Etttt|L"), SHORT),  # a stage without experts
     HOT,
 )
 LANES = Case(

@@ -1,5 +1,6 @@
 """A pipeline of ranks finds what one process finds, and keeps what its table promises."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -13,75 +14,64 @@ from graphmoe.plan.pipeline.schedules.one_f_one_b import forward_only
 from graphmoe.plan.pipeline.simulate import Costs
 from graphmoe.runtime.pipeline.engine import Pipeline, Stage
 from tests.distributed.ranks import run_ranks
-from tests.distributed.toy_pipeline import Case, in_one_process
+from tests.distributed.toy_pipeline import Case, Cases, in_one_process
 
 VARIANTS = [("gpipe", 1), ("1f1b", 1), ("zb1p", 1), ("zbv", 2), ("v_half", 2), ("v_min", 2)]
 VARIANTS += [("interleaved", 2), ("interleaved", 3)]
 SPLIT = ("zb1p", "zbv", "v_half", "v_min")
-MICRO_BATCHES = {2: (1, 2, 5), 4: (2, 7)}
+MICRO_BATCHES = {2: (1, 2, 5), 4: (2, 5)}
 
 
 def cases_of(num_ranks):
     found = {}
+    of_all = functools.partial(Case, pipelines=(tuple(range(num_ranks)),))
     for number in MICRO_BATCHES[num_ranks]:
         for name, virtual in VARIANTS:
             table = make_table(name, num_ranks, number, virtual)
-            found[f"{name} {virtual} of {number}"] = Case(table, defers=name in SPLIT)
+            found[f"{name} {virtual} of {number}"] = of_all(table, defers=name in SPLIT, sums=number == 5)
         for name, virtual in (("1f1b", 1), ("interleaved", 2)):
             table = make_table(name, num_ranks, number, virtual, overlap=True)
-            found[f"{name} together of {number}"] = Case(table)
+            found[f"{name} together of {number}"] = of_all(table, sums=number == 5)
     for name in ("1f1b", "interleaved", "zbv"):
         table = make_table(name, num_ranks, 5)
-        found[f"{name}, messages of two tensors"] = Case(table, defers=name in SPLIT, sums=True)
-        found[f"{name}, W not put off"] = Case(table)
-        found |= {f"{name}, evaluates {many}": Case(table, sums=True, evaluates=many) for many in (1, 6)}
+        found[f"{name}, W not put off"] = of_all(table)
+        found |= {f"{name}, evaluates {many}": of_all(table, sums=True, evaluates=many) for many in (1, 6)}
     short = Costs.of_rank(Placement.folded(num_ranks), 1, 2.3, 0.3, comm=0.02)
     for name in ("zbv", "v_half", "v_min"):
         table = make_table(name, num_ranks, 5, costs=short)
-        found[f"{name}, short weight gradients"] = Case(table, defers=True)
+        found[f"{name}, short weight gradients"] = of_all(table, defers=True)
     if num_ranks == 4:
-        two = ((0, 2), (3, 1))
         for name in ("1f1b", "zbv"):
             table = make_table(name, 2, 3)
-            found[f"two of {name}"] = Case(table, defers=name in SPLIT, pipelines=two)
+            found[f"two of {name}"] = Case(table, defers=name in SPLIT, pipelines=((0, 2), (3, 1)))
     return found
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 4])
 def runs(request, tmp_path_factory):
     cases = cases_of(request.param)
-    results = run_ranks(tmp_path_factory.mktemp("ranks"), cases, request.param)
-    return {name: (case, results[name]) for name, case in cases.items()}
+    of_ranks = run_ranks(tmp_path_factory.mktemp("ranks"), {"all": Cases(cases)}, request.param)["all"]
+    return {name: (case, [of_rank[name] for of_rank in of_ranks]) for name, case in cases.items()}
 
 
 def test_losses_and_gradients_are_those_of_one_process(runs):
     for name, (case, results) in runs.items():
-        table = case.table
-        expected = in_one_process(table.placement.num_stages, table.num_micro_batches, case.sums, steps=2)
-        for stage, (losses, *gradients) in found_by(results) if not case.evaluates else ():
-            assert losses == expected[stage][0], name
-            for ours, theirs in zip(gradients, expected[stage][1:], strict=True):
-                assert torch.equal(ours, theirs), (name, stage)
-
-
-def test_evaluation_finds_the_losses_of_one_process_and_keeps_nothing(runs):
-    for name, (case, results) in runs.items():
-        expected = in_one_process(case.table.placement.num_stages, case.evaluates, case.sums)
-        for stage, (losses, w_gradient, bias_gradient) in found_by(results) if case.evaluates else ():
-            assert losses == expected[stage][0], name
-            assert not w_gradient.any() and bias_gradient is None
-            assert not any(kept for _, log in results for *_, kept, _ in log)
-
-
-def found_by(results):
-    return [(stage, found) for stages, _ in results for stage, found in stages.items()]
+        number, steps = (case.evaluates, 1) if case.evaluates else (case.table.num_micro_batches, 2)
+        expected = in_one_process(case.table.placement.num_stages, number, case.sums, steps)
+        for stage, (losses, *gradients) in [each for stages, _ in results for each in stages.items()]:
+            wanted_losses, *wanted = expected[stage]
+            assert losses == wanted_losses, name
+            if case.evaluates:
+                assert not gradients[0].any() and gradients[1] is None, name
+            else:
+                assert all(map(torch.equal, gradients, wanted)), (name, stage)
 
 
 def test_each_rank_does_what_its_table_says_and_keeps_no_more(runs):
     for name, (case, results) in runs.items():
         table = forward_only(case.table.placement, case.evaluates) if case.evaluates else case.table
         for rank, (_, log) in enumerate(results):
-            place = place_of(case, rank)
+            place = case.place(rank)
             assert [entry[:3] for entry in log] == table.actions(place), name
             ends = "F" if case.evaluates else "BI" if name.endswith("not put off") else "BW"
             expected = kept = peak = 0
@@ -94,10 +84,6 @@ def test_each_rank_does_what_its_table_says_and_keeps_no_more(runs):
                 assert peak == peak_activations(table)[place] * share, name
 
 
-def place_of(case, rank):
-    return next(ranks.index(rank) for ranks in case.pipelines or (range(rank + 1),) if rank in ranks)
-
-
 def test_weight_gradients_are_made_in_w_and_not_before(runs):
     for name, (case, results) in runs.items():
         for _, log in results:
@@ -106,11 +92,11 @@ def test_weight_gradients_are_made_in_w_and_not_before(runs):
 
 
 def test_an_error_of_a_stage_ends_the_run_there(tmp_path):
-    case = Case(make_table("1f1b", 2, 3), fails=("B", 1, 1))
+    cases = Cases({"fails": Case(make_table("1f1b", 2, 3), pipelines=((0, 1),), fails=("B", 1, 1))})
     with pytest.raises(
         AssertionError, match=r"rank 1: (.|\n)*: 1B1 has failed\nin 1B1 of the pipeline's rank 1"
     ):
-        run_ranks(tmp_path, {"fails": case}, 2)
+        run_ranks(tmp_path, {"all": cases}, 2)
 
 
 def test_each_step_is_a_range_of_a_profile():

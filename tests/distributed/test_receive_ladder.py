@@ -21,10 +21,7 @@ SAVES = ("checkpoint.enabled=true", "checkpoint.interval=2")
 VALIDATES = ("train.val_batches=3", "train.val_interval=3")
 FSDP, BF16 = ("parallel.dp_shard=fsdp2",), ("precision.compute=bf16",)
 FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1", "train.steps=9")
-COMPILED = (
-    "compile.enabled=true", "compile.cache=false", "graph.warmup_steps=1", "train.steps=8",
-    "checkpoint.interval=0",
-)  # fmt: skip
+COMPILED = ("compile.enabled=true", "graph.warmup_steps=1", "train.steps=8", "checkpoint.interval=0")
 LAYERS, TRACED = (*COMPILED, "graph.scope=layer"), Training((), traced=True)
 NO_MEMORY = {"of_ladder": (no_memory,)}
 OF_FOUR = ("parallel.ep=4", "train.global_batch_size=32", "model.num_experts=16", "model.top_k=4")

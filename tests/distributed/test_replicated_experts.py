@@ -25,6 +25,7 @@ from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.segments import Segment, run_segments
 from tests.distributed.ranks import run_ranks
+from tests.distributed.training import unmeasured
 from tests.ops.mlp_cases import written_out
 from tests.ops.row_cases import choose, values
 from tests.runs import config
@@ -106,7 +107,7 @@ def by_form(form: str, ranks: Ranks, folder: Path) -> list[list[Tensor]]:
         leaves = [each.clone().requires_grad_() for each in (x, weight)]
         experts.zero_grad()
         named = {"x": leaves[0], "weight": leaves[1], "places": places, "experts": EXPERT_RS}
-        with mock.patch.object(report, "compile_graph", lambda graph: graph):
+        with mock.patch.object(report, "compile_graph", lambda graph: graph), unmeasured():
             (y,) = run(segments, named, ("y",))
             y.backward(dy)
         sums = [g.total.clone() for g in totals] or [p.grad for p in experts.parameters()]

@@ -132,23 +132,24 @@ class Case:
     """Case that trains a step twice, as a pipeline; each rank returns its stages' findings and its log."""
 
     table: Table
+    pipelines: tuple[tuple[int, ...], ...]
+    """Ranks of each pipeline."""
     defers: bool = False
     sums: bool = False
     evaluates: int = 0
     """Micro-batches that are evaluated instead."""
-    pipelines: tuple[tuple[int, ...], ...] = ()
     fails: tuple[str, int, int] | None = None
 
-    def __call__(self, ranks, folder):
-        pipelines = self.pipelines or (tuple(range(ranks.size)),)
-        place = next(pipeline.index(ranks.rank) for pipeline in pipelines if ranks.rank in pipeline)
+    def place(self, rank):
+        return next(ranks.index(rank) for ranks in self.pipelines if rank in ranks)
+
+    def run(self, place, channels):
         placement, log = self.table.placement, []
         parts = [Part(s, placement.num_stages, self.sums) for s in placement.stages_of(place)]
         stages = {
             part.stage: Watched(stage_of(part, defers=self.defers), part, parts, log, self.fails)
             for part in parts
         }
-        channels = Channels(channels_of(self.table), pipelines, torch.device("cpu"))
         pipeline = Pipeline(self.table, place, stages, channels)
         if self.evaluates:
             with torch.no_grad():
@@ -160,3 +161,19 @@ class Case:
             assert log[len(first) :] == first
             log = first
         return {part.stage: part.found() for part in parts}, log
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Cases one after the other; those with the same channels share them, which take longer than a case."""
+
+    cases: dict[str, Case]
+
+    def __call__(self, ranks, folder):
+        opened, found = {}, {}
+        for name, case in self.cases.items():
+            needed = tuple(channels_of(case.table)), case.pipelines
+            if needed not in opened:
+                opened[needed] = Channels(*needed, torch.device("cpu"))
+            found[name] = case.run(case.place(ranks.rank), opened[needed])
+        return found

@@ -128,7 +128,8 @@ class Training:
 
     @functools.cached_property
     def config(self) -> RunConfig:
-        return config(*self.words)
+        # Kept graphs would not be read again, and writing them takes a fifth of a run.
+        return config(*self.words, *(["compile.cache=false"] if self.traced else []))
 
     def __getstate__(self) -> dict[str, Any]:
         """Compose the configuration before the case is sent to the ranks, which share two cores."""

@@ -16,14 +16,15 @@ from tests.tolerances import relative_error
 
 WORDS = (
     "model.hidden_size=32", "model.expert_ffn_size=32", "model.shared_ffn_size=16", "model.dense_ffn_size=16",
-    "model.num_experts=8", "model.top_k=2", "model.num_layers=2", "moe.dispatcher=symm",
+    "model.num_experts=8", "model.top_k=2", "model.num_layers=3", "moe.dispatcher=symm",
     "moe.balance=none", "moe.receive_budget=worst_case", "compile.enabled=true", "precision.fp8=rowwise",
     "parallel.ep=2", "train.global_batch_size=8", "train.steps=3", "checkpoint.enabled=false",
     "checkpoint.interval=0",
 )  # fmt: skip
 TURNS, FULL = "pipeline.ep_overlap=true", ("graph.scope=full_iteration", "graph.warmup_steps=1")
 BLOCKS, BF16 = "moe.transport=copy_engine", "precision.compute=bf16"
-SKIPS, THREE_LAYERS = "precision.fp8_skip_layers=[1]", "model.num_layers=3"
+SKIPS = "precision.fp8_skip_layers=[1]"
+ONE_LAYER = ("model.num_layers=1", "model.num_dense_layers=0")
 REPLICAS = "moe.balance=replicas"
 TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
 
@@ -33,8 +34,8 @@ def case(*words: str, change: Change | None = None, traced: bool = True) -> Trai
 
 
 CASES = {
-    "blocks, the whole step captured": case(BLOCKS, BF16, *FULL),
-    "a rank without rows": case("model.mtp_depth=1", SKIPS, THREE_LAYERS, change=all_on_two_experts),
+    "blocks, the whole step captured": case(BLOCKS, BF16, *FULL, *ONE_LAYER),
+    "a rank without rows": case("model.mtp_depth=1", SKIPS, change=all_on_two_experts),
     "too little room": case("moe.receive_budget=1.0", change=all_on_two_experts),
     "parts of an expert": case("parallel.ep=1", "parallel.etp=2", BF16),
     "in turns, captured": case(TURNS, BLOCKS, *FULL),
@@ -45,7 +46,7 @@ CASES = {
 INDUCTOR = "by Inductor, in turns"
 NAMES = [*slow_but([*CASES], "blocks, the whole step captured")]
 NAMES += [pytest.param(INDUCTOR, marks=pytest.mark.exhaustive)]
-CASES[INDUCTOR] = case(TURNS, BF16, "model.num_layers=1", "model.num_dense_layers=0", traced=False)
+CASES[INDUCTOR] = case(TURNS, BF16, *ONE_LAYER, traced=False)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +96,10 @@ COPIED = {
     "rowwise": (),
     "rowwise, computed twice": (TWICE,),
     "rowwise, in turns, captured": (TURNS, *FULL),
-    "rowwise, rows in bf16": ("moe.dispatch_dtype=bf16", BF16),
+    "rowwise, rows in bf16": ("moe.dispatch_dtype=bf16", BF16, *ONE_LAYER),
     "tensorwise": ("precision.fp8=tensorwise",),
     "mxfp8": ("precision.fp8=mxfp8", EXPERTS),
-    "a layer in bf16": (SKIPS, THREE_LAYERS),
+    "a layer in bf16": (SKIPS,),
 }
 
 

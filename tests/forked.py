@@ -1,4 +1,4 @@
-"""The fork server of all tests that start processes: a child has torch and graphmoe imported when it starts.
+"""The fork server of all tests that start processes: a child starts with torch, graphmoe and pytest.
 
 A process has one server, which imports the list set last before its first child: this is the only list.
 """
@@ -15,5 +15,6 @@ FORKS.set_forkserver_preload(
         "torch._functorch.aot_autograd",
         "torch._inductor.compile_fx",
         "torch.distributed.checkpoint",
+        "tests.runs",
     ]
 )

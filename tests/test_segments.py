@@ -3,7 +3,15 @@
 import pytest
 import torch
 
+from graphmoe.config.choices import SEGMENT_NAMES
 from graphmoe.segments import CAPTURABLE, Segment, lowest_stage, run_segments, segments_of, waiting_segments
+
+
+def test_the_names_stand_in_the_order_in_which_a_step_runs_them():
+    assert " ".join(SEGMENT_NAMES) == (
+        "embed attn mlp moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine "
+        "loss optimizer"
+    )
 
 
 def test_words_stand_for_lists_of_segments():

@@ -36,6 +36,15 @@ def test_a_replay_of_a_finished_run_gets_a_folder_of_its_own_and_the_same_number
     assert numbers(finished.parent / "run-2") == numbers(finished)
 
 
+def test_a_replay_goes_on_with_an_unfinished_run(tmp_path, finished):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resolved.yaml").write_bytes((finished / "resolved.yaml").read_bytes())
+    replay = command(tmp_path, "run/resolved.yaml", module="graphmoe.worker")
+    assert replay.wait() == 0 and replay.out.read_text().endswith("results: run\n")
+    assert numbers(run) == numbers(finished)
+
+
 def test_a_folder_that_was_only_written_is_run_by_the_same_command(tmp_path):
     written = command(tmp_path, *TINY, *SHORT, "launch.write_only=true", "format=json")
     document = json.loads(written.out.read_text())
@@ -52,6 +61,7 @@ def test_a_configuration_written_for_the_processor_of_this_machine_says_so(tmp_p
     assert TINY[0] == "run.device=cpu"
     said = command(tmp_path, *words, "hydra.run.dir=auto").err.read_text()
     assert "auto/resolved.yaml has run.device=cpu and precision.compute=fp32, chosen for this machine" in said
+    assert "chosen for this" not in command(tmp_path, *words, "run.device=cuda").err.read_text()
     assert "chosen for this" not in command(tmp_path, *words, "run.device=cpu").err.read_text()
 
 

@@ -283,7 +283,7 @@ def test_keys_that_change_what_the_weights_compute_are_logged(hf, caplog):
     target = build_model(replace(CONFIG, rope_theta=500.0, top_k=3), seed=7)
     with caplog.at_level(logging.WARNING):
         load_weights(target, folder)
-    said = [record.getMessage().split(" in ")[0] for record in caplog.records]
+    said = [record.getMessage().split(" as in ")[0] for record in caplog.records]
     assert said == ["model.rope_theta=500.0, not 10000.0", "model.top_k=3, not 2"]
     assert_same_weights(target.state_dict(), model.state_dict())
 

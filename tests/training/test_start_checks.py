@@ -285,7 +285,7 @@ def test_experts_that_wait_for_the_host_break_the_promise_of_a_stage(monkeypatch
         stage = plans["fp32"].config.moe.sync_free_stage
         assert str(caught.value).startswith(f"moe.sync_free_stage={stage} (graph.scope=")
         ways = f"use {needed}, precision.compute=bf16, or moe.sync_free_stage=auto"
-        assert str(caught.value).endswith(f"torch.float32 on this device; {ways}")
+        assert str(caught.value).endswith(f"in torch.float32 do on this device; {ways}")
 
 
 @pytest.mark.parametrize(

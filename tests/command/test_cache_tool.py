@@ -118,8 +118,8 @@ def test_verify_sets_damage_aside_names_it_and_ends_with_status_1(cache, capsys)
 
 
 def test_prune_removes_the_entries_used_least_recently_and_what_only_they_had(cache, capsys):
-    left, there = {0: [20, 30, 40, 100], 1: [20, 30, 100], 3: []}, [1, 2, 3]
-    for max_size, count in {None: 0, "190B": 0, "189B": 1, "0.15KB": 1, "0": 3}.items():
+    left, there = {0: [20, 30, 40, 100], 1: [20, 30, 100], 2: [30, 100], 3: []}, [1, 2, 3]
+    for max_size, count in {None: 0, "190B": 0, "189B": 1, "0.15KB": 1, "149B": 2, "0": 3}.items():
         before, total = sizes(cache), 3 - count
         document = run(cache, capsys, "action=prune", *([f"max_size={max_size}"] if max_size else []))
         assert document["entries"] == [key(number) for number in reversed(there[total:])]

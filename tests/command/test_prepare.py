@@ -61,8 +61,8 @@ def test_the_files_that_the_tool_writes_can_be_trained_on(folder):
 
 
 def test_bad_text_no_text_and_a_full_disk_are_errors_that_leave_only_files_of_before(folder, monkeypatch):
-    (folder / "c.jsonl").write_text('{"content": "half')
-    with pytest.raises(ConfigError, match=r"c.jsonl:1: not JSON.*\(skip_bad=true counts"):
+    (folder / "c.jsonl").write_text('{"content": "whole"}\n{"content": "half')
+    with pytest.raises(ConfigError, match=r"c.jsonl:2: not JSON.*\(skip_bad=true counts"):
         main(ARGS)
     assert list((folder / "out").iterdir()) == []
     (folder / "c.jsonl").unlink()

@@ -18,8 +18,8 @@ from tests.faults import WORDS as FAULTY
 from tests.runs import TINY, Command, command, metrics
 
 STAGES = (
-    "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=6",
-    "train.val_batches=1", "train.val_interval=6", "train.log_interval=2", "checkpoint.interval=2",
+    "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=7",
+    "train.val_batches=1", "train.val_interval=7", "train.log_interval=3", "checkpoint.interval=2",
     "profile.pipeline=true",
 )  # fmt: skip
 RECORDED = (
@@ -38,7 +38,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, text_words: tuple[str, ..
 
 def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     timelines = read_timelines(recorded / FILE_NAME)
-    assert [*timelines] == [2, 4, 6]
+    assert [*timelines] == [3, 6, 7]
     overtakes = []
     for timeline in timelines.values():
         assert (timeline.table.schedule, timeline.table.num_micro_batches, timeline.peak_bytes) == (
@@ -60,8 +60,8 @@ def test_the_recording_is_shown_and_drawn(recorded, tmp_path, capsys):
     pipeline_view.main([f"run={recorded}", f"out={tmp_path}", "format=json"])
     shown = json.loads(capsys.readouterr().out)
     assert [each["schedule"] for each in shown["schedules"]] == ["zb1p", "zb1p"]
-    assert shown["schedules"][0]["title"] == "zb1p, step 6 as recorded"
-    assert "zb1p, step 6 as recorded" in (tmp_path / "pipeline.html").read_text()
+    assert shown["schedules"][0]["title"] == "zb1p, step 7 as recorded"
+    assert "zb1p, step 7 as recorded" in (tmp_path / "pipeline.html").read_text()
 
 
 def test_each_rank_that_is_asked_leaves_a_trace_of_its_stages(recorded, capsys):
@@ -98,7 +98,7 @@ def failed(folder: Path, fault: str) -> str:
     assert run.wait() == 1 and time.monotonic() - began < 60
     _, weights, step = read_run(folder / "run", None)
     assert step == 4 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    assert [*read_timelines(folder / "run" / FILE_NAME)] == [2, 4]
+    assert [*read_timelines(folder / "run" / FILE_NAME)] == [3]
     return run.err.read_text().partition("error: ")[2]
 
 

@@ -74,7 +74,7 @@ ROUNDED = {
     "layers, no memory": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED, **NO_MEMORY),
 }
 """Cases whose rung without limit adds in another order: in chunks, or by other compiled units."""
-DEFAULT = {"captured, before a checkpoint"}
+DEFAULT = {"captured, before a checkpoint", "the second of four micro-batches"}
 LAUNCHED = {"the second of four micro-batches": 6 + 2, "the last step": 6 + 1, "every step is logged": 6 + 1}
 LAUNCHED |= {"four ranks": 6 + 2, "room for both": 7 + 1, "one of two layers, then the other": 6 + 2}
 LAUNCHED |= {"no memory, several steps": 9 + 2, "captured, no memory": 9 + 4}

@@ -57,8 +57,9 @@ def inputs(dtype=torch.float32, routing="natural"):
 
 SPELLINGS = [(halves, "weight_last", dtype) for halves, dtype in zip(HALVES, DTYPES * 2, strict=True)]
 SPELLINGS += [("chunk", product, torch.bfloat16) for product in PRODUCTS]
-SPELLINGS += [("chunk", product, torch.float32) for product in ("plain", "up_first", "weight_on_up")]
-"""In fp32 there are no casts, so fewer spellings differ."""
+SPELLINGS += [
+    ("chunk", product, torch.float32) for product in ("plain", "up_first", "weight_first", "weight_on_up")
+]
 
 
 @pytest.mark.parametrize(("halves", "product", "dtype"), SPELLINGS)

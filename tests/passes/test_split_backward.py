@@ -73,7 +73,7 @@ def products(module: torch.fx.GraphModule) -> int:
 LAYERS = [(0, torch.float32), (1, torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("layer", "dtype"), LAYERS)
+@pytest.mark.parametrize(("layer", "dtype"), [*LAYERS, (1, torch.float32)])
 def test_inputs_then_weights_give_the_gradients_of_the_whole_backward(layer, dtype):
     torch.manual_seed(1)
     whole, tensors = graphs_of(layer, dtype=dtype)

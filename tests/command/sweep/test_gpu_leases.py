@@ -56,6 +56,7 @@ def test_only_gpus_that_this_process_sees_are_leased(monkeypatch):
         assert visible_gpus(own, 4) == seen.split()
     both = {"CUDA_VISIBLE_DEVICES": "0,1", "HIP_VISIBLE_DEVICES": "3"}
     assert visible_gpus(both, 4) == ["0", "1"]
+    assert visible_gpus({"HIP_VISIBLE_DEVICES": "1"}, 4) == ["0", "1", "2", "3"]
     monkeypatch.setattr(torch.version, "hip", "7.0")  # ROCm's own is asked for first, and both are told
     assert visible_gpus(both, 4) == ["3"]
     with lease_gpus(2) as environment:

@@ -175,10 +175,10 @@ def probe_graphs() -> str:
 
 def probe_symmetric_memory() -> str:
     """Name the allocator behind torch's symmetric memory. Nothing is allocated, no peer is waited for."""
+    _require(_num_gpus(), "no GPU")
     import torch
     from torch.distributed import _symmetric_memory as symmetric
 
-    _require(_num_gpus(), "no GPU")
     backend = symmetric.get_backend(torch.device("cuda"))
     nvshmem = "NVSHMEM available" if symmetric.is_nvshmem_available() else "no NVSHMEM"
     _require(backend is not None, f"backend none, {nvshmem}")

@@ -158,7 +158,7 @@ def _rows(panels: Sequence[Panel]) -> Iterator[list[str]]:
     yield ["bubble", *(f"{timeline.bubble:.2%}" for timeline in timelines)]
     yield ["micro-batches", *(str(timeline.table.num_micro_batches) for timeline in timelines)]
     idle = [idle_shares(timeline) for timeline in timelines]
-    for rank in range(max(map(len, idle))):
+    for rank in range(max(map(len, idle), default=0)):
         cells = (
             f"{shares[rank]:.1%} idle, peak {shown_peak(timeline, rank)}" if rank < len(shares) else ""
             for timeline, shares in zip(timelines, idle, strict=True)

@@ -96,13 +96,13 @@ def describe(plan: Plan) -> dict[str, Any]:
     forward = sum(by_part.values())
     flops = {"forward_components": by_part, "forward": forward, "backward": 2 * forward, "total": 3 * forward}
     document = {
-        **{"model": model.name, "num_layers": model.num_layers, "num_dense_layers": model.num_dense_layers},
-        **{"seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops},
+        "model": model.name, "num_layers": model.num_layers, "num_dense_layers": model.num_dense_layers,
+        "seq_len": plan.seq_len, "parameters": count_parameters(model), "flops_per_token": flops,
         "fp8": plan.precision.fp8.value,
         "num_ranks": layout.size("world"),
         "memory_bytes": _whole_bytes(state(ALONE)),
         "memory_bytes_per_rank": max(of_places, key=lambda kinds: kinds["total"]),
-    }
+    }  # fmt: skip
     if pipeline:
         document["pipeline"] = {
             "layout": pipeline.layout,

@@ -26,7 +26,7 @@ ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 @dataclass
 class BenchArgs:
     suite: SuiteName = SuiteName.ops
-    """The measured things: operations alone; training by graph.scope; by torchrun, how tokens travel;
+    """The measured things: operations alone; training by graph.scope; by torchrun, the dispatch of tokens;
     training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
     between its GPUs too; short runs beside what is projected of them; or, without a GPU, the plan of
     replicas of hot experts, simulated on loads."""
@@ -128,7 +128,7 @@ def _wrong_ranks(args: BenchArgs, gpus: int) -> Iterator[str]:
     size, name = int(os.environ.get("WORLD_SIZE", "1")), f"suite={args.suite.name}"
     if args.suite is SuiteName.dispatch and size == 1:
         yield (
-            "suite=dispatch measures how tokens travel between ranks, and here is one; start it with "
+            "suite=dispatch measures the exchange of tokens between ranks, but there is one; start it with "
             "torchrun --nproc-per-node=4 -m graphmoe.bench suite=dispatch"
         )
     if args.suite not in (SuiteName.dispatch, SuiteName.calibrate):

@@ -202,7 +202,7 @@ class Curve(NamedTuple):
     words: str = ""
     """Shown beside a point, as HTML."""
     means: list[float] | None = None
-    """Mean of the points that each stands for, if thinned."""
+    """Mean of the points that each drawn point replaces; None unless thinned."""
 
 
 def curve(name: str, rows: Sequence[Row], value: str | Callable[[Row], float | None]) -> Curve:

@@ -278,7 +278,7 @@ learning rate: How far a step moves the weights: warm-up, then the schedule of o
 gradient norm: Length of the gradient before it is clipped to train.clip_grad_norm. Peaks are batches that
     pull hard; a rise over many steps is a warning.
 other losses: Terms added to the loss with a weight: for even experts, small router scores, further tokens.
-loss of load balance: A term that is 1 where the router spreads tokens evenly, more where it does not.
+loss of load balance: A term that is 1 if all experts get equally many tokens, and larger if not.
 loss of router z: A term that keeps the router's scores small.
 loss of multi-token prediction: The loss of the layers that predict tokens after the next.
 memory by kind: Projected bytes of weights, gradients, optimizer state and activations; in a run's report
@@ -288,11 +288,11 @@ load of experts: Tokens that an expert gets over the mean of its layer: 1 is bal
     nothing reaches and that learns nothing.
 fullest expert: Load of the fullest expert of a layer; 1 is balance. Where ranks share experts, the fullest
     rank is the one that the others wait for.
-router entropy: How undecided the router is: ln(experts) where it finds all alike, 0 where it is certain.
+router entropy: Uncertainty of the router: ln(experts) if it scores all experts alike, 0 if it is certain.
 time by segment: Time of a step by part of a layer and by direction.
 s per step: Seconds of a step, the median but the first, which compiles.
 peak gib: The most memory that was held at once, in GiB of 2^30 bytes.
-val loss: Final loss on text that the run does not train on; empty where the last step was not validated.
+val loss: Final loss on text that the run does not train on; empty if the last step was not validated.
 state: How the run ended, as far as its folder says.
 pass: A rewrite of the traced graph, before it is compiled.
 matches: Places in the graphs that the pass rewrote.
@@ -306,7 +306,7 @@ nodes: Kernels and copies in its graphs.
 """
 _ROWS = [row.split(": ", 1) for row in re.sub(r"\n +", " ", _TERMS).splitlines()]
 TERMS = {name: says for names, says in _ROWS for name in names.split(" | ")}
-"""Words of the pages in a sentence each, shown where a reader points at them; docs/glossary.md has more."""
+"""Terms of the pages, a sentence each, shown when the mouse is on them; docs/glossary.md has more."""
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -222,7 +222,7 @@ def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
         if not PRODUCTS.search(entry.name):
             yield entry
             continue
-        numbers = functools.partial(lambda make: quantised(weight := make(), scales_of(weight)), entry.make)
+        numbers = functools.partial(lambda make: quantised(make()), entry.make)
         scales = functools.partial(lambda make: scales_of(make()), entry.make)
         yield TensorToWrite(entry.name, entry.shape, FP8, numbers)
         yield TensorToWrite(entry.name + SCALE, scale_shape(entry.shape), torch.float32, scales)
@@ -239,10 +239,10 @@ def scales_of(weight: Tensor) -> Tensor:
     return scale.masked_fill(scale < torch.finfo(torch.float32).tiny, 1.0)  # subnormal scales lose digits
 
 
-def quantised(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the fp8 values of a weight [out, in]."""
+def quantised(weight: Tensor) -> Tensor:
+    """Return the fp8 values of a weight [out, in], scaled by `scales_of`."""
     found = torch.empty(weight.shape, dtype=FP8)
-    by_column = scale.repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+    by_column = scales_of(weight).repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
     for into, rows, scales in zip(found.split(BLOCK), weight.split(BLOCK), by_column, strict=True):
         into.copy_(rows.float() / scales)
     return found

@@ -117,7 +117,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.precision.compute is ComputeDtype.auto:
         on_gpu = config.run.device is DeviceChoice.cuda or config.launch.fake_world is not None
         config.precision.compute = ComputeDtype.bf16 if on_gpu else ComputeDtype.fp32
-    config.train.tokens = None  # the steps stand for them
+    config.train.tokens = None  # train.steps has replaced it
     if config.data.seq_len is None:
         config.data.seq_len = parallel.seq_len_of(config)
     config.data.cache_dir = str(cache_root(config.data.cache_dir))

@@ -1,6 +1,5 @@
 """The optimizer on several ranks: what each owns, when they exchange it; one process does the same."""
 
-import functools
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -81,7 +80,7 @@ class Nets:
         optimizer = Optimizer(self.net(), optim, TrainConfig(steps=9, clip_grad_norm=1.0), mesh)
         if self.compiled:
             segments = CompiledSegments(PassRunner([]))
-            optimizer.compile(functools.partial(segments.in_place, "optimizer"))
+            optimizer.compile(segments.in_place)
         return optimizer
 
     def step(self, optimizer: Optimizer, step: int, rank: int | None) -> StepResult:

@@ -1,6 +1,5 @@
 """The update of buffers whose elements 32 bits cannot count, by torch's kernel and compiled."""
 
-import functools
 import gc
 import math
 
@@ -48,7 +47,7 @@ def test_one_update_reaches_every_element_and_copies_no_buffer_to_the_host(compi
     optimizer = Optimizer(Wide(), config, TrainConfig(steps=2, clip_grad_norm=CLIP))
     if compiled:
         segments = CompiledSegments(PassRunner([]))
-        optimizer.compile(functools.partial(segments.in_place, "optimizer"))
+        optimizer.compile(segments.in_place)
     optimizer.gradient_of(optimizer.weights[0]).add(torch.zeros((), device="cuda"))
     grad = optimizer.families[0].grad.normal_()
     norm = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(2**26)))

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     from graphmoe.checkpoint import CheckpointError
     from graphmoe.data.tokenizer import load_tokenizer
     from graphmoe.run.weights import run_config  # imports torch
-    from graphmoe.training.sample import generate
+    from graphmoe.training.evaluation import generate
 
     config = run_config(args.run, (args.attention, args.layer))
     tokenizer = load_tokenizer(args.run / TOKENIZER_FILE)

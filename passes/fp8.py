@@ -45,10 +45,7 @@ SPELT: dict[Any, Any] = {
     ops.fp8_linear_dgrad: linear_dgrad,
     ops.fp8_linear_wgrad: linear_wgrad,
 }
-SENT: dict[Any, Any] = {
-    ops.symm_dispatch: dispatch_stored,
-    ops.symm_combine_grad: combine_grad_stored,
-}
+SENT: dict[Any, Any] = {ops.symm_dispatch: dispatch_stored, ops.symm_combine_grad: combine_grad_stored}
 """Dispatches of tokens and of their gradients; those that end in sums are not included."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
 """Operations, besides elementwise ones, between a cat and an operand."""

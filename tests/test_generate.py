@@ -15,7 +15,7 @@ from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
 from graphmoe.run.weights import run_config
 from graphmoe.runtime.dispatch.symm import Symm
-from graphmoe.training.sample import generate, model_of_one_rank
+from graphmoe.training.evaluation import generate, model_of_one_rank
 from tests.runs import TINY, assert_same_state, command, config, document_of, refusal, train_in
 
 

@@ -26,7 +26,7 @@ from graphmoe.model.build import build_model
 from graphmoe.model.sizes import count_parameters
 from graphmoe.ops.grouped_mlp import BACKENDS
 from graphmoe.optim import RULES, rule_of
-from graphmoe.optim.lr_schedule import DECAYS
+from graphmoe.optim.rule import DECAYS
 from graphmoe.plan import attention
 from graphmoe.plan.experts import FACTS
 from graphmoe.plan.plan import plan_of

@@ -12,8 +12,7 @@ from graphmoe.config.schema import OptimConfig, TrainConfig
 from graphmoe.ops.collectives import all_gather_into
 from graphmoe.ops.gradients import Gradient
 from graphmoe.optim import rule_of
-from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
-from graphmoe.optim.rule import StepScalars
+from graphmoe.optim.rule import LrNumbers, StepScalars, learning_rate
 from graphmoe.runtime.capture import TensorSlot
 from graphmoe.runtime.compile.weight_forms import DelayedScales, WeightForms
 from graphmoe.runtime.ranks import Mesh

@@ -29,12 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def build(
-    plan: Plan,
-    device: torch.device,
-    mesh: Mesh,
-    dispatcher: Dispatcher | None,
-    *,
-    has_values: bool = True,
+    plan: Plan, device: torch.device, mesh: Mesh, dispatcher: Dispatcher | None, *, has_values: bool = True
 ) -> tuple[Transformer, StepOptimizer]:
     """Build this rank's model with initial weights, and its optimizer. Collective.
 

@@ -32,12 +32,7 @@ class MicroBatches:
     """Runs micro-batches without a pipeline; with overlap, a backward interleaves with the next forward."""
 
     def __init__(
-        self,
-        plan: Plan,
-        model: Transformer,
-        execute: Executor,
-        overlap: Overlap | None,
-        lane: Lane | None,
+        self, plan: Plan, model: Transformer, execute: Executor, overlap: Overlap | None, lane: Lane | None
     ) -> None:
         self.model, self.execute, self.num_global = model, execute, plan.global_micro_batches
         self.overlap, self._lane = overlap, lane

@@ -43,7 +43,7 @@ from graphmoe.runtime.host.tuning import log_host, start_host
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import import_compilers
-from graphmoe.training.sample import generate, model_of_one_rank, prompt_of
+from graphmoe.training.evaluation import generate, model_of_one_rank, prompt_of
 from graphmoe.training.saves import TrainingStopped
 from graphmoe.training.setup import build_trainer
 from graphmoe.training.start_checks import check_memory, check_start

@@ -22,6 +22,7 @@ from graphmoe.runtime.launch.stamps import Heartbeat
 from graphmoe.runtime.ranks import Mesh, Ranks
 from graphmoe.runtime.torch_compat import tensors_of
 from graphmoe.training.build import build, receive_ladder
+from graphmoe.training.evaluation import Validation
 from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import start_block
 from graphmoe.training.metrics import MetricsWriter
@@ -31,7 +32,6 @@ from graphmoe.training.saves import Chosen, Saves, restore_random_state, seed_ev
 from graphmoe.training.step import Steps, TrainStep
 from graphmoe.training.step_rows import StepRows
 from graphmoe.training.trainer import Trainer
-from graphmoe.training.validation import Validation
 
 log = logging.getLogger(__name__)
 

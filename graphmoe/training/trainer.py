@@ -29,6 +29,7 @@ from graphmoe.runtime.host.signals import StopSignal
 from graphmoe.runtime.host.tuning import GarbageCollection
 from graphmoe.runtime.launch.stamps import Heartbeat, wait_for
 from graphmoe.runtime.ranks import PATIENCE, Ranks
+from graphmoe.training.evaluation import Validation
 from graphmoe.training.executor import Execution
 from graphmoe.training.log_lines import StepLog
 from graphmoe.training.metrics import HostTimes, MetricsWriter, Throughput, to_json
@@ -36,7 +37,6 @@ from graphmoe.training.profile import PipelineProfile, StepTrace
 from graphmoe.training.saves import Saves, state_of
 from graphmoe.training.step import Steps
 from graphmoe.training.step_rows import StepRow
-from graphmoe.training.validation import Validation
 
 log = logging.getLogger(__name__)
 

@@ -247,11 +247,7 @@ class CompiledSegments:
         return code
 
     def _compile(
-        self,
-        bound: BoundUnit,
-        tensors: list[Tensor],
-        makers: tuple[MadeBy | None, ...],
-        key: tuple[Any, ...],
+        self, bound: BoundUnit, tensors: list[Tensor], makers: tuple[MadeBy | None, ...], key: tuple[Any, ...]
     ) -> tuple[UnitCode, UnitReport]:
         unit, report, runner = bound.unit, UnitReport(bound.unit.name), self._runner_of(bound.unit)
         lifts = self._weight_forms is not None

@@ -26,11 +26,7 @@ from tests.forked import FORKS
 Case = Callable[[Ranks, Path], Any]
 """Function that runs on every rank, with one folder for all ranks; its result can be pickled."""
 
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 class Job:

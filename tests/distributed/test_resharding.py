@@ -116,12 +116,7 @@ def results(folder: Path) -> dict[str, list[Any]]:
         cases[name] = functools.partial(save, LAYOUTS[layout], (1, 2), how == "async")
     for source, layout in itertools.product([*FOLDERS, "alone"], LAYOUTS):
         cases[f"{source} -> {layout}"] = functools.partial(load, LAYOUTS[layout], source)
-    others = (
-        unfit_state,
-        elements_that_nobody_holds,
-        a_rank_that_owns_nothing,
-        damaged,
-    )
+    others = (unfit_state, elements_that_nobody_holds, a_rank_that_owns_nothing, damaged)
     return run_ranks(folder, cases | {case.__name__: case for case in others}, num_ranks=4)
 
 

@@ -29,11 +29,7 @@ LAYERS = {  # name: (config, dense layer, segment names)
         False,
         MOE_NAMES.replace("shared_experts ", ""),
     ),
-    "gqa": (
-        dataclasses.replace(CONFIG, attention="gqa", num_kv_heads=1, head_dim=8),
-        False,
-        MOE_NAMES,
-    ),
+    "gqa": (dataclasses.replace(CONFIG, attention="gqa", num_kv_heads=1, head_dim=8), False, MOE_NAMES),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 

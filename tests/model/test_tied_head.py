@@ -11,7 +11,7 @@ from graphmoe.model.blocks import EMBEDDING, HEAD
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.layout import Layout
-from graphmoe.training.sample import model_of_one_rank
+from graphmoe.training.evaluation import model_of_one_rank
 from tests.model.models import CONFIGS, both, make_batch
 from tests.runs import config
 from tests.tolerances import assert_gradient_close

@@ -52,10 +52,7 @@ WIDE = {  # loads and stores of 16 bytes, and each row once: 64 slots in rounds 
         "home_kernel from and of bf16": (2, 1),
     },
 }
-LOADS = {
-    "test_router": ("_forward_kernel 64 experts",),
-    "test_permute": ("_dot_kernel 6",),
-}
+LOADS = {"test_router": ("_forward_kernel 64 experts",), "test_permute": ("_dot_kernel 6",)}
 """Kernels that load 16 bytes at a time."""
 STORES = {
     "test_router": ("_backward_kernel 64 experts",),

@@ -7,7 +7,7 @@ import torch
 
 from graphmoe.config.choices import LR_SCHEDULES
 from graphmoe.config.schema import OptimConfig
-from graphmoe.optim.lr_schedule import LrNumbers, learning_rate
+from graphmoe.optim.rule import LrNumbers, learning_rate
 
 TOTAL = 50
 

@@ -315,14 +315,8 @@ NO_PLANS = {
         lambda x, ids: (x[ids.argsort() // K], histogram(ids, step=2)),
         "nothing counts the ids",
     ),
-    "descending": (
-        lambda x, ids: (x[ids.argsort(descending=True) // K], histogram(ids)),
-        "descending order",
-    ),
-    "numbers": (
-        lambda x, ids: (x.sort(dim=-1).values, ids),
-        "1 sorts, none of a flat list of expert ids",
-    ),
+    "descending": (lambda x, ids: (x[ids.argsort(descending=True) // K], histogram(ids)), "descending order"),
+    "numbers": (lambda x, ids: (x.sort(dim=-1).values, ids), "1 sorts, none of a flat list of expert ids"),
 }
 
 

@@ -73,11 +73,7 @@ class Stage:
     """A layer cut into a unit for each segment; runs micro-batches as a schedule says."""
 
     def __init__(
-        self,
-        names: tuple[str, ...] = (),
-        times: int = 1,
-        device: torch.device = CPU,
-        **more: Any,
+        self, names: tuple[str, ...] = (), times: int = 1, device: torch.device = CPU, **more: Any
     ) -> None:
         """The layer runs so many ``times`` in each micro-batch; ``more`` is for the executor."""
         torch.manual_seed(0)
@@ -101,10 +97,7 @@ class Stage:
         self.capture = Capture("test", device, warmup_steps=1)
         self.units = UnitCapture(frozenset(names), self.capture)
         self.execute = CompiledSegments(
-            PassRunner(SPLIT),
-            lambda p: self.gradients[id(p)],
-            self.units if names else None,
-            **more,
+            PassRunner(SPLIT), lambda p: self.gradients[id(p)], self.units if names else None, **more
         )
         self.made: dict[object, list[list[torch.Tensor]]] = {}
         """Results of each pool's graphs, in the order in which they are made."""

@@ -69,7 +69,7 @@ def test_layers_that_found_too_little_room_get_the_first_level_that_has_it(caplo
     assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[0]] and steps.used == [0, 1] and steps.num_void == 1
     assert caplog.messages == [
         "step 2: 15 rows and 30 slots arrived at a rank in MoE layer 1, over its capacity of 10 and 20; the "
-        "step runs again with more than the receive budget in 2 of 3 MoE layers (up to 20 rows, 40 slots)",
+        "step runs again with more than the receive budget in 2 of 3 MoE layers (up to 20 rows, 40 slots)"
     ]
     steps.run(99, SMALL, SMALL, Load(9, 40))
     assert steps.rooms == [ROOMS[1], ROOMS[1], ROOMS[2]] and steps.used == [0, 1, 2]

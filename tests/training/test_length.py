@@ -10,9 +10,9 @@ import yaml
 from graphmoe.config.schema import ConfigError, TrainConfig
 from graphmoe.data import Corpus
 from graphmoe.plan.plan import plan_of
+from graphmoe.training.evaluation import Validation
 from graphmoe.training.log_lines import start_block
 from graphmoe.training.start_checks import with_epochs
-from graphmoe.training.validation import Validation
 from tests.runs import TINY, command, config, metrics, summary
 
 WORDS = tuple(word for word in TINY if not word.startswith("train.steps="))

@@ -22,8 +22,8 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.plan.rules.unused import without_effect
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.ranks import Ranks
+from graphmoe.training.evaluation import PROMPT_TOKENS, prompt_of
 from graphmoe.training.run import _summarise, sample_of, warn_of_unused, warn_of_unused_ids
-from graphmoe.training.sample import PROMPT_TOKENS, prompt_of
 from graphmoe.training.step_sums import StepSums
 from tests.damage import no_file_beyond
 from tests.runs import (

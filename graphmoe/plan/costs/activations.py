@@ -103,13 +103,7 @@ def _kept(
 
 
 def _read(
-    sizes: Sizes,
-    name: str,
-    rows: int,
-    width: int,
-    made: Iterable[float],
-    part: str = "",
-    fp8_part: str = "",
+    sizes: Sizes, name: str, rows: int, width: int, made: Iterable[float], part: str = "", fp8_part: str = ""
 ) -> Iterator[Kept]:
     """Yield the saved input [rows, width] of a segment's GEMMs; ``made``: their output widths."""
     in_fp8 = [name in sizes.fp8 and fits_fp8(width, columns) for columns in made]

@@ -305,10 +305,7 @@ def test_without_an_entry_the_nearest_of_the_same_base_lends_its_files(cache):
     work = cache.open(FACTS)
     assert read(work) == {"far": "far", "used": "1", "unused": "2"} and not work.found
     assert work.shared_from == key_of(FACTS | {"model.num_experts": 16})
-    assert set(work.differences) <= {
-        "model.num_experts changed: 16 -> 8",
-        "torch changed: 2.11.0 -> 2.13.0",
-    }
+    assert set(work.differences) <= {"model.num_experts changed: 16 -> 8", "torch changed: 2.11.0 -> 2.13.0"}
 
 
 def test_graphs_are_for_jobs_of_the_same_facts_and_for_ranks_of_the_node_alone(cache):

@@ -12,6 +12,9 @@ NaN a number, and one from bf16 loses subnormals (torch casts here instead); and
 each operation of each program.
 """
 
+import functools
+import inspect
+import math
 import os
 from typing import Any
 
@@ -46,8 +49,50 @@ def _cast_by_torch() -> None:
     interpreter._convert_float = convert
 
 
+def _do_once() -> None:
+    """Save a third of the interpreter's time.
+
+    It looks for what to patch in each call of a device function, and makes the shape of each result anew.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
+
+    def patch(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            if core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    @functools.cache
+    def of_block(shape: tuple[int, ...]) -> dict[str, Any]:
+        block = object.__new__(core.block_type)
+        plain_block(block, core.float32, [*shape])
+        return {"shape": block.shape, "numel": block.numel}
+
+    @functools.cache
+    def of_tensor(shape: tuple[int, ...]) -> dict[str, Any]:
+        sizes = core.tuple([core.constexpr(size) for size in shape])
+        return {"shape": sizes, "numel": core.constexpr(math.prod(shape))}
+
+    def initialize_block(self: Any, element: Any, shape: Any) -> None:
+        sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
+        vars(self).update(of_block(sizes), element_ty=element, name=f"<{sizes}, {element}>")
+
+    def initialize_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = (*type.shape,) if type.is_block() else ()
+        vars(self).update(of_tensor(sizes), handle=handle, type=type, dtype=type.scalar)
+
+    plain_block = core.block_type.__init__
+    interpreter._patch_builtin = patch
+    core.block_type.__init__, core.tensor.__init__ = initialize_block, initialize_tensor
+
+
 if INTERPRETING:
     _cast_by_torch()
+    _do_once()
 
 
 def device_of(backend: str) -> str:

@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 
 
 class WeightDtype(enum.Enum):
-    """Names of torch dtypes."""
+    """Choices of a dtype, with torch's names."""
 
     keep = None
     fp32 = "float32"
@@ -67,7 +67,7 @@ class ConvertArgs:
     attention: str | None = None
     """Plug-in for model.attention of ``from``; files are not trusted to name code."""
     layer: str | None = None
-    """Plug-in for model.layer of ``from``, likewise."""
+    """Plug-in for model.layer of ``from``; files are not trusted to name code."""
     name: str | None = None
     """Model and YAML file name; default: that of ``to``."""
     overwrite: bool = False

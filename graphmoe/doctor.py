@@ -3,7 +3,7 @@
 python -m graphmoe.doctor
 python -m graphmoe.doctor format=json
 
-Functions import torch, so that a misspelt key is answered at once.
+Only functions import torch, so that a misspelt key is answered at once.
 """
 
 import functools
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """All findings as plain values. Captures one small graph on the first GPU if there is one."""
+    """Return all findings as plain values; captures one small graph on the first GPU if there is one."""
     import torch
 
     nccl = "RCCL" if torch.version.hip else "NCCL"
@@ -119,7 +119,7 @@ def host() -> dict[str, Any]:
 
 
 def node_of_gpu(index: int) -> int | None:
-    """The NUMA node that a GPU is attached to; None if the system does not say."""
+    """Return the NUMA node that a GPU is attached to; None if the system does not say."""
     import torch
 
     from graphmoe.runtime.host.tuning import numa_node
@@ -131,7 +131,7 @@ def node_of_gpu(index: int) -> int | None:
 
 
 def environment() -> list[dict[str, str | None]]:
-    """Variables that a run on a GPU sets by default, and others of their kind that are set here."""
+    """Return variables that a run on a GPU sets by default, and similar ones that are set here."""
     from graphmoe.runtime.host.environment import variables
 
     wanted = {variable.name: variable for variable in variables(HostConfig(), DeviceChoice.cuda)}
@@ -148,7 +148,7 @@ def environment() -> list[dict[str, str | None]]:
 
 
 def links() -> dict[str, Any]:
-    """Access of each GPU to the memory of each other, and the vendor tool's table of the links."""
+    """Return whether each GPU reaches the memory of each other, and the vendor tool's table of links."""
     import torch
 
     gpus = range(_num_gpus())
@@ -174,7 +174,7 @@ def probe_graphs() -> str:
 
 
 def probe_symmetric_memory() -> str:
-    """Name the allocator behind torch's symmetric memory. Nothing is allocated, no peer is waited for."""
+    """Return the backend of torch's symmetric memory; allocates nothing and waits for no peer."""
     _require(_num_gpus(), "no GPU")
     import torch
     from torch.distributed import _symmetric_memory as symmetric
@@ -195,7 +195,7 @@ def probe_backend(name: str) -> str:
 
 
 def probe_cpp_compiler() -> str:
-    """Compile a file with the needs of Inductor on a CPU: C++17, OpenMP and Python's headers."""
+    """Compile a file that needs what Inductor does (C++17, OpenMP, Python.h); return its version."""
     words = shlex.split(os.environ.get("CXX", "g++"))
     is_there = bool(words) and shutil.which(words[0]) is not None
     _require(is_there, f"{' '.join(words) or 'CXX is empty'}: not found; install g++ or set CXX")

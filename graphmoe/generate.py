@@ -37,7 +37,7 @@ class GenerateArgs:
     attention: str | None = None
     """The run's model.attention where that is code of your own, which no file is trusted to name."""
     layer: str | None = None
-    """The run's model.layer where that is code of your own, likewise."""
+    """The run's model.layer where that is code of your own, which no file is trusted to name."""
     device: DeviceChoice = DeviceChoice.auto
     """cpu or cuda; auto is a GPU that has room for the weights, else the CPU."""
     format: OutputFormat = OutputFormat.text
@@ -104,7 +104,7 @@ def _no_tokenizer(folder: Path, source: str | None) -> str:
 def load_model(
     folder: Path, config: ModelConfig, device: torch.device, step: int | None = None
 ) -> tuple[Transformer, int]:
-    """Load the fp32 weights of a run's newest checkpoint, or of that of ``step``."""
+    """Return a model with fp32 weights of a run's newest checkpoint, or that of ``step``, and its step."""
     from graphmoe.checkpoint.store import CheckpointStore
     from graphmoe.model.build import build_model
     from graphmoe.run.machine import memory_of

@@ -62,7 +62,7 @@ def with_some_batch(cfg: RunConfig) -> RunConfig:
 
 
 def smallest_layout(cfg: RunConfig) -> Layout:
-    """Return the layout of all workers, or of ``launch.fake_world``; on as few nodes as fit if auto."""
+    """Return the layout of all workers or ``launch.fake_world`` ranks, on as few nodes as fit if auto."""
     launch, parallel = cfg.launch, cfg.parallel
     if launch.fake_world is not None:
         return Layout.of(parallel, launch.fake_world)

@@ -30,26 +30,26 @@ LAYER_SEGMENTS = SCOPES["layer"]
 PARTS = ("layernorm", "core_attn", "mla_up_proj", "moe_act", "mlp", "shared_experts")
 """Pieces of segments that ``recompute.ops`` names."""
 SYNC_FREE_STAGES = (0, 1, 2, 3)
-"""Values of ``moe.sync_free_stage`` but auto: how far a MoE layer never waits for the host."""
+"""Values of ``moe.sync_free_stage`` except auto: how much of a MoE layer never waits for the host."""
 EXPERTS_STAGE = 2  # the stage from which the experts' products do not wait
 CAPTURED_FROM = {"moe_router": 1, "moe_preprocess": 1, "moe_dispatch": 3, "moe_experts": 3, "moe_combine": 3}
-"""The stage from which a segment may be captured; the others never wait."""
+"""The sync-free stage from which a segment may be captured; other segments never wait for the host."""
 
 
 def segments_of(scope: str | Sequence[str]) -> tuple[str, ...]:
-    """The segments that a scope names, in model order; none for ``full_iteration``, the whole step."""
+    """Return the segments that a scope names, in model order; none for ``full_iteration``, the whole step."""
     named = SCOPES.get(scope, ()) if isinstance(scope, str) else scope
     return tuple(name for name in SEGMENT_NAMES if name in named)
 
 
 def waiting_segments(scope: str | Sequence[str], stage: int) -> tuple[str, ...]:
-    """The segments that a scope captures and that may wait for the host at a sync-free stage."""
+    """Return segments that a scope captures and that may wait for the host at a sync-free stage."""
     captured = CAPTURABLE if scope == FULL_ITERATION else segments_of(scope)
     return tuple(name for name in captured if CAPTURED_FROM.get(name, 0) > stage)
 
 
 def lowest_stage(scope: str | Sequence[str]) -> int:
-    """The lowest sync-free stage at which no captured segment of a scope waits for the host."""
+    """Return the lowest sync-free stage at which no captured segment of a scope waits for the host."""
     return next(stage for stage in SYNC_FREE_STAGES if not waiting_segments(scope, stage))
 
 
@@ -63,13 +63,13 @@ class Segment:
     writes: tuple[str, ...]
     stream: Literal["compute", "comm"] = "compute"
     layer: int | None = None
-    """The layer that it is a piece of, multi-token-prediction layers last; None for what is in no layer."""
+    """Number of the segment's layer, multi-token-prediction layers last; None if it is in no layer."""
     dynamic: bool = False
     """True if sizes of its tensors differ from call to call: then it is part of no graph."""
     fused: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
-    """A dynamic segment's ``run`` as the pass fuse_experts would leave it, which sees graphs only. Its first
-    arguments are the backend of the experts' kernels, and a ``Gradient`` for each parameter of its module,
-    or none."""
+    """A dynamic segment's ``run`` in the form that the pass fuse_experts gives to graphs. Its first arguments
+    are the backend of the experts' kernels, and for each parameter of the segment's module a ``Gradient``
+    or None."""
 
     def __post_init__(self) -> None:
         assert self.name in SEGMENT_NAMES, self.name
@@ -111,7 +111,7 @@ _ranges_wanted = False
 
 
 def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
-    """Profiler range ``<unit>:<part>`` around a block; no effect outside of `ranges_wanted`.
+    """Return a context with the profiler range ``<unit>:<part>``; no effect outside of `ranges_wanted`.
 
     ``part``: F forward, I dgrad, W wgrad, B both as one graph; other names for what is not a segment.
     Costs 0.1 microseconds if no ranges are wanted.
@@ -125,7 +125,7 @@ def profiler_range(unit: str, part: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def ranges_wanted() -> Iterator[None]:
-    """Enable the ranges of `profiler_range` inside, on all threads."""
+    """Context in which `profiler_range` makes ranges, on all threads."""
     global _ranges_wanted
     before, _ranges_wanted = _ranges_wanted, True
     try:

@@ -5,7 +5,7 @@ metrics.jsonl, summary.json, logs/, tensorboard/ and checkpoints/.
 
 One worker trains in this process; several, and the jobs of a sweep, are processes of graphmoe.worker. If
 torchrun, srun or mpirun started this process as one rank of many, it is that rank's worker.
-Functions import what imports torch, so that a misspelt key is answered at once.
+Modules that import torch are imported inside functions, so that a misspelt key is answered at once.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_WORD_S = 10.0
-"""Seconds in which the first rank of a node says what is wrong before torchrun ends it as another failed."""
+"""Seconds that other ranks wait at an error, lest torchrun ends a node's first rank before it says why."""
 EXAMPLES = (
     "python -m graphmoe.train",
     "python -m graphmoe.train model=deepseek_v2_lite model.num_layers=4 data=synthetic train.steps=20",
@@ -170,7 +170,7 @@ def train(config: RunConfig) -> float | None:
 
 
 def counted(config: RunConfig, starter: str) -> RunConfig:
-    """Set the number of ranks that the launcher started. *Raises* ConfigError if others are configured."""
+    """Return the configuration with the launcher's rank count. *Raises* ConfigError if another is set."""
     launch, local_size = config.launch, int(os.environ["LOCAL_WORLD_SIZE"])
     nodes = int(os.environ["WORLD_SIZE"]) // local_size
     wrong = [
@@ -296,7 +296,7 @@ def _train_in_workers(config: RunConfig, nodes: Nodes) -> dict[str, Any] | None:
 
 def _new_summary(path: Path, before: int | None, stopped: str | None) -> dict[str, Any]:
     if _written(path) == before and stopped:
-        log.warning("%s: ended before the first step", stopped)
+        log.warning("the workers got %s and ended before the first step", stopped)
         raise Interrupted(signal.Signals[stopped])
     if _written(path) == before:
         raise RunFailed(f"the workers ended without {path}; do all nodes share the folder?")

@@ -6,7 +6,7 @@ as a torchrun of your own starts:
 torchrun --nproc-per-node 8 -m graphmoe.worker outputs/tiny/resolved.yaml
 
 Code that the file names as package.module:NAME is imported only if the command line names it after the file.
-Functions import what imports torch: a worker first arranges to die with its launcher.
+Modules that import torch are imported inside functions: a worker first arranges to die with its launcher.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def start_rank() -> None:
-    """Prepare this process to be a rank whose launcher watches and ends it."""
+    """Prepare this process to be a rank that its launcher watches and ends."""
     gc.disable()  # imports and tracing make no garbage to speak of, and collecting takes a quarter of them
     die_with_launcher()
     exit_at_signals()
@@ -280,7 +280,7 @@ def _end(error: BaseException, log_dir: Path | None) -> NoReturn:
     if not known:
         text = "".join(traceback.format_exception(error)).rstrip()
         if log_dir is not None:
-            log.error("%s", text, extra=FILE_ONLY)
+            log.error("unexpected error:\n%s", text, extra=FILE_ONLY)
         if log_dir is None or not launched:
             print(text, file=sys.stderr)
     elif not launched and not isinstance(error, KeyboardInterrupt):

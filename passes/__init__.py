@@ -30,13 +30,13 @@ PASSES = (
     PassSpec("fp8_quantise", fp8_quantise, "joint", "bitwise", optional=True),
     PassSpec("split_backward", split_backward, "backward", "bitwise"),
 )
-"""fuse_experts fuses the results of fuse_permutation and fuse_activation, so it is later."""
+"""Passes in execution order; fuse_experts fuses results of fuse_permutation and fuse_activation."""
 
 
 def select_passes(config: PassesConfig, knobs: Mapping[str, Mapping[str, Any]]) -> list[PassSpec]:
-    """The configured passes, in order, with their knobs by name.
+    """Return the configured passes, in order; ``knobs`` are their keyword arguments, by name of pass.
 
-    Raises ConfigError for unknown names, missing needs, and extra entries that are not passes.
+    Raises ConfigError for unknown names, missing passes that others need, and extra entries without a pass.
     """
     names = [spec.name for spec in PASSES]
     for key, given in (("passes.enabled", config.enabled or []), ("passes.disabled", config.disabled)):

@@ -1,4 +1,4 @@
-"""A pass: a plain function over a graph, with one record in the table of passes; and the runner of passes."""
+"""Records of passes (plain functions that rewrite a graph), reports of what they did, and their runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ no backward), or the backward."""
 
 
 class MadeBy(NamedTuple):
-    """The operation, in another unit, that produced an input; ``meta["made_by"]``."""
+    """Record of the operation, in another unit, that produced an input; ``meta["made_by"]`` of the input."""
 
     target: str
     call: str  # distinguishes calls of one operation
@@ -56,7 +56,7 @@ def rewrite(
 
 @dataclass(frozen=True)
 class PassSpec:
-    """One pass: its function, stage and numerics."""
+    """Record of one pass: its function, stage, numerics and knobs (keyword arguments)."""
 
     name: str
     run: Callable[..., Any]
@@ -68,17 +68,17 @@ class PassSpec:
     numerics: Literal["bitwise", "allclose"]
     """bitwise: results are unchanged; allclose: another order of sums or another rounding."""
     segments: tuple[str, ...] = ()
-    """Segments that have the pattern: a unit with all of them is expected to match."""
+    """Segments that have the pass's pattern: a unit with all of these is expected to match."""
     knobs: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Passes whose operations it fuses."""
+    """Names of passes whose operations this pass fuses."""
     optional: bool = False
-    """True if it only runs if knobs, or none, are given for it."""
+    """True if the pass runs only if knobs, which may be empty, are given for its name."""
     skips: frozenset[int] = frozenset()
-    """Layers in which it does not run."""
+    """Layers in which the pass does not run."""
 
     def fingerprint(self) -> bytes:
-        """Return name, stage, knobs and source as bytes to hash. Raises TypeError if they are not plain."""
+        """Return bytes to hash: name, stage, knobs, source. TypeError if knobs or ``run`` are not plain."""
         plain = inspect.isfunction(self.run)
         source = Path(plain and inspect.getsourcefile(inspect.unwrap(self.run)) or "")
         if not source.is_file():
@@ -100,7 +100,7 @@ class PassReport:
     nodes_before: int
     nodes_after: int
     saved_bytes_before: int | None
-    """Saved activations without this pass; None if not measured."""
+    """Bytes of saved activations without this pass; None if not measured."""
     saved_bytes_after: int | None
     ms: float
     left: tuple[str, ...]
@@ -114,14 +114,14 @@ class PassReport:
 
 
 class PassRunner:
-    """Runs an ordered list of passes; lints, times and counts each."""
+    """Runner of an ordered list of passes; lints the graph after each, times it and counts rewrites."""
 
     def __init__(self, specs: Sequence[PassSpec], dump_folder: Path | None = None) -> None:
         self.specs = tuple(specs)
         self._dump_folder = dump_folder
 
     def of_layer(self, layer: int | None) -> PassRunner:
-        """Return the runner of a layer's passes; None: outside of layers."""
+        """Return a runner of the passes that a layer does not skip; None: outside of layers."""
         if not any(layer in spec.skips for spec in self.specs):
             return self
         return PassRunner([spec for spec in self.specs if layer not in spec.skips], self._dump_folder)
@@ -131,7 +131,7 @@ class PassRunner:
         return tuple(spec.name for spec in self.specs)
 
     def uuid(self) -> str:
-        """Hash of this folder's sources, those of plug-in passes, knobs and order."""
+        """Return a hash of this folder's sources, those of plug-in passes, knobs and order."""
         digest = hashlib.sha256()
         for source in sorted(Path(__file__).parent.glob("*.py")):  # passes share their vocabulary
             digest.update(source.read_bytes())
@@ -147,7 +147,7 @@ class PassRunner:
         segments: tuple[str, ...] = (),
         saved_bytes: Callable[[fx.GraphModule], int] | None = None,
     ) -> list[PassReport]:
-        """Run the passes of a stage over ``module`` in place; ``saved_bytes`` measures saved activations."""
+        """Run a stage's passes over ``module`` in place; ``saved_bytes`` measures its saved activations."""
         reports = []
         kept_bytes: int | None = None  # of the graph as it is now
         for spec in (spec for spec in self.specs if spec.stage == stage):
@@ -179,7 +179,7 @@ class PassRunner:
         return any(spec.stage == "backward" for spec in self.specs)
 
     def split_report(self, backward: fx.GraphModule, split: SplitBackward, unit: str) -> list[PassReport]:
-        """Return the report of split_backward, which the caller ran."""
+        """Return a report on ``split``, which the pass split_backward made; [] if that is not in the list."""
         if not self.splits_backward:
             return []
         before = _num_operations(backward.graph)

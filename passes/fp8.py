@@ -1,8 +1,8 @@
 """fp8_linear, fp8_experts and fp8_quantise: fp8 GEMMs, and the quantization of their operands.
 
-The first two replace GEMMs by the differentiable `fp8_linear` and `fp8_mlp`. The last decomposes these, so
-that Inductor fuses each quantization with the operand's producer, except a cat, and an operand of two GEMMs
-is quantized once.
+The first two passes replace GEMMs by the differentiable `fp8_linear` and `fp8_mlp`. The last decomposes
+these, so that Inductor fuses each quantization with the operand's producer, unless that is a cat, and an
+operand of two GEMMs is quantized once.
 
 Suffixes: R rows, N outputs, K inputs of the weight.
 """
@@ -46,11 +46,11 @@ SPELT: dict[Any, Any] = {
     ops.fp8_linear_wgrad: linear_wgrad,
 }
 SENT: dict[Any, Any] = {ops.symm_dispatch: dispatch_stored, ops.symm_combine_grad: combine_grad_stored}
-"""Dispatches of tokens and of their gradients; those that end in sums are not included."""
+"""Functions that send tokens, or the gradients of combine, in fp8, by the operation that they replace."""
 MOVED = (*SAME_ELEMENTS, aten.permute, aten.transpose, aten.t, aten._to_copy)
-"""Operations, besides elementwise ones, between a cat and an operand."""
+"""Operations that may lie between a cat and an operand, besides elementwise ones."""
 X_AT = {mlp: 0, mlp_gradients: 3}
-"""Position of x among each one's tensors; the layer's others follow, row_TK as the fifth."""
+"""Position of x among each function's tensors; the layer's others follow, row_TK as the fifth."""
 DENSE = ("attn", "mlp", "shared_experts")
 
 
@@ -88,7 +88,7 @@ def _replace(
 
 
 def fp8_experts(graph: fx.Graph, *, recipe: str = "rowwise", vendor: str | None = None) -> Rewrites:
-    """Replace `grouped_mlp` by `fp8_mlp`, or let it run fp8 GEMMs of a ``vendor``."""
+    """Replace each `grouped_mlp` by `fp8_mlp`, or with a ``vendor`` make it run the vendor's fp8 GEMMs."""
     found = [(call, recipe, vendor) for call in calls(graph, ops.grouped_mlp)]
     return rewrite(_replace_experts, found, "no experts that fuse_experts has fused")
 

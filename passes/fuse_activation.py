@@ -2,8 +2,8 @@
 
 Suffixes: R rows, F expert width, H = 2 * F (gate, then up).
 
-Only between two grouped GEMMs, whose offsets tell which rows are valid; Inductor fuses the dense MLP and the
-shared experts. The product is computed in fp32 and rounded once.
+The pass matches only between two grouped GEMMs, whose offsets tell which rows are valid; Inductor fuses the
+dense MLP and the shared experts. The product is computed in fp32 and rounded once.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 Suffixes: T tokens, K slots of a token, R rows (T * K), D hidden.
 
-Reads the output of fuse_permutation and fuse_activation. Routing weights may be in the activation or in the
-sum, as the GEMM between is linear. Replica weights (`ops.replicas`) may follow those of experts.
+The pass reads what fuse_permutation and fuse_activation made. Routing weights may be in the activation or in
+the sum, as the GEMM between is linear. Replica weights (`ops.replicas`) may follow those of experts.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _replace(unpermute: Node, backend: str, keep: bool) -> str | None:
 
 
 def hidden_only(graph: fx.Graph) -> None:
-    """Replace each `grouped_mlp` without readers of its sum by `grouped_mlp_hidden`; fp8 likewise."""
+    """Replace each `grouped_mlp` whose sum has no readers by `grouped_mlp_hidden`; likewise in fp8."""
     # a recomputing backward needs the first GEMM only
     for call in calls(graph, ops.grouped_mlp, ops.fp8_mlp_forward):
         if any(piece.args[1] == 0 and piece.users for piece in call.users):

@@ -2,7 +2,7 @@
 
 Suffixes: T tokens, K slots of a token, E experts, R rows (T * K), D hidden.
 
-Matched by meaning:
+Patterns, matched by meaning:
 - the plan: sorted and counted expert ids, cumulative counts, inverse order -> `routing_plan`;
 - the gather: rows x[slot // K], of tokens or of routing weights (K is 1) -> `permute`;
 - the sum: rows by the inverse order summed over k, or an index_add by token -> `unpermute`.
@@ -60,7 +60,7 @@ ADDITIONS = (aten.index_add, aten.scatter_add)
 
 
 def fuse_permutation(graph: fx.Graph) -> Rewrites:
-    """Replace the patterns by `routing_plan`, `permute` and `unpermute`."""
+    """Replace plans, gathers and sums by `routing_plan`, `permute` and `unpermute`."""
     sorts, given = calls(graph, aten.sort), calls(graph, ops.permute, ops.unpermute)
     planned = rewrite(_plan, ((sort,) for sort in sorts))
     plans = [plan_of(call) for call in calls(graph, ops.routing_plan)] + plans_from_outside(graph)
@@ -202,7 +202,7 @@ def _weight_of_rows(node: Node, plan: Plan) -> Node | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Results of a `routing_plan`."""
+    """Nodes of a `routing_plan`'s results: expert ends, row of each slot, slot of each row."""
 
     ends: Node
     row: Node

@@ -153,7 +153,7 @@ def _replace_ids(old: Node, expert: Node) -> None:
 
 
 class Sum(NamedTuple):
-    """A sum in the graph: ``node`` is ``factor`` times the fused operation's result, in ``node``'s shape."""
+    """A sum in the graph: ``node`` is ``factor`` times a result of the fused operation, reshaped."""
 
     node: Node
     result: Literal["counts", "share", "z", "entropy"]
@@ -162,7 +162,7 @@ class Sum(NamedTuple):
 
 
 def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
-    """Yield the sums over tokens for losses and loads; ``counted``: the choice of experts to count."""
+    """Yield the sums over tokens that losses and loads read; ``counted``: the choice of experts to count."""
     yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)
@@ -171,7 +171,7 @@ def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
 
 
 def counts_of(graph: fx.Graph, choice: Choice) -> Iterator[Sum]:
-    """Yield the counts of tokens per sequence and expert of this choice."""
+    """Yield the sums that count tokens per sequence and expert by this choice."""
     for node in calls(graph, aten.scatter_add):
         if (sequences := _counted_sequences(node, choice)) is not None:
             yield Sum(node, "counts", 1.0, sequences)

@@ -22,9 +22,9 @@ SAME_ELEMENTS = (
 )
 """Operations whose result has the operand's elements in the same (row-major) order."""
 FILLED = {aten.zeros_like: 0, aten.ones_like: 1, aten.new_zeros: 0, aten.new_ones: 1}
-"""Constants that depend only on their operand's shape, and their value."""
+"""Operations that fill the shape of their operand with a constant, and that constant."""
 SIDE_META = ("custom", "stack_trace", "nn_module_stack")
-"""Metadata that a new node copies from the node it replaces, such as the segment."""
+"""Keys of metadata that a new node copies from the node it replaces, such as the segment."""
 CONSTANT_LIMIT = 1 << 26  # elements of the largest constant that is evaluated
 
 
@@ -79,7 +79,7 @@ def name_of(node: Node) -> str:
 
 
 def part(node: Any, of: Any) -> int | None:
-    """Return the position among the results of a call of ``of``; None for other nodes."""
+    """Return the node's position among the results of a call of ``of``; None for other nodes."""
     if is_op(node, operator.getitem) and is_op(node.args[0], *(of if isinstance(of, tuple) else (of,))):
         return int(node.args[1])
     return None
@@ -116,7 +116,7 @@ def only_user(node: Node) -> Node | None:
 
 
 def escape(node: Node, roots: Iterable[Node]) -> Node | None:
-    """The user that needs a node after all ``roots`` are replaced, or None."""
+    """Return a user that still needs the node after all ``roots`` are replaced, or None."""
     replaced, alive = set(roots), set[Node]()
     todo = [each for each in node.graph.nodes if each.op == "output"]
     while todo:
@@ -128,7 +128,7 @@ def escape(node: Node, roots: Iterable[Node]) -> Node | None:
 
 
 def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
-    """Return whether a value is computed from another; ``integers``: not through floats."""
+    """Return whether ``node`` is computed from ``ancestor``; ``integers``: on a path without floats."""
     seen, todo = set[Node](), [node]
     while todo:
         current = todo.pop()
@@ -143,7 +143,7 @@ def depends_on(node: Node, ancestor: Node, *, integers: bool = False) -> bool:
 
 
 def axes(node: Node) -> tuple[int, ...]:
-    """The axes of a sum, mean or softmax, counted from the front; all if none is given."""
+    """Return the axes of a sum, mean or softmax, counted from the front; all if none is given."""
     rank = len(shape(operand(node)))
     given = argument(node, 1, "dim")
     if given is None or given == []:
@@ -161,7 +161,7 @@ def is_descending(sort: Node) -> bool:
 
 
 def half(node: Any) -> tuple[Node, int] | None:
-    """The tensor that a node is the first (0) or second (1) half of, along the last axis."""
+    """Return (whole, 0 or 1) if a node is the first or second half of ``whole`` along the last axis."""
     if (index := part(node, (aten.split, aten.split_with_sizes))) is not None:
         call = operand(node)
         whole, sizes, axis = operand(call), operand(call, 1), argument(call, 2, "dim", 0)
@@ -178,7 +178,7 @@ def half(node: Any) -> tuple[Node, int] | None:
 
 
 def constant(node: Any) -> Tensor | None:
-    """The value, on the CPU, of a node that depends on no graph input, such as an arange; else None."""
+    """Return the value, on the CPU, of a node that depends on no graph input (e.g. an arange); else None."""
     known: dict[Node, Tensor | None] = {}
 
     def evaluate(node: Node) -> Tensor | None:
@@ -207,7 +207,7 @@ def _evaluate(node: Node, value_of: Callable[[Node], Tensor | None]) -> Tensor |
 
 
 def operand_pairs(node: Node) -> list[tuple[Node, Node]]:
-    """Both operands of a product or plain sum of two nodes, in both orders; else []."""
+    """Return both operands of a product or plain sum of two nodes, in both orders; else []."""
     if node.kwargs or len(node.args) < 2 or not all(isinstance(each, Node) for each in node.args[:2]):
         return []
     return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]  # type: ignore[list-item]
@@ -238,7 +238,7 @@ def put_parts(before: Node, target: Any, *arguments: Any, like: Node | None = No
 
 
 def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Node) -> tuple[Node, ...]:
-    """Insert the operations of a function of tensors, and return its results."""
+    """Insert the operations of a function of tensors, and return the nodes of its results."""
     fakes = [value(node) for node in inputs]
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
         traced = make_fx(run, decomposition_table={})(*fakes)  # keeps detach, as `torch_compat.make_fx`
@@ -253,7 +253,7 @@ def put_graph(before: Node, run: Callable[..., tuple[Tensor, ...]], *inputs: Nod
 
 
 def viewed(before: Node, node: Node, *sizes: int) -> Node:
-    """The node in another shape: itself, or the node that it is a view of, if that has the shape."""
+    """Return a node with this content in another shape: the node, one that it is a view of, or a new view."""
     known: Any = node
     while shape(known) != sizes and is_op(known, *SAME_ELEMENTS):
         known = operand(known)
@@ -273,7 +273,7 @@ def first_of(nodes: Collection[Node]) -> Node:
 
 
 def restore_order(graph: fx.Graph) -> None:
-    """Move each node that follows one of its users in front of it."""
+    """Move each node that follows one of its users in front of that user."""
     placed = set[Node]()
 
     def place(node: Node) -> None:

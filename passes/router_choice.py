@@ -42,7 +42,7 @@ LARGEST_EPS = 1e-12  # a term below this in a denominator is lost in fp32 roundi
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of experts by a router."""
+    """Nodes by which a router chooses experts."""
 
     expert: Node  # ids [T, K] of any integer type
     scores: Node  # softmax or sigmoid scores, before bias and groups, or the logits
@@ -79,7 +79,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Weights:
-    """Arithmetic that turns the chosen experts' scores into routing weights."""
+    """Node of the routing weights, and the arithmetic that makes them from the chosen experts' scores."""
 
     node: Node
     renormalise: bool = False
@@ -88,7 +88,7 @@ class Weights:
 
 
 def choices(graph: fx.Graph) -> Iterator[Choice | str]:
-    """Yield each top-k choice of experts [T, E], or use of given ids; a reason for an unsupported one."""
+    """Yield each choice of experts, by top-k of [T, E] or given ids; for an unsupported one, the reason."""
     for node in graph.nodes:
         top = top_of(node)
         choice = _choice_by(node, top[0]) if top is not None and len(shape(node)) == 2 else None
@@ -124,7 +124,7 @@ def _scores(graph: fx.Graph) -> list[Node]:
 
 
 def top_of(node: Any) -> tuple[Node, int] | None:
-    """The ranking whose top-k indices along the last axis a node holds, and k."""
+    """Return the topk or sort whose top indices along the last axis a node holds, and k; else None."""
     if part(node, aten.topk) == 1:
         call = operand(node)
         largest, axis = argument(call, 3, "largest", True), argument(call, 2, "dim", -1)
@@ -219,7 +219,7 @@ def _group_score(node: Node) -> tuple[Node | None, int]:
 
 
 def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
-    """Return the arithmetic of the chosen experts' routing weights; None if it is not a router's."""
+    """Return how the graph computes the chosen experts' routing weights; None if it computes none."""
     node: Node
     for node in graph.nodes:
         if choice.score is not None and node is choice.values:

@@ -39,7 +39,7 @@ SUMS = {aten.sum.default, aten.sum.dim_IntList}
 
 
 class SplitBackward(NamedTuple):
-    """The two graphs of a split backward: I passes ``num_handed`` tensors to W."""
+    """The two graphs of a split backward, I (dgrad) and W (wgrad); I passes ``num_handed`` tensors to W."""
 
     inputs: fx.GraphModule  # I: placeholders ``inputs_read`` -> (gradients of inputs..., handed...)
     inputs_read: tuple[int, ...]  # positions among the backward's placeholders

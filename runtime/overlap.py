@@ -134,7 +134,7 @@ class TransferStream:
         self._under_way: dict[Hashable, tuple[torch.cuda.Event, Any]] = {}
 
     def run(self, key: Hashable, call: Callable[[], Result], reads: Any) -> Result:
-        """Start ``call`` and return its result, which is readable after ``wait``."""
+        """Start ``call``, which reads ``reads``; return its result, readable after ``wait``."""
         if self._stream is None:
             return call()
         products = torch.cuda.current_stream()
@@ -158,7 +158,7 @@ class TransferStream:
 
 
 def backward_of(forward: Sequence[OrderedUnit]) -> list[OrderedUnit]:
-    """Return the units' backward, in reverse; each depends on the backward of its readers."""
+    """Return the units' backwards, in reverse; each needs the backwards of units that read its results."""
     last = len(forward) - 1
     readers: list[set[int]] = [set() for _ in forward]
     for number, unit in enumerate(forward):

@@ -55,7 +55,7 @@ class Ranks:
         return _result(*outcome)
 
     def on_first_of_node(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on each node's first rank, for the ranks of that node. Collective over all ranks."""
+        """Run ``action`` on each node's first rank; the node's ranks get its result or error. Collective."""
         if self.size == 1:
             return action()
         mine = _outcome(action) if self.local_index == 0 else (None, None)

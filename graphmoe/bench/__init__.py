@@ -26,10 +26,10 @@ ShapeChoice = enum.StrEnum("ShapeChoice", ("auto", "full", "tiny"))
 @dataclass
 class BenchArgs:
     suite: SuiteName = SuiteName.ops
-    """The measured things: operations alone; training by graph.scope; by torchrun, the dispatch of tokens;
-    training on several GPUs, one feature after the other; rates of this machine for projections, by torchrun
-    between its GPUs too; short runs beside what is projected of them; or, without a GPU, the plan of
-    replicas of hot experts, simulated on loads."""
+    """ops: operations alone. step: training by graph.scope. dispatch: exchange of tokens, by torchrun.
+    ladder: training on several GPUs, one feature more in each run. calibrate: rates of this machine for
+    projections, by torchrun between its GPUs too. projection: short runs beside what is projected of them.
+    replicas: the plan of replicas of hot experts, simulated on loads without a GPU."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""
     repeats: int = 20

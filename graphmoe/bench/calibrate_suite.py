@@ -36,13 +36,13 @@ LAUNCHED = (
     "model=tiny", "data=synthetic", "graph.scope=none", "train.steps=100", "train.log_interval=100",
     "train.global_batch_size=1", "train.micro_batch_size=1", "data.seq_len=64", "optim.lr=1e-6", *UNREAD,
 )  # fmt: skip
-"""A step that is bound by the host."""
+"""Overrides of a run whose steps are bound by the host."""
 TIMED_STEPS = 10
 WORK = {"attention_backward": 2}  # products of a call over those of the case's work
 BLANK: Row = {"case": "", "rate": "", "call": "", "kind": 0, "size": 0, "work": 0}
 BLANK |= dict.fromkeys(("median_ms", "share", "value_us"))
 Point = tuple[float, float, float]
-"""The class and size of `graphmoe.plan.costs.rates.CLASSES`, or zeros, and FLOPs or bytes of a call."""
+"""Class and size as in `graphmoe.plan.costs.rates.CLASSES`, or zeros; FLOPs or bytes of a call."""
 ops = torch.ops.graphmoe
 
 
@@ -117,7 +117,7 @@ def router(hidden: int, num_experts: int, tokens: int, generator: torch.Generato
 
 
 def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.Generator) -> Calls:
-    """Return attention of B sequences of S tokens, H query and G key heads; sizes E of keys, V of values."""
+    """Return calls: B sequences of S tokens, H query and G key heads, head sizes E of keys, V of values."""
     leaves = [normal(generator, B, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
     backend = choose_backend(AttentionBackend.auto, generator.device.type, E, V)
 
@@ -279,7 +279,7 @@ def num_segments(model: ModelConfig) -> int:
 
 
 def exchange_case(ranks: RankGroup, card: Card, repeats: int) -> Case:
-    """An all-to-all of all ranks; its run is collective."""
+    """Return the case of an all-to-all between all ranks; running it is collective."""
     size = EXCHANGED_BYTES[ranks.device.type] // ranks.size * ranks.size
     out = size * (ranks.size - 1) / ranks.size
 

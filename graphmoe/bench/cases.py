@@ -44,7 +44,7 @@ Calls = Mapping[str, Call]
 
 
 class CaseFailed(Exception):
-    """Reason, in words, why a case has no result."""
+    """Error whose message says why a case has no result."""
 
 
 class Case(NamedTuple):
@@ -292,6 +292,6 @@ def route(
 def mlp_inputs(
     shape: MlpShape, generator: torch.Generator, *directions: str, skewed: bool = False
 ) -> list[list[Tensor]]:
-    """Return the arguments of `call_op` before its backend, for each direction of one routing."""
+    """Return for each direction the arguments of `call_op` before the backend, all of one routing."""
     _, plan, weight_TK = route(shape.T, shape.E, shape.K, generator, skewed=skewed)
     return [random_inputs(direction, shape, weight_TK, plan, generator) for direction in directions]

@@ -73,7 +73,7 @@ def rows_of(sent_PP: Sequence[Sequence[int]], mean: float, block: int) -> int:
 
 
 def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) -> tuple[int, float]:
-    """Return bytes that leave the GPU that sends most, and the floor in ms; sent_PP is [source][target]."""
+    """Return bytes that leave the GPU that sends most, and the least ms; sent_PP: rows [source][target]."""
     sent = [sum(row) - row[rank] for rank, row in enumerate(sent_PP)]
     arrived = [sum(column) - column[rank] for rank, column in enumerate(zip(*sent_PP, strict=True))]
     row_bytes, slot_bytes = shape.dtype.itemsize * shape.D, 4 * shape.K
@@ -89,7 +89,7 @@ def traffic(shape: MlpShape, sent_PP: Sequence[Sequence[int]], exchange: str) ->
 
 
 def ways(blocks: Iterable[float], vendors: Iterable[str] = ()) -> dict[str, float | None]:
-    """Return the compared variants by name, and block sizes over the mean rows of a pair of ranks."""
+    """Return the compared variants by name, with block sizes relative to a rank pair's mean rows."""
     shares = {f"copy_engine_{share:g}": share for share in blocks}
     return {"alltoall": None, "pull": None} | shares | dict.fromkeys(vendors)
 
@@ -126,7 +126,7 @@ def measure_exchanges(args: BenchArgs, device: torch.device, full: bool) -> case
 
 
 class DispatchSuite:
-    """The suite's cases on all ranks; each rank has equal arguments and returns equal rows."""
+    """Maker of the suite's cases on all ranks; each rank gives equal arguments and gets equal rows."""
 
     def __init__(self, ranks: RankGroup, repeats: int) -> None:
         self._ranks, self._repeats = ranks, repeats

@@ -39,7 +39,7 @@ KEYS = {
 """Keys that a suite sets, with the argument to use instead."""
 DEPENDENT = {"model": ("model.", "recompute."), "recompute": ("recompute.",)}
 DEPENDENT |= dict.fromkeys(("compile", "compile.enabled"), ("recompute.ops",))
-"""Defaults to drop if the user sets this key: they fit only the default's value."""
+"""Default overrides to drop if the user sets the key, since they fit only its default value."""
 WARM_UP_STEPS = 3  # before the timed ones, after those of graph.warmup_steps and the captured step
 SHOWN = 4000  # characters of a failed job's output that are logged, since its folder goes
 
@@ -51,7 +51,7 @@ class RunCase(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Output of a training job, parsed. If steps were profiled, they are the last; those before are timed."""
+    """Parsed output of a training job. Profiled steps, if any, are the last; those before are timed."""
 
     steps: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -69,7 +69,7 @@ def run_case(
     fixed: Sequence[str] = (),
     num_recorded: int = 0,
 ) -> RunCase:
-    """Return a case: ``defaults`` that the user does not override, the user's overrides, then ``fixed``."""
+    """Return a case with overrides: ``defaults`` that the user does not set, the user's, then ``fixed``."""
     own = split_list(args.overrides or "")
     words = [*without(defaults, own), *own, *UNREAD, f"run.device={device}", f"launch.nproc={ranks}", *fixed]
     try:
@@ -135,7 +135,7 @@ def compose_config(*words: str) -> RunConfig:
 
 
 def split_list(text: str) -> list[str]:
-    """Return items, which commas outside brackets separate; brackets around all may be left out."""
+    """Return a text's items, separated by commas outside brackets; brackets around all are optional."""
     items, depth = [""], 0
     for character in text:
         depth += (character in "[{(") - (character in "]})")
@@ -149,7 +149,7 @@ def split_list(text: str) -> list[str]:
 
 
 def without(words: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return the overrides ``words`` but keys that ``own`` sets, and keys that depend on those."""
+    """Return the overrides ``words`` except keys that ``own`` sets and keys that depend on those."""
     keys = {key_of(word) for word in own}
     gone = tuple(prefix for group in keys & DEPENDENT.keys() for prefix in DEPENDENT[group])
     return [word for word in words if key_of(word) not in keys and not word.startswith(gone)]
@@ -172,7 +172,7 @@ def key_of(word: str) -> str:
 
 
 def train(overrides: Sequence[str], limit_s: float) -> Trained:
-    """Run a training job as a user does. *Raises* CaseFailed, also if too slow; OSError if no metrics."""
+    """Run a training job; return its output. *Raises* CaseFailed, also if too slow; OSError if no metrics."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch, "run")
         _run_job([*overrides, f"hydra.run.dir={folder}"], limit_s, Path(scratch, "output"))
@@ -201,4 +201,4 @@ def _run_job(words: Sequence[str], limit_s: float, printed: Path) -> None:
         found = re.search(r"^error: (.*)\Z", text, re.MULTILINE | re.DOTALL)
         how = f"ended with status {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
         last = text.rpartition("\n")[2]
-        raise CaseFailed(found[1] if found else f"its process {how}: {last}")
+        raise CaseFailed(found[1] if found else f"the job's process {how}: {last}")

@@ -1,8 +1,8 @@
-"""Ranks of a benchmark that torchrun starts: errors of one rank, and times of the slowest.
+"""Ranks of a benchmark that torchrun starts: one rank's error fails all, the slowest rank's time counts.
 
-In each turn of a round an exchange and GEMMs run on two streams, which then wait for each other; on a CPU
-one runs after the other. All ranks begin a sample, several rounds, at once. On a GPU a sample is one graph if
-the exchange can be captured.
+A round is a list of turns: an exchange and GEMMs on two streams, which then wait for each other (on a CPU
+one after the other). A sample is the time of several rounds, which all ranks begin at once; on a GPU they
+are one graph if the exchange can be captured.
 """
 
 import logging
@@ -48,7 +48,7 @@ class RankGroup(Ranks):
         """Run the action on all ranks; return its result on this rank. Collective.
 
         *Raises* CaseFailed on every rank for an error of one. If the others wait for that rank in a
-        collective of the action longer than `PATIENCE`, the process ends, and torchrun ends theirs.
+        collective of the action longer than `PATIENCE`, the process ends, and torchrun ends the others.
         """
         result: T | None = None
         failed: str | None = None
@@ -85,7 +85,7 @@ class RankGroup(Ranks):
 
 @contextmanager
 def joined_ranks(device: torch.device) -> Iterator[RankGroup]:
-    """Join the ranks that torchrun started, with NVLink multicast off."""
+    """Context with the process group of torchrun's ranks; NVLink multicast is off."""
     os.environ.update(MULTICAST)
     if device.type == "cuda":
         torch.cuda.set_device(device)

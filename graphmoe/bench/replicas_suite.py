@@ -23,7 +23,7 @@ from graphmoe.plan.forced_loads import BURST_STEPS, LOADS, UNIT, ends, fitted, l
 RANKS, EXPERTS = (8, 16, 64), (64, 128, 256, 384)
 TOKENS, TOP_K, SEQ_LEN = 8192, 8, 4096
 IMBALANCES = (1.5, 2.0, 3.0)
-"""Rows of the busiest rank over the mean in loads as of trained routers; UltraEP published such."""
+"""Rows of the busiest rank over the mean, in loads like trained routers' (UltraEP published such)."""
 TRAINED = "trained_"
 SHARE_OF_RATE = 0.7
 MODELS = ("deepseek_v3", "deepseek_v2_lite")
@@ -64,7 +64,7 @@ def _rows(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> list[Row]:
 
 
 def trained_load(imbalance: float, E: int, R: int) -> list[float]:
-    """Return expert loads like those of a trained router: log-normal over experts and ranks."""
+    """Return log-normal expert loads like a trained router's, with ``imbalance`` for the busiest rank."""
     generator = torch.Generator().manual_seed(E * R)
     of_experts, of_ranks = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (E, R))
     logs_E = of_experts + of_ranks.repeat_interleave(E // R)

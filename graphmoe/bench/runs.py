@@ -60,7 +60,7 @@ RUNGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ep_overlap": ("a backward beside the next forward", ("pipeline.ep_overlap=true",)),
     "host_tuning": ("NUMA binding, garbage at fixed steps", ("host.numa=auto", "host.manual_gc=true")),
 }
-"""Changes of each rung, which later rungs keep; larger micro-batches follow."""
+"""Text and overrides of each run (rung) of the ladder; later rungs keep them; larger micro-batches follow."""
 FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_mbs1_none": (1, 1, (*LITE, *LONG)),
     "lite_mbs1_layer": (1, 1, (*LITE, *LONG, "graph.scope=layer")),
@@ -77,7 +77,7 @@ TINY_RUNS = {"plain": (1, 1, (*TINY, *SHORT)), "recompute": (1, 1, (*TINY, *SHOR
 
 
 def step_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[RunCase]:
-    """Return cases of the shapes and scopes asked for. *Raises* ConfigError."""
+    """Return runs of ``suite=step``, for each shape and graph scope asked for. *Raises* ConfigError."""
     refuse(args)
     shapes: list[tuple[int, int]] = [(1, 4096), (4, 4096), (1, 512)] if full else [(2, 32)]
     if args.micro_batch_sizes or args.seq_lens:
@@ -232,7 +232,7 @@ def measure_projections(args: BenchArgs, device: torch.device, full: bool) -> Me
 
 
 def projection_cases(args: BenchArgs, device: str, full: bool, ranks: int) -> list[RunCase]:
-    """Return the runs with the user's overrides in all of them. *Raises* ConfigError."""
+    """Return runs to measure and project, each with the user's overrides. *Raises* ConfigError."""
     refuse(args)
     cases = []
     for name, (size, micro_batches, words) in (FULL_RUNS if full else TINY_RUNS).items():

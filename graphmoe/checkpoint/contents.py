@@ -1,6 +1,6 @@
-"""Files of one checkpoint: written through DCP with a running SHA-256, and read back.
+"""Files of one checkpoint: written and read by torch.distributed.checkpoint (DCP), with SHA-256 sums.
 
-DCP writes ``__<rank>_0.distcp`` per rank and ``.metadata``. Only public DCP API of torch 2.11 to 2.15.
+DCP writes ``__<rank>_0.distcp`` per rank and ``.metadata``. Only public API of torch 2.11 to 2.15 is used.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def write_entries(
 ) -> dict[str, FileSum]:
     """Write and fsync this rank's part; return checksums of its files.
 
-    Tensors that ``copies`` has by name are read from it.
+    Tensors whose name is in ``copies`` are read from there.
     """
     # More threads would be faster, but DCP drops the error of all but the first and then writes
     # metadata without their entries (2.11 to 2.13). copy_ahead > 0 would wait for the GPU.
@@ -78,7 +78,7 @@ def value_names(saved: Metadata) -> set[str]:
 
 
 def read_entries(folder: Path, wanted: Entries, values: set[str], ranks: Ranks) -> dict[str, Any]:
-    """Fill tensors and shards of ``wanted`` in place; return plain ``values`` by name. Runs no code of files.
+    """Fill tensors and shards of ``wanted`` in place; return plain ``values`` by name. Runs no code in files.
 
     *Raises* CheckpointError for invalid contents.
     """
@@ -203,7 +203,7 @@ class _HashingStream:
 
 
 class CopiesPlanner(DefaultSavePlanner):
-    """Save planner that reads tensors from copies and adds FlatShards."""
+    """DCP save planner that reads tensors from copies and adds FlatShards."""
 
     def __init__(self, shards: dict[str, FlatShard], copies: dict[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -233,7 +233,7 @@ class CopiesPlanner(DefaultSavePlanner):
 
 
 class FillPlanner(DefaultLoadPlanner):
-    """Load planner that fills tensors and FlatShards in place."""
+    """DCP load planner that fills tensors and FlatShards in place."""
 
     def __init__(self, shards: dict[str, FlatShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -253,7 +253,7 @@ class FillPlanner(DefaultLoadPlanner):
         return dataclasses.replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a plain value without running code, which DCP's own would."""
+        """Read a plain value without running pickled code, as DCP's own method would."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

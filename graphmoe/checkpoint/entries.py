@@ -1,4 +1,4 @@
-"""State as named entries: nested dicts and lists to flat names and back; entries that each rank saves.
+"""Conversion of nested state dicts to named entries and back; choice of the entries that a rank saves.
 
 A tensor is an entry, named by its path (``model.layers.0.attn.norm.weight``), as is every other value of a
 dict; a list without tensors is one value.
@@ -25,7 +25,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 
 @dataclass
 class Entries:
-    """Tensors and FlatShards by name, other values as (path, value)."""
+    """Flattened state: tensors and FlatShards by name, other values by name as (path in the state, value)."""
 
     tensors: dict[str, Tensor | FlatShard] = field(default_factory=dict)
     values: dict[str, tuple[tuple[str | int, ...], Any]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Entries:
 def flatten(state: dict[str, Any]) -> Entries:
     """Return the entries of a nested state. Tensors are shared, values copied.
 
-    *Raises* CheckpointError for values that do not round-trip.
+    *Raises* CheckpointError for values that a checkpoint cannot keep.
     """
     entries = Entries()
     _walk((), state, entries)
@@ -87,7 +87,7 @@ def _require_plain(name: str, value: Any) -> None:
 
 
 def merge(state: dict[str, Any], values: dict[str, tuple[tuple[str | int, ...], Any]]) -> None:
-    """Put values into ``state`` at their paths. *Raises* CheckpointError for values of another type."""
+    """Put values into ``state`` at their paths. *Raises* CheckpointError if a value has another type."""
     for name, entry in values.items():
         path, value = _placed(name, entry)
         node: Any = state
@@ -132,7 +132,7 @@ def _has_item(node: Any, key: str | int) -> bool:
 def differences(wanted: Entries, saved: Metadata, all_names: set[str], *, partial: bool) -> list[str]:
     """Return why a checkpoint cannot fill ``wanted``: one line per entry.
 
-    ``all_names``: names wanted by any rank. ``partial`` allows saved entries without use and other dtypes.
+    ``all_names``: names wanted by any rank. ``partial`` allows unused saved entries and other dtypes.
     """
     found = saved.state_dict_metadata
     lines = []
@@ -192,14 +192,14 @@ class HostCopies:
 
 
 def local_part(tensor: Tensor | FlatShard) -> Tensor:
-    """Return this rank's part of a tensor, detached; it shares memory."""
+    """Return this rank's part of a tensor, detached, sharing its memory."""
     if isinstance(tensor, FlatShard):
         return tensor.data.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def own_share(entries: Entries, ranks: Ranks) -> Entries:
-    """Return the entries that this rank saves; one rank saves entries that several hold. A collective."""
+    """Return the entries that this rank saves; one that several ranks hold is saved by one. Collective."""
     if ranks.size == 1:
         return entries
     keys = {
@@ -220,7 +220,7 @@ def own_share(entries: Entries, ranks: Ranks) -> Entries:
 
 
 def assign(sizes: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
-    """Return the rank that writes each key, so that ranks write balanced numbers of bytes."""
+    """Return the rank that writes each key, with balanced bytes; ``sizes``: bytes by key of each rank."""
     holders: dict[Any, list[int]] = defaultdict(list)
     largest: dict[Any, int] = {}
     for rank, held in enumerate(sizes):

@@ -1,6 +1,6 @@
-"""Flat range of a sharded parameter, as boxes (hyperrectangles) of the whole parameter.
+"""Flat range of a sharded parameter's elements, as boxes (hyperrectangles) of the whole parameter.
 
-Checkpoints hold whole parameters, so they are independent of the layout.
+Checkpoints hold whole parameters, so they do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FlatShard:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """This rank's indices along sharding axes, and the range; equal if shards hold the same elements."""
+        """This rank's indices along sharding axes, start, length; equal if shards hold the same elements."""
         indices = (_index(self.layout, cut.axis, self.rank) for cut in self.parallel.cuts)
         return (*indices, self.start, self.data.numel())
 
@@ -85,7 +85,7 @@ class FlatShard:
         return boxes
 
     def within(self, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[slice, ...]]]:
-        """Yield the parts of ``whole[index]`` in this shard: views of the data, and slices of the result."""
+        """Yield the parts of ``whole[index]`` in this shard: (view of its data, slices in the result)."""
         given = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         kept = [isinstance(each, slice) for each in given]
         slices = [each if isinstance(each, slice) else slice(each, each + 1) for each in given]
@@ -116,7 +116,7 @@ class FlatShard:
 def shards_of(
     model: nn.Module, layout: Layout, rank: int, instead: Mapping[str, Tensor | FlatShard] | None = None
 ) -> dict[str, Tensor | FlatShard]:
-    """Return the model state by name, as checkpoints hold it, sharing memory.
+    """Return the model's state dict, sharded parameters as FlatShards; all share the model's memory.
 
     ``instead`` replaces tensors by name, e.g. by fp32 master weights.
     """

@@ -41,7 +41,7 @@ class MismatchError(CheckpointError):
 
 
 def shortened(lines: Sequence[str]) -> str:
-    """Return at most ten lines as text, alternating between kinds (text before a colon)."""
+    """Return up to ten lines as one text, taken in turn from each kind (a line's text before its colon)."""
     kinds: dict[str, list[str]] = {}
     for line in lines:
         kinds.setdefault(line.partition(":")[0], []).append(line)
@@ -61,7 +61,7 @@ def step_of(path: Path) -> int | None:
 
 
 def run_of(path: Path) -> Path:
-    """Return the run folder of a path to it, its ``checkpoints`` or one checkpoint."""
+    """Return the run folder, given its path or that of its ``checkpoints`` or of one checkpoint."""
     inside = path if step_of(path) is None else path.parent
     return inside.parent if inside.name == CHECKPOINTS else inside
 
@@ -127,8 +127,8 @@ def prune(
 ) -> list[int]:
     """Delete checkpoints that need not be kept once ``newest`` is complete; return their steps.
 
-    Steps after ``newest`` are of an abandoned continuation and ignored. Damaged ones do not count. If the
-    last ``skipped`` updates were skipped, checkpoints from before them are kept.
+    Steps after ``newest`` belong to an abandoned continuation and are ignored. Damaged checkpoints do not
+    count as kept. If the last ``skipped`` updates were skipped, checkpoints from before them are kept.
     """
     steps = [step for step in saved_steps(folder) if step <= newest]
     good = [step for step in steps if step not in damaged]
@@ -143,7 +143,7 @@ def prune(
 
 
 def clean_leftovers(folder: Path) -> None:
-    """Remove incomplete folders of dead processes. The caller must own the folder."""
+    """Remove incomplete checkpoints of dead processes. No other job may write to the folder."""
     own = [path for path in sorted(folder.glob("step_*")) if path.is_dir() and not path.is_symlink()]
     for path in own:
         final = path.with_name(path.name.removesuffix(".replaced"))
@@ -185,9 +185,9 @@ def write_manifest(folder: Path, step: int, sums: dict[str, FileSum]) -> None:
 
 
 def damage(folder: Path, *, share: int = 0, shares: int = 1, contents: bool = True) -> list[str]:
-    """Return differences from the manifest, one line per file; empty if intact.
+    """Return how a checkpoint's files differ from its manifest, one line per file; empty if intact.
 
-    ``shares`` splits the files over ranks; ``contents=False`` compares sizes only.
+    ``share`` of ``shares`` is one rank's part of the files; ``contents=False`` compares sizes only.
     """
     try:
         manifest = read_json(folder / MANIFEST, _Manifest)

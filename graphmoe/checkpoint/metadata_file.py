@@ -1,7 +1,7 @@
-"""Safe reader of a checkpoint's ``.metadata``, a pickle of torch.distributed.checkpoint.
+"""Safe reader of a checkpoint's ``.metadata``, a pickle of torch.distributed.checkpoint (DCP).
 
-The unpickler accepts only the class names of our states, as records without methods. These are validated and
-converted to DCP's classes field by field.
+The unpickler accepts only class names that our checkpoints have, and makes records without methods of them.
+The records are validated and converted to DCP's classes field by field.
 """
 
 import io
@@ -113,7 +113,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler of exact (module, name) pairs; it never looks up attributes."""
+    """Unpickler that accepts only known (module, name) pairs and never looks up attributes."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -123,7 +123,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = self._records.get((module, name)) or _VALUES.get((module, name))
         if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+            raise pickle.UnpicklingError(f"the pickle names {module}.{name}, which no checkpoint holds")
         return found
 
 

@@ -36,7 +36,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig | None, only: int | None = None) -> None:
-        """``config=None`` makes it read-only; ``only``: the one step to read."""
+        """Open a store. ``config=None`` makes it read-only; ``only``: the one step to read."""
         self.folder = Path(folder)
         self._config, self._only = config, only
         self._ranks = Ranks()  # its own group: the background writer communicates during training
@@ -67,9 +67,9 @@ class CheckpointStore:
     def save(self, step: int, state: dict[str, Any], *, wait: bool = False, skipped: int = 0) -> None:
         """Save nested dicts and lists of tensors, FlatShards and plain values.
 
-        With ``async_save`` it returns when tensors are copied to the host (one device sync), else or with
-        ``wait`` when the checkpoint is on disk. Waits for the previous save. ``skipped``: see
-        `folders.prune`.
+        With ``async_save`` it returns once tensors are copied to the host (one device sync), else or with
+        ``wait`` once the checkpoint is on disk. Waits for the previous save. If the last ``skipped`` updates
+        were skipped, checkpoints from before them are kept.
 
         *Raises* CheckpointError if this save or the previous background save failed; earlier checkpoints
         stay.
@@ -203,7 +203,7 @@ class CheckpointStore:
 
 
 def check_fit(path: Path, state: dict[str, Any], *, partial: bool) -> None:
-    """Raise the error that loading the newest checkpoint into ``state`` would; it may be on the meta device.
+    """Raise the error that loading the newest checkpoint into ``state`` would raise; meta tensors suffice.
 
     Top-level keys that ``state`` lacks are ignored. No collective. *Raises* CheckpointError.
     """

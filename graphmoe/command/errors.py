@@ -166,11 +166,11 @@ ANSWERS = {
     "sliding_window|window": "there is no window: attention is causal over the whole sample",
     "ema": "there is no average of weights over steps",
 }
-"""Answers about things that people ask for, by patterns of their names."""
+"""Replies about features that people type as keys or values, by regular expression of the name."""
 
 
 def answer_to(word: str, valid: Sequence[str] = ()) -> str | None:
-    """Return the reply in `ANSWERS` to a feature's name, such as fp16; None for a misspelt valid word."""
+    """Return what `ANSWERS` says of a feature such as fp16; None if nothing, or close to a ``valid`` word."""
     if difflib.get_close_matches(word, valid, n=1, cutoff=0.85):
         return None
     plain = "_" + re.sub(r"\W+", "_", word.lower()) + "_"

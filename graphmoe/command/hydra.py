@@ -119,7 +119,7 @@ def _read_words(prog: str, examples: Sequence[str]) -> None:
 
 
 def read_words(argv: Sequence[str], prog: str = "") -> list[str]:
-    """Return the command line for Hydra; a folder in model= or checkpoint.init_from is a model option."""
+    """Return Hydra's command line; a folder in model= or checkpoint.init_from becomes a model option."""
     words = [_SLASHES.sub("", word) if word.startswith("model=") else word for word in run_words(argv)]
     given = {override.key_or_group: override for override in parsed(words)[0]}
     key, chosen, start = "model", given.get("model"), given.get("checkpoint.init_from")
@@ -230,7 +230,7 @@ def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str]
     if strange:
         shown = ", ".join(f"{key}={name}" for key, name in strange)
         raise ConfigError(
-            f"{path} names code outside the package: {shown}; if you trust it, add after the file: "
+            f"{path} names code outside the package: {shown}; if you trust it, add behind the file's path: "
             f"{' '.join(name for _, name in strange)}"
         )
     return _resolved(config, prepare)

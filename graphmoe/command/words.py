@@ -1,4 +1,4 @@
-"""Command line of a run: the forms that people type become checked overrides; and its help."""
+"""Conversion of a run's command line, as people type it, to checked overrides; and its help text."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ FLAGS = {
 }
 """Hydra's own options, with the number of words that belong to each; tab completion has more."""
 OTHER_SOURCES = ("-cp", "--config-path", "-cn", "--config-name", "--experimental-rerun")
-"""Options of Hydra that compose a configuration of something other than ``conf/config.yaml``."""
+"""Hydra's options that compose a configuration from something other than ``conf/config.yaml``."""
 _OVERRIDE = re.compile(r"[+~=]|(?!--)[\w./@:-]+=")
 _PLAIN = re.compile(r"[\w/.+*?$%@|-]+")
 OFTEN_SET = """
@@ -73,14 +73,14 @@ def run_words(argv: Sequence[str], more: Mapping[str, Any] | None = None) -> lis
 
 
 def composed(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose the overrides with Hydra; the configuration is not checked yet."""
+    """Return the configuration that Hydra composes from the overrides, not checked yet."""
     ConfigStore.instance().store(name="schema", node=RunConfig)
     with initialize_config_module("graphmoe.conf", version_base="1.3"):
         return compose("config", list(overrides))
 
 
 def own_folders(words: Sequence[str]) -> Iterator[Path]:
-    """Yield the folders of the user's own options, those of --config-dir."""
+    """Yield the folders that --config-dir names, which hold the user's own options."""
     for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
         if name in ("-cd", "--config-dir"):
@@ -119,7 +119,7 @@ def help_text(
     with_all: bool = False,
     more: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the help of ``graphmoe.<name>``: the keys that people set, or all.
+    """Return the help of ``graphmoe.<name>``: the keys that people often set, or all.
 
     Values are those of the command line ``words``, if it is valid. ``more``: types of the tool's own keys.
     """

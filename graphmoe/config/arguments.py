@@ -1,4 +1,4 @@
-"""Command-line arguments (``key=value``, ``--key=value``, ``--key value``), output and errors."""
+"""Parser of command-line arguments (``key=value``, ``--key=value``, ``--key value``); output of tools."""
 
 import ast
 import dataclasses
@@ -83,8 +83,8 @@ def print_error(error: object) -> None:
 def parse_args(cls: type[Args], argv: Sequence[str], *, prog: str, places: Sequence[str] = ()) -> Args:
     """Parse arguments into the dataclass; ``--help`` and ``--version`` exit. *Raises* ConfigError.
 
-    Commas split lists, ``none`` clears a value, nested fields have dotted keys; arguments without a key fill
-    ``places``.
+    Commas split lists, ``none`` clears a value, nested fields have dotted keys; arguments without a key
+    are, in order, values of the keys in ``places``.
     """
     if wants_help(argv):
         emit({}, usage(cls, prog, places), OutputFormat.text)
@@ -116,7 +116,7 @@ def key_value_words(
     as_they_are: re.Pattern[str] = _KEY,
     listed: Callable[[list[str]], str] = ",".join,
 ) -> tuple[list[str], list[str]]:
-    """Return arguments as ``key=value``, and the problems of others.
+    """Return arguments as ``key=value``, and error messages for invalid ones.
 
     ``hints``: types of the keys; a list takes several arguments, a bool alone means true.
     """
@@ -171,7 +171,7 @@ def answer_version(argv: Sequence[str]) -> None:
 
 
 def typed_as(prog: str) -> str:
-    """Return the command as typed."""
+    """Return the command as the user typed it, with ``python -m`` or without."""
     is_console = Path(sys.argv[0]).name == "graphmoe" or sys.argv[0].endswith("graphmoe/__main__.py")
     return prog.replace(".", " ", 1) if is_console else f"python -m {prog}"
 
@@ -252,7 +252,7 @@ def file_problems(key: str, path: Path | None, example: str) -> Iterator[str]:
 
 
 def emit(document: Any, text: RenderableType, output: OutputFormat, end: str = "\n") -> None:
-    """Print JSON or text."""
+    """Print the document as JSON, or ``text``, on stdout."""
     output_begins()
     try:
         if output is OutputFormat.json:

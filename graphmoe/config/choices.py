@@ -1,4 +1,4 @@
-"""Choices of the schema's keys, spelled as on the command line."""
+"""Valid values of the schema's keys, spelled as on the command line."""
 
 import enum
 import importlib

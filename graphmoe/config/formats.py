@@ -1,4 +1,4 @@
-"""Facts of the number formats of fp8 GEMMs; ``graphmoe.ops.formats.KERNELS`` has their kernels."""
+"""Properties of the number formats of fp8 GEMMs; ``graphmoe.ops.formats.KERNELS`` has their kernels."""
 
 import enum
 from collections.abc import Callable
@@ -14,7 +14,7 @@ class Gpu(NamedTuple):
 
 
 class TurboScales(NamedTuple):
-    """``Float8QuantConfig`` in Primus-Turbo."""
+    """Arguments for Primus-Turbo's ``Float8QuantConfig``, and limits of its GEMMs."""
 
     granularity: str
     block_size: int | None = None

@@ -63,7 +63,7 @@ PACKAGES = (
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing it."""
+    """Return whether a package is installed, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -1,4 +1,4 @@
-"""Progress output: a bar, a rewritten line, or lines."""
+"""Progress output on stderr: a bar, a rewritten line, or lines."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _has_output = threading.Event()
 
 @functools.cache
 def console() -> Console:
-    """Return the console of log, bars and rewritten lines."""
+    """Return the console that log, bars and rewritten lines share."""
     from rich.console import Console
 
     return Console(stderr=True)
 
 
 def output_begins() -> None:
-    """Stop progress lines."""
+    """Stop the progress lines of `starting`."""
     _has_output.set()
 
 
@@ -101,7 +101,7 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def counting(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """As `working`; the yielded function adds finished bytes."""
+    """Report work and its share done while the block runs; the yielded function adds finished bytes."""
     done = 0
     with working(what) as say:
 

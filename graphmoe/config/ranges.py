@@ -66,7 +66,7 @@ class SchemaField(NamedTuple):
 
     @property
     def items(self) -> Sequence[Any]:
-        """Items of a list, or the value as the only item."""
+        """Return a list's items, or the value as the only item."""
         return self.value if isinstance(self.value, list) else [self.value]
 
 
@@ -91,7 +91,7 @@ def own_code(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def spelled(value: Any) -> str:
-    """Return a value as typed."""
+    """Return a value as text, as it is typed on a command line."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool):
@@ -135,7 +135,7 @@ def type_rules(field: SchemaField) -> Iterator[str]:
             yield no_such_choice(field.key, field.value, names)
     texts = [*values, *values.values()] if isinstance(values, dict) else field.items
     if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
-        yield f"{key}={ascii(values)} has half a character; write it in UTF-8"
+        yield f"{key}={ascii(values)} has half a character (a lone surrogate); write it in UTF-8"
     limit = next((mark.limit for mark in field.marks if isinstance(mark, AtMost)), 2**63 - 1)
     for value in (item for item in field.items if isinstance(item, int)):
         digits = str(value)

@@ -83,7 +83,7 @@ class DataConfig:
     bpe_vocab_size: int = 4096
     """Vocabulary size of data=stdlib's tokenizer, 300 to model.vocab_size."""
     cache_dir: str | None = None
-    """Tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
+    """Folder of tokenizers and tokenised corpora; default: $GRAPHMOE_CACHE or ~/.cache/graphmoe."""
     hf_name: str | None = None
     """data=hf: dataset name or local folder."""
     hf_config: str | None = None
@@ -104,7 +104,7 @@ class DataConfig:
         return SOURCES.get(self.source, SourceFacts())
 
     def trained_size(self, vocab_size: int) -> int:
-        """Return the vocabulary size of data=stdlib's tokenizer."""
+        """Return the vocabulary size of the tokenizer that data=stdlib trains."""
         is_default = self.bpe_vocab_size == DataConfig.bpe_vocab_size
         return min(self.bpe_vocab_size, vocab_size) if is_default else self.bpe_vocab_size
 
@@ -137,7 +137,7 @@ class OptimConfig:
     """fp32 gradient reduction bucket in MB, > 0."""
 
     def decay_steps(self, total_steps: int) -> range:
-        """Return the decay's steps, from 0."""
+        """Return the steps, from 0, in which the learning rate decays."""
         start = self.warmup_steps
         if self.schedule == "wsd":
             start = total_steps - max(round(total_steps * self.wsd_decay_fraction), 1)
@@ -381,5 +381,5 @@ def cache_root(configured: str | None = None) -> Path:
 
 
 def compiled_folder(configured: str | None = None) -> Path:
-    """Return ``configured``, else ``compiled`` in the default cache root."""
+    """Return the compile cache: ``configured``, else ``compiled`` in the default cache root."""
     return cache_root(configured) if configured else cache_root() / "compiled"

@@ -119,23 +119,23 @@ class ModelConfig:
     topk_groups: Size = 1
     """Groups selected per token, 1 to num_groups."""
     group_score: GroupScore = GroupScore.max
-    """max (DeepSeek-V2), topk_sum (best top_k / topk_groups), top2_sum (best two, V3's code)."""
+    """Group score: max (DeepSeek-V2), topk_sum (best top_k / topk_groups), top2_sum (best two, V3's code)."""
     selection_bias: bool = False
     """Per-expert bias for selection only (aux-loss-free balancing)."""
     bias_update_rate: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
     """Selection bias change per step, >= 0."""
     aux_loss: AuxLoss = AuxLoss.sequence
-    """Balance loss over: none, sequence, micro_batch, or global_batch."""
+    """Balance loss: none, or over each sequence, micro_batch, or global_batch."""
     aux_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.001
     """Balance loss weight, >= 0."""
     z_loss_coef: Annotated[float, NOT_NEGATIVE, FP32] = 0.0
-    """Router z-loss (mean squared logsumexp of logits) weight, >= 0."""
+    """Weight of the router's z-loss (mean squared logsumexp of logits), >= 0."""
     peak_lr: Annotated[float, POSITIVE] = 3e-4
     """Recommended peak learning rate for optim=adamw, > 0."""
     mtp_depth: Annotated[int, NOT_NEGATIVE, MANY_LAYERS] = 0
     """Multi-token-prediction layers (DeepSeek-V3), >= 0."""
     mtp_loss_weight: Annotated[float, NOT_NEGATIVE, FP32] = 0.3
-    """Mean multi-token-prediction loss weight, >= 0."""
+    """Weight of the mean multi-token-prediction loss, >= 0."""
 
 
 @dataclass
@@ -184,7 +184,7 @@ class MoEConfig:
     """Dispatched rows: bf16, fp8 (quantized before sending), or auto (fp8 with symm and rowwise fp8
     experts)."""
     receive_budget: Any = 1.5
-    """Receive capacity over balanced routing, > 0, or worst_case; overflow: docs/parallel.md."""
+    """Receive capacity over that of balanced routing, > 0, or worst_case; overflow: docs/parallel.md."""
     balance: Balance = Balance.auto
     """none, replicas (other ranks also compute the hottest experts, docs/parallel.md), or auto (replicas
     with symm and the pass fuse_experts)."""
@@ -218,8 +218,8 @@ class RecomputeConfig:
     ops: list[str] = field(default_factory=list)
     """Recomputed parts in compiled runs: layernorm, core_attn, mla_up_proj, moe_act, mlp, shared_experts."""
     layer_ids: list[int] = field(default_factory=list)
-    """Layers of segments and ops, or, without these, recomputed whole; from 0, multi-token-prediction
-    layers last; []: all."""
+    """Layers whose segments and ops are recomputed, or without these the whole layers; from 0,
+    multi-token-prediction layers last; []: all."""
 
 
 @dataclass
@@ -246,7 +246,7 @@ class ProfileConfig:
     """Profiling, docs/tuning.md."""
 
     steps: list[int] = field(default_factory=list)
-    """First and last step, or one, for torch's profiler, from 1; []: none; read by graphmoe.trace."""
+    """First and last step (or one) that torch's profiler records for graphmoe.trace, from 1; []: none."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks that record profile.steps."""
     pipeline: bool = False

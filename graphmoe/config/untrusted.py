@@ -1,6 +1,6 @@
 """Readers of small untrusted files: nothing is executed, a bad file gives a one-line error.
 
-``kind`` is a dataclass, TypedDict, ``msgspec.Struct`` or such as ``dict[str, int]``; unknown fields are
+``kind`` is a dataclass, TypedDict, ``msgspec.Struct`` or a type like ``dict[str, int]``; unknown fields are
 ignored.
 """
 
@@ -24,11 +24,11 @@ _DEEPEST = 100
 
 
 class FileError(ConfigError):
-    """Invalid file: names path, field, found and valid values."""
+    """Error for an invalid file; the message names path, field, found and valid values."""
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open without blocking on a FIFO; passed to `open` as its ``opener``."""
+    """Return a file descriptor, opened without blocking on a FIFO; an ``opener`` for `open`."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -112,7 +112,7 @@ def typed(found: Any, kind: type[T], source: str) -> T:
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise FileError(f"{source}: {_worded(str(error))}") from error
+        raise FileError(f"{source} has an invalid value: {_worded(str(error))}") from error
 
 
 def _worded(message: str) -> str:

@@ -56,7 +56,7 @@ def cached(
 ) -> tuple[Path, Any]:
     """Return an entry's path and metadata; ``build(path)`` fills a missing or damaged entry.
 
-    ``build`` returns the metadata, of type ``kind``. Other processes wait for it. *Raises* ConfigError.
+    ``build`` returns the metadata, of type ``kind``. Other processes wait for its end. *Raises* ConfigError.
     """
     entry = folder / name
     meta = _read_entry(entry, kind)
@@ -144,7 +144,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Remove unfinished entries of killed processes: of ``name``, which only this process builds, or all."""
+    """Remove killed processes' unfinished entries: those of ``name``, which only this one builds, or all."""
     for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
         of, _, maker = left_over.name.rpartition(_TMP)
         host, _, pid = maker.rpartition("-")

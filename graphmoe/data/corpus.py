@@ -76,7 +76,7 @@ def configured_tokenizer(config: DataConfig, vocab_size: int) -> tuple[Tokenizer
 
 
 def refuse_small_vocabulary(config: DataConfig, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Reject a tokenizer with ids beyond the vocabulary, unless bad data are skipped."""
+    """Raise ConfigError if the tokenizer has ids beyond the vocabulary, unless bad data are skipped."""
     if num_ids(tokenizer) > vocab_size and not config.skip_bad:
         raise ConfigError(
             f"data.tokenizer={config.tokenizer} has {num_ids(tokenizer)} ids, more than model.vocab_size="

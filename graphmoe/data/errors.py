@@ -18,7 +18,7 @@ def one_line(error: object) -> str:
 
 @dataclass
 class BadRecords:
-    """Counts bad records by kind if ``skip`` is set; otherwise the first one raises."""
+    """Counter of bad records by kind; unless ``skip`` is set, the first one raises."""
 
     skip: bool = False
     counts: Counter[str] = field(default_factory=Counter)
@@ -26,7 +26,7 @@ class BadRecords:
     option: str = "data.skip_bad"  # key that enables skipping
 
     def report(self, kind: str, message: str, *, better: str | None = None) -> None:
-        """Count a bad record. *Raises* DataError unless skipping.
+        """Count a bad record. *Raises* DataError unless ``skip`` is set.
 
         ``better``: advice that the message gives before that of skipping.
         """
@@ -40,7 +40,7 @@ class BadRecords:
         self.first = self.first or message
 
     def report_id(self, what: str, place: object, token: int, vocab_size: int) -> None:
-        """Report a token id beyond the vocabulary, as ``report``."""
+        """Count or raise, as `report` does, a token id that is negative or beyond the vocabulary."""
         message = f"{place}: token id {token} is not below model.vocab_size={vocab_size}"
         better = (
             f"set model.vocab_size to the number of ids of its tokenizer, {token + 1} or more, or "

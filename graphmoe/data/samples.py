@@ -33,7 +33,7 @@ Index_N = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Documents:
-    """Index of documents in several token files; 20 bytes of memory for each."""
+    """Index of documents in several token files; 20 bytes of memory per document."""
 
     files: Sequence[TokenFile]
     file_N: npt.NDArray[np.int32]
@@ -67,7 +67,7 @@ class Documents:
         return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
 
     def place(self, number: int, token: int) -> str:
-        """Describe a token's file, document and position, from 0, for messages."""
+        """Return error text with file, document and position of token ``token`` of document ``number``."""
         file = self.files[int(self.file_N[number])]
         absolute = int(self.start_N[number]) + token
         document = file.document_at(absolute)
@@ -97,9 +97,9 @@ class Samples(ABC):
     num_samples: int | None
     """Samples per epoch; None if unknown or endless."""
     fingerprint: str
-    """Identity of the samples, except for file contents."""
+    """Text that identifies the samples' sizes, order and settings, not their tokens."""
     contents = ""
-    """Hash of the tokens, see ``contents_of``; empty if none are stored."""
+    """Hash of the tokens in files (``contents_of``); empty if the source has no files."""
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """Return a sample's tokens [seq_len + 1]; positions continue after the first epoch."""
@@ -216,8 +216,8 @@ class PackedSamples(Samples):
 class MixedSamples(Samples):
     """Weighted mixture of corpora.
 
-    Each shuffled block of samples has each corpus's share, exact to one sample since the start. Corpora have
-    their own epochs; the mixture's epoch has the length of all together.
+    A block of samples, shuffled, has each corpus by its share, up to rounding since the start. Corpora have
+    their own epochs; an epoch of the mixture has as many samples as all corpora together.
     """
 
     documents: Documents
@@ -286,7 +286,7 @@ def mix64(x_N: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def held_out(hash_N: npt.NDArray[np.uint64], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return a mask of the smallest hashes: at least one, never all."""
+    """Return a mask of a ``fraction`` of entries, those of the smallest hashes: at least one, never all."""
     size = len(hash_N)
     mask_N = np.zeros(size, dtype=np.bool_)
     if fraction > 0 and size > 1:

@@ -38,7 +38,7 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return matching files, each once, sorted per pattern; of a folder all its text files.
+    """Return files that match, each once, sorted per pattern; a folder stands for its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """
@@ -86,7 +86,7 @@ def parts_of(path: Path, bad: BadRecords) -> list[Part]:
 
 
 def read_documents(part: Part, text_field: str, bad: BadRecords) -> Iterator[tuple[object, str]]:
-    """Yield (file and line or row, text) of each document; report invalid ones."""
+    """Yield (file and line or row, text) of each document; report invalid ones to ``bad``."""
     readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     for place, text in readers[part.path.suffix](part, text_field, bad):
         if is_text(text, text_field, place, bad):

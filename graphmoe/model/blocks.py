@@ -21,7 +21,7 @@ EMBEDDING, HEAD = "embed.weight", "loss_head.head.weight"
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` (arXiv 1910.07467), as the part ``layernorm``."""
+    """``nn.RMSNorm`` (arXiv 1910.07467), marked as the recomputable part ``layernorm``."""
 
     def forward(self, x: Tensor) -> Tensor:
         with part("layernorm"):
@@ -29,7 +29,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 def column_parallel(width: int, outputs: int, tp: int, pieces: int = 1) -> nn.Linear:
-    """Return a matrix sharded over tp by outputs; ``pieces`` as in ``Cut``."""
+    """Return a matrix sharded over tp by outputs, each of ``pieces`` equal row blocks separately."""
     assert outputs % (tp * pieces) == 0, (outputs, tp, pieces)
     linear = nn.Linear(width, outputs // tp, bias=False)
     cut_along_tp(linear.weight, tp, dim=0, pieces=pieces)
@@ -73,7 +73,7 @@ class Embedding(nn.Embedding):
         cut_along_tp(self.weight, tp, dim=0)
 
     def reset_parameters(self) -> None:
-        """No-op."""
+        """Do nothing; weights are set later."""
         # ``init_weights`` fills the weight; torch's own on the meta device imports its compiler
 
     def forward(self, tokens_BS: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def has_load(dispatcher: Dispatcher | None) -> bool:
 
 class DispatchSegment(nn.Module):
     def __init__(self, dispatcher: Dispatcher, num_experts: int, along: Experts | None = None) -> None:
-        """``along``: experts whose weights are sent with tokens to replicas."""
+        """``along``: experts whose weights are sent to their replicas with the tokens."""
         super().__init__()
         self.dispatcher, self.num_experts, self.along = dispatcher, num_experts, along
 
@@ -38,7 +38,7 @@ class DispatchSegment(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tensors that `writes` names. If `along` is set, ``plan`` ends with expert_RS."""
+        """Return the tensors that `writes` names. With `along`, ``plan`` ends with replica slots' experts."""
         more = {}
         if self.along is not None:
             *plan, expert_RS = plan  # type: ignore[assignment]
@@ -58,7 +58,7 @@ class CombineSegment(nn.Module):
         self.dispatcher, self.has_shared, self.along = dispatcher, has_shared, along
 
     def forward(self, x_BSD: Tensor, routed_ND: Tensor, *tensors: Tensor) -> Tensor:
-        """Return [B, S, D]. ``tensors``: plan, handle, expert_RS if `along` is set, shared output."""
+        """Return x + experts' sums. ``tensors``: plan, handle, replica slots (`along`), shared output."""
         rest, more = [*tensors], {}
         shared = [rest.pop()] if self.has_shared else []
         if self.along is not None:
@@ -80,11 +80,11 @@ class BoundedPath(nn.Module):
     def forward(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the tensors of ``ROUTED``. Syncs the device."""
+        """Return tokens' sums of expert outputs [T, D], and the received load. Syncs the device."""
         return self._path(_Steps(self.experts), h_TD, weight_TK, expert_TK, *plan)
 
     def fused(self, backend: str, totals: Sequence[Gradient], *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """``forward`` as one op; its backward adds weight gradients to ``totals``."""
+        """Return `forward`'s results by fused experts; the backward adds weight gradients to ``totals``."""
         return self._path(_Fused(self.experts, backend, totals), *tensors)
 
     def _path(self, work: _Steps | _Fused, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class BoundedPath(nn.Module):
 
 
 class _Steps:
-    """Steps of `BoundedPath`. ``chunk``: received h, routing weights, local experts."""
+    """Forward and backward of one ``chunk`` of `BoundedPath`: received h, routing weights, local experts."""
 
     totals: Sequence[Gradient] = ()
     """If empty, autograd gets the weight gradients."""

@@ -41,13 +41,13 @@ class MoEOutput(NamedTuple):
     loss: Tensor
     """Weighted auxiliary losses; fp32 scalar."""
     stats: Tensor
-    """``graphmoe.model.moe_segments.ROUTER_STATS``, fp32 [3], detached."""
+    """Router statistics (`graphmoe.model.moe_segments.ROUTER_STATS`), fp32 [3], detached."""
     counts_E: Tensor
     """Tokens routed to each expert, int32."""
     counted_E: Tensor | None = None
     """Tokens per expert that the balance loss counts, int32; None if equal to ``counts_E`` or unused."""
     received_load: Tensor | None = None
-    """`graphmoe.plan.experts.Load` of this rank, int32; None if not measured."""
+    """Rows and slots received by this rank, int32 [2]; None if not measured."""
     expert_RS: Tensor | None = None
     """Experts in all ranks' replica slots, int32, -1 for none."""
 
@@ -209,7 +209,7 @@ class MoELayer(nn.Module):
         return piece("moe_experts", experts.received, RECEIVED, ("routed",), dynamic=True, fused=fused)
 
     def earlier(self) -> dict[str, Tensor]:
-        """Return token counts of the step's earlier micro-batches, by name; {} if not read."""
+        """Return the router's input ``earlier``: tokens per expert in earlier micro-batches; {} if unused."""
         router = self.moe_router
         return {"earlier": router.earlier_counts.clone()} if router.reads_earlier else {}
 

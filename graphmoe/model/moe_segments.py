@@ -67,7 +67,7 @@ class Router(nn.Module):
     def forward(self, x_BSD: Tensor, earlier_E: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return h [T, D], weights [T, K], experts int32 [T, K], loss scalar, statistics [3].
 
-        If `counts_apart`, also the balance loss's counts int32 [E]. ``earlier_E``: `earlier_counts`, copied.
+        If `counts_apart`, also the balance loss's counts int32 [E]. ``earlier_E``: of earlier micro-batches.
         """
         # a copy for each micro-batch: its backward may recompute the routing after later ones were counted
         assert self.reads_earlier == (earlier_E is not None)
@@ -151,10 +151,10 @@ class Preprocess(nn.Module):
 
 
 class SendPreprocess(nn.Module):
-    """Build the send plan on the device."""
+    """Segment moe_preprocess with a dispatcher: plans on the device which rows go to which rank."""
 
     def __init__(self, config: ModelConfig, layout: Layout, replica_slots: int = 0) -> None:
-        """If ``replica_slots`` > 0, calls are collectives over ep."""
+        """``replica_slots`` of each rank: with any, calls are collectives over ep."""
         super().__init__()
         self.num_experts, self.layout, self.replica_slots = config.num_experts, layout, replica_slots
 
@@ -163,7 +163,7 @@ class SendPreprocess(nn.Module):
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Return rows per expert [E], `SendPlan`; with replicas each choice's copy [T, K], expert_RS."""
+        """Return rows per expert [E], `SendPlan`; with replicas, choices' copies [T, K], slots' experts."""
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
             counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
@@ -183,7 +183,7 @@ class Experts(nn.Module):
     GATE_UP = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
     DOWN = ParameterLayout((Cut(0, "ep"), Cut(2, "etp")), "edp")
     assumed_rows: int | None = None
-    """Rows of ``received`` in a dry run."""
+    """Rows that ``received`` assumes in a dry run; None: the real count."""
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE) -> None:
         super().__init__()
@@ -220,9 +220,9 @@ class Experts(nn.Module):
         slot_R: Tensor,
         expert_RS: Tensor | None = None,
     ) -> Tensor:
-        """Compute `received` by a given routing plan; rows from the last end on are padding.
+        """Return sums over local experts [N, D] by a routing plan; rows from the last end on are padding.
 
-        With ``expert_RS``, replicas follow this rank's experts.
+        With ``expert_RS`` (replica slots' experts), replicas follow this rank's experts.
         """
         # with replicas, a collective over ep in forward and backward
         w_gate_up, w_down = (with_replicas(w, expert_RS) for w in (self.w_gate_up, self.w_down))
@@ -236,7 +236,7 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """``received`` as one op; its backward adds weight gradients to ``totals``."""
+        """Return sums over local experts [N, D]. The backward adds weight gradients to ``totals``."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs
@@ -288,12 +288,12 @@ class DenseMLP(SwiGLU):
 
 
 def dispatch_local(h_TD: Tensor) -> Tensor:
-    """Identity."""
+    """Return the tokens unchanged: all experts are on this rank."""
     return h_TD
 
 
 def combine(x_BSD: Tensor, routed_TD: Tensor, shared_TD: Tensor | None = None) -> Tensor:
-    """Sum residual, routed and shared experts -> [B, S, D]."""
+    """Return the sum of residual, routed and shared experts, [B, S, D]."""
     if shared_TD is not None:
         routed_TD = routed_TD + shared_TD
     return x_BSD + routed_TD.view_as(x_BSD)

@@ -43,13 +43,13 @@ class LossOutput(NamedTuple):
     mtp: Tensor
     """Mean over MTP depths, or 0; detached."""
     stats_L3: Tensor
-    """``ROUTER_STATS`` of each MoE layer, MTP layers last; detached."""
+    """Router statistics (``ROUTER_STATS``) of each MoE layer, MTP layers last; detached."""
     counts_LE: Tensor
     """Tokens routed to each expert, int32."""
     counted_LE: Tensor | None = None
     """Tokens per expert that the balance loss counts, int32; None if equal to ``counts_LE`` or unused."""
     received_L2: Tensor | None = None
-    """Load of each MoE layer, int32."""
+    """Rows and slots received by this rank in each MoE layer, int32."""
     replicas: Tensor | None = None
     """Number of replicas over all ranks and MoE layers, int64."""
     carried: tuple[Tensor, ...] = ()

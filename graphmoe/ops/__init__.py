@@ -21,7 +21,7 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)  # of flash attention, Primus-Turb
 
 
 def require_half(key: str, backend: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError unless the dtype is one of `HALF_DTYPES`."""
+    """Raise ConfigError, naming ``key`` and ``backend``, unless the dtype is bf16 or fp16."""
     if dtype not in HALF_DTYPES:
         raise ConfigError(
             f"{key}={backend} has bf16 and fp16 kernels only and the activations are {dtype}; "
@@ -34,12 +34,12 @@ def has_kernel(x: Tensor) -> bool:
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums: fp32, or fp64 for fp64."""
+    """Return the dtype in which to sum values of x: fp32, or fp64 if x is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of ``elements`` at most, up to ``columns`` wide; powers of two."""
+    """Return (rows, columns) of a tile of at most ``elements``, up to ``columns`` wide; powers of two."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)
     return min(max(elements // width, 1), most_rows), width
 
@@ -55,8 +55,8 @@ def register_gradient(
 ) -> None:  # fmt: skip
     """Register ``gradient(*d_results, *saved(inputs, output))``, which returns gradients of the first inputs.
 
-    Several functions return one gradient each and run only if it is needed. Only the first ``results``
-    outputs are differentiable. ``saved``: tensors or None, then plain numbers.
+    If ``gradient`` is a sequence, each function returns one gradient and runs only if that is needed. Only
+    the first ``results`` outputs are differentiable. ``saved`` returns tensors or None, then plain numbers.
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

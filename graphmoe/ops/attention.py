@@ -30,8 +30,8 @@ def causal_attention(
 ) -> Tensor:
     """Return softmax(scale * q k^T, causal) v as [B, S, H, V] in the dtype of the inputs.
 
-    No dropout, no device sync. ``backend`` comes from `choose_backend`. Raises ConfigError without kernel or
-    package.
+    No dropout, no device sync. ``backend`` comes from `choose_backend`. Raises ConfigError if the backend's
+    package is missing or has no kernel for the dtype.
     """
     assert q_BSHE.dtype == k_BSGE.dtype == v_BSGV.dtype, (q_BSHE.dtype, k_BSGE.dtype, v_BSGV.dtype)
     assert q_BSHE.shape[:2] == k_BSGE.shape[:2] and q_BSHE.shape[3] == k_BSGE.shape[3]

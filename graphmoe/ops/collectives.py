@@ -28,7 +28,7 @@ def use_groups(groups: Groups | None) -> None:
 
 
 def group_of(axis: Axis, size: int | None = None) -> dist.ProcessGroup:
-    """Return the group of an axis. Raises RuntimeError if missing or not of ``size``."""
+    """Return the process group of an axis. Raises RuntimeError if it is missing or not of ``size``."""
     group = None if IN_USE.groups is None else IN_USE.groups.group(axis)
     if group is None:
         raise RuntimeError(
@@ -54,7 +54,7 @@ def reduce_scatter(x: Tensor, axis: Axis, size: int, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis, size: int, reduction: Reduction = "sum") -> Tensor:
-    """Return the ranks' sum or maximum. A maximum has no gradient."""
+    """Return the elementwise sum or maximum of the ranks' tensors. A maximum has no gradient."""
     return x if size == 1 else torch.ops.graphmoe.all_reduce(x, axis, reduction)
 
 
@@ -73,7 +73,7 @@ def sums_over(axis: Axis, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def index_along(axis: Axis, like: Tensor) -> Tensor:
-    """Return this rank's index in its group, int64 []."""
+    """Return this rank's index in its group, int64 [] on the device of ``like``."""
     # an operation, so that the graphs of all ranks are equal and share compiled code
     return torch.ops.graphmoe.index_along(like, axis)
 
@@ -144,7 +144,7 @@ def _exchanged(x: Tensor, size: int, split: int | None = None, join: int | None 
     lengths = [*x.shape]
     if split is not None:
         if lengths[split] % size:
-            raise ValueError(f"{lengths} cannot be cut into {size} equal parts along dim {split}")
+            raise ValueError(f"shape {lengths} cannot be cut into {size} equal parts along dim {split}")
         lengths[split] //= size
     if join is not None:
         lengths[join] *= size

@@ -39,18 +39,18 @@ REPLICAS = ("places", "replicas")
 
 
 class Dispatcher(Protocol):
-    """Dispatch and combine of all layers: collectives over ``ep_etp``.
+    """Implementation of dispatch and combine, for all layers; both are collectives over ``ep_etp``.
 
-    With a ``capacity`` it is a frozen dataclass of numbers, by which compiled units distinguish dispatchers.
+    One with a ``capacity`` is a frozen dataclass of numbers, by which compiled units distinguish dispatchers.
     """
 
     @property
     def capacity(self) -> Load | None:
-        """Receive capacity of each call; None if sizes depend on the routing."""
+        """Rows and slots that a call can receive at most; None if sizes depend on the routing."""
 
     @property
     def chunk(self) -> Load | None:
-        """Load that experts process, or recompute, at a time; None for all. Only without a capacity."""
+        """Rows and slots that experts process or recompute at once; None for all. Only without capacity."""
 
     @property
     def handle(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ class Dispatcher(Protocol):
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
-    """Plan which tokens to send to which ranks, ordered by rank, then token. No device sync."""
+    """Return the plan of which tokens to send to which ranks, ordered by rank, then token. No device sync."""
     block_TK = expert_TK // (num_experts // ep)
     earlier_KK = torch.ones(2 * block_TK.shape[1:], dtype=torch.bool, device=block_TK.device).tril(-1)
     again_TK = ((block_TK[:, :, None] == block_TK[:, None, :]) & earlier_KK).any(dim=2)
@@ -84,9 +84,9 @@ def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPla
 def plan_received(
     number_NK: Tensor, needed: Tensor, num_experts: int, capacity: Load
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort slots by local expert: expert ends [L], each slot's index [N, K], its inverse [R], load [2].
+    """Sort slots by local expert; return expert ends [L], slots' indices [N, K], their inverse [R], load [2].
 
-    The index is -1 for other ranks' experts and beyond capacity; the load is received rows and slots.
+    An index is -1 for other ranks' experts and beyond capacity; the load is received rows and slots.
     """
     _, ends_L, row_NK, slot_R = torch.ops.graphmoe.routing_plan(number_NK, num_experts)
     load = torch.stack([needed.int(), ends_L[-1]])

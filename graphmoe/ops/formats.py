@@ -25,7 +25,7 @@ ALIGNED = FORMATS["rowwise"].aligned
 
 
 class Form(NamedTuple):
-    """Custom op that quantizes matrices; compiled steps run it once per weight."""
+    """Custom op, by its name, that quantizes matrices; compiled steps run it once per weight."""
 
     name: str
     # the same in torch operations, which Inductor fuses with the producer of an activation
@@ -47,7 +47,7 @@ class Kernels(NamedTuple):
 
 
 def product(q_RK: Tensor, q_NK: Tensor, scale_R1: Tensor, scale_N1: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x @ w.T [R, N]; operands are contiguous along the contracted axis K."""
+    """Return x @ w.T [R, N] of rowwise fp8 operands, which are contiguous along the contracted axis K."""
     if q_RK.device.type == "cpu":
         return _product_on_cpu(q_RK, q_NK, scale_R1 * scale_N1.t(), dtype)
     return torch._scaled_mm(q_RK, q_NK.t(), scale_R1, scale_N1.t(), out_dtype=dtype, use_fast_accum=True)
@@ -59,7 +59,7 @@ def _product_on_cpu(q_RK: Tensor, q_NK: Tensor, scale: Tensor, dtype: torch.dtyp
 
 
 def row_factors(scale_R1: Tensor, of_x_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors [R, 1] for dy's rows before wgrad's GEMM, and the scale of its result."""
+    """Return factors [R, 1] that multiply dy's rows before the GEMM of wgrad, and the scale of its result."""
     # wgrad contracts rows with different scales; rows with much smaller gradients can underflow to zero
     both_R1 = scale_R1 * of_x_R1
     largest = both_R1.amax().clamp(min=SMALLEST)
@@ -187,13 +187,13 @@ def linear(x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
 
 
 def linear_dgrad(dy_RN: Tensor, w_NK: Tensor, recipe: str) -> Tensor:
-    """Return dx of `linear` [R, K]."""
+    """Return the gradient of the input of `linear` [R, K], by an fp8 GEMM."""
     by = KERNELS[recipe]
     return by.product(by.quantize(dy_RN, w_NK, GRADIENT), by.transposed(w_NK), dy_RN.dtype)
 
 
 def linear_wgrad(dy_RN: Tensor, x_RK: Tensor, w_NK: Tensor, wgrad: str, recipe: str) -> Tensor:
-    """Return dw of `linear` [N, K], summed in fp32, rounded once."""
+    """Return the gradient of the weight of `linear` [N, K], summed in fp32, rounded once."""
     by = KERNELS[recipe]
     x = by.quantize(x_RK, w_NK, INPUT)
     if wgrad == "bf16":

@@ -44,7 +44,7 @@ def recipes_of(device: torch.device) -> tuple[str, ...]:
 
 
 def reason_against(device: torch.device, recipe: str) -> str | None:
-    """Return why a device lacks a format and what to use instead, or None."""
+    """Return why a device cannot run a recipe and what to use instead; None if it can."""
     has = recipes_of(device)
     if recipe in has:
         return None
@@ -58,7 +58,7 @@ def reason_against(device: torch.device, recipe: str) -> str | None:
 
 
 def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Return (a, b): the scale's exponent is (bits of the fp32 maximum + a) >> 23, minus b."""
+    """Return (a, b) by which a scale's biased exponent is ((bits of the fp32 maximum + a) >> 23) - b."""
     # The largest number is 1.75 * 2^8, 1.875 * 2^7, or 1.75 * 2^15: a larger fraction needs the next power.
     return {torch.float8_e4m3fn: (0x1FFFFF, 8), torch.float8_e4m3fnuz: (0x0FFFFF, 7)}.get(
         dtype, (0x1FFFFF, 15)
@@ -66,9 +66,9 @@ def rounding_of(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def scales_of(amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the smallest power of two that scales fp32 ``amax`` into range, and its inverse.
+    """Return the scale for fp32 ``amax``, the least power of two that avoids overflow, and its inverse.
 
-    At least `SMALLEST`; NaN if amax is not finite.
+    The scale is at least `SMALLEST`. Both are NaN if amax is not finite.
     """
     above, exponent = rounding_of(dtype)
     powers = (((amax.view(torch.int32) + above) >> 23) - exponent).clamp(min=1)  # SMALLEST
@@ -83,7 +83,7 @@ def nan_unless_finite(amax: Tensor) -> Tensor:
 
 
 def quantise(x_RC: Tensor, dtype: torch.dtype, *, whole: bool = False) -> tuple[Tensor, Tensor]:
-    """Return q [..., R, C] and fp32 scales [..., R, 1] of rows; equal in each matrix if ``whole``."""
+    """Quantize x by rows -> q [..., R, C] and fp32 scales [..., R, 1], equal in each matrix if ``whole``."""
     amax = x_RC.abs().amax((-2, -1) if whole else -1, keepdim=True).float()
     scale_R1, inverse_R1 = scales_of(amax.expand(*x_RC.shape[:-1], 1), dtype)
     return (x_RC.float() * inverse_R1).to(dtype), scale_R1
@@ -98,7 +98,7 @@ def saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return q [R, C] and fp32 scales [R, B]; the last block may be narrower."""
+    """Quantize x by blocks of columns -> q [R, C] and fp32 scales [R, B]; the last block may be narrower."""
     rows, columns = x_RC.shape
     padded = torch.nn.functional.pad(x_RC, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
     q_RBC, scale_RB1 = quantise(padded, dtype)
@@ -106,7 +106,7 @@ def quantise_blocks(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def block_values(q_RC: Tensor, scale_RB: Tensor) -> Tensor:
-    """Dequantize `quantise_blocks` to fp32."""
+    """Dequantize the result of `quantise_blocks` to fp32 [R, C]."""
     return q_RC.float() * scale_RB.repeat_interleave(BLOCK, -1)[:, : q_RC.shape[-1]]
 
 
@@ -115,7 +115,7 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def given(x_RC: Tensor, scale: Tensor, largest: Tensor, wide: bool) -> tuple[Tensor, Tensor]:
-    """Quantize by the given scale [1], to e5m2 if ``wide``; return q and max(``largest``, abs(x)) [1]."""
+    """Quantize x by the given scale [1], to e5m2 if ``wide``; return q and max(``largest``, abs(x)) [1]."""
     dtype = wide_dtype() if wide else fp8_dtype()
     # rows first: Inductor fuses their maxima with the rows' producer
     return saturated(x_RC, scale, dtype), torch.maximum(largest, x_RC.abs().amax(-1).amax().float())
@@ -127,7 +127,7 @@ INPUT, GRADIENT = "fp8_scale_of_input", "fp8_scale_of_gradient"
 
 
 def delayed(x_RC: Tensor, w: Tensor, side: str) -> tuple[Tensor, Tensor]:
-    """Quantize x, the input or output gradient (``side``) of ``w``, by its delayed scale; return both."""
+    """Quantize x, the input or output gradient (``side``) of ``w``; return q and the side's delayed scale."""
     scale, largest = getattr(torch.ops.graphmoe, side)(w)
     return torch.ops.graphmoe.fp8_given(x_RC, scale, largest, side == GRADIENT)[0], scale
 

@@ -40,7 +40,7 @@ FORMS = ("plain", "fp8", "weights")  # timed calls: in bf16, in fp8, and quantiz
 
 
 class InBf16(NamedTuple):
-    """GEMMs that stay in bf16, though `precision.fp8_products` names them, as fp8 was not faster."""
+    """The GEMMs that stay in bf16, though `precision.fp8_products` names them, as fp8 was not faster."""
 
     shapes: tuple[tuple[int, int], ...] = ()  # weights [N, K] of dense GEMMs
     experts: bool = False
@@ -51,7 +51,7 @@ ALL_IN_FP8 = InBf16()
 
 @dataclass(frozen=True)
 class Dense:
-    """A GEMM of R rows with a weight [N, K], and its gradients."""
+    """A dense GEMM to time: R rows with a weight [N, K], and its gradients."""
 
     R: int
     N: int
@@ -61,7 +61,7 @@ class Dense:
     recipe: str = "rowwise"  # key of `ops.formats.KERNELS`
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return the timed calls on random inputs, by their names in `FORMS`."""
+        """Return the calls to time, on random inputs, by their names in `FORMS`."""
         generator = torch.Generator(device).manual_seed(0)
 
         def normal(*size: int) -> Tensor:
@@ -91,14 +91,14 @@ class Dense:
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of a layer, and their gradients."""
+    """The routed experts of a layer to time, and their gradients."""
 
     shape: MlpShape
     backends: str  # of the bf16 experts
     recipe: str = "rowwise"
 
     def calls(self, device: torch.device) -> dict[str, Call]:
-        """Return the timed calls, by names in `FORMS`, on random routing; wgrad stores fp32 as in a step."""
+        """Return calls to time, by names in `FORMS`, on random routing; wgrad stores fp32 as in a step."""
         shape, generator = self.shape, torch.Generator(device).manual_seed(0)
         weight_TK, plan = random_routing(shape, generator)
         x, gate_up, down, *_ = random_inputs("forward", shape, weight_TK, plan, generator)
@@ -133,10 +133,10 @@ def speeds(
     products: Mapping[str, Dense | Experts], num_micro_batches: int, device: torch.device,
     memory: Memory | None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the speedup of each GEMM in fp8, including quantization.
+    """Return the speedup of each GEMM in fp8 over bf16, including quantization.
 
-    Without ``memory`` nothing is stored. Syncs the device, so not in a capture. Raises ConfigError if out of
-    memory.
+    Without ``memory`` no time is stored. Syncs the device, so it cannot run in a capture. Raises ConfigError
+    if the device is out of memory.
     """
     found = {}
     for name, each in products.items():
@@ -147,7 +147,7 @@ def speeds(
 
 
 def slower(found: Mapping[str, float]) -> list[str]:
-    """Return the GEMMs that stay in bf16, as fp8 is not at least `PAYS` times as fast."""
+    """Return the names of GEMMs that stay in bf16, because fp8 is less than `PAYS` times as fast."""
     return [name for name, speed in found.items() if speed < PAYS]
 
 
@@ -168,7 +168,7 @@ def _measured(name: str, of: Dense | Experts, device: torch.device) -> dict[str,
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"{KEY}=auto has no memory to time {name} ({error}); use {KEY}=none") from None
     found = {form: statistics.median(every) for form, every in times.items()}
-    log.info("%s=auto: %s: %s", KEY, name, ", ".join(f"{form} {ms:.3f} ms" for form, ms in found.items()))
+    log.info("%s=auto: %s took %s", KEY, name, ", ".join(f"{form} {ms:.3f} ms" for form, ms in found.items()))
     return found
 
 

@@ -49,7 +49,7 @@ def begin(gradients: Sequence[Gradient]) -> None:
 
 
 def report_added(gradients: Sequence[Gradient]) -> None:
-    """Call each gradient's ``on_added``, after all ``total`` are written."""
+    """Mark the gradients as begun and call each one's ``on_added``; all ``total`` must have been written."""
     # all were written before any is reported
     begin(gradients)
     for gradient in gradients:

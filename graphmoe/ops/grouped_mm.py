@@ -12,7 +12,7 @@ from graphmoe.ops import register_gradient
 
 
 def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """``y[r] = w[e(r)] @ x[r]`` -> y_RN in the dtype of x; ``ends_E`` int32 is the end row of each group.
+    """Return ``y[r] = w[e(r)] @ x[r]`` [R, N] in the dtype of x; ``ends_E`` int32: end row of each group e.
 
     No device sync for bf16 on NVIDIA GPUs of compute capability 9 and 10; elsewhere the host reads the ends.
     """
@@ -20,7 +20,7 @@ def grouped_mm(x_RK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether ATen has a grouped kernel; else it reads the ends on the host (GroupedBlas.cpp)."""
+    """Return whether ATen has a grouped kernel; else ATen reads the ends on the host (GroupedBlas.cpp)."""
     if dtype != torch.bfloat16 or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device)[0] in (9, 10)

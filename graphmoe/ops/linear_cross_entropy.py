@@ -19,8 +19,8 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 def _forward(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int) -> Results:
     """Return loss f32 [], count i64 [], and the gradients dh_TD, dw_VD f32. No device sync.
 
-    Sum of -log softmax(h @ w.T)[label] over labels other than ``ignore_index``, and their number. An invalid
-    label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h.
+    Loss: sum of -log softmax(h @ w.T)[label] over labels other than ``ignore_index``; count: their number. An
+    invalid label gives NaN on a GPU and raises on a CPU. Logits have the dtype of h.
     """
     assert h_TD.dtype == w_VD.dtype, (h_TD.dtype, w_VD.dtype)
     rows = rows_per_chunk(h_TD.shape[0], w_VD.shape[0], h_TD.element_size())
@@ -62,7 +62,7 @@ _forward.register_autograd(_backward, setup_context=_save)
 
 
 def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
-    """Return the tokens of a chunk: chunks are equal, and their logits at most ``LOGITS_BYTES``."""
+    """Return the number of tokens per chunk; chunks are equal, and each one's logits fit ``LOGITS_BYTES``."""
     most = max(LOGITS_BYTES // (vocab_size * element_size) // ROWS_MULTIPLE, 1) * ROWS_MULTIPLE
     num_chunks = max(-(-num_tokens // most), 1)
     rows = max(-(-num_tokens // num_chunks), 1)
@@ -70,7 +70,7 @@ def rows_per_chunk(num_tokens: int, vocab_size: int, element_size: int) -> int:
 
 
 def reference(h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int) -> Results:
-    """Return loss and gradients, computed ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
+    """Return loss, count and gradients, made ``rows`` tokens at a time; fp64 inputs are summed in fp64."""
     exact, f32 = (torch.float64 if h_TD.dtype == torch.float64 else torch.float32), torch.float32
     loss = torch.zeros((), dtype=exact, device=h_TD.device)
     dh_TD, dw_VD = h_TD.new_empty(h_TD.shape), w_VD.new_zeros(w_VD.shape, dtype=exact)

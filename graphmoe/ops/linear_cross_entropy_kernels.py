@@ -28,7 +28,7 @@ LOWEST = tl.constexpr(-1e30)  # finite: -inf - -inf would be NaN for lanes that 
 def forward(
     h_TD: Tensor, w_VD: Tensor, labels_T: Tensor, ignore_index: int, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `graphmoe::linear_cross_entropy`, computed ``rows`` tokens at a time."""
+    """Return loss [], count [], dh_TD and dw_VD (fp32), computed ``rows`` tokens at a time."""
     h_TD, w_VD, labels_T = h_TD.contiguous(), w_VD.contiguous(), labels_T.contiguous()
     T, V = len(h_TD), len(w_VD)
     f32, device = torch.float32, h_TD.device
@@ -77,14 +77,14 @@ def _has_fp32_products(device_type: str, dtype: torch.dtype) -> bool:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        log.warning("the head's weight gradient is rounded to %s once for each chunk: %s", dtype, error)
+        log.warning("the head's weight gradient is rounded to %s once per chunk, because %s", dtype, error)
         return False
     return True
 
 
 @triton.jit
 def _add_block(x, highest, total):
-    """Online logsumexp over GROUP neighbours: one exp per logit and one per group."""
+    """Update maxima and sums of an online logsumexp by a block of x: one exp per logit and one per group."""
     new = tl.maximum(highest, tl.max(x, 1))
     return new, total * tl.exp(highest - new) + tl.sum(tl.exp(x - new[:, None]), 1)
 

@@ -24,7 +24,7 @@ class RoutingPlan(NamedTuple):
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> RoutingPlan:
-    """Sort the slots by expert, then token; a slot's index in this order is its row. No device sync."""
+    """Return the slots' order by expert, then token: a slot's index in it is its row. No device sync."""
     expert_R = expert_TK.reshape(-1)
     ones_R = torch.ones_like(expert_R)
     counts_E = expert_R.new_zeros(num_experts).scatter_add_(0, expert_R.long(), ones_R)
@@ -42,7 +42,7 @@ def permute(x_TD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def unpermute(y_RD: Tensor, slot_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Sum the K rows of each token in slot order -> [T, D], bf16 in fp32. The gradient is `permute`."""
+    """Sum the K rows of each token in slot order -> [T, D]; bf16 is summed in fp32. Gradient: `permute`."""
     return _Move.apply(y_RD, slot_R, row_TK, False)
 
 
@@ -65,7 +65,7 @@ class _Move(torch.autograd.Function):
 
 @torch.library.custom_op("graphmoe::routing_plan", mutates_args=())
 def _plan_op(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the int32 tensors of `routing_plan`; an expert id out of range gets row -1."""
+    """Return counts_E, ends_E, row_TK, slot_R of a `RoutingPlan`, int32; ids out of range get row -1."""
     if expert_TK.is_cuda:
         from graphmoe.ops import permute_kernels
 

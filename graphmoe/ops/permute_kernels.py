@@ -26,21 +26,21 @@ SCAN_CHUNKS, SCAN_BUCKETS = 256, 8  # second launch; 8 buckets are one sector of
 
 
 def spread_rows(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, num_rows: int) -> Tensor:
-    """y[row[t, k]] = weight[t, k] * x[t] -> [R, D]; other rows are unwritten. No device sync."""
+    """Return y [R, D] with y[row[t, k]] = weight[t, k] * x[t]; other rows are unwritten. No device sync."""
     y_RD = x_TD.new_empty(num_rows, x_TD.shape[1])
     _launch(_spread_kernel, x_TD.contiguous(), y_RD, row_TK, weight_TK)
     return y_RD
 
 
 def sum_rows(y_RD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
-    """The same as ``graphmoe::unpermute``. No device sync."""
+    """Return the sum over k, in order, of weight[t, k] * y[row[t, k]] -> [T, D], added in fp32. No sync."""
     x_TD = y_RD.new_empty(len(row_TK), y_RD.shape[1])
     _launch(_sum_kernel, y_RD.contiguous(), x_TD, row_TK, weight_TK)
     return x_TD
 
 
 def dot_rows(dx_TD: Tensor, y_RD: Tensor, row_TK: Tensor) -> Tensor:
-    """The same as ``graphmoe::unpermute_weight_grad``, summed in a fixed order. No device sync."""
+    """Return the dot products of dx[t] and y[row[t, k]] -> fp32 [T, K], summed in a fixed order. No sync."""
     (tokens, slots), columns = row_TK.shape, y_RD.shape[1]
     dot_TK = torch.empty(tokens, slots, dtype=torch.float32, device=y_RD.device)
     if dot_TK.numel() == 0:
@@ -148,7 +148,7 @@ def _dot_kernel(
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of ``graphmoe::routing_plan``. No device sync."""
+    """Return int32 rows per expert [E], their ends [E], row of each slot [T, K], slot of each row [R]."""
     expert_TK = expert_TK.contiguous()
     counts_E, ends_E = (_empty(expert_TK, num_experts) for _ in range(2))
     row_TK, slot_R = _empty(expert_TK, *expert_TK.shape), _empty(expert_TK, expert_TK.numel())

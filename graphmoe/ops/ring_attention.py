@@ -156,7 +156,7 @@ def _unpacked(block: Tensor, of_keys: torch.Size, of_values: torch.Size) -> tupl
 
 
 def attend_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, V] and natural log-sum-exp [B, H, S] in the dtype of `accumulator`. No gradient.
+    """Return output [B, S, H, V], and natural log-sum-exp [B, H, S] in `accumulator`'s dtype. No gradient.
 
     q [B, S, H, E], k [B, T, G, E], v [B, T, G, V]; ``causal`` needs S = T.
     """

@@ -53,7 +53,7 @@ def round_robin(num_tokens: int, top_k: int, num_experts: int, device: torch.dev
 
 
 def draw_experts(num_tokens: int, top_k: int, end_E: Tensor) -> Tensor:
-    """Draw distinct experts by a forced load -> int32 [T, K]. ``end_E``: int64 `plan.forced_loads.ends`."""
+    """Draw distinct experts at given loads -> int32 [T, K]. ``end_E``: int64 `plan.forced_loads.ends`."""
     # Systematic sampling: a token takes the experts at K points one unit apart; points of neighbouring tokens
     # are the golden ratio apart, so any run of tokens has nearly the loads.
     token_T1 = torch.arange(num_tokens, device=end_E.device).unsqueeze(1)
@@ -124,7 +124,7 @@ def weights_of(
 
 
 def keep_best_groups(choice_TE: Tensor, num_groups: int, topk_groups: int, best: int | None) -> Tensor:
-    """Set scores to -inf outside the groups with the largest sums of ``best`` scores, or maxima."""
+    """Return scores, -inf outside the groups with the largest sums of ``best`` scores (None: maxima)."""
     choice_TGE = choice_TE.unflatten(-1, (num_groups, -1))
     if best is None:
         score_TG = choice_TGE.amax(dim=-1)

@@ -30,7 +30,7 @@ def forward(
     score: str, num_groups: int, topk_groups: int, group_top: int, renormalise: bool,
     softmax_after_topk: bool, scale: float, count_scores: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the results of ``graphmoe::router``."""
+    """Return weight_TK, expert_TK int32, counts_BE, share_sum_BE, z_sum [], entropy_sum [] of the router."""
     (T, E), S, device = logits_TE.shape, logits_TE.shape[0] // num_sequences, logits_TE.device
     weight_TK = torch.empty(T, top_k, dtype=torch.float32, device=device)
     expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=device)
@@ -191,7 +191,7 @@ def _forward_kernel(
     AFTER_TOPK: tl.constexpr, COUNT_SCORES: tl.constexpr, GROUPS: tl.constexpr, PADDED_GROUPS: tl.constexpr,
     PADDED_SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Route tokens: a program takes every ``programs``-th tile of a sequence; ``partial`` gets its sums."""
+    """Route tokens: a program takes every ``programs``-th tile of a sequence; its sums go to ``partial``."""
     WIDTH: tl.constexpr = PADDED_GROUPS * PADDED_SIZE
     sequence, program = tl.program_id(0) // programs, tl.program_id(0) % programs
     id_E, real = _columns(E // GROUPS, GROUPS, PADDED_GROUPS, PADDED_SIZE)
@@ -247,7 +247,7 @@ def _sum_kernel(
     partial, counts, share, z_sum, entropy_sum, programs, all_programs,
     E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``partial``: COLUMNS counts and shares of a sequence per program; the last one sums z, entropy."""
+    """Sum ``partial``: a program COLUMNS counts and shares of a sequence, the last program z and entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         column = part * COLUMNS + tl.arange(0, COLUMNS)

@@ -26,7 +26,7 @@ def _forward(h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("graphmoe::swiglu_backward", mutates_args=())
 def _gradients(da_RF: Tensor, h_RH: Tensor, weight_R: Tensor | None, ends_E: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dh [R, H] in the dtype of h, and dweight like the weight ([0] fp32 without one)."""
+    """Return dh [R, H] in the dtype of h, and dweight like the weight (empty fp32 without one)."""
     if has_kernel(h_RH) and da_RF.dtype == h_RH.dtype:
         from graphmoe.ops import swiglu_kernels
 

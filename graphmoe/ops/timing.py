@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 def time_in_turns(calls: Mapping[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Return each call's ms in each round. Calls are warm; each round starts with another call."""
+    """Return each call's ms in each round. Calls must be warm; each round starts with another call."""
     if not calls:
         return {}
     if device.type != "cuda":

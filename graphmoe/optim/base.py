@@ -99,7 +99,7 @@ class StepOptimizer(ABC):
 
     def fixed_tensors(self) -> dict[str, TensorSlot]:
         """Return all tensors that a captured step reads or writes, except its arguments."""
-        raise AssertionError("a captured step needs fixed addresses")
+        raise AssertionError("a captured step needs fixed addresses, which this optimizer lacks")
 
     @abstractmethod
     def weights_to_fill(self) -> Mapping[str, Tensor | FlatShard]:

@@ -37,7 +37,7 @@ class UpdateRule:
     moments: tuple[str, ...]
     """Names of a parameter's moments, initially zero; used in checkpoints."""
     numbers: Callable[[OptimConfig], Sequence[float]]
-    """Settings read as device scalars."""
+    """Returns the settings that updates read as device scalars."""
     update: Callable[[Tensor, Tensor, Sequence[Tensor], StepScalars], Sequence[Tensor]]
     """Pure: decayed weights, clipped gradient, moments, scalars -> new weights and moments."""
     fused: Callable[..., None] | None = None
@@ -49,7 +49,7 @@ class UpdateRule:
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of memory that a compiled update reads and writes per parameter."""
+        """Return bytes of memory that a compiled update reads and writes per parameter."""
         # master weights and moments are read and written, gradients read twice, bf16 weights written
         return 4 * (2 * (1 + len(self.moments)) + 2) + 2
 

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
 
 
 def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> dict[str, Any]:
-    """Return one object for a schedule or layout; for several timelines, a list ``schedules``."""
+    """Return the JSON document: one schedule or layout, or a list ``schedules`` of several."""
     layouts = [
         {**layout_document(plan), **({"slower_than_1f1b": plan.slower} if plan.panel else {})}
         for plan in plans
@@ -57,7 +57,7 @@ def document(plans: list[Plan], panels: list[Panel], pictures: list[Path]) -> di
 def text(
     args: ViewArgs, plans: list[Plan], panels: list[Panel], pictures: list[Path]
 ) -> Iterator[RenderableType]:
-    """Yield the same content as tables; a layout shared by several schedules is shown once."""
+    """Yield the document's content as tables; a layout shared by several schedules is shown once."""
     yield from (
         layout_table(plan) for plan in {(p.layout, p.placement): p for p in plans if p.layout}.values()
     )

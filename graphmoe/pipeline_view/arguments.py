@@ -10,7 +10,7 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class CostKeys:
-    """Costs of all layers of a rank per micro-batch, in any unit of time; its virtual stages divide them."""
+    """Costs per micro-batch of all layers of a rank, in any unit of time; its virtual stages share them."""
 
     f: float | None = None
     """Forward, > 0, default 1000; with model=... the mean over ranks."""

@@ -38,7 +38,7 @@ class Panel(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """Action or transfer, in the panel's unit."""
+    """Bar of an action or a transfer; times are in the panel's unit."""
 
     kind: BarKind
     action: Action

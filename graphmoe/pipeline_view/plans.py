@@ -1,4 +1,4 @@
-"""Panels of a pipeline page: schedules with given sizes or a recorded run; or a layout alone."""
+"""Panels of a pipeline page: schedules simulated with given sizes, or a recorded run; or only a layout."""
 
 import statistics
 from collections import defaultdict
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(args: ViewArgs, place: int) -> Plan:
-    """Make the plan of schedule or layout number ``place``. *Raises* ConfigError with this tool's keys."""
+    """Return the plan of schedule ``place``, or of the layout. *Raises* ConfigError with this tool's keys."""
     try:
         plan = _make_plan(args, place)
         return plan if plan.panel is None or args.overlap else plan._replace(slower=_slower(args, plan))
@@ -147,7 +147,7 @@ def _costs(keys: CostKeys, placement: Placement, stages: Sequence[SegmentTime]) 
 
 
 def recorded_panels(run: Path, step: int | None, comm: float) -> list[Panel]:
-    """Return a recorded step, by default the last, and its simulation. *Raises* ConfigError."""
+    """Return panels of a recorded step, by default the last, and its simulation. *Raises* ConfigError."""
     from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines  # imports torch
 
     path = run / FILE_NAME

@@ -10,7 +10,7 @@ from graphmoe.plan.layout import divisors
 
 
 class Weight(NamedTuple):
-    """Input and output width of an attention projection."""
+    """Name, input width and output width of an attention projection."""
 
     name: str
     rows: int
@@ -20,7 +20,7 @@ class Weight(NamedTuple):
 
 
 class Latents(NamedTuple):
-    """Latents of MLA: tp gathers them instead of the normed input, cp instead of keys and values."""
+    """Widths of MLA's latents: tp gathers latents instead of the normed input, cp instead of keys, values."""
 
     queries: int
     """Width that queries are computed from; 0 if that is the normed input."""
@@ -33,24 +33,24 @@ class AttentionFacts:
     head: int
     value: int
     rotary: int
-    """Elements of a head with rotary embedding."""
+    """Elements of a head that have rotary embedding."""
     weights: tuple[Weight, ...]
     """The last projects value heads to the output; the others make queries, keys and values."""
     kv_heads: int | None = None
-    """None if equal to the number of query heads."""
+    """Number of key-value heads; None if equal to that of query heads."""
     normed_heads: int = 0
-    """Query and key heads with their own norm, whose inputs are saved."""
+    """Number of query and key heads with their own norm, whose inputs are saved."""
     latents: Latents | None = None
     up: tuple[str, ...] = ()
     """Weights that compute heads from latents; ``recompute.ops=[mla_up_proj]`` recomputes these heads."""
     axes: tuple[str, ...] = ()
-    """Supported axes, of tp and cp."""
+    """Supported axes among tp and cp."""
     kept: int | None = None
     """Further saved elements of a token, sharded over tp, besides queries, keys, values, result and inputs
     of `normed_heads`; None: unknown.
     """
     keys: tuple[str, ...] = ()
-    """Keys of ``model`` that not every kind reads."""
+    """Keys of ``model`` that this kind reads and another may not."""
     problems: tuple[str, ...] = ()
 
 

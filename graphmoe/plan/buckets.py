@@ -1,4 +1,4 @@
-"""Buckets of flat buffers; `graphmoe.optim.flat_buffers` holds the tensors."""
+"""Layout of parameters in flat buffers, by buckets; `graphmoe.optim.flat_buffers` holds the tensors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Offsets, in elements, of parameters in the flat buffers of one of ``num_ranks`` ranks, by its index."""
+    """Offsets, in elements, of parameters in flat buffers, and of one rank's shards of them."""
 
     starts: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     size: int
     decayed: int
-    """Length of the shards' front part, which weight decay applies to."""
+    """Length of the shards' front part, to which weight decay applies."""
 
     @classmethod
     def of(
         cls, weights: Sequence[Tensor], num_ranks: int, index: int, bucket_elements: float
     ) -> BufferLayout:
-        """Lay out parameters in buckets of at most ``bucket_elements``, or of one parameter."""
+        """Return the layout for rank ``index``; buckets hold at most ``bucket_elements`` or one parameter."""
         starts, buckets, end, decayed = [0] * len(weights), list[Bucket](), 0, 0
         for decayed_ones in (True, False):
             members = [i for i, weight in enumerate(weights) if decays(weight) is decayed_ones]

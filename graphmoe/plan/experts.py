@@ -39,7 +39,7 @@ class BufferLimits(NamedTuple):
     """Limits of a package that sends bf16 tokens through a buffer between GPUs of a node."""
 
     hidden_step: int
-    """Granularity of hidden sizes."""
+    """Hidden sizes must be a multiple of this."""
     hidden_most: int | None
     top_k: int
     """Most slots of a token: one per thread of a warp."""
@@ -52,16 +52,16 @@ class BufferLimits(NamedTuple):
 @dataclass(frozen=True)
 class DispatcherFacts:
     reads_peers: bool = True
-    """Ranks access each other's GPU memory; capacity needs no host count."""
+    """True if ranks access each other's GPU memory, so that capacity needs no host count."""
     sync_free_stage: int = 3
-    """The highest ``moe.sync_free_stage`` that it supports."""
+    """The highest ``moe.sync_free_stage`` that the dispatcher supports."""
     one_node: bool = False
     platform: Literal["cuda", "rocm", "gpu"] | None = None
     """Supported GPUs: gpu for either vendor, None for any device."""
     package: str | None = None
     buffer: BufferLimits | None = None
     moves_fp8: bool = False
-    """Rows can be dispatched in fp8."""
+    """True if rows can be dispatched in fp8."""
 
 
 FACTS: dict[str, DispatcherFacts] = {
@@ -83,7 +83,7 @@ FACTS: dict[str, DispatcherFacts] = {
 
 
 def dispatcher_facts(choice: str) -> DispatcherFacts:
-    """Return the properties of a dispatcher (not auto); a plug-in has them in its attribute ``facts``."""
+    """Return the properties of a dispatcher (not auto); a plug-in's are its attribute ``facts``."""
     return look_up(FACTS, choice, "moe.dispatcher", DispatcherFacts, "facts")
 
 
@@ -107,27 +107,27 @@ class ExpertPlan:
     """Decisions about the routed experts of a configuration, on any layout and device."""
 
     dispatcher: str
-    """Never auto."""
+    """Name of the dispatcher, never auto."""
     reads_peers: bool
-    """Ranks access each other's GPU memory; receive buffers have unused rows."""
+    """True if ranks access each other's GPU memory; receive buffers then have unused rows."""
     balance: Balance
-    """Never auto."""
+    """Kind of balancing, never auto."""
     fuses_experts: bool
-    """A layer's experts run as one op."""
+    """True if a layer's experts run as one op."""
     experts_in_fp8: bool
     fp8_vendor: str | None
     """Library that computes fp8 experts; None for our kernels."""
     recomputes_experts: bool
     fp8_rows: bool
-    """Rows are dispatched in fp8."""
+    """True if rows are dispatched in fp8."""
     no_fp8_rows: str | None
     """Why rows cannot be dispatched in fp8; None if they can."""
     no_replicas: str | None
     """Why experts cannot be replicated; None if they can."""
     keeps_replicas: bool
-    """Replica weights are saved for the backward."""
+    """True if replica weights are saved for the backward."""
     brings_weights: bool
-    """Replica weights are sent with dispatched tokens, to the op of pass fuse_experts."""
+    """True if replica weights are sent with dispatched tokens, to the op of pass fuse_experts."""
 
 
 def experts_of(config: RunConfig) -> ExpertPlan:
@@ -206,7 +206,7 @@ def transport_of(config: RunConfig, *, on_nvidia: bool) -> Transport | None:
 
 
 def transport_of_run(config: RunConfig) -> Transport | None:
-    """Return ``transport_of`` on this run's devices; ``config`` is resolved."""
+    """Return symm's transport on this run's devices, else None; ``config`` is resolved."""
     import torch
 
     # a dry run models GPUs of the vendor that this torch is built for, whatever this machine has
@@ -240,7 +240,7 @@ def routed_tokens(config: RunConfig, layout: Layout) -> int:
 
 
 def balanced_load(model: ModelConfig, layout: Layout, tokens: int) -> Load:
-    """Return the expected load under uniform routing; ``tokens`` per rank."""
+    """Return a rank's expected load under uniform routing, if each rank routes ``tokens``."""
     here, slots = model.num_experts // layout.ep, tokens * model.top_k * layout.etp
     # hypergeometric: the probability that all top_k experts of a token are on other ranks
     elsewhere = math.comb(model.num_experts - here, model.top_k) / math.comb(model.num_experts, model.top_k)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Axis = Literal[
     "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
 ]  # fmt: skip
-"""Dimensions, and combinations: ``dp_cp`` ranks with the same dense shards, ``dp_pp`` with other tokens or
+"""Dimensions, and combinations: ``dp_cp`` ranks with equal dense shards, ``dp_pp`` those with other tokens or
 layers, ``cp_tp`` with parts of the same sequences, ``ep_etp`` one copy of all experts, ``stage`` all ranks
 with the same layers, ``embed`` those with the same rows of the embedding."""
 DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -55,7 +55,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     ring: bool = False
-    """cp ranks circulate keys and values instead of exchanging heads, and hold chunks in zigzag order."""
+    """True if cp ranks circulate keys and values, not exchange heads, and hold chunks in zigzag order."""
     embed_on: tuple[int, ...] = (0,)
     """pp indices of the ranks that hold the embedding."""
 
@@ -135,7 +135,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Sharding of a parameter, and the axis of ranks with the same part, which sum its gradient."""
+    """Sharding of a parameter, and the axis of the ranks that hold the same part and sum its gradient."""
 
     cuts: tuple[Cut, ...] = ()
     # tp ranks see other tokens, so a replicated parameter's gradients are reduced over tp too
@@ -163,7 +163,7 @@ def layout_of(parameter: object) -> ParameterLayout:
 
 
 def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int) -> Tensor:
-    """Return a rank's part of a whole parameter; a copy if it is sharded."""
+    """Return a rank's part of a whole parameter: a copy if sharded, else the parameter itself."""
     import torch
 
     for cut in parallel.cuts:
@@ -174,7 +174,7 @@ def own_part(whole: Tensor, parallel: ParameterLayout, layout: Layout, rank: int
 
 
 def ranks_of_axes(sizes: Mapping[str, int]) -> str:
-    """Return a text of the sizes of parallel axes, of dense parts and of experts."""
+    """Return, as text, the sizes of the parallel axes of dense parts, then of those of experts."""
     dense, experts = (
         " * ".join(f"{axis} {sizes[axis]}" for axis in axes)
         for axes in (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))

@@ -73,12 +73,12 @@ class Plan(ExpertPlan, Arrivals):
     run: RunSection
     layout: Layout
     pipeline: PipelinePlan | None
-    """None if each rank has all layers."""
+    """Stages and schedule of the pipeline; None if each rank has all layers."""
     stages: tuple[StagePieces, ...]
     splits_backward: bool
     ep_overlap: bool
     transport: Transport | None
-    """Never auto; None with other dispatchers than symm."""
+    """Transport of dispatcher symm, never auto; None with other dispatchers."""
     num_micro_batches: int
     seq_len: int
     tokens: int
@@ -96,7 +96,7 @@ class Plan(ExpertPlan, Arrivals):
         return self.num_micro_batches * self.layout.dp
 
     def replica_bytes(self, backends: str) -> int:
-        """Return bytes sent per replica and micro-batch: weights, gradients. ``backends``: of grouped MLP."""
+        """Return weight and gradient bytes sent per replica and micro-batch; ``backends``: of experts."""
         numbers = 3 * self.model.hidden_size * self.model.expert_ffn_size
         times, in_fp8 = 1 if self.keeps_replicas else 2, self.experts_in_fp8
         # fp32 sums are sent in fp32

@@ -62,7 +62,7 @@ class Recompute:
         return UnitRecompute(regions, self.parts_of(*(segment.layer for segment in segments)))
 
     def runs(self, segments: Sequence[Segment]) -> list[tuple[bool, list[Segment]]]:
-        """Return runs of consecutive segments, each covered or not, in order."""
+        """Return (recomputed or not, segments) for each run of consecutive segments, in order."""
 
         def covered(segment: Segment) -> bool:
             # received tensors are saved: recomputing them would communicate again

@@ -1,4 +1,4 @@
-"""Arguments of ``graphmoe.project`` besides a run's keys, and the configuration to estimate."""
+"""Keys that only ``graphmoe.project`` has, their checks, and completion of the run's configuration."""
 
 import contextlib
 import difflib
@@ -62,7 +62,7 @@ NAMES_DATA = {"data", "data.source", "data.paths", "data.hf_name", "experiment"}
 DATA = "data=synthetic"
 ENDPOINT = "launch.endpoint=node0:29500"
 MISSPELT = 0.7
-"""Likeness from which a word counts as a misspelt key of the tool; keys and groups of a run are less like."""
+"""Similarity from which a word is a misspelt key of the tool; a run's keys and groups are less similar."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -150,7 +150,7 @@ def train_command(words: Sequence[str], found: str, args: ProjectArgs) -> str:
 
 
 def to_change(command: str, card_gb: float) -> str:
-    """Return what the reader has to change in a `train_command` before running it."""
+    """Return text that says what the user has to change in a `train_command` before running it."""
     words, notes = shlex.split(command), []
     if DATA in words:
         notes.append(f"put your data in the place of {DATA}, which is random tokens")

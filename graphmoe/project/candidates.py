@@ -57,7 +57,7 @@ class Candidates:
         self.precisions = [replace(config.precision, fp8=recipe) for recipe in recipes]
 
     def layouts(self) -> Iterator[tuple[Candidate, list[str]]]:
-        """Yield each layout of these ranks, and its error messages. *Raises* ConfigError."""
+        """Yield each layout of ``num_ranks`` ranks, with errors if it cannot run. *Raises* ConfigError."""
         count, problem = 0, ""
         for parallel in self._dimensions():
             try:
@@ -77,7 +77,7 @@ class Candidates:
                     yield Candidate(words, made, layout), self._problems(made, layout)
         if not count:
             raise ConfigError(
-                f"no layout has these keys on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
+                f"no layout fits parallel.* on {number_of(self.num_ranks, 'rank')}: {without_advice(problem)}"
             )
 
     def _dispatchers(
@@ -102,7 +102,7 @@ class Candidates:
             yield replace(candidate, words=_joined(candidate.words, *words), config=config)
 
     def sized(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield a layout with each micro-batch size that divides its batch."""
+        """Yield the candidate with each micro-batch size that divides its ranks' batch."""
         for size in self.micro_batch_sizes:
             train = replace(candidate.config.train, micro_batch_size=size)
             if any(rank_batch_rules(train, candidate.layout, self.num_ranks)):

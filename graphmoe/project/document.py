@@ -25,7 +25,7 @@ NOT_COUNTED = (
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
 MEMORY_ERROR = 0.05
-"""Share of a peak by which a projection may be wrong; the benchmark suite `projection` calls more a miss."""
+"""Share of a peak by which a projection may be wrong; the suite projection counts more as a miss."""
 BF16 = 2
 NEAR = "near the limit"
 
@@ -36,7 +36,7 @@ def has_margin(total_gb: float, card: Card) -> bool:
 
 
 def margin_words(document: Mapping[str, Any]) -> str:
-    """Explain that a rank is near the limit of its card, and what is not counted."""
+    """Return text that a rank is near its card's limit, with what the projection does not count."""
     return (
         f"{NEAR.capitalize()}: less than {MEMORY_ERROR * document['card_gb']:,.1f} GB are left, "
         f"{MEMORY_ERROR:.0%} of the card, by which a projection may be too low. What is not counted needs "
@@ -47,7 +47,7 @@ def margin_words(document: Mapping[str, Any]) -> str:
 def projected(
     plan: Plan, card: Card, rates: Path | None, bubble: float | None = None
 ) -> tuple[list[PlaceMemory], dict[str, Any]]:
-    """Return the memory of each pipeline position, and the step's times, with ``bubble`` if given."""
+    """Return each pipeline position's memory, and the step's times; ``bubble`` replaces the simulated one."""
     refuse_unknown(plan.config)
     places, sizes = memory_of_places(plan, on_nvidia=card.is_nvidia), plan.sizes(on_nvidia=card.is_nvidia)
     return places, step_time(plan, sizes, places, Speeds(card, rates_of(card, rates)), bubble)
@@ -101,7 +101,7 @@ def project(config: RunConfig, args: ProjectArgs) -> dict[str, Any]:
 
 
 def given(config: RunConfig, args: ProjectArgs, precision: PrecisionConfig) -> dict[str, Any]:
-    """Return what a projection and a search have in common: the run, its card, and the card's rates."""
+    """Return the fields that documents of projections and searches share: run, card, and its rates."""
     card = args.card
     return {
         "model": config.model.name,
@@ -121,7 +121,7 @@ def given(config: RunConfig, args: ProjectArgs, precision: PrecisionConfig) -> d
 
 
 def precision_words(document: Mapping[str, Any]) -> str:
-    """Say which GEMMs are in fp8."""
+    """Return text that says which GEMMs are in fp8."""
     if document["fp8"] == "none":
         return "no products in 8 bits (precision.fp8=none)"
     words = f"{', '.join(document['fp8_products'])} in 8 bits (precision.fp8={document['fp8']})"
@@ -159,7 +159,7 @@ CHART = {
 
 
 def published_memory_gb(config: RunConfig, layout: Layout) -> dict[str, float]:
-    """Decimal GB of a rank by kind, by the assumptions of a published chart of a 10^12-parameter model.
+    """Return a rank's decimal GB by kind, by the assumptions of a published chart of a 10^12-parameter model.
 
     bf16 gradients, 2 bytes of a master weight and 8 of moments, sharded over the ranks that hold the same
     experts; an attention of H^2 weights, no shared expert, one layer per virtual stage. Cells are rounded to

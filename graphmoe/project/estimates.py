@@ -36,7 +36,7 @@ Stages = tuple[StagePieces, ...]
 
 
 class PlaceKind(NamedTuple):
-    """Pipeline positions with equal stages; ``place`` is the position with most memory."""
+    """Group of pipeline positions with equal stages; ``place`` is the one with most memory."""
 
     place: int
     stages: Stages
@@ -44,7 +44,7 @@ class PlaceKind(NamedTuple):
 
 
 class Like(NamedTuple):
-    """Key of cached results: a layout that stands for all in which a rank computes and saves the same."""
+    """Key of cached results, equal for all layouts in which a rank computes and saves the same."""
 
     layout: Layout
     micro_batch_size: int
@@ -70,7 +70,7 @@ class _Stage(NamedTuple):
 
 
 class Estimates:
-    """Estimates of one model on one kind of card; shared parts are computed once."""
+    """Estimator of one model on one kind of card; what candidates share is computed once."""
 
     def __init__(self, config: RunConfig, kinds: Mapping[str, RecomputeConfig], speeds: Speeds) -> None:
         self.config, self.model, self.kinds = config, config.model, kinds
@@ -86,7 +86,7 @@ class Estimates:
         self._buffers = functools.cache(self._estimate_buffers)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Return the mean state of a rank over positions along pp, a lower bound of the largest."""
+        """Return a rank's bytes of weights, gradients and optimizer, mean over pp: at most the largest's."""
         return sum(self._state(_of_weights(layout, (0,)), (self._all,)).sizes.values()) / layout.pp
 
     def pipeline(self, candidate: Candidate) -> ShortPipeline:
@@ -112,7 +112,7 @@ class Estimates:
         return ShortPipeline(place_kinds(plan, self._alike_in), plan.embed_on)
 
     def memory(self, candidate: Candidate, pipeline: ShortPipeline) -> tuple[int, dict[str, float]]:
-        """Return the position along pp that needs most, and its bytes by kind."""
+        """Return the position along pp that needs most memory, and its bytes by kind."""
         like, kind = self._like(candidate), candidate.kind
         layout = replace(candidate.layout, embed_on=pipeline.embed_on)
         communication = communication_bytes(replace(self._sizes[like][1], layout=layout))

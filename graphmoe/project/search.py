@@ -36,7 +36,7 @@ class Fitting(NamedTuple):
 
 
 Rejected = dict[str, Any]
-"""Words of a candidate, why it does not run, and GB of the worst rank if it is too large."""
+"""Candidate that does not run: its overrides, the reason, and GB of the worst rank if it is too large."""
 
 
 def search(
@@ -45,7 +45,7 @@ def search(
 ) -> dict[str, Any]:  # fmt: skip
     """Search; return all candidates as plain values. Keys of a run set in ``words`` stay fixed.
 
-    Each layout, schedule and micro-batch size has the fastest kind of recompute that fits, and if that leaves
+    For each layout, schedule and micro-batch size it keeps the fastest recompute that fits; if that leaves
     no margin, the fastest that leaves one; if none fits, the smallest. ``report`` receives progress in words,
     ``show`` a line for each layout with a margin that is `FASTER` than the last. *Raises* ConfigError.
     """

@@ -33,7 +33,7 @@ from graphmoe.training.memory import PlaceMemory
 def step_time(
     plan: Plan, sizes: Sizes, places: list[PlaceMemory], speeds: Speeds, bubble: float | None = None
 ) -> dict[str, Any]:
-    """Project seconds of a step and of its parts, and throughput, as a document has them.
+    """Return projected seconds of a step and its parts, and throughput, as fields of the document.
 
     Times by segment: one micro-batch on the slowest position along pp. Exchange: waits for other ranks, over
     all micro-batches. Exposed gradients: not covered by computation. A step is no shorter than the host needs
@@ -125,12 +125,12 @@ def stage_times(config: RunConfig, sizes: Sizes, speeds: Speeds, pieces: StagePi
 
 
 def message_seconds(sizes: Sizes, speeds: Speeds) -> float:
-    """Seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
+    """Return seconds to send one micro-batch's hidden states to the next stage over the slowest link."""
     return speeds.pass_on(sizes.state, in_node=sizes.layout.size("world") <= speeds.card.per_node)
 
 
 def reduction_seconds(sizes: Sizes, speeds: Speeds, stages: Iterable[StagePieces]) -> float:
-    """Seconds to reduce gradients and gather weights of a position along pp, hidden or not."""
+    """Return seconds to reduce gradients and gather weights of a position along pp, overlapped or not."""
     layout = sizes.layout
     strides: dict[Axis, int] = {"edp": layout.ep * layout.etp, "dp_cp": layout.tp, "embed": layout.tp}
     num_bytes = Counter[Axis]()
@@ -146,7 +146,7 @@ def update_seconds(optimizer: str, owned: int, speeds: Speeds) -> float:
 
 
 def host_seconds(config: RunConfig, times: list[SegmentTime], speeds: Speeds) -> float:
-    """Seconds in which the host launches a stage's segments; adjacent captured ones are one launch."""
+    """Return seconds in which the host launches a stage's segments; adjacent captured ones are one launch."""
     scope = config.graph.scope
     if scope == FULL_ITERATION:
         return 0.0

@@ -1,4 +1,4 @@
-"""A projection and a search for people: tables and verdicts, and pages with stacked bars."""
+"""Output of a projection or a search: tables and verdicts as text, and pages with stacked bars."""
 
 import itertools
 import re
@@ -71,7 +71,7 @@ def render(document: dict[str, Any]) -> Group:
 
 
 def verdict(document: dict[str, Any]) -> str:
-    """Say whether the worst rank fits its card, and if not, which kind of memory is largest."""
+    """Return text: whether the worst rank fits its card, and if not, which kind of memory is largest."""
     memory, card = document["memory_gb"], document["card_gb"]
     total = memory["total"]
     numbers = f"rank {document['worst_rank']} needs {total:,.1f} GB and the card has {card:,.0f} GB"
@@ -183,7 +183,7 @@ def listed(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recommendation(document: Mapping[str, Any]) -> str:
-    """Give the reason for the recommended layout."""
+    """Return text that says why the layout is recommended."""
     recommended, plain = document["recommended"], document["without_fp8"]
     left = f"{recommended['left_gb']:,.1f} GB of the card's {document['card_gb']:,.0f} left"
     if recommended["fits_with_margin"]:

@@ -27,7 +27,7 @@ class ReportArgs:
 
 
 def main(argv: list[str]) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     args = parse_args(ReportArgs, argv, prog="graphmoe.report", places=("runs",))
     if args.run is None and args.runs and len(args.runs) == 1:
         args = ReportArgs(run=args.runs[0], out=args.out, format=args.format)

@@ -11,7 +11,7 @@ from graphmoe.run.metrics_file import timed
 MANY = 0.1
 """Share of a run, or of a step, from which a loss of time is named."""
 MOST = 0.25
-"""Share of a run from which its start is named alone."""
+"""Share of a run from which its start is named as the only cause."""
 START = "its start"
 EAGER = "Nothing is compiled: `compile.enabled=true` fuses and rewrites the segments."
 
@@ -20,7 +20,7 @@ class Cause(NamedTuple):
     """A cause of lost time."""
 
     share: float
-    """Largest share of the run's time that it costs."""
+    """Share of the run's time that the cause costs at most."""
     short: str
     said: str
     """Sentence with measurements, and keys to try."""
@@ -185,7 +185,7 @@ def _uneven(run: RunData, of_steps: float) -> Iterator[Cause]:
 
 
 def threads_of(run: RunData) -> str:
-    """Threads, cores and workers in words; empty if not recorded."""
+    """Return threads, cores and workers in words; empty if not recorded."""
     facts = run.environment
     threads, cores, workers = (facts.get(key) for key in ("threads", "usable_cores", "workers_of_node"))
     if not threads or not cores:

@@ -12,11 +12,11 @@ from graphmoe.run.metrics_file import Row, timed
 from graphmoe.web_page import COLOURS, Chart, Frames, paragraph
 
 MAX_POINTS = 1500
-"""Points of a curve; of a longer one the smallest and largest of neighbours."""
+"""Most points of a curve; a longer one keeps the smallest and largest of neighbours."""
 MAX_REACHED = 500
-"""Steps whose tokens and time a page has; it interpolates between them."""
+"""Most steps for which a page has tokens and time; it interpolates between them."""
 MAX_FRAMES, MAX_CELLS = 40, 200_000
-"""Pictures of the heat map, and numbers in all of them."""
+"""Most pictures of the heat map, and most numbers in all of them."""
 KINDS = {
     "params": "weights",
     "grads": "gradients",
@@ -26,11 +26,11 @@ KINDS = {
     "buffers": "buffers",
 }
 OUTSIDE_ALLOCATOR = {"communication": "communication", "dispatch": "memory shared for dispatch"}
-"""Kinds outside a GPU's measured peak, named as their writer does, which imports torch."""
+"""Kinds of memory outside torch's allocator, and so outside a GPU's measured peak."""
 
 
 def training_charts(run: RunData) -> list[Chart]:
-    """Loss, learning rate, gradient norm, and terms of the loss that are not 0."""
+    """Return charts of loss, learning rate, gradient norm, and terms of the loss that are not 0."""
     losses = curve("training", run.steps, "loss"), curve("validation", run.validations, "val_loss")
     norm, rate = curve("gradient norm", run.steps, "grad_norm"), curve("learning rate", run.steps, "lr")
     names = {"balance_loss": "load balance", "z_loss": "router z", "mtp_loss": "multi-token prediction"}
@@ -45,7 +45,7 @@ def training_charts(run: RunData) -> list[Chart]:
 
 
 def speed_charts(run: RunData) -> list[Chart]:
-    """Throughput, and MFU or, if the peak is unknown, FLOPs; without the first step, which compiles."""
+    """Return charts of throughput and MFU (FLOPs if the peak is unknown), without the first step."""
     later = timed(run.steps)
     note = f"Without the first step{' of each start' * (len(run.starts) > 1)}."
     note *= len(later) != len(run.steps)
@@ -65,7 +65,7 @@ def memory_charts(run: RunData) -> list[Chart]:
 
 
 def projected_chart(run: RunData) -> list[Chart]:
-    """Bars by kind for each pipeline rank, and the measured peak; empty without a projection."""
+    """Return bars of projected memory by kind for each pipeline rank, and the measured peak; may be empty."""
     places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
     if not places:
         return []
@@ -112,21 +112,21 @@ def bars(name: str, rows: Sequence[str], sizes: Sequence[float], colour: str, un
 
 
 def bars_layout(below: str) -> dict[str, Any]:
-    """Layout of stacked horizontal bars, the first row at the top."""
+    """Return Plotly's layout of stacked horizontal bars, the first row at the top."""
     return {"barmode": "stack", "xaxis": {"title": {"text": below}}, "yaxis": {"autorange": "reversed"}}
 
 
 def bar_chart(
     title: str, alt: str, sizes: Mapping[str, Sequence[float]], rows: Sequence[str], unit: str, below: str
 ) -> Chart:
-    """A chart of stacked bars, with a colour for each name in ``sizes``."""
+    """Return a chart of stacked bars, with a colour for each name in ``sizes``."""
     named = zip(sizes.items(), itertools.cycle(COLOURS), strict=False)
     traces = [bars(name, rows, of_rows, colour, unit) for (name, of_rows), colour in named]
     return Chart(title, alt, traces, bars_layout(below), 130 + 26 * len(rows))
 
 
 def expert_charts(run: RunData) -> list[Chart]:
-    """Loads of experts over time, the fullest expert and rank over the mean, and the routers' entropy."""
+    """Return charts: experts' loads over time, fullest expert and rank over the mean, router entropy."""
     routed = [row for row in run.steps if row.get("load_max_over_mean")]
     curves = [curve("mean of layers", routed, lambda row: statistics.fmean(row["load_max_over_mean"]))]
     if any(len(row["load_max_over_mean"]) > 1 for row in routed):
@@ -155,7 +155,7 @@ def _moved(run: RunData) -> str:
 
 
 def loads_chart(rows: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """Heat maps of the load of each expert of each layer, by time."""
+    """Return a heat map of the load of each expert of each layer, by time."""
     if not rows:
         return []
     layers, experts = len(rows[0]["load"]), len(rows[0]["load"][0])
@@ -198,9 +198,9 @@ class Curve(NamedTuple):
     steps: list[int]
     values: list[float]
     run: str = ""
-    """Its run, if a page has several."""
+    """Name of the curve's run, if the page has several runs."""
     words: str = ""
-    """Shown beside a point, as HTML."""
+    """HTML text shown beside a point."""
     means: list[float] | None = None
     """Mean of the points that each drawn point replaces; None unless thinned."""
 
@@ -244,7 +244,7 @@ def curves_chart(
     colours: Mapping[str, str] | None = None,
     note: str = "",
 ) -> list[Chart]:
-    """A chart of curves; empty if none has a point. ``smooths=False`` is for exact values."""
+    """Return a chart of curves, none if none has a point; ``smooths=False``: the page never smooths it."""
     whole = [each for each in curves if each.steps]
     if not whole:
         return []
@@ -281,7 +281,7 @@ def curves_chart(
 
 
 def reached(run: RunData) -> dict[str, list[float]]:
-    """Return by step the tokens and seconds of all steps so far, at most ``MAX_REACHED`` steps."""
+    """Return tokens and seconds since the start at steps, at most ``MAX_REACHED`` of them."""
     rows, tokens, seconds = [(0, 0, 0.0)], 0, 0.0
     for row in run.steps:
         tokens, seconds = row.get("tokens") or tokens, seconds + (row.get("step_s") or 0.0)

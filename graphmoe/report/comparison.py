@@ -15,7 +15,7 @@ from graphmoe.web_page import COLOURS, Link, chips, controls, grid, paragraph, t
 
 COMPARISON_FILE = "comparison.html"
 MAX_KEYS = 8
-"""Keys of the configuration with a column of their own; a table of their own has all."""
+"""Most configuration keys that get a column in the table of runs; another table has all."""
 NO_SETTING = ("run.name", "log.", "profile.")
 Number = Callable[[RunData], float | None]
 
@@ -66,7 +66,7 @@ def run_controls(runs: Mapping[str, RunData]) -> str:
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """Names of the folders, with enough parents to tell them apart."""
+    """Return names of the runs' folders, with enough parents to tell them apart."""
     parts = [run.folder.resolve().parts for run in runs]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-length:]) for each in parts]
@@ -164,7 +164,7 @@ class RunCurves(NamedTuple):
 
 
 def curves_of_runs(runs: Sequence[RunCurves]) -> str:
-    """Charts of all runs with their colours, and buttons that hide them; empty without a point."""
+    """Return charts of all runs, in their colours, and buttons that hide a run; empty without a point."""
     colours = {each.name: colour for each, colour in zip(runs, itertools.cycle(COLOURS), strict=False)}
     charts = []
     for title, (unit, make, options) in _PANELS.items():

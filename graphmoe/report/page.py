@@ -1,4 +1,4 @@
-"""The report of one run as a page."""
+"""HTML page that reports one run."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ NO_EXPERTS = "No experts: the model has no MoE layer, or no step is recorded yet
 
 
 def write_report(folder: Path, to: Path | None = None, *, max_trace_bytes: float = math.inf) -> Path:
-    """Return the file of the page. *Raises* ConfigError if the folder is no run's."""
+    """Write a run's page; return its path. *Raises* ConfigError if the folder is no run's."""
     run = read_run(folder)
     trace, warnings = trace_of(run, max_trace_bytes), "".join(map(paragraph, unbalanced(run)))
     sections = [
@@ -133,7 +133,7 @@ def trace_of(run: RunData, max_trace_bytes: float) -> Summary | str:
 
 
 def segments_section(found: Summary | str) -> str:
-    """A bar for each segment or compiled unit of a trace, or why there is none."""
+    """Return a bar chart of a trace's segments or compiled units, or why there is none."""
     if isinstance(found, str):
         return paragraph(found)
     segments = list(dict.fromkeys(each.segment for each in found.segments))
@@ -213,7 +213,7 @@ def capture_section(run: RunData) -> str:
 
 
 def pipeline_section(run: RunData) -> str:
-    """The last step that was recorded and its simulation; empty without a pipeline."""
+    """Return a chart of the last recorded pipeline step and its simulation; empty without a pipeline."""
     if (run.folder / PIPELINE_FILE).is_file():
         from graphmoe.pipeline_view.page import timeline_chart
         from graphmoe.pipeline_view.plans import recorded_panels

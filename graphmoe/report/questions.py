@@ -44,7 +44,7 @@ def questions(run: RunData, trace: Summary | str) -> str:
 
 
 def learning(run: RunData) -> Answer:
-    """Summarize the losses: first and last values, and whether they still fall."""
+    """Return whether the run learns: first and last losses, and whether they still fall."""
     training, checks = curve("", run.steps, "loss"), curve("", run.validations, "val_loss")
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
@@ -111,7 +111,7 @@ def _memorising(run: RunData, checks: Curve, training: float) -> Iterator[str]:
 
 
 def unbalanced(run: RunData) -> Iterator[str]:
-    """Warn of experts that got no tokens, or nearly all, for some time."""
+    """Yield a warning if experts got no tokens, or nearly all, for some time."""
     found = watch_rows(run.expert_loads, run.of("model.top_k") or 1)
     if not found:
         return
@@ -146,7 +146,7 @@ def speed(run: RunData) -> Answer:
 
 
 def times(run: RunData, trace: Summary | str) -> Answer:
-    """Summarize the time: largest segments or, without a trace, the likeliest cause of lost time; advice."""
+    """Return where time goes: largest segments or, without trace, likeliest cause of lost time; advice."""
     if not run.steps:
         return "Not known yet", ["No step of training is recorded."]
     if isinstance(trace, str):

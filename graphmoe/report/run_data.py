@@ -1,4 +1,4 @@
-"""Files of a run's folder for its report; most of them may be missing after a crash."""
+"""Reader of a run folder's files for its report; most of them may be missing after a crash."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class RunData:
     compiled: dict[str, Any]
     captured: dict[str, Any]
     summary: dict[str, Any]
-    """summary.json, or newer values from metrics."""
+    """Content of summary.json, with newer values from metrics.jsonl."""
     unreadable: list[str]
 
     @property
@@ -62,11 +62,11 @@ class RunData:
         return value
 
     def flat_config(self) -> dict[str, str]:
-        """The configuration by dotted keys, as on a command line."""
+        """Return the configuration by dotted keys, spelled as on a command line."""
         return dict(_flat(self.config))
 
     def layout(self) -> str:
-        """Axes that have more than one rank."""
+        """Return text with the axes that have more than one rank, such as 'dp 2, ep 8'."""
         axes = {axis: int(self.of(f"parallel.{axis}") or 1) for axis in ("tp", "cp", "pp", "ep", "etp")}
         dp = self.num_ranks // (axes["tp"] * axes["cp"] * axes["pp"])
         shown = [f"{axis} {size}" for axis, size in {"dp": dp, **axes}.items() if size > 1]
@@ -74,14 +74,14 @@ class RunData:
 
     @property
     def starts(self) -> list[float | None]:
-        """Seconds to the first step of each start, None if unknown."""
+        """Return seconds to the first step of each start, None if unknown."""
         known = [row["start_s"] for row in self.steps if row.get("start_s") is not None]
         if self.steps and self.steps[0].get("start_s") is None:  # written before starts were counted
             return [None if known else self.summary.get("time_to_first_step_s"), *known]
         return known
 
     def median(self, name: str) -> float | None:
-        """Return the median of a rate over all steps but the first."""
+        """Return the median of a number, such as mfu, over all steps but the first."""
         return self.summary.get(f"median_{name}")
 
     def tokens_per_s_per_rank(self) -> float | None:
@@ -90,7 +90,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """*Raises* ConfigError for a folder that is no run's."""
+    """Return the contents of a run's files. *Raises* ConfigError for a folder that is no run's."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; name that of a run, e.g. run=outputs/tiny{near_path(folder)}"
@@ -113,7 +113,7 @@ def read_run(folder: Path) -> RunData:
                 typed(found, kind, str(path))
             return found
         except FileError as error:
-            log.warning("%s", error)
+            log.warning("the report leaves out a file: %s", error)
             unreadable.append(str(error))
             return otherwise
 

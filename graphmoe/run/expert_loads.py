@@ -56,7 +56,7 @@ class LoadWatch:
         self.found: Unbalanced | None = None
 
     def add(self, last: int, steps: int, loads: Loads) -> Unbalanced | None:
-        """Add the mean loads of ``steps`` steps up to ``last``; check the experts once a window is full."""
+        """Add mean loads of ``steps`` steps up to ``last``; at a full window, return unbalanced experts."""
         if not self._steps:
             self._sums = [[0.0] * len(layer) for layer in loads]
         self._sums = [
@@ -92,7 +92,7 @@ def watch_rows(rows: Iterable[dict[str, Any]], top_k: int) -> list[Unbalanced]:
 
 
 def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
-    """Count dead or overfull experts at the end of a run, and its steps with any."""
+    """Count the experts that are dead or overfull when a run ends, and the steps during which any were."""
     found = watch_rows(rows, top_k)
     at_end = found[-1] if found and rows[-1]["step"] - found[-1].last < WINDOW else None
     return {
@@ -103,7 +103,7 @@ def summary_of(rows: Sequence[dict[str, Any]], top_k: int) -> dict[str, int]:
 
 
 def load_bar(loads: Sequence[float], glyphs: str = BLOCKS) -> str:
-    """Draw a glyph per expert, or per group for its maximum: 0 if dead, the fourth glyph at the mean."""
+    """Return a bar chart: a glyph per expert, or per group's maximum; 0 if dead, glyph 4 at the mean load."""
     few = -(-len(loads) // MOST_GLYPHS)
     tops = [max(loads[start : start + few]) for start in range(0, len(loads), few)]
     return "".join("0" if top < DEAD else glyphs[min(int(top * 3.5), 7)] for top in tops)

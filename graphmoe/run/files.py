@@ -1,4 +1,4 @@
-"""Names of a run's files, and types to parse them; their content is untrusted.
+"""Names of a run's files, and types that validate their content, which is untrusted.
 
 Unknown fields are ignored. Integers are below 2^53, on which JSON readers agree.
 """
@@ -53,8 +53,8 @@ MetricsRow = _record(
 )
 """Line of metrics.jsonl: a training step, which has ``loss``, or a validation.
 
-The first step of each start has ``start_s``, seconds from the command to its end. Of steps read together, the
-last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the previous read.
+The first step of each start has ``start_s``, seconds from the command to its end. Of steps read together
+from the device, the last has ``data_s``, ``validation_s`` and ``checkpoint_s`` since the previous read.
 """
 _Loads = Annotated[list[float], Meta(min_length=1)]
 # line of expert_load.jsonl: loads relative to the mean, by layer and expert
@@ -153,11 +153,11 @@ def to_json(document: dict[str, Any]) -> str:
 
 
 def display_path(path: Path) -> str:
-    """Return the path relative to the working directory, if inside."""
+    """Return the path relative to the working directory if it lies inside, else unchanged."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def hydra_value(text: str) -> str:
-    """Quote a value for Hydra's grammar."""
+    """Return a value, quoted for Hydra's grammar if it needs quotes."""
     return text if re.fullmatch(r"[A-Za-z0-9_/.@-]+", text) else "'" + text.replace("'", r"\'") + "'"

@@ -56,7 +56,7 @@ class RunFolder:
     resumed: bool
     _lock: FileLock
     _written: str | None = None
-    """Replaced resolved.yaml, if nothing was trained with it."""
+    """Text of the previous resolved.yaml, if nothing was trained with it."""
 
     def release(self) -> None:
         """Unlock the folder before the process ends."""
@@ -81,7 +81,7 @@ def missing_place(base: Path) -> Iterator[str]:
 
 
 def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
-    """Return the folder that `claim` would choose."""
+    """Return the folder that `claim` would lock, without locking it."""
     usable, ours = _usable(resume), _as_read(config)
     for path in _numbered(base):
         with contextlib.suppress(FileError, OSError):
@@ -93,7 +93,7 @@ def next_folder(base: Path, config: dict[str, Any], *, resume: bool) -> Path:
 def claim(base: Path, config: dict[str, Any], *, resume: bool) -> RunFolder:
     """Lock the first of ``base``, ``base-2``, ... that is free, or that ``resume`` may continue.
 
-    An unfinished run can be resumed if only ``_FREE_KEYS`` differ.
+    An unfinished run can be resumed if its configuration differs only in ``_FREE_KEYS``.
     """
     usable, ours = _usable(resume), _as_read(config)
     found = (_enter(path, base, config, ours, usable) for path in _numbered(base))
@@ -130,7 +130,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
-    """Return the newest unfinished runs before ``chosen`` with 'key=theirs, here ours', and how many more."""
+    """Return the newest unfinished runs before ``chosen``, each with its differing keys; how many more."""
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))[::-1]
     unfinished = [(path, theirs) for path in before if (theirs := _unfinished_config(path, ours)) is not None]
@@ -191,7 +191,7 @@ def _enter(
         if is_new:
             why = error.strerror or error
             raise ConfigError(f"the run's folder {path} cannot be made ({why})") from error
-        log.warning("%s is passed over: %s", path, error)
+        log.warning("%s cannot hold this run, so another folder is tried: %s", path, error)
         return None
     if lock is None:
         log.info("%s belongs to a run that is going on", path)

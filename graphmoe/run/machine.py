@@ -1,4 +1,4 @@
-"""Device, memory and software versions (``env.json``) of a run."""
+"""Queries of a run's device, its memory, and software versions (``env.json``)."""
 
 import os
 import platform
@@ -46,7 +46,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def free_memory_of(device: torch.device) -> int:
-    """Return bytes available to this process, with what it holds on a GPU; page cache counts as free."""
+    """Return bytes available to this process, including what it holds on a GPU; page cache counts as free."""
     if device.type == "cuda":
         return reachable_bytes(device)
     machine = psutil.virtual_memory().available
@@ -64,7 +64,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def check_processes(host: HostConfig, nproc: int) -> None:
-    """Refuse more threads or processes than this machine can run. *Raises* ConfigError."""
+    """Raise ConfigError for more threads or processes than this machine can run."""
     most = PER_CPU * (os.cpu_count() or 1)
     for key, value in (("host.threads", host.threads or 1), ("launch.nproc", nproc)):
         if value > most:
@@ -105,7 +105,7 @@ def _command() -> list[str]:
 
 
 def device_name(device: torch.device) -> str:
-    """Marketing name of a GPU, or the processor's architecture."""
+    """Return a GPU's marketing name, or the processor's architecture."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
@@ -120,14 +120,14 @@ def git_commit() -> str | None:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: allocated on a GPU, resident on a CPU."""
+    """Return this process's peak memory in GiB: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def taken_gib(device: torch.device) -> float:
-    """GiB of a GPU's memory in use by all processes; on a CPU as `memory_gib`."""
+    """Return GiB of a GPU's memory that all processes use; on a CPU, this process's peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 2**30
@@ -140,7 +140,7 @@ def reachable_bytes(device: torch.device) -> int:
 
 
 def seconds_since_command() -> float:
-    """Seconds since the command, sweep job or restarted worker began, imports included."""
+    """Return seconds since the command, sweep job or restarted worker began, imports included."""
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     launched = os.environ.get(LAUNCHED_AT) if is_first else None
     return time.time() - (float(launched) if launched else psutil.Process().create_time())

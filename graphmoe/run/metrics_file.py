@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: read without torch, cut on resume, summarised."""
+"""Functions that read metrics.jsonl without torch, cut it on resume, and summarise it."""
 
 import json
 import logging
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read a metrics.jsonl; no rows without a file. *Raises* FileError."""
+    """Return the rows of a metrics.jsonl; none if it does not exist. *Raises* FileError."""
     return read_lines(path, MetricsRow)
 
 
 def read_lines(path: Path, kind: type[Any]) -> list[Row]:
-    """Read the valid lines of a file, none without a file. *Raises* FileError."""
+    """Return the valid JSON lines of a file; none if it does not exist. *Raises* FileError."""
     if not path.exists():
         return []
     rows: list[Row] = []
@@ -48,7 +48,7 @@ def steps_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def timed(steps: Sequence[Row]) -> list[Row]:
-    """Return steps without the first after each start or resume, which compiles; all if none remain."""
+    """Return the steps except the first after each start or resume, which compiles; all if none remain."""
     later = [row for place, row in enumerate(steps) if place and row.get("start_s") is None]
     return later or [*steps]
 
@@ -107,7 +107,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def value_of(summary: dict[str, Any]) -> float | None:
-    """Return the final validation loss, else the final loss."""
+    """Return the final validation loss, else the final training loss."""
     final = summary.get("final_val_loss")
     return summary.get("final_loss") if final is None else final
 

@@ -1,4 +1,4 @@
-"""Stored runs (resolved.yaml), and the tokenizer of the weights that a run starts from."""
+"""Reader of stored runs (resolved.yaml); checks of the tokenizer of the weights that a run starts from."""
 
 import enum
 import functools
@@ -59,13 +59,13 @@ class StoredRun(msgspec.Struct):
 
 
 def config_file(folder: Path) -> Path | None:
-    """Return the resolved.yaml of a run, its ``checkpoints`` or one of them; else None."""
+    """Return a run's resolved.yaml, given its folder, ``checkpoints`` or one checkpoint; else None."""
     path = run_of(folder.absolute()) / CONFIG_FILE
     return path if path.is_file() else None
 
 
 def read_stored_run(folder: Path) -> tuple[Path, StoredRun]:
-    """Read a run's resolved.yaml -> path, content. *Raises* ConfigError."""
+    """Return path and content of a run's resolved.yaml. *Raises* ConfigError."""
     path = config_file(folder)
     if path is None:
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}{near_path(folder)}")
@@ -107,7 +107,7 @@ def kind_of(folder: Path) -> FolderKind:
 
 
 def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """Yield an error message if the folder to start from is unusable, by its file names."""
+    """Yield an error message if the folder to start from is unusable; checks names of files only."""
     if (start := _start(checkpoint)) is None:
         return
     key, folder = start
@@ -121,7 +121,7 @@ def missing_start(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def with_start_tokenizer(config: RunConfig) -> RunConfig:
-    """Set the tokenizer of the folder to start from, if none was chosen."""
+    """Return the configuration, with the tokenizer of the folder to start from if none was chosen."""
     data, start = config.data, _start(config.checkpoint)
     if start is None or data.tokenizer is not None or data.source_facts.ignores("tokenizer"):
         return config
@@ -140,7 +140,7 @@ def with_start_tokenizer(config: RunConfig) -> RunConfig:
 def refuse_other_tokenizer(
     checkpoint: CheckpointConfig, data: DataConfig, tokenizer: Tokenizer | None
 ) -> None:
-    """Refuse data tokenized differently from the weights to start from."""
+    """Raise ConfigError if the data's token ids are not those of the weights to start from."""
     start = _start(checkpoint)
     if start is None or tokenizer is None or checkpoint.other_tokenizer:
         return
@@ -159,12 +159,12 @@ def refuse_other_tokenizer(
             f"checkpoint.other_tokenizer=true"
         )
     if tokenizer_hash(tokenizer) != tokenizer_hash(theirs):
-        log.warning("%s=%s has a tokenizer of the same vocabulary that splits text differently", key, folder)
+        log.warning("%s=%s has the data's token ids, but its tokenizer splits text differently", key, folder)
 
 
 @functools.cache  # a start checks the tokenizer several times
 def _warn_without_tokenizer(key: str, folder: Path) -> None:
-    log.warning("%s=%s has no %s: is the data's tokenizer the same?", key, folder, TOKENIZER_FILE)
+    log.warning("%s=%s has no %s, so the data's tokenizer was not compared", key, folder, TOKENIZER_FILE)
 
 
 def _start(checkpoint: CheckpointConfig) -> tuple[str, Path] | None:
@@ -180,7 +180,7 @@ def _tokenizer_in(folder: Path) -> Path:
 
 @contextmanager
 def named_source(key: str, folder: str | None) -> Iterator[None]:
-    """Prefix errors with the key that named the folder, if any."""
+    """Context that prefixes errors with the key that named the folder, if any."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

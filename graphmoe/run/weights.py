@@ -1,7 +1,7 @@
-"""Folders of weights in our format, and loading weights from any folder.
+"""Reader and writer of weight folders in graphmoe's format; loading of weights from any folder.
 
-Such a folder has ``model/<name>.yaml``, ``weights.safetensors`` or shards, and ``weights.json``. These, and a
-run's ``resolved.yaml``, are untrusted: they are typed, and interpolations are refused.
+A folder has ``model/<name>.yaml``, ``weights.safetensors`` or shards, and ``weights.json``. These files, and
+a run's ``resolved.yaml``, are untrusted: types are checked, and interpolations are refused.
 """
 
 import json
@@ -68,12 +68,12 @@ def load_weights(
             config.context_length, theirs.context_length, folder, theirs.context_length,
         )  # fmt: skip
     for line in same_function(config, theirs):
-        log.warning("%s as in %s; the weights are used with the first value", line, folder)
+        log.warning("this run has %s as in %s; the weights are used with this run's value", line, folder)
     return kind_of(folder)
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raise as ``load_weights`` would; reads headers only."""
+    """Raise the error that ``load_weights`` would raise for the folder; reads headers only."""
     state = {name: torch.empty(shape, device="meta") for name, shape in shapes_of(config).items()}
     _take(state, folder, config, only_check=True)
 
@@ -101,7 +101,7 @@ def _take(
 
 
 def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
-    """Return the model of any folder, and whether it has weights. *Raises* ConfigError."""
+    """Return any folder's ModelConfig, and whether it has weights. *Raises* ConfigError."""
     kind = kind_of(folder)
     if kind is FolderKind.run:
         return run_config(folder, named), bool(saved_steps(run_of(folder.absolute()) / CHECKPOINTS))
@@ -111,7 +111,7 @@ def model_of(folder: Path, named: Named = ()) -> tuple[ModelConfig, bool]:
 
 
 def open_folder(folder: Path, kind: FolderKind, named: Named) -> OpenFolder:
-    """Open a folder of safetensors, Hugging Face's or ours. *Raises* ConfigError."""
+    """Open a folder of safetensors, Hugging Face's or graphmoe's. *Raises* ConfigError."""
     return open_hf(folder) if kind is FolderKind.hf else open_weights(folder, named)
 
 
@@ -129,7 +129,7 @@ def _refuse_other_shapes(folder: Path, source: OpenFolder, ours: ModelConfig) ->
 
 
 def of_another_model(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> str | None:
-    """Return an error with the model keys that differ; None if none do."""
+    """Return an error message that lists the model keys that differ; None if none do."""
     if not (changes := different_keys(theirs, ours)):
         return None
     listed = ", ".join(f"model.{key}: {before} -> {after}" for key, before, after in changes)
@@ -151,7 +151,7 @@ def _refuse_other_tie(folder: Path, theirs: ModelConfig, ours: ModelConfig) -> N
 
 @contextmanager
 def explained_mismatch(folder: Path, ours: ModelConfig) -> Iterator[None]:
-    """Add the differing model keys to a MismatchError."""
+    """Context that adds the differing model keys to a MismatchError's message."""
     try:
         yield
     except MismatchError as error:
@@ -173,7 +173,7 @@ class WeightsMeta(msgspec.Struct):
 
 
 def open_weights(folder: Path, named: Named = ()) -> OpenFolder:
-    """Read the headers of a folder in our format. *Raises* ConfigError."""
+    """Open a folder in graphmoe's format and read its headers. *Raises* ConfigError."""
     meta = read_json(folder / META_FILE, WeightsMeta)
     if meta.format != FORMAT:
         raise ConfigError(f"{folder / META_FILE}: format={meta.format}; this version reads {FORMAT}")
@@ -223,7 +223,7 @@ def write_weights(
     max_bytes: int,
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> list[Path]:
-    """Write a folder in our format; return its files."""
+    """Write a folder in graphmoe's format; return its files."""
     written = write_shards(folder, STEM, entries, max_bytes, on_bytes)
     option = folder / OPTIONS / f"{option_name(config.name)}.yaml"
     option.parent.mkdir(exist_ok=True)
@@ -257,13 +257,13 @@ def own_model_code(config: ModelConfig) -> Named:
 
 
 def run_config(folder: Path, named: Named = ()) -> ModelConfig:
-    """Return the model of a run, its ``checkpoints`` or one of them."""
+    """Return a run's ModelConfig, given its folder, its ``checkpoints`` or one checkpoint."""
     path, run = read_stored_run(folder)
     return model_from(run.model, f"{path}: model.", named)
 
 
 def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelConfig:
-    """Parse a model; it may import the plug-ins in ``named``. *Raises* ConfigError."""
+    """Parse a ModelConfig, which may name only plug-ins in ``named``. *Raises* ConfigError."""
     for key, value in plain.items():
         if "${" in str(value):
             raise FileError(
@@ -275,7 +275,7 @@ def model_from(plain: dict[str, Any], where: str, named: Named = ()) -> ModelCon
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         reason = str(error).strip().splitlines()[0]
         key = getattr(error, "full_key", None) or ""
-        raise FileError(f"{where}{key} is of no model of this version: {reason}") from error
+        raise FileError(f"{where}{key} fits no model of this version: {reason}") from error
     assert isinstance(config, ModelConfig)
     for key, name in {"attention": config.attention, "layer": config.layer}.items():
         if OWN_CODE.fullmatch(name) and name not in named:

@@ -118,7 +118,7 @@ def _problems(args: TraceArgs) -> Iterator[str]:
 
 
 def compare(first: Summary, second: Summary, num_kernels: int) -> dict[str, Any]:
-    """Compare summaries with all their kernels, the largest difference first."""
+    """Return differences of two summaries that hold all kernels, the largest first."""
     notes = list(dict.fromkeys([*first.notes, *second.notes]))
     if first.device != second.device:
         notes.append(f"the devices differ: {first.device} and {second.device}")

@@ -1,7 +1,7 @@
 """Host and device events of a Chrome trace by torch's profiler (Kineto), and the segments that own them.
 
 A device runtime call has the ``correlation`` of each kernel, copy or memset that it launched, also through a
-graph. An event is of the innermost graphmoe range on its thread. In an eager backward it is of the forward
+graph. An event belongs to the innermost graphmoe range on its thread; in an eager backward, to the forward
 operation that autograd's sequence number names.
 """
 
@@ -212,7 +212,7 @@ def _add(trace: Trace, event: _Event, start: float, where: str) -> None:
 
 
 class Owner(NamedTuple):
-    """Unit and its part, such as attn and F; empty outside graphmoe ranges."""
+    """Segment or compile unit and its part, such as attn and F (forward); empty outside graphmoe ranges."""
 
     unit: str
     part: str
@@ -275,7 +275,7 @@ def owners_of(trace: Trace) -> Owners:
 
 
 def step_of(steps: Sequence[HostEvent], time: float) -> int | None:
-    """Return the index of the step that contains a host time."""
+    """Return the index of the step that contains a host time, or None."""
     number = bisect.bisect_right([step.start for step in steps], time) - 1
     return number if number >= 0 and time <= steps[number].end else None
 
@@ -294,6 +294,6 @@ def is_communication(activity: Activity) -> bool:
 
 
 def unit_and_part(name: str) -> Owner | None:
-    """Return segment or compile unit, and part, of a graphmoe range, or None."""
+    """Return the segment or compile unit and the part that a graphmoe range names; None for other ranges."""
     match = _RANGE.fullmatch(name)
     return Owner(match[1], match[2]) if match else None

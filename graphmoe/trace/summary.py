@@ -56,7 +56,7 @@ Launches = Mapping[int | None, tuple[HostEvent, Place]]  # host calls and their 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Kernel, copy or memset of a segment, or a CPU operation; per step."""
+    """Times of a kernel, copy or memset of a segment, or of a CPU operation; per step."""
 
     name: str
     calls: float
@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """Part of a segment, or of a compiled unit; per step."""
+    """Time of a segment's or compiled unit's part, such as its forward; per step."""
 
     segment: str
     part: str
@@ -292,7 +292,7 @@ class Device:
         return cls(peak * 1e6 if peak else None, bandwidth * 1e6 if bandwidth else None)
 
     def of_activity(self, activity: Activity) -> float | None:
-        """Return the least microseconds of a memset, or a copy within the device."""
+        """Return the least microseconds of a memset or a copy within the device, None for others."""
         if activity.num_bytes is None or self.bytes_per_us is None:
             return None
         if activity.kind == "memset":
@@ -300,7 +300,7 @@ class Device:
         return 2 * activity.num_bytes / self.bytes_per_us if "DtoD" in activity.name else None
 
     def of_operation(self, operation: HostEvent) -> float | None:
-        """Return the least microseconds of a torch operation."""
+        """Return the least microseconds of a 16-bit GEMM, None for others."""
         shape = product_shape(operation)
         if shape is None or self.flops_per_us is None:
             return None

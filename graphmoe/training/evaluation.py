@@ -60,7 +60,7 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self) -> tuple[float, int]:
-        """Return the mean and the number of micro-batches. A collective; weights must be gathered."""
+        """Return the mean loss and the number of micro-batches. A collective; weights must be gathered."""
         assert self.corpus.val is not None
         self.heartbeat.validation()
         batches = [*first_batches(self.corpus.val, self.config.val_batches, self.config.micro_batch_size)]
@@ -134,7 +134,7 @@ def generate(
 def prompt_of(corpus: Corpus, tokenizer: Tokenizer) -> str:
     """Return the first tokens of a validation or training document; '' without text.
 
-    For a stream they are of its first sample. *Raises* DataError if it is exhausted.
+    A stream gives tokens of its first sample. *Raises* DataError if the stream is exhausted.
     """
     samples = corpus.val or corpus.train
     documents = getattr(samples, "documents", None)

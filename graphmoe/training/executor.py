@@ -161,7 +161,7 @@ class Execution:
 
     @property
     def backends(self) -> str:
-        """Names of the fused experts' backends; empty if the experts are not fused."""
+        """Return the names of the fused experts' backends; empty if the experts are not fused."""
         return self.chosen.experts if self.fuses else ""
 
     def describe(self) -> list[str]:
@@ -256,7 +256,7 @@ def _warn(because: str, unused: dict[str, Any]) -> None:
 
 
 def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, remembered: str) -> str:
-    """Return the experts' backends: a checkpoint's if they can run here."""
+    """Return the experts' backends; for ``auto`` those of a checkpoint (``remembered``) if they run here."""
     requested, shape = plan.moe.experts, mlp_shape(plan)
     sync_free = plan.moe.sync_free_stage >= EXPERTS_STAGE
     if requested == "auto" and ":" in remembered:

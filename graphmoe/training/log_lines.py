@@ -41,7 +41,7 @@ class StepLog:
         if line := experts_line(last, load_LE, self._blocks):
             log.info(line)
             if found := self._watch.add(last["step"], len(read), load_LE.tolist()):
-                log.warning("%s", found)
+                log.warning("unbalanced experts in %s", found)
         if line := ranks_line(last):
             log.info(line)
 

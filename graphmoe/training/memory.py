@@ -82,7 +82,7 @@ def memory_of_places(plan: Plan, *, on_nvidia: bool) -> list[PlaceMemory]:
 
 
 def in_flight(plan: Plan, of_stages: Sequence[float]) -> Sequence[float]:
-    """Return each pipeline position's peak; ``of_stages``: what one micro-batch adds on each stage."""
+    """Return the step's peak at each pipeline position; ``of_stages``: what a micro-batch adds per stage."""
     return peaks(plan.pipeline.table, of_stages) if plan.pipeline else of_stages
 
 

@@ -68,8 +68,8 @@ def measured(
 ) -> dict[str, float]:
     """Return fp8 speedups over bf16 by GEMM: ``known`` ones, and on a GPU measured others.
 
-    ``experts`` makes the experts' case; None if they run in bf16 or vendor fp8. A forced fp8 dispatch forces
-    fp8 experts.
+    ``experts`` makes the experts' benchmark case; None if they run in bf16 or vendor fp8. A forced fp8
+    dispatch forces fp8 experts.
     """
     precision, travels = plan.precision, plan.moe.dispatch_dtype is DispatchDtype.fp8
     wanted = [*[EXPERTS] * (experts is not None and not travels), *dense]

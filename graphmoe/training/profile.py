@@ -99,7 +99,7 @@ class StepTrace:
                 written = self._write(self._profiler)
                 self._profiler = None
             names = ", ".join(chain.from_iterable(self._ranks.gather(written)))
-        log.info("steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
+        log.info("traces of steps %d to %d are in %s: %s", self._done[0], self._done[-1], self._folder, names)
         log.info("to read the traces: python -m graphmoe.trace run=%s", display_path(self._folder.parent))
 
     def drop(self) -> None:
@@ -224,7 +224,7 @@ class PipelineProfile:
         try:
             found = read_timelines(path)
         except ConfigError as error:
-            log.warning("%s, and is written anew", error)
+            log.warning("%s; this run writes the file anew", error)
             return {}
         return {
             step: timeline

@@ -51,7 +51,7 @@ def state_of(step: int, optimizer: StepOptimizer, loader: Loader, chosen: Chosen
 
 
 class TrainingStopped(RuntimeError):
-    """Diverged run; the message names the checkpoint to resume."""
+    """Raised for a diverged run; the message names the checkpoint to resume."""
 
 
 class Saves:
@@ -87,7 +87,7 @@ class Saves:
             else f"but {folder_of(store.folder, good)} is: remove {path.name}, or give the latter to "
             "checkpoint.resume_from"
         )
-        raise CheckpointError(f"{path} is nothing to go on from: {name} is not finite in it, {instead}")
+        raise CheckpointError(f"{path} cannot be resumed: {name} is not finite in it, {instead}")
 
     def after_skips(self, step: int, state: dict[str, Any], skipped: int) -> TrainingStopped:
         """Save the state after too many skipped steps; return the error that ends the run."""

@@ -33,7 +33,7 @@ class StepRow(NamedTuple):
 
     @property
     def load(self) -> list[float]:
-        """Largest expert load over the mean, of each MoE layer."""
+        """Return the largest expert load over the mean, for each MoE layer."""
         return self.load_LE.amax(dim=1).tolist()
 
 

@@ -30,25 +30,25 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of Plotly, as plain values."""
+    """A Plotly figure as plain values; the page's script draws it."""
 
     title: str
     alt: str
-    """For readers who cannot see it."""
+    """Text for readers who cannot see the chart."""
     traces: Sequence[dict[str, Any]]
     layout: dict[str, Any] = field(default_factory=dict)
     height_px: int = 300
     is_wide: bool = False
-    """Takes the whole width of a wide screen."""
+    """True if the chart takes the whole width of a wide screen."""
     frames: Frames | None = None
     note: str = ""
     is_curves: bool = False
-    """Its traces are over steps, and the controls of the page change axes and smoothing."""
+    """True if the traces are over steps, so that the page's controls change axes and smoothing."""
     is_timeline: bool = False
-    """Titles itself; a wheel or buttons zoom, and a screen of less than 640 pixels scrolls it in its box."""
+    """True for a timeline: own titles, zoom by wheel or buttons, scrolling below 640 pixels of width."""
 
     def to_html(self) -> str:
-        """The chart's place in a page; the page's script draws it."""
+        """Return the chart's element in a page; the page's script draws it."""
         slider = ""
         if self.frames is not None:
             last = len(self.frames.values) - 1
@@ -70,7 +70,7 @@ class Chart:
 
 
 def grid(charts: Iterable[Chart]) -> str:
-    """Charts next to each other if the page is wide enough."""
+    """Return HTML of charts, next to each other if the page is wide enough."""
     return f'<div class="grid">{"".join(chart.to_html() for chart in charts)}</div>'
 
 
@@ -83,7 +83,7 @@ def table(
     caption: str = "",
     is_sorted: bool = False,
 ) -> str:
-    """Return a table that scrolls; columns from ``numbers_from`` to ``numbers_to`` are numbers."""
+    """Return an HTML table that scrolls; columns from ``numbers_from`` to ``numbers_to`` are numbers."""
 
     def row(tag: str, cells: Sequence[Any]) -> str:
         first = len(cells) if numbers_from is None else numbers_from
@@ -102,7 +102,7 @@ def table(
 
 
 def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
-    """Name, value and remark of each, as boxes."""
+    """Return HTML boxes, each with a name, a value and a remark."""
     boxes = [
         f"<div><dt>{_term(name)}</dt><dd>{_text(value)}</dd><dd class=remark>{_text(remark)}</dd></div>"
         for name, value, remark in entries
@@ -111,7 +111,7 @@ def tiles(entries: Iterable[tuple[str, str, str]]) -> str:
 
 
 def cards(entries: Iterable[tuple[str, str, Iterable[str]]]) -> str:
-    """Question, answer in short, and sentences of each; words between backquotes are code."""
+    """Return HTML cards of a question, a short answer and sentences; words between backquotes are code."""
     boxes = [
         f"<article><h2>{_text(question)}</h2><p class=answer>{_text(answer)}</p>"
         f"{''.join(map(paragraph, sentences))}</article>"
@@ -121,7 +121,7 @@ def cards(entries: Iterable[tuple[str, str, Iterable[str]]]) -> str:
 
 
 def chips(colours: Mapping[str, str]) -> str:
-    """The runs of a page with their colours; a click hides one in all charts."""
+    """Return HTML buttons of a page's runs, in their colours; a click hides a run in all charts."""
     buttons = (
         f'<button type="button" aria-pressed="true" data-run="{_text(name)}" style="--run:{colour}">'
         f"{_text(name)}</button>"
@@ -131,7 +131,7 @@ def chips(colours: Mapping[str, str]) -> str:
 
 
 def controls(reached: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Choices of axes and smoothing for all curves; ``reached``: tokens and seconds of each run by step."""
+    """Return choices of axes and smoothing of curves; ``reached``: tokens and seconds of each run by step."""
     choices = "".join(
         f'<label title="{_text(says)}">{name} <select name="{key}">'
         + "".join(f'<option value="{value}">{text}</option>' for value, text in options.items())
@@ -160,7 +160,7 @@ _CHOICES = (
 
 
 def paragraph(text: str) -> str:
-    """A paragraph; words between backquotes are code."""
+    """Return an HTML paragraph; words between backquotes are code."""
     parts = [_text(part) for part in text.split("`")]
     return "<p>" + "".join(f"<code>{p}</code>" if n % 2 else p for n, p in enumerate(parts)) + "</p>"
 

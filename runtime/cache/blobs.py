@@ -24,7 +24,7 @@ ORPHAN_AGE_S = 3600.0
 
 
 class DamagedBlob(Exception):
-    """Content that does not match its hash."""
+    """Raised for content that does not match its hash."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Blobs:
         set_aside(self.path(digest), self._damaged)
 
     def remove(self, blob: Blob) -> bool:
-        """Remove a blob unless it was stored again since; return whether it was removed."""
+        """Remove a blob unless it was stored again after its listing; return whether it was removed."""
         path = self.path(blob.digest)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime <= blob.written:

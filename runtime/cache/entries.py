@@ -102,7 +102,7 @@ class Entries:
 
 
 def union(newest_first: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Merge the documents' files; files of equal `unit_of` come from the newest document with any of them."""
+    """Merge the documents' files. All files of a `unit_of` group come from the newest document with any."""
     files: dict[str, str] = {}
     owners: dict[str, int] = {}
     for number, document in enumerate(newest_first):

@@ -76,14 +76,14 @@ def base_of(facts: Facts) -> str:
 
 
 def may_share(facts: Facts, other: Facts) -> bool:
-    """Return whether equal graphs compile to equal code: equal base facts and equal plug-in passes."""
+    """Return whether equal graphs compile to equal code under both: base facts and shared plug-ins agree."""
     names = {name for name in (*facts, *other) if name.startswith(BASE)}
     names |= {name for name in facts if name.startswith(EXTRA_PASS) and name in other}
     return all(name in facts and name in other and facts[name] == other[name] for name in names)
 
 
 def differences(facts: Facts, other: Facts) -> list[str]:
-    """Changes from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
+    """Return changes from ``other`` to ``facts``, one line each: 'model.num_experts changed: 8 -> 16'."""
     names = [*facts, *(name for name in other if name not in facts)]
     changed = [name for name in names if facts.get(name) != other.get(name)]
     in_one = {name for name in changed if (name in facts) != (name in other)}
@@ -112,7 +112,7 @@ def base_facts(device: torch.device) -> dict[str, Any]:
 
 @functools.cache
 def source_hashes() -> dict[str, str]:
-    """Short hash of names and contents of the sources in each folder."""
+    """Return for each folder a short hash of its sources' names and contents."""
     contents: dict[str, list[bytes]] = {}
     root = Path(*sys.modules[__name__.partition(".")[0]].__path__)
     # all folders: code that affects compiled code may be anywhere
@@ -124,7 +124,7 @@ def source_hashes() -> dict[str, str]:
 
 
 def own_sources() -> list[Path]:
-    """All sources of this package, sorted; follows links."""
+    """Return all sources of this package, sorted; follows links."""
     (root,) = sys.modules[__name__.partition(".")[0]].__path__
     folders = os.walk(root, followlinks=True)
     return sorted(

@@ -1,7 +1,7 @@
 """Compile cache: output of torch and Triton, stored by content for later jobs (docs/compile.md); its upkeep.
 
-Each job compiles in its own work folder, which starts with verified files of earlier jobs. Nothing is locked
-during compilation, and a process may die at any time.
+Each job compiles in its own work folder, which starts with verified files of earlier jobs. *Facts* are all
+that compiled code depends on. Nothing is locked during compilation; a process may die at any time.
 """
 
 import json
@@ -45,7 +45,7 @@ class CompileCache:
         self.blobs, self.entries = Blobs(nowhere), Entries(nowhere)
 
     def open(self, facts: Facts, places: Sequence[str] = ()) -> WorkFolder:
-        """Return a work folder with verified files of these facts, else of the nearest with equal base.
+        """Return a work folder with verified files of these facts, else of the nearest with equal base facts.
 
         ``places``: folders of traced graphs, copied only if the facts are equal. If the cache is damaged,
         read-only or full, the work folder is temporary. *Raises* OSError if that fails too.
@@ -135,7 +135,7 @@ def total_bytes(cache: CompileCache) -> int:
 
 
 def verify(cache: CompileCache) -> dict[str, Any]:
-    """Check all stored files, move damaged ones away, and drop missing ones from entries."""
+    """Check all stored files, move damaged ones away, drop missing ones from entries; return a report."""
     blobs = list(cache.blobs)
     with ThreadPoolExecutor() as threads:
         whole = list(threads.map(lambda blob: _is_whole(cache, blob), blobs))
@@ -154,7 +154,7 @@ def verify(cache: CompileCache) -> dict[str, Any]:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """Remove unused files, then least recently used entries until the rest fits. Return report, entries."""
+    """Remove unused files, then least recently used entries to fit; return a report and these entries."""
     before, damaged = total_bytes(cache), _folder(cache) / "damaged"
     num_damaged, gone = len([*damaged.glob("*")]), list[Entry]()
     shutil.rmtree(damaged, ignore_errors=True)

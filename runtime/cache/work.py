@@ -1,4 +1,4 @@
-"""Work folder of one job: filled from earlier jobs; new files are published."""
+"""Work folder of one job: starts with files of earlier jobs; new ones are published to the compile cache."""
 
 import atexit
 import json
@@ -57,7 +57,7 @@ class WorkFolder:
         atexit.register(self.close)
 
     def fill(self, source: Entry | None, places: Sequence[str] | None) -> None:
-        """Copy an entry's files here; ``places``: graphs to copy, None if facts differ. *Raises* OSError."""
+        """Copy an entry's files here; ``places``: graph folders, None if facts differ. *Raises* OSError."""
         if source is None:
             return
         self.found = places is not None
@@ -70,7 +70,7 @@ class WorkFolder:
         for (path, digest), problem in zip(wanted.items(), problems, strict=True):
             if problem:
                 words = path, source.key, problem
-                log.warning("compile cache: %s of entry %s %s; it is compiled again", *words)
+                log.warning("compile cache: file %s of entry %s %s; it is compiled again", *words)
                 self.damaged.append(path)
                 self._refused.add((path, digest))
                 self._blobs.set_aside(digest)

@@ -23,7 +23,7 @@ REPORT_FILE = "capture_report.json"
 
 @dataclass
 class CaptureReport:
-    """Content of capture_report.json."""
+    """Report of all captured spans, written to capture_report.json."""
 
     scope: str
     # "device", or "host": a stand-in without graphs runs on the same static buffers
@@ -111,7 +111,7 @@ class Capture:
 
     @property
     def is_first_replay(self) -> bool:
-        """Return whether this step, first after warm-up, captures graphs for its receive levels."""
+        """Return whether this step is the first after its program's warm-up, and so captures graphs."""
         return self.ready and self._begun[self.program] == self.warmup_steps + 1
 
     @property
@@ -209,7 +209,7 @@ class _Arrivals:
         self.arrived, self.taken = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Start the copies; read their results after ``arrived``. No device sync."""
+        """Start to copy ``given``; return the copies, readable after ``arrived``. No device sync."""
         if not self._staging:
             self._staging = [torch.empty_like(tensor) for tensor in like]
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

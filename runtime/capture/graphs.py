@@ -34,7 +34,7 @@ class GraphMaker:
         self._pools: dict[Hashable, Any] = {}
 
     def make(self, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Capture ``run``, which has run before. It reads static copies of ``given``, never ``given``."""
+        """Return a graph of ``run``, which ran before and reads static copies of ``given``, not ``given``."""
         if self.on == "host":
             return HostGraph(run, given)
         if pool not in self._pools:
@@ -154,7 +154,7 @@ def _garbage_kept() -> Iterator[None]:
 
 
 def static_copy(tensor: Tensor) -> Tensor:
-    """Copy detached, with the same strides."""
+    """Return a detached copy with the same strides."""
     tensor = tensor.detach()
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)
@@ -176,7 +176,7 @@ class Span:
     seconds: float = 0.0
 
     def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Make one more graph, as ``GraphMaker.make``."""
+        """Return one more graph of this span, captured by ``maker``, and count it."""
         started = time.perf_counter()
         graph = maker.make(run, given, pool)
         self.graphs += 1

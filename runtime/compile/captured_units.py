@@ -57,7 +57,7 @@ class UnitCapture:
         return pools[number]
 
     def has_new_program(self) -> bool:
-        """Return True once after new receive levels freed all graphs; drop the state that they shared."""
+        """Return True once after new dispatchers freed all graphs; drop the state that the graphs shared."""
         if self._planned == self.capture.planned:
             return False
         self._planned = self.capture.planned
@@ -82,7 +82,7 @@ class UnitCapture:
         return CapturedUnit(code, self, span, reads)
 
     def scratch(self, index: int, like: Tensor) -> Tensor:
-        """Return a static input that all graphs share; each replays right after it is filled."""
+        """Return static input ``index``, shared by graphs that each replay right after filling it."""
         key = (index, like.shape, like.stride(), like.dtype)
         if key not in self._scratch:
             self._scratch[key] = static_copy(like)

@@ -104,7 +104,7 @@ class UnitCode:
         gradients: Sequence[Gradient],
         pending: PendingWeightGrads | None = None,
     ) -> tuple[Tensor, ...]:
-        """Compute outputs from (parameters, buffers, inputs); the backward adds its wgrad to ``pending``."""
+        """Return outputs of (parameters, buffers, inputs); the backward adds wgrad to ``pending``, if any."""
         return call_unit(self, tensors, gradients, pending)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:

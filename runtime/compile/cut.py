@@ -142,7 +142,7 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
 
 
 class OutputViews(NamedTuple):
-    """Views that turn a graph's results into a unit's outputs; compiled graphs return no views, no inputs."""
+    """Turns a graph's results into a unit's outputs: compiled graphs return neither views nor inputs."""
 
     inputs: tuple[int, ...]
     graph: fx.GraphModule  # (inputs at positions ``inputs``, results of the unit's graph) -> outputs
@@ -192,7 +192,7 @@ def _copy(node: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> fx.
 
 
 class RecomputedSegments:
-    """Called like ``run_segments``; saves only inputs of recomputed segments. Bitwise equal, capturable."""
+    """Executor that saves only inputs of recomputed segments. Bitwise like ``run_segments``, capturable."""
 
     def __init__(self, recompute: Recompute) -> None:
         assert not recompute.parts, "parts are chosen in graphs"
@@ -203,7 +203,7 @@ class RecomputedSegments:
     def __call__(
         self, segments: Sequence[Segment], tensors: dict[str, Tensor], keep: tuple[str, ...]
     ) -> tuple[Tensor, ...]:
-        """Raises ConfigError at the first call of a segment that draws random numbers."""
+        """Return the ``keep`` tensors. Raises ConfigError if a recomputed segment draws random numbers."""
         if not torch.is_grad_enabled():
             return run_segments(segments, tensors, keep)
         values = dict(tensors)
@@ -225,7 +225,7 @@ class RecomputedSegments:
 
 
 def executor_outside_graphs(recompute: Recompute) -> Executor:
-    """Return the executor of uncompiled segments."""
+    """Return the executor of uncompiled segments: it recomputes whole segments, never parts of them."""
     whole = replace(recompute, parts=frozenset())
     if recompute.parts and not recompute.segments:
         return run_segments  # then layers select parts, not whole layers

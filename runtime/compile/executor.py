@@ -54,7 +54,7 @@ class _PlacedUnit:
 
 
 class CompiledSegments:
-    """Callable like ``run_segments``; compiles each compile unit at its first call. Equal ones share code."""
+    """Executor like ``run_segments``; compiles each unit at its first call. Equal units share code."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class CompiledSegments:
         self.recompiled = 0
 
     def expect(self, lists: Iterable[Sequence[Segment]]) -> None:
-        """Count units to compile: distinct units of these lists, and the optimizer's update."""
+        """Count units to compile, for progress: distinct units of these lists, and the optimizer's update."""
         captured = self._capture.names if self._capture else frozenset[str]()
         apart = OVERLAPPED if self._unit_turns else frozenset[str]()
         units = (unit for segments in lists for unit in units_of(segments, (), captured, apart))
@@ -115,7 +115,7 @@ class CompiledSegments:
 
     @contextmanager
     def deferring(self, pending: PendingWeightGrads) -> Iterator[None]:
-        """Append wgrad of forwards inside to ``pending``, for the caller to run, except of dynamic units."""
+        """Context whose forwards leave wgrad in ``pending`` for the caller, except in uncompiled units."""
         before, self._pending = self._pending, pending
         try:
             yield
@@ -127,7 +127,7 @@ class CompiledSegments:
         return self._capture is not None
 
     def lane(self, name: Hashable) -> AbstractContextManager[None]:
-        """Assign the forward of a micro-batch to a micro-batch slot, for captured units.
+        """Context that assigns a micro-batch's forward to a micro-batch slot, for captured units.
 
         Results and input gradients are valid until the slot is reused: by then every backward, wgrad and send
         must be complete. Each step's first micro-batch must use the same slot: its wgrad overwrites the sums.
@@ -155,7 +155,7 @@ class CompiledSegments:
     def in_place(
         self, run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> Callable[..., Sequence[Tensor]]:
-        """Compile the update ``run(*tensors)``, which changes arguments in place, without passes."""
+        """Return ``run`` compiled without passes; ``run(*tensors)`` updates some of ``tensors`` in place."""
         report = UnitReport("optimizer")
         with self._compiling(report):
             with report.measured():
@@ -296,7 +296,7 @@ class CompiledSegments:
 def _log_compiled(report: UnitReport, rest: str) -> None:
     loaded = report.source != "compiled"
     done = "loaded" if loaded else "compiled"
-    log.info("%s %s%s", done, report.unit, rest, extra=FILE_ONLY if loaded else None)
+    log.info("%s unit %s%s", done, report.unit, rest, extra=FILE_ONLY if loaded else None)
 
 
 def _kind_of(unit: Unit) -> tuple[Any, ...]:

@@ -71,7 +71,7 @@ def unit_graphs(
     """Trace ``run`` and cut it; the first ``num_weights`` inputs are parameters.
 
     ``makers``: operations of other units that compute the last inputs. ``lifts``: quantized parameters become
-    inputs, `UnitGraphs.forms`. Raises ConfigError if ``recompute`` draws random numbers.
+    inputs, `UnitGraphs.forms`. Raises ConfigError if a recomputed part draws random numbers.
     """
     forward = trace_forward(run, fakes)
     placeholders = forward.graph.find_nodes(op="placeholder")

@@ -26,7 +26,7 @@ PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], UnitGraphs]) -> UnitGraphs:
-    """Load the graphs stored under ``key``, or trace and store them."""
+    """Return the graphs stored under ``key``; if there are none, trace and store them."""
     if folder is None:
         return trace()
     # None for an object of this process (a nested function, a user's class), whose source is no fact
@@ -46,7 +46,7 @@ def kept_graphs(folder: Path | None, key: tuple[Any, ...], trace: Callable[[], U
     graphs = trace()
     try:
         if text is None:
-            raise ValueError("its key has an object of this process only, such as a nested function")
+            raise ValueError("the unit's key has an object of this process only, such as a nested function")
         if _are_sources_edited():
             raise ValueError("a source was edited after this process had started")
         content = graphs_to_bytes(graphs)

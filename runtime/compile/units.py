@@ -127,7 +127,7 @@ class BoundUnit:
                     refuse_custom_gradients(results)
                     for (name, tensor), version in zip(given, versions, strict=True):
                         if tensor._version != version:
-                            raise TypeError(f"it changes {name} in place")
+                            raise TypeError(f"the segment changes {name} in place")
             except ConfigError:
                 raise
             except Exception as error:
@@ -140,7 +140,7 @@ class BoundUnit:
         return tuple(values[name] for name in self.unit.writes)
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for units that compute the same function."""
+        """Return a value that is equal for units that compute the same function."""
         segments = tuple((s.name, s.reads, s.writes, _function_of(s.run)) for s in self.unit.segments)
         return segments, self.unit.reads, self.unit.writes, tuple(map(_description, self.owners)), self.names
 
@@ -228,8 +228,8 @@ def trace_in_place(run: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor]
 def trace_forward(run: Callable[..., tuple[Tensor, ...]], fakes: Sequence[Tensor]) -> fx.GraphModule:
     """Trace ``run(*tensors)`` into a functional ATen graph with one output tuple.
 
-    Composite operations are decomposed, ours and attention kernels are not; a custom autograd function is its
-    forward. ``node.meta`` has the fake value as "val", the annotation as "custom".
+    Composite operations are decomposed, except ours and attention kernels; a custom autograd function is
+    traced as its forward. ``node.meta`` has the fake value as "val", the annotation as "custom".
     """
     mode: FakeTensorMode = fakes[0].fake_mode  # type: ignore[attr-defined]
 

@@ -90,7 +90,7 @@ MAKERS: dict[str, Maker] = {
     "deepep": _deepep,
     "turbo": _deepep,
 }
-"""Makers by the names in `graphmoe.plan.experts.FACTS`."""
+"""Dispatcher makers by value of ``moe.dispatcher``, with the names in `graphmoe.plan.experts.FACTS`."""
 
 
 def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
@@ -123,7 +123,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
-    """Bytes that each rank shares for symm: received rows, replicas of a layer; 0 with other dispatchers."""
+    """Return the bytes that each rank shares for symm: received rows, replicas of a layer; else 0."""
     if moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, graph)
@@ -198,7 +198,7 @@ def check_dispatcher(choice: str, device: torch.device, layout: Layout, ranks: R
 
 
 def check_package(choice: str, device_type: str) -> None:
-    """*Raises* ConfigError if this machine cannot run the dispatcher."""
+    """Check that this machine can run the dispatcher. *Raises* ConfigError."""
     key, facts = f"moe.dispatcher={choice}", None if choice == "auto" else dispatcher_facts(choice)
     if facts is None or facts.platform is None:
         return
@@ -210,7 +210,7 @@ def check_package(choice: str, device_type: str) -> None:
         require_package("moe.dispatcher", choice, INSTEAD)
     if facts.platform == ("cuda" if torch.version.hip else "rocm"):
         other = {"cuda": "CUDA", "rocm": "ROCm"}[facts.platform]
-        raise ConfigError(f"{key} is for GPUs with {other}, and these have not; use {INSTEAD}")
+        raise ConfigError(f"{key} is for GPUs with {other}, which this torch lacks; use {INSTEAD}")
 
 
 def _check_nvshmem(key: str) -> None:

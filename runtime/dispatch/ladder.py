@@ -47,7 +47,7 @@ class ReceiveLadder:
         """``levels`` rise to the worst case; ``last`` has no limit. The first level, program 0, is in use.
 
         ``use`` sets each layer's dispatcher and the program, None for ``last``. ``has_memory``: whether all
-        ranks can replace the first dispatchers by the second; a collective.
+        ranks can replace the first dispatchers by the second; a collective. ``last_words`` describe ``last``.
         """
         assert last.capacity is None
         self._levels, self._last, self._last_words = levels, last, last_words

@@ -43,7 +43,7 @@ class PeerRows:
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, counts_P: Tensor) -> Tensor:
-        """Return the row counts from each rank to each rank, [P, P]. A barrier, as `wait`."""
+        """Return the row counts from each rank to each rank, [P, P]. The stream waits for earlier reads."""
         arrivals = counts_P.new_empty(self.size * self.size)
         all_gather_into(arrivals, counts_P.contiguous(), group=self.group)
         return arrivals.view(self.size, self.size)
@@ -53,7 +53,7 @@ class PeerRows:
         dist.all_reduce(self._nothing, group=self.group)
 
     def exchange(self, columns: Sequence[Tensor], splits_P: Tensor, rows: int) -> list[Tensor]:
-        """Return views of received columns, valid until the next call. Call `gather` or `wait` first."""
+        """Send rows after `gather` or `wait`; return views of received columns, valid until the next call."""
         places, width = _row_of([_bytes(column) for column in columns], self.size)
         sent, came = (region[: len(region) // width * width].view(-1, width) for region in self._regions)
         assert max(rows, *map(len, columns)) <= len(came), "more rows than the symmetric memory holds"
@@ -67,7 +67,7 @@ class PeerRows:
 def bytes_of(
     tokens: int, places: int, rows: int, hidden: int, dtype: torch.dtype, top_k: int, ranks: int
 ) -> int:
-    """Bytes of an exchange that sends a token to at most ``places`` ranks; a rank receives ``rows``."""
+    """Return bytes of an exchange that sends a token to up to ``places`` ranks; each receives ``rows``."""
     _, width = _row_of([hidden * dtype.itemsize, 4 * top_k, 4 * top_k], ranks)
     return max(rows, tokens * min(places, ranks)) * width
 
@@ -90,7 +90,7 @@ _in_use: list[PeerRows] = []  # the last one; graphs may read earlier ones
 
 
 def use_rows(rows: PeerRows | None) -> None:
-    """Set the memory of this process's operations; None frees this and earlier ones."""
+    """Set the memory of this process's operations; None frees the memory of all earlier calls."""
     if rows is None:
         _in_use.clear()
     else:

@@ -41,7 +41,7 @@ class Symm:
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """As ``Dispatcher.dispatch``; ``along``: own expert weights, ids of experts to replicate. No sync."""
+        """Return received tokens, weights, experts, row count, handle. ``along``: experts, replica ids."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along
@@ -53,7 +53,7 @@ class Symm:
         return h_ND, weight_NK, number_NK, room.int(), arrivals_PP
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor, along: Sequence[Tensor] = ()) -> Tensor:
-        """As ``Dispatcher.combine``; ``along`` as in dispatch, for the backward. No device sync."""
+        """Return each token's sum over ranks [T, D]; ``along``: experts, replica ids, for the backward."""
         return torch.ops.graphmoe.symm_combine(sum_ND, *plan_and_handle, self.block, *along)
 
 
@@ -64,12 +64,12 @@ def make_peers(mesh: Mesh, device: torch.device) -> Peers:
 
 
 class SymmetricMemory:
-    """`graphmoe.ops.symm.peers.SharedMemory` on GPUs of one node, without multicast."""
+    """Memory that GPUs of one node read from each other, without multicast; implements `SharedMemory`."""
 
     addresses: Tensor
 
     def __init__(self, group: dist.ProcessGroup, purpose: str) -> None:
-        """``purpose`` is for the log and errors."""
+        """``purpose``: what the memory is for, in the log and errors."""
         self._group, self._purpose = group, purpose
         self.rank, self.size, self.num_bytes = dist.get_rank(group), group.size(), 0
         self._buffers: list[Tensor] = []
@@ -79,7 +79,7 @@ class SymmetricMemory:
         self._of_graphs: list[tuple[list[Tensor], Callable[[], None], Tensor]] = []
 
     def reserve(self, num_bytes: int) -> None:
-        """As `SharedMemory.reserve`. Syncs the device if the region grows."""
+        """Grow each rank's region to ``num_bytes`` if it is smaller: a collective that syncs the device."""
         if num_bytes > self.num_bytes:
             self.renew(num_bytes)
 
@@ -88,7 +88,7 @@ class SymmetricMemory:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self._purpose} needs {num_bytes} shared bytes in a new region (it has {self.num_bytes}), "
-                f"and a capture cannot allocate; run it once before, or reserve the sizes at start"
+                f"and a capture cannot allocate; run the step uncaptured once, or reserve the sizes at start"
             )
         # after this and the rendezvous no rank reads the old region
         torch.cuda.synchronize()
@@ -116,7 +116,7 @@ class SymmetricMemory:
 
 
 class SymmetricPeers:
-    """`graphmoe.ops.symm.peers.MemoryPeers` with two `SymmetricMemory`; streams must order exchanges."""
+    """Reads peers' rows and replicas in a `SymmetricMemory` for each; streams must order exchanges."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rows, self.replicas = (
@@ -137,7 +137,7 @@ class SymmetricPeers:
         self.replicas.forget_graphs()
 
     def reserve(self, sizes: Sizes) -> Region:
-        """As `MemoryPeers.reserve`. Syncs the device if the region grows."""
+        """Return the offsets for ``sizes``; if the region is too small, grow it and sync the device."""
         joined = sizes if self._region is None else self._region.sizes.joined(sizes)
         if self._region is None or joined != self._region.sizes:
             region = Region.with_room_for(joined, self.size)

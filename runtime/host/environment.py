@@ -71,7 +71,7 @@ def set_environment(host: HostConfig, device: DeviceChoice) -> list[HostLine]:
 
 
 def variables(host: HostConfig, device: DeviceChoice) -> list[Variable]:
-    """Variables that a configuration requests; host.env takes precedence."""
+    """Return the variables that a configuration requests; host.env takes precedence."""
     found = [Variable(name, value, "host.env") for name, value in host.env.items()]
     for variable in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", variable.name) or "\0" in variable.value:

@@ -304,7 +304,7 @@ def _release_in_children() -> None:
 
 @contextmanager
 def temporary_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new temporary folder, removed at exit. *Raises* OSError."""
+    """Yield a new temporary folder, removed after the block. *Raises* OSError."""
     folder, lock = make_temporary_folder(prefix)
     try:
         yield folder
@@ -315,7 +315,7 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 
 def make_temporary_folder(prefix: str) -> tuple[Path, FileLock | None]:
-    """Like `temporary_folder`, but the caller removes it and releases the lock."""
+    """Make a temporary folder and its lock; the caller removes the folder, then releases the lock."""
     parent = Path(tempfile.gettempdir())
     remove_dead(parent, prefix)
     return make_process_folder(parent, prefix)
@@ -332,7 +332,7 @@ def make_process_folder(parent: Path, prefix: str = "") -> tuple[Path, FileLock 
 
 
 def process_name() -> str:
-    """Return <host>-<pid>-<random>."""
+    """Return a new unique name: <host>-<pid>-<random>."""
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -360,7 +360,7 @@ def is_dead(folder: Path, prefix: str = "") -> bool:
 
 
 def age_s(path: Path) -> float:
-    """Seconds since the last change; 0 if missing."""
+    """Return seconds since a file's last change; 0 if it is missing."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

@@ -114,7 +114,7 @@ class Progress:
 
 @contextmanager
 def without_text(pattern: bytes) -> Iterator[None]:
-    """Remove matches from stderr, also from C++ libraries. The rest is printed at exit."""
+    """Context that removes matches from stderr, also from C++ libraries; prints the rest when it ends."""
     try:
         kept, stderr = tempfile.TemporaryFile(), os.dup(2)  # noqa: SIM115  (opened outside of the `with`)
     except OSError:  # no room for a file, or no stderr

@@ -49,12 +49,12 @@ class StopSignal:
         return self
 
     def asked(self, name: str) -> None:
-        """Called at the first signal: report it, unless the launcher does."""
+        """Report the first signal, unless the launcher reports it."""
         if LAUNCHER_PID not in os.environ:
             say(f"{name} received: the run stops after this step; a second signal ends it at once")
 
     def ending(self, name: str) -> None:
-        """Called before a second signal ends the process."""
+        """Do nothing; a subclass may act here before a second signal ends the process."""
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():

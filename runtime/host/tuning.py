@@ -114,11 +114,11 @@ SYS, PROC = Path("/sys"), Path("/proc")
 
 
 class Unbound(Exception):
-    """Reason why a process cannot run near its GPU."""
+    """Raised with the reason why a process cannot run near its GPU."""
 
 
 def cpus_near(device: torch.device) -> tuple[int, set[int]]:
-    """NUMA node of a GPU, and its CPUs that this process may use. Starts CUDA. *Raises* Unbound."""
+    """Return a GPU's NUMA node and that node's usable CPUs. Starts CUDA. *Raises* Unbound."""
     if device.type != "cuda":
         raise Unbound("the run has no GPU to be near to")
     nodes = cpus_of_nodes()
@@ -134,7 +134,7 @@ def cpus_near(device: torch.device) -> tuple[int, set[int]]:
 
 
 def numa_node(device: torch.device) -> int | None:
-    """NUMA node of a GPU; None if the system does not report it. Starts CUDA."""
+    """Return the NUMA node of a GPU; None if the system does not report it. Starts CUDA."""
     # CUDA's bus address is right whatever subset of GPUs the process sees; torch's stubs lack it
     at: Any = torch.cuda.get_device_properties(device)
     address = f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"
@@ -143,7 +143,7 @@ def numa_node(device: torch.device) -> int | None:
 
 
 def cpus_of_nodes() -> dict[int, set[int]]:
-    """CPUs of each NUMA node that has any."""
+    """Return the CPUs of each NUMA node that has any."""
     nodes = SYS / "devices/system/node"
     with_cpus = sorted(cpu_list(read_system(nodes / "has_cpu")))
     return {node: cpu_list(read_system(nodes / f"node{node}" / "cpulist")) for node in with_cpus}
@@ -156,7 +156,7 @@ def cpus_here() -> set[int]:
 
 
 def cores_here() -> int:
-    """Number of physical cores that affinity and control groups allow."""
+    """Return the number of physical cores that affinity and control groups allow."""
     siblings = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = len({read_system(SYS / siblings.format(cpu)) or str(cpu) for cpu in cpus_here()})
     return max(min([cores, *_quotas()]), 1)

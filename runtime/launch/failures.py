@@ -44,7 +44,7 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """End of a worker that did not finish."""
+    """Record of a worker that ended without finishing."""
 
     rank: int
     host: str
@@ -110,7 +110,7 @@ def error_file(log_dir: Path, rank: int) -> Path:
 
 
 def attempt_of(environment: Mapping[str, str]) -> str:
-    """Job and restart count by elastic's variables."""
+    """Return job and restart count, from elastic's variables."""
     return "/".join(environment.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
 
 
@@ -162,7 +162,7 @@ def _left_in(log_dir: Path) -> Iterator[Failure]:
 
 
 def set_flight_recorder(log_dir: Path | None) -> None:
-    """Set torch's variables before the process group is made, and again once the log folder is known."""
+    """Set the recorder's variables: before the process group is made, again once the log folder is known."""
     wanted = {_BUFFER: str(_ENTRIES), _ON_TIMEOUT: "1"}
     if log_dir is not None:  # torch reads it at its first dump
         wanted[_FILE] = str(log_dir.absolute() / NAME)
@@ -174,7 +174,7 @@ def set_flight_recorder(log_dir: Path | None) -> None:
 
 
 def ask_for_dumps(stamps: Path, ranks: Iterable[int], log_dir: Path) -> None:
-    """Make workers dump, and wait some seconds for it."""
+    """Make workers dump their flight recorders; wait some seconds for the files."""
     began, asked = time.time(), set[int]()
     for rank in ranks:
         with suppress(OSError):  # there is none, or nobody reads it

@@ -76,7 +76,7 @@ class HangWatch:
         self.log_dir: Path | None = None
 
     def look(self, attempt: str, log_dir: Path) -> None:
-        """If a worker hangs, report it and kill all of this node. Call it every second."""
+        """If a worker hangs, report it and kill all workers of this node. Call it every second."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         for path in self._folder.glob(f"*{SUFFIX}"):
@@ -152,7 +152,7 @@ class HangWatch:
 
 @contextmanager
 def watching(timeout_s: float | None) -> Iterator[tuple[HangWatch | None, dict[str, str]]]:
-    """Yield a watch, and environment variables for workers; None and {} without a timeout."""
+    """Yield a hang watch, and environment variables for workers; None and {} without a timeout."""
     if timeout_s is None:
         yield None, {}
         return

@@ -28,7 +28,7 @@ _RUN = "graphmoe/run"
 
 @contextmanager
 def store_of_nodes(nodes: Nodes) -> Iterator[None]:
-    """Host the nodes' store on the first node; connect from others. *Raises* RunFailed."""
+    """Host the nodes' rendezvous store on the first node; connect to it from others. *Raises* RunFailed."""
     endpoint, run, instead = nodes.endpoint, f"{nodes.job} of {nodes.count} nodes", "use a port that is free"
     # elastic's own store would listen on all interfaces
     if nodes.is_first:

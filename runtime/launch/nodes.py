@@ -41,7 +41,7 @@ class Nodes:
 
 
 def find_nodes(launch: LaunchConfig) -> Nodes:
-    """Nodes of the configuration, or of this process's Slurm step or PyTorchJob. *Raises* ConfigError."""
+    """Return nodes of the config, or of this process's Slurm step or PyTorchJob. *Raises* ConfigError."""
     environ, in_step, pods = os.environ, _nodes_of_step(), num_pods()
     count = (pods or in_step) if launch.nodes == "auto" else launch.nodes
     if pods:
@@ -65,7 +65,7 @@ def find_nodes(launch: LaunchConfig) -> Nodes:
 
 
 def num_pods() -> int | None:
-    """Number of pods if WORLD_SIZE and RANK count pods; else None."""
+    """Return the number of pods if WORLD_SIZE and RANK count pods; else None."""
     # Kubernetes' PyTorchJob sets both for one process per pod, without LOCAL_RANK. With nprocPerNode
     # WORLD_SIZE counts ranks, and PET_NNODES pods.
     of_pods = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -91,7 +91,7 @@ def num_ranks() -> int:
 
 
 def run_name() -> str:
-    """Name shared by exactly the ranks of this run; empty if unknown."""
+    """Return the name shared by exactly the ranks of this run; empty if unknown."""
     environ = os.environ
     if ELASTIC in environ or environ.get(_MPI_RUN):
         return attempt_of(environ) if ELASTIC in environ else environ[_MPI_RUN]
@@ -102,7 +102,7 @@ def run_name() -> str:
 
 
 def started_by() -> str | None:
-    """Return torchrun, srun or mpirun if it started this rank; set torch's variables. Raises ConfigError."""
+    """Return what started this rank (torchrun, srun, mpirun); set torch's variables. Raises ConfigError."""
     environ = os.environ
     if ELASTIC in environ or num_ranks() != 1:
         name, values = "torchrun", [environ.get(variable) for variable in _TORCHS]
@@ -166,7 +166,7 @@ def interface_of(address: str) -> str | None:
 
 
 def listen_at(endpoint: str) -> socket.socket:
-    """Listen at the endpoint, on all interfaces if it resolves to none here. *Raises* OSError."""
+    """Listen at the endpoint, on all interfaces if this node has no such address. *Raises* OSError."""
     for family, place in _places(endpoint):
         # some hosts resolve their own name to 127.0.1.1, which other nodes cannot reach
         if _is_usable(endpoint, place[0]):
@@ -191,7 +191,7 @@ def addresses_of(endpoint: str) -> list[str]:
 
 
 def address_towards(endpoint: str) -> str | None:
-    """Address of the interface for gloo or NCCL, else of the route to the endpoint."""
+    """Return this node's address: of gloo's or NCCL's interface, else of the route to the endpoint."""
     interfaces = psutil.net_if_addrs()
     for variable in _INTERFACES:
         for place in interfaces.get(os.environ.get(variable, ""), ()):

@@ -89,7 +89,7 @@ def name_log_dir(log_dir: Path) -> None:
 
 
 def read_stamp(path: Path) -> Stamp | None:
-    """Newest heartbeat in a file; None if it is incomplete."""
+    """Return the newest heartbeat in a file; None if it is incomplete."""
     try:
         pid, count, step, limit_s, phase = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ class Heartbeat:
     """Heartbeats at each step, validation and checkpoint. No device sync."""
 
     def __init__(self, hang_timeout_s: int | None, first_steps: int) -> None:
-        """``first_steps`` compile, autotune or capture."""
+        """``first_steps``: number of steps that compile, autotune or capture."""
         self._timeout_s = math.inf if hang_timeout_s is None else float(hang_timeout_s)
         self._first_steps, self._begun, self._step = first_steps, 0, 0
         self._longest: dict[str, float] = {}
@@ -119,7 +119,7 @@ class Heartbeat:
         self._begin("step", f"step {number}", known=self._has_read)
 
     def has_read(self) -> None:
-        """Note that the host has waited for the device."""
+        """Note that the host waited for the device, so the longest step may now set the limit."""
         self._has_read = self._begun > self._first_steps
 
     def restart(self, what: str) -> None:

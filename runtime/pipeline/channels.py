@@ -64,7 +64,7 @@ class Channels:
         self._in_flight[message] = [_begun(dist.isend, tensor, peer, group) for tensor in held], held
 
     def receive(self, message: Message, specs: Specs) -> Arrival:
-        """Post receives, in the order of the source's sends."""
+        """Post receives, in the order of the source's sends; return a function that waits for them."""
         group, peer = self._ends[message.channel]
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._place) for spec in specs)
         works = [_begun(dist.irecv, tensor, peer, group) for tensor in tensors]

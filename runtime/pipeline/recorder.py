@@ -37,7 +37,7 @@ class StepRecorder(Protocol):
         """Begin a step."""
 
     def span(self, track: Track, step: Step) -> AbstractContextManager[None]:
-        """Wrap a step, or the wait for a message."""
+        """Return the context around a step, or around the wait for a message."""
 
 
 class Recorder:

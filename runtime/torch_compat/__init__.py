@@ -48,7 +48,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 def lazy_graph_modules() -> ContextDecorator:
-    """Generate Python code of traced graphs only when they run (torch/fx/_lazy_graph_module.py)."""
+    """Context: traced graphs generate Python code only when they run (torch/fx/_lazy_graph_module.py)."""
     # most never run: their code took a sixth of a run that traces and compiles nothing
     return cast(ContextDecorator, _use_lazy_graph_module(True))
 
@@ -147,14 +147,14 @@ def graphs_to_bytes(graphs: Any) -> bytes:
 
 
 def graphs_from_bytes(content: bytes) -> Any:
-    """Inverse of `graphs_to_bytes`. Runs code: trusted files only."""
+    """Return the graphs that `graphs_to_bytes` stored. Runs code: trusted files only."""
     from torch.fx._graph_pickler import GraphPickler
 
     return GraphPickler.loads(content, fake_mode())
 
 
 def tensors_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Parameters and buffers by name, as (dictionary, key)."""
+    """Return where each parameter and buffer is held, by name: (dictionary, key)."""
     return {
         f"{prefix}.{key}".lstrip("."): (holder, key)
         for prefix, part in module.named_modules()
@@ -165,7 +165,7 @@ def tensors_of(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
 
 
 def custom_function_of(node: Any) -> type | None:
-    """Custom autograd function behind an autograd node (torch/autograd/function.py)."""
+    """Return the custom autograd function of an autograd node, if any (torch/autograd/function.py)."""
     function = getattr(type(node), "_forward_cls", None)
     # torch.library generates such classes for register_autograd (torch/_library/autograd.py)
     generated = function is not None and function.__name__.startswith("GeneratedBackwardFor_")
@@ -174,7 +174,7 @@ def custom_function_of(node: Any) -> type | None:
 
 @contextmanager
 def cache_counts() -> Iterator[dict[str, int]]:
-    """Count events of torch's compile caches, filled at exit."""
+    """Yield counts of torch's compile cache events, filled in when the block ends."""
     from torch._dynamo.utils import counters
 
     names = {
@@ -213,14 +213,14 @@ def use_torchs_ptxas() -> None:
 
 
 def bind_threads(cpus: set[int]) -> None:
-    """Restrict threads without their own affinity to CPUs (torch/numa/binding.py). *Raises* OSError."""
+    """Bind to ``cpus`` the threads with the caller's affinity (torch/numa/binding.py). *Raises* OSError."""
     # torchrun's --numa-binding takes an unknown NUMA node for node 0 and needs numactl
     numa_binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus)
 
 
 @contextmanager
 def fake_process_group(num_ranks: int, rank: int) -> Iterator[None]:
-    """One rank of many, with no-op collectives."""
+    """Context in which this process is one rank of many, and collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
@@ -231,7 +231,7 @@ def fake_process_group(num_ranks: int, rank: int) -> Iterator[None]:
 
 
 def process_group_in(argument: Any) -> torch.distributed.ProcessGroup | None:
-    """Process group in a c10d operation's argument (torch/csrc/distributed/c10d/Ops.cpp)."""
+    """Return the process group in a c10d operation's argument (torch/csrc/distributed/c10d/Ops.cpp)."""
     if not isinstance(argument, torch.ScriptObject):
         return None
     try:
@@ -262,14 +262,14 @@ def nvshmem_empty(
 def all_to_all_by_splits(
     rows: Tensor, out: Tensor, splits: Tensor, out_splits: Tensor, group: torch.distributed.ProcessGroup
 ) -> None:
-    """All-to-all of rows in symmetric memory; splits int64 [P] -> counts, offsets [2, P]. No device sync."""
+    """All-to-all of rows by int64 ``splits`` [P]; writes counts and offsets [2, P]. No device sync."""
     torch.ops.symm_mem.all_to_all_vdev(rows, out, splits, out_splits, group.group_name)
 
 
 def symmetric_memory(
     num_bytes: int, group: torch.distributed.ProcessGroup
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Peer-readable buffers by rank, and a barrier kernel on the current stream. Collective.
+    """Return peer-readable buffers by rank, and a barrier kernel on the current stream. Collective.
 
     Buffers live as long as tensors or barrier (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemory.cu).
     """

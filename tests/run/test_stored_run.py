@@ -72,9 +72,9 @@ def test_attention_of_a_file_is_imported_if_its_reader_names_it(run, tmp_path, m
     ("change", "words"),
     [
         ({"model": 3}, "model: expected object, found int"),
-        ({"model": {"num_layers": [1]}}, "model.num_layers is of no model"),
+        ({"model": {"num_layers": [1]}}, "model.num_layers fits no model"),
         ({"model": {"num_layers": -1}}, "model.num_layers=-1"),
-        ({"model": {"colour": "red"}}, "model.colour is of no model"),
+        ({"model": {"colour": "red"}}, "model.colour fits no model"),
         ({"precision": {"compute": "fp8"}}, "precision.compute=fp8 must be one of"),
         ({"precision": {"compute": 8}}, "precision.compute: expected str"),
         ({"data": [1]}, "data: expected object, found array"),

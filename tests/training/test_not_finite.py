@@ -230,7 +230,7 @@ def test_a_start_from_weights_that_are_not_finite_names_the_tensor_and_the_newes
         with pytest.raises(CheckpointError) as refused:
             trainer_in(tmp_path / folder, *RUN, *more)
         bad, good = checkpoints / "step_00000006", checkpoints / "step_00000004"
-        assert f"{bad} is nothing to go on from: {first}" in str(refused.value)
+        assert f"{bad} cannot be resumed: {first}" in str(refused.value)
         assert f"but {good} is: remove step_00000006" in str(refused.value)
     with pytest.raises(CheckpointError, match="no earlier one there can be used"):
         trainer_in(tmp_path / "one", *RUN, f"checkpoint.resume_from={checkpoints / 'step_00000006'}")

@@ -49,7 +49,7 @@ def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, capl
     said = [message for message in caplog.messages if "profile" in message or "trace" in message]
     assert said == [
         "profile.steps: a CPU has no history of memory; times are those of the host",
-        f"steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
+        f"traces of steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
         f"to read the traces: python -m graphmoe.trace run={tmp_path}",
     ]
 

@@ -1,4 +1,4 @@
-"""Models in the format of the Hugging Face hub."""
+"""Loading and saving of models in Hugging Face's folder format."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from graphmoe.model.build import Transformer, build_model
 def load_hf(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[ModelConfig, Transformer]:
-    """Read configuration and model from a Hugging Face folder, by default in its dtype.
+    """Read configuration and model from a Hugging Face folder, by default in the folder's dtype.
 
     Families: deepseek_v2, deepseek_v3 (also Moonlight and Kimi-K2), qwen3_moe, mixtral. *Raises* ConfigError
     listing all keys with unsupported values, or all tensors that are missing, extra or of another shape.
@@ -37,7 +37,7 @@ def save_hf(
     max_shard_size: int | str = DEFAULT_SHARD,
     token_ids: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a folder that ``transformers`` reads, in the configuration's family. Weights keep their dtype.
+    """Write a folder that ``transformers`` reads; ``config`` decides the family. Weights keep their dtype.
 
     ``token_ids``: bos_token_id, eos_token_id and pad_token_id for config.json. *Raises* ConfigError naming
     keys that no family can express, or tensors that do not fit the configuration.

@@ -1,4 +1,4 @@
-"""Hugging Face model families that graphmoe reads and writes: their keys, and names of their tensors."""
+"""Hugging Face model families that graphmoe reads and writes: keys of config.json, names of tensors."""
 
 import dataclasses
 import json
@@ -52,10 +52,10 @@ FAMILIES = (
 )  # fmt: skip
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FUSED = ".mlp.experts.gate_up_proj"
-"""Suffix in folders of transformers 5, which store a layer's experts as one tensor."""
+"""Suffix of a tensor's name in folders of transformers 5, which store a layer's experts as one tensor."""
 TRAINING_KEYS = {"name", "attention_backend", "bias_update_rate", "aux_loss", "aux_loss_coef"}
 TRAINING_KEYS |= {"z_loss_coef", "mtp_loss_weight", "init_std", "peak_lr"}
-"""Keys absent from config.json, or used in training only."""
+"""ModelConfig keys that config.json lacks, or that only training uses."""
 
 
 def family_of(raw: dict[str, Any], where: str) -> Family:
@@ -113,7 +113,7 @@ def to_hf_config(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
 
 
 def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
-    """Return a line per key by which two models compute different functions; empty if none."""
+    """Return a line for each config key that makes two models compute different functions."""
     ours, theirs = _effective(a), _effective(b)
     lines = []
     for key in dict.fromkeys((*ours, *theirs)):
@@ -126,7 +126,7 @@ def same_function(a: ModelConfig, b: ModelConfig) -> list[str]:
 
 
 def different_keys(a: ModelConfig, b: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """Return (key, a's value, b's value) of keys that differ and affect either model's output."""
+    """Return (key, a's value, b's value) for keys that differ and affect either model's output."""
     keys = dict.fromkeys((*_effective(a), *_effective(b)))
     values = [(key, getattr(a, key), getattr(b, key)) for key in keys]
     return [(key, before, after) for key, before, after in values if before != after]
@@ -213,7 +213,7 @@ def _effective(config: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A published tensor: ``theirs`` equals ``ours[index]`` bitwise."""
+    """A tensor of a published folder, by name: ``theirs`` equals ``ours[index]`` of our model bitwise."""
 
     theirs: str
     ours: str

@@ -40,7 +40,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """Folder of safetensors whose headers are read, but no weights."""
+    """Opened folder of safetensors: config.json and headers are read, weights are not."""
 
     config: ModelConfig
     files: TensorFiles
@@ -52,13 +52,13 @@ class OpenFolder:
     block_scales: bool = False
 
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights that are not fp8; the router's bias, always fp32, does not count."""
+        """Return the dtype of weights that are not fp8; the router's bias, always fp32, does not count."""
         headers = self.files.headers
         weights = (piece.theirs for piece in self.pieces if not piece.ours.endswith(".selection_bias"))
         return self.files.dtype(n for n in weights if n in headers and headers[n].dtype != FP8_NAME)
 
     def fill(self, state: Mapping[str, Tensor | FlatShard]) -> None:
-        """Copy the files' tensors into those of ``state`` in place; of a shard only its part is read."""
+        """Copy the files' tensors into those of ``state`` in place; for a shard, only its part is read."""
         with torch.no_grad():
             for piece in self.pieces:
                 ours = None if piece.repeats else state.get(piece.ours)
@@ -69,7 +69,7 @@ class OpenFolder:
                     ours[piece.index].copy_(self.files.read(piece.theirs))
 
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
-        """Return ``[index]`` of our tensor ``name``; if stored in pieces, all are read, as ``dtype``."""
+        """Return ``[index]`` of our tensor ``name``; if it is in pieces, all are read, as ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1:
             return self.files.read(mine[0].theirs, index)
@@ -161,7 +161,7 @@ def entries_of(
     dtypes: Mapping[str, torch.dtype],
     read: Callable[[str, Index], Tensor],
 ) -> Iterator[TensorToWrite]:
-    """Yield the tensors to write to a folder; each is sliced from ours when it is written."""
+    """Yield the tensors to write to a folder; each is sliced from our tensor when it is written."""
     ours = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     for piece in found:
         if not piece.written:
@@ -210,7 +210,7 @@ def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def folder_name(folder: Path) -> str:
-    """Return the folder's name, or for a snapshot in the hub's cache that of its repository."""
+    """Return the folder's name, or the repository's name for a snapshot in the hub's cache."""
     folder = folder.resolve()
     if folder.parent.name == "snapshots":
         return folder.parent.parent.name.split("--")[-1]

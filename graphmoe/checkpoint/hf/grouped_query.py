@@ -1,4 +1,4 @@
-"""config.json of qwen3_moe and mixtral to and from ModelConfig."""
+"""Conversion between ModelConfig and config.json of qwen3_moe and mixtral."""
 
 from typing import Any
 

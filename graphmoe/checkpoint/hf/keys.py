@@ -1,4 +1,4 @@
-"""Keys of a config.json, validated; keys of the rotary embedding."""
+"""Validated reading of config.json's keys; conversion of those of the rotary embedding."""
 
 import json
 from typing import Any
@@ -10,14 +10,14 @@ LARGEST = 1e300
 
 
 class Keys:
-    """Keys of a config.json; invalid ones add a line to ``problems``."""
+    """Reader of a config.json's keys; an invalid key adds a line to ``problems``."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
         self.problems: list[str] = []
 
     def int(self, *names: str, default: int | None = None) -> int:
-        """Return the integer of the first name that is present and not null; required without a default."""
+        """Return the integer of the first name that is present and not null; without default, one must be."""
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
         value = self.raw.get(name)
         if value is None and default is not None:
@@ -45,18 +45,18 @@ class Keys:
         return value if isinstance(value, bool) else default
 
     def require(self, name: str, null: str) -> None:
-        """Reject an absent key, for which transformers has a default; ``null`` says what null means."""
+        """Add a problem if the key is absent (transformers has a default); ``null`` says what null means."""
         if name not in self.raw:
             self.problems.append(f"{name} is missing; it must be a whole number, or null for {null}")
 
     def only(self, name: str, *supported: Any) -> None:
-        """Reject values other than ``supported``; absent or null is allowed."""
+        """Add a problem for a value other than ``supported``; an absent key or null is allowed."""
         value = self.raw.get(name)
         if value is not None and value not in supported:
             self.refuse(name, value, " or ".join(json.dumps(choice) for choice in supported))
 
     def refuse(self, name: str, value: Any, supported: str) -> None:
-        """Record an unsupported value and what is supported."""
+        """Add a problem that names the key's unsupported value and what is supported."""
         self.problems.append(f"{name}={json.dumps(value)[:80]}; supported is {supported}")
 
     def _expected(self, name: str, value: Any, kind: str) -> None:
@@ -76,7 +76,7 @@ _YARN = {
 def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: bool) -> dict[str, Any]:
     """Return ModelConfig fields of the rotary embedding.
 
-    ``scales_scores``: the family scales its softmax by mscale_all_dim.
+    ``scales_scores``: the family scales attention scores by mscale_all_dim.
     """
     # rope_parameters in transformers 5
     rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
@@ -96,7 +96,7 @@ def read_rope(keys: Keys, *, default_theta: float, context: int, scales_scores: 
 
 
 def write_rope(config: ModelConfig, *, scales_scores: bool) -> dict[str, Any]:
-    """Return keys of the rotary embedding, as in published files."""
+    """Return config.json's keys of the rotary embedding, as in published files."""
     if config.rope_scaling is RopeScaling.none:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
     scaling: dict[str, Any] = {"type": "yarn", "rope_type": "yarn"}

@@ -1,7 +1,7 @@
-"""Safetensors files of a folder, single or sharded: read by tensor, written file by file.
+"""Reader and writer of a folder's safetensors, single or sharded: read by tensor, written by file.
 
 Linear weights in fp8 have an fp32 scale per 128 x 128 block, as in published DeepSeek-V3: ``X.weight`` is
-e4m3 [out, in]; ``X.weight_scale_inv``, its factor, is fp32 [ceil(out / 128), ceil(in / 128)].
+e4m3 [out, in]; ``X.weight_scale_inv``, which multiplies it, is fp32 [ceil(out / 128), ceil(in / 128)].
 """
 
 import functools
@@ -77,7 +77,7 @@ class TensorFiles:
             raise ConfigError("\n  ".join([f"{folder} has unreadable weights:", *problems]))
 
     def read(self, name: str, index: Index = WHOLE) -> Tensor:
-        """Return ``tensor[index]`` on the CPU; fp8 tensors, indexed by slices, in fp32."""
+        """Return ``tensor[index]`` on the CPU; an fp8 tensor, indexed by slices only, dequantized to fp32."""
         header = self.headers[name]
         part = self._open[header.file].get_slice(name)[index]
         if header.dtype != FP8_NAME:
@@ -91,7 +91,7 @@ class TensorFiles:
         return functools.reduce(torch.promote_types, {DTYPES[self.headers[name].dtype] for name in names})
 
     def wrong_scale(self, name: str) -> list[str]:
-        """Return a line if the scales of an fp8 tensor are missing, mis-shaped or invalid."""
+        """Return an error line if an fp8 tensor's scales are missing, mis-shaped or invalid, else no line."""
         weight, found = self.headers[name], self.headers.get(name + SCALE)
         wanted = list(scale_shape(weight.shape))
         if found is None:
@@ -106,7 +106,7 @@ class TensorFiles:
         ]
 
     def require_parts(self, config: ModelConfig, where: str, *keys: str) -> None:
-        """Raise ConfigError if the model has more layers, or more of ``keys``, than there are tensors."""
+        """Raise ConfigError if num_layers, mtp_depth or one of ``keys`` exceeds the number of tensors."""
         # building the shapes of such a model would take forever
         for key in ("num_layers", "mtp_depth", *keys):
             if (asked := getattr(config, key)) > len(self.headers):
@@ -217,7 +217,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
-    """Replace each linear weight by its fp8 values and block scales."""
+    """Yield the entries, with each linear weight replaced by its fp8 values and block scales."""
     for entry in entries:
         if not PRODUCTS.search(entry.name):
             yield entry
@@ -229,9 +229,9 @@ def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
 
 
 def scales_of(weight: Tensor) -> Tensor:
-    """Return fp32 scales of [out, in]: a block's largest magnitude / 448; 1 for zeros and below 5e-36.
+    """Return fp32 block scales of a weight [out, in]: largest magnitude / 448; 1 if that is below 5e-36.
 
-    Dequantized values round-trip exactly.
+    Quantizing dequantized values again is exact.
     """
     by_column = torch.stack([rows.abs().amax(0).float() for rows in weight.split(BLOCK)])
     largest = torch.stack([columns.amax(1) for columns in by_column.split(BLOCK, dim=1)], dim=1)
@@ -249,7 +249,7 @@ def quantised(weight: Tensor) -> Tensor:
 
 
 def dequantised(part: Tensor, scale: Tensor, rows: range, columns: range) -> Tensor:
-    """Return fp32 values of ``part``, these rows and columns of a weight whose block scales are ``scale``."""
+    """Return ``part`` in fp32: the given rows and columns of a weight whose block scales are ``scale``."""
     assert part.shape == (len(rows), len(columns))
     values = part.float()
     by_column = scale.repeat_interleave(BLOCK, dim=1)[:, columns.start : columns.stop]

@@ -67,7 +67,7 @@ class Job:
         return lines[0] if lines else ""
 
     def settle(self, otherwise: JobStatus) -> None:
-        """Set status and value by the summary of a run that finished, else the status to ``otherwise``."""
+        """Set status and value from the summary if the run finished, else the status to ``otherwise``."""
         summary = self.summary or {}
         self.status = JobStatus.finished if summary.get("finished") else otherwise
         self.value = value_of(summary) if summary.get("finished") else self.value
@@ -100,7 +100,7 @@ def identity_of(overrides: Sequence[str]) -> set[str]:
 
 
 def varying_overrides(jobs: Sequence[Job]) -> dict[int, list[str]]:
-    """Return by job number the identifying overrides that not all jobs share."""
+    """Return, by job number, the overrides that identify a job and that not all jobs share."""
     words = {job.number: identity_of(job.overrides) for job in jobs}
     common = set.intersection(*words.values()) if words else set()
     return {job.number: [w for w in job.overrides if w in words[job.number] - common] for job in jobs}
@@ -122,5 +122,5 @@ def read_object(path: Path, kind: type[Any]) -> dict[str, Any] | None:
     try:
         return read_json(path, kind) if path.exists() else None
     except FileError as error:
-        log.warning("%s", error)
+        log.warning("%s; the file is ignored", error)
         return None

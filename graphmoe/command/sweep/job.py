@@ -35,7 +35,7 @@ from graphmoe.runtime.launch.nodes import is_first_node
 log = logging.getLogger(__name__)
 
 _SIDE_BY_SIDE = {"JoblibLauncher": "joblib", "LocalLauncher": "submitit_local"}
-"""Launchers that start several jobs on this machine at once, and what Hydra calls them."""
+"""Launchers that start several jobs on this machine at once, and their names in Hydra."""
 
 _LAUNCHER_LOGS = (
     "hydra._internal.core_plugins.basic_launcher",
@@ -50,7 +50,7 @@ _run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Hydra's callback at the start of a run or a sweep of ``graphmoe.train``; other tools ignore it."""
+    """Hydra callback of ``graphmoe.train``: defers making a run's folder; begins (checks, locks) a sweep."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool
@@ -75,7 +75,7 @@ class SweepReport(Callback):
 
 
 def restore_run_folder() -> None:
-    """Set HydraConfig's folder, which `SweepReport` hid from Hydra, back to the run's folder."""
+    """Set HydraConfig's folder back to the run's folder, which `SweepReport` hid from Hydra."""
     if _run_folder is not None and not in_sweep():
         hydra: Any = HydraConfig.get()
         with flag_override(hydra, ["readonly", "struct"], False):
@@ -83,7 +83,7 @@ def restore_run_folder() -> None:
 
 
 def end_sweep() -> int:
-    """Print the table, write the page; return the exit status: 0, 1 for failed jobs, 130 after a signal."""
+    """End the sweep: print its table, write its page; return 0, 1 for failed jobs, 130 after a signal."""
     global _begun
     sweep, _begun = _begun, None
     return sweep.end() if sweep else 0
@@ -141,7 +141,7 @@ def run_job(job: Callable[[], float | None], known: tuple[type[Exception], ...])
         return None  # what is raised here would end the jobs beside this one at once
     except Exception as error:
         if not isinstance(error, known):
-            log.error("%s", traceback.format_exc())
+            log.error("unexpected error in a job:\n%s", traceback.format_exc())
         record.error = str(error) if isinstance(error, known) else repr(error)
         _end(record, JobStatus.failed)
         log.error("job %d failed: %s", record.number, record.brief_error)
@@ -232,7 +232,7 @@ def lease_gpus(count: int) -> Iterator[dict[str, str]]:
 
 
 def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
-    """Return the GPUs that this process may use, by CUDA_VISIBLE_DEVICES or a like variable."""
+    """Return the GPUs that this process may use, by CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES."""
     for name in reversed(_variables()):
         if name in environment:
             named = [word.strip() for word in environment[name].split(",")]
@@ -259,7 +259,7 @@ def _wait_for(count: int, visible: Sequence[str], folder: Path) -> dict[str, Fil
 
 
 def _try_to_take(count: int, visible: Sequence[str], folder: Path) -> dict[str, FileLock] | None:
-    """Return all locks or None. Only one process tries at a time: two could each get half and fail."""
+    """Return locks of ``count`` GPUs, or None. Only one process tries at a time: two could each get half."""
     gate = FileLock.acquire(folder / "gate.lock", wait=True)
     assert gate is not None
     try:

@@ -16,7 +16,7 @@ Words = Mapping[int, Sequence[str]]  # overrides that set a job apart, by its nu
 
 
 def write_sweep_page(path: Path, command: str, jobs: Sequence[Job], words: Words) -> None:
-    """Write a page that needs no network; names of jobs link to their own reports."""
+    """Write the sweep's page, which needs no network; names of jobs link to their own reports."""
     settings = {job.number: dict(split_word(word) for word in words[job.number]) for job in jobs}
     runs = {job.number: run for job in jobs if (run := _run_of(job)) is not None}
     names = {
@@ -56,7 +56,7 @@ def split_word(word: str) -> tuple[str, str]:
 def value_charts(
     values: Mapping[int, float | None], settings: Mapping[int, Mapping[str, str]]
 ) -> list[Chart]:
-    """Return charts of the jobs' value by parameter; of two parameters, one line per value of the other."""
+    """Return charts of the jobs' value by parameter; for two parameters, a line per value of the other."""
     known = {n: value for n, value in values.items() if value is not None and math.isfinite(value)}
     keys = [*dict.fromkeys(key for n in known for key in settings[n])]
     charts = []

@@ -50,7 +50,7 @@ _LOCK_FILE = "sweep.lock"
 
 
 class SweepError(BaseException):
-    """Ends the whole sweep; after an Exception in one job Hydra would start the next."""
+    """Error that ends the whole sweep; after an Exception in one job, Hydra would start the next."""
 
     @classmethod
     def unless_same(cls, earlier: Job, now: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class RunningSweep:
 
     @classmethod
     def begin(cls, config: DictConfig) -> RunningSweep:
-        """Claim the sweep's folder. *Raises* SweepError if it is another sweep's."""
+        """Lock the sweep's folder, return the sweep. *Raises* SweepError if the folder is another sweep's."""
         resume, planned = config.sweep.resume, _planned_jobs(config)
         folder, lock = _take_folder(config, planned)
         (folder / STOP_FILE).unlink(missing_ok=True)

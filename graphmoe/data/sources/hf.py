@@ -82,7 +82,7 @@ class StreamSamples(Samples):
 
 
 class StreamReader(Reader):
-    """Reader of a stream: its position is a block of documents, and an offset in the block's tokens."""
+    """Reader of a stream; its state is a block of documents and an offset in the block's tokens."""
 
     def __init__(self, samples: StreamSamples, state: dict[str, Any] | None):
         state = state or {"position": 0, "offset": 0, "block": None}

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 LEFT_OUT |= {"encodings", "lib2to3"}
-"""Folders outside the library, or of tables rather than text."""
+"""Names of folders to skip: outside the library, or of tables rather than text."""
 MIN_FILES = 2
 
 

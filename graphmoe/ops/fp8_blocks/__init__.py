@@ -30,7 +30,7 @@ def _kernels(x: Tensor) -> Any:
 
 @torch.library.custom_op("graphmoe::fp8_squares", mutates_args=())
 def squares(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q [N, K] of a weight, and the scales [N / 128, B] of its blocks of 128 x 128. No device sync."""
+    """Quantize a weight -> q [N, K], and scales [N / 128, B] of its blocks of 128 x 128. No device sync."""
     return _kernels(w_NK).squares(w_NK, turned=False)
 
 
@@ -41,7 +41,7 @@ def squares_turned(w_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::mx_rows", mutates_args=())
 def mx_rows(w_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantise_mx` of a weight, or of those of experts [E, N, K]. No device sync."""
+    """Quantize a weight [N, K], or experts' [E, N, K], to mxfp8 -> q, scales [..., N, B]. No device sync."""
     return _kernels(w_NK).quantise_mx(w_NK)
 
 

@@ -73,7 +73,7 @@ def load_mx(
     q_ptr, scale_ptr, row, first, is_row,
     LIMIT: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return a dequantized tile [ROWS, COLUMNS]; 0 from column LIMIT on and in masked rows."""
+    """Load mxfp8 and return a dequantized tile [ROWS, COLUMNS]; 0 from column LIMIT on and in masked rows."""
     at, inside, of_scales, known = _mx_places(row, first, is_row, LIMIT, STRIDE, COLUMNS, BLOCK)
     q = tl.load(q_ptr + at, inside, other=0.0).to(tl.float32).reshape(ROWS, COLUMNS // BLOCK, BLOCK)
     scale = powers_of(tl.load(scale_ptr + of_scales, known, other=0))
@@ -135,7 +135,7 @@ def turned_kernel(
 ):  # fmt: skip
     """Transpose x [R, C], dequantized if it has scales, and quantize it in blocks along R -> q [C, PADDED].
 
-    Without scales there may be several matrices, the third axis of the grid.
+    Without scales x may be several matrices, one for each index of the grid's third axis.
     """
     of_matrix = tl.program_id(2).to(tl.int64) * C
     x_ptr += of_matrix * R
@@ -177,7 +177,7 @@ def mx_product_kernel(
     N: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out`` [R, N] = x [R, C] @ w [N, C].T, both with scales along C; EVEN: C is a multiple of BLOCK_C."""
+    """Store x [R, C] @ w [N, C].T in ``out`` [R, N]; both have scales along C. EVEN: BLOCK_C divides C."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     row_tile, column_tile = in_turns(tl.program_id(0), tl.cdiv(R, BLOCK_M), COLUMN_TILES, GROUP)
     row, column = row_tile * BLOCK_M + tl.arange(0, BLOCK_M), column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -45,7 +45,7 @@ def quantise_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`reference.turned`; without scales ``of_x``, quantize transposed matrices [..., C, R] to mxfp8."""
+    """Transpose fp8 x with scales ``of_x``, quantize it along R -> q, scales; without ``of_x``, to mxfp8."""
     from graphmoe.ops.fp8_blocks.kernels import turned_kernel
 
     x_RC = x_RC.contiguous()
@@ -80,7 +80,7 @@ def product(
 def blockwise_product(
     q_RK: Tensor, scale_BR: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Call torch's scaled GEMM -> [R, N], with scales in the column-major layout that it requires."""
+    """Return x @ w.T [R, N] by torch's scaled GEMM, with scales in the column-major layout that it needs."""
     from torch.nn.functional import ScalingType, scaled_mm
 
     kind = ScalingType.BlockWise128x128 if squares else ScalingType.BlockWise1x128

@@ -35,13 +35,13 @@ def mx_powers(scale: Tensor) -> Tensor:
 
 
 def quantise_blockwise(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q [R, C], and the scales [B, R] of blocks of 128."""
+    """Quantize x by blocks of 128 columns -> q [R, C] and fp32 scales [B, R]."""
     q_RBC, scale_RB1 = quantise(x_RC.reshape(x_RC.shape[0], -1, BLOCK), KIND)
     return q_RBC.view(x_RC.shape), scale_RB1.squeeze(-1).t().contiguous()
 
 
 def quantise_mx(x_RC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return q [..., R, C], and the scales [..., R, B] of blocks of 32."""
+    """Quantize x to mxfp8, by blocks of 32 columns -> q [..., R, C] and e8m0 scales [..., R, B]."""
     x_RBC = x_RC.unflatten(-1, (-1, MX_BLOCK))
     scale_RB1, inverse_RB1 = mx_scales(x_RBC.abs().amax(-1, keepdim=True).float())
     q_RBC = (x_RBC.float() * inverse_RB1).clamp(-LARGEST, LARGEST).to(KIND)
@@ -60,7 +60,7 @@ def square_values(q_NK: Tensor, scale_NB: Tensor) -> Tensor:
 
 
 def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantize a weight or its transpose: q [N, K], scales [N / 128, B] of 128 x 128 blocks."""
+    """Quantize a weight, or its transpose -> q [N, K] and scales [N / 128, B] of 128 x 128 blocks."""
     w_NK = w_NK.t().contiguous() if turned else w_NK
     N, K = w_NK.shape
     tiles = w_NK.view(N // BLOCK, BLOCK, K // BLOCK, BLOCK).permute(0, 2, 1, 3).reshape(-1, BLOCK * BLOCK)
@@ -70,7 +70,7 @@ def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantize, transpose, quantize in blocks along R -> q [C, R'], zero-padded to whole blocks."""
+    """Dequantize, transpose, quantize in blocks along R -> q [C, R'], zero-padded to whole blocks; scales."""
     # with power-of-two scales, requantization rounds only numbers under 2^-13 of the largest in their new
     # block, and in mxfp8 those above 448 scales
     x_RC = values(q_RC, scale)
@@ -81,7 +81,7 @@ def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 def product(
     q_RK: Tensor, scale: Tensor, q_NK: Tensor, of_w: Tensor, squares: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Return x @ w.T [R, N]; w has a scale per 128 x 128 block if ``squares``, else scales like rows."""
+    """Return x @ w.T [R, N]; w has a scale per 128 x 128 block if ``squares``, else scales as x has."""
     w_NK = square_values(q_NK, of_w) if squares else values(q_NK, of_w)
     return (values(q_RK, scale) @ w_NK.t()).to(dtype)
 

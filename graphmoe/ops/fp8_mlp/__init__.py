@@ -1,11 +1,11 @@
 """Routed experts of a layer in fp8: `ops.grouped_mlp` on quantized values with scales.
 
-Suffixes as there; B blocks of the columns of H; q are quantized values, s their scales, as in `ops.fp8`.
-``recipe`` is a key of `ops.formats.KERNELS`.
+Suffixes: T tokens, K choices, E experts, R rows, D hidden, F expert width, H = 2F, B blocks of the columns of
+H; q are quantized values, s their scales. ``recipe`` is a key of `ops.formats.KERNELS`.
 
-A token is quantized once, before its rows are gathered. h has one scale per block, computed within a tile of
-the GEMM. The activation and row gradients have one per row, or a delayed scale. Formats with block scales
-quantize them by blocks; for wgrad they requantize both operands along each expert's rows, padded with zeros.
+A token is quantized once, before its rows are gathered. h (gate and up) has one scale per block, computed in
+a tile of the GEMM. The activation and row gradients have one per row, or a delayed scale. Formats with block
+scales quantize them by blocks; for wgrad they requantize both operands along an expert's rows, zero-padded.
 """
 
 from collections.abc import Sequence
@@ -58,19 +58,19 @@ def rows(w: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("graphmoe::fp8_columns", mutates_args=())
 def columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize and transpose matrices by columns -> q [..., C, N], scales [..., C, 1]. No device sync."""
+    """Quantize w [..., N, C] by columns, transpose -> q [..., C, N], scales [..., C, 1]. No device sync."""
     return _columns(w, whole=False)
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_rows", mutates_args=())
 def whole_rows(w: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rows`, with one scale per matrix."""
+    """Quantize w [..., N, C] with one scale per matrix -> q, contiguous, scales [..., N, 1]. No sync."""
     return _rounding(w).rows(w, whole=True)
 
 
 @torch.library.custom_op("graphmoe::fp8_whole_columns", mutates_args=())
 def whole_columns(w: Tensor) -> tuple[Tensor, Tensor]:
-    """As `columns`, with one scale per matrix."""
+    """Quantize w [..., N, C] with one scale per matrix, transpose -> q [..., C, N], scales [..., C, 1]."""
     return _columns(w, whole=True)
 
 
@@ -88,7 +88,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return y [T, D], and h saved for the backward: hq [R, H], hs [R, B]. `rows` quantized the weights.
 
-    Last result: the running maximum [1] of the activation if it has a delayed scale, else [0].
+    The last result is the running maximum [1] of the activation if it has a delayed scale, else empty.
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_a, largest_a)
     x, gate_up, down = (xq_TD, xs_T1), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -118,7 +118,7 @@ def _dgrad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
-    The weights come from `columns`. Last result: the running maximum [1] if dh has a delayed scale, else [0].
+    `columns` quantized the weights. The last result is the running maximum [1] of a delayed dh, else empty.
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)
@@ -175,7 +175,7 @@ def _stored_tokens(x_TD: Tensor, w: Tensor, side: str, recipe: str, carries: boo
 
 
 def mlp(*layer: Tensor, recipe: str, carries: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [T, D], hq [R, H], hs [R, B]; with ``carries`` x is an fp8 carrier (`ops.symm`)."""
+    """Return y [T, D]; to save: hq [R, H], hs [R, B]. With ``carries`` x is an fp8 carrier (`ops.symm`)."""
     x_TD, w_gate_up, w_down, *rest = layer
     ops, by = torch.ops.graphmoe, KERNELS[recipe]
     x = _stored_tokens(x_TD, w_gate_up, INPUT, recipe, carries)
@@ -211,7 +211,7 @@ def _whole(
     x_TD: Tensor, w_gate_up: Tensor, w_down: Tensor, weight_TK: Tensor, slot_R: Tensor, row_TK: Tensor,
     ends_E: Tensor, recipe: str, expert_RS: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """``graphmoe::grouped_mlp`` with fp8 GEMMs -> y [T, D]. The pass fp8_quantise expands it."""
+    """Return y [T, D] of ``graphmoe::grouped_mlp`` with fp8 GEMMs. The pass fp8_quantise expands this op."""
     layer = (x_TD, w_gate_up, w_down, weight_TK, slot_R, row_TK, ends_E, *_if_any(expert_RS))
     return mlp(*layer, recipe=recipe)[0]
 

@@ -47,7 +47,7 @@ def quantise_rows_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [R, C] by rows -> q, scales [R]; with ``largest``, matrices of N rows share a scale."""
+    """Quantize x [R, C] by rows -> q, scales [R]; with ``largest``, each N rows (a matrix) share a scale."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
@@ -74,7 +74,7 @@ def quantise_columns_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize w [E, N, C] by columns -> q [E, C, N], scales [E, C]; with ``largest``, equal in a matrix."""
+    """Quantize w [E, N, C] by columns -> q [E, C, N], scales [E, C]; with ``largest``, one per matrix."""
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
@@ -105,7 +105,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out[r] = w[e(r)] @ x[r]``, e(r) the row's expert; x is [R, C], or [T, C] with GATHER."""
+    """Store ``out[r] = w[e(r)] @ x[r]``, e(r) the expert of row r; x is [R, C], or [T, C] with GATHER."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tiles = tl.load(table_ptr)
     m_range, c_range = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
@@ -258,7 +258,7 @@ def expert_scales_kernel(
     dhs_ptr, xs_ptr, as_ptr, dys_ptr, slot_ptr, ends_ptr, scale_ptr, tile_ptr,
     K: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store each expert's maximum over rows of scales dh * x, and a * dy [2, E], and first tile [E + 1]."""
+    """Store each expert's largest products of rows' scales: dh * x, a * dy [2, E]; and first tile [E + 1]."""
     expert = tl.program_id(0)
     known = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + known, mask=known < E, other=0)
@@ -284,7 +284,7 @@ def transposed_kernel(
     q_ptr, own_ptr, other_ptr, slot_ptr, scale_ptr, ends_ptr, table_ptr, to_ptr, max_tiles, padded,
     C: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Transpose each expert's rows -> [C, padded]: rescaled rows of [R, C], or tokens with GATHER."""
+    """Transpose each expert's rows -> [C, padded]: rows of [R, C], rescaled, or with GATHER their tokens."""
     tile, part = tl.program_id(0), tl.program_id(1)
     if tile < tl.load(table_ptr):
         expert = tl.load(table_ptr + 1 + tile)
@@ -329,10 +329,10 @@ def weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, SUBTILES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """wgrad: ``out[e]`` = scale[e] * left @ right.T over the rows of expert e; ADD adds to ``out`` [E, M, N].
+    """Store ``out[e]`` = scale[e] * left @ right.T (wgrad) over the rows of expert e; ADD adds to ``out``.
 
-    Operands are TMA descriptors of [M, rows] and [N, rows], and so is ``out`` if DESCRIBED. BEHIND: replicas
-    after the last one with rows are not written.
+    Operands are TMA descriptors of [M, rows] and [N, rows]; so is ``out`` [E, M, N] if DESCRIBED. BEHIND: e
+    are replicas of other ranks' experts; those after the last one with rows are not written.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

@@ -1,6 +1,6 @@
-"""Kernels of the grouped MLP in mxfp8; suffixes and tiles of `ops.fp8_mlp.kernels`.
+"""Kernels of the grouped MLP in mxfp8; suffixes and tiles as in `ops.fp8_mlp.kernels`.
 
-BLOCK contracted numbers have one scale. Rows of no expert are neither read nor written, except that
+BLOCK contracted numbers share a scale. Rows of no expert are neither read nor written, except that
 `turned_kernel` stores zeros for them.
 """
 
@@ -23,7 +23,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out[r] = w[e(r)] @ x[r]``, e(r) the row's expert; x is [R, C], or [T, C] with GATHER."""
+    """Store ``out[r] = w[e(r)] @ x[r]``, e(r) the expert of row r; x is [R, C], or [T, C] with GATHER."""
     COLUMN_TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     # C is not constexpr: a short loop would be unrolled, into more than registers hold
     num_tiles, blocks = tl.load(table_ptr), C // BLOCK
@@ -138,10 +138,10 @@ def weight_grad_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
     SUBTILES: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """wgrad: ``out[e]`` = left @ right.T over the rows of expert e; ADD adds to ``out`` [E, M, N].
+    """Store wgrad ``out[e]`` = left @ right.T over the rows of expert e; ADD adds to ``out`` [E, M, N].
 
-    Operands are [M, padded] and [N, padded]; an expert starts at a multiple of BLOCK_R. BEHIND: replicas
-    after ``in_front`` own experts; those after the last one with rows are not written.
+    Operands are [M, padded] and [N, padded]; an expert starts at a multiple of BLOCK_R. BEHIND: e are
+    replicas of other ranks' experts, after ``in_front`` own ones; those after the last with rows are skipped.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

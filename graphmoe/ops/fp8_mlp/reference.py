@@ -1,4 +1,4 @@
-"""The grouped MLP in fp8 by the `MlpSteps` of a format; their reference, which sums in fp32 by expert.
+"""Steps of the grouped MLP in each fp8 format (`MlpSteps`), and their reference, in fp32 by expert.
 
 Suffixes as in the package.
 """
@@ -19,7 +19,7 @@ Parts = Sequence[tuple[int, slice]]  # experts that have rows, and their rows
 
 
 class Known(NamedTuple):
-    """A delayed scale [1], and the running maximum [1] for later scales, updated in place."""
+    """A tensor's delayed scale [1], and its running maximum [1] for later scales, updated in place."""
 
     scale: Tensor
     largest: Tensor
@@ -47,7 +47,7 @@ class MlpSteps(NamedTuple):
         self, x: Stored, w_gate_up: Stored, w_down: Stored, weight_TK: Tensor, plan: Plan,
         dtype: torch.dtype, known: Known | None = None, more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return y_TD, and h to save: values and scales. ``known``: delayed scale of the activation."""
+        """Return y_TD, and values and scales of h, to save. ``known``: delayed scale of the activation."""
         parts = self.parts(plan, len(w_down[0]))
         y_RD = x[0].new_empty(len(plan.slot_R), w_down[0].shape[1], dtype=dtype)
         h, a = self._hidden(x, (w_gate_up, *more[:1]), weight_TK, plan, dtype, known, parts)
@@ -73,7 +73,7 @@ class MlpSteps(NamedTuple):
         dtype: torch.dtype, known_a: Tensor | None = None, known: Known | None = None,
         more: Sequence[Stored] = (),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return dx_TD, dweight_TK, quantized dh and weighted activation. Weights are transposed.
+        """Return dx_TD, dweight_TK, quantized dh and weighted activation, from transposed weights.
 
         ``known_a`` and ``known``: delayed scales of the activation and of dh.
         """
@@ -86,7 +86,7 @@ class MlpSteps(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """Functions of an fp8 format."""
+    """Functions of an fp8 format by which the reference quantizes and multiplies."""
 
     # quantizes live rows [R, C] to a dtype, by a scale if one is known; see _by_rows
     rows: Callable[..., Stored]

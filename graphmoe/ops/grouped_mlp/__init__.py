@@ -1,10 +1,10 @@
 """The routed experts of a layer as one operation: gather, SwiGLU MLP of each expert, weighted sum.
 
 A slot is a (token, k-th choice) pair, its row the token's copy for that expert, in expert order. Suffixes: T
-tokens, K choices, E experts, R rows, D hidden, F expert width, H = 2F (gate, then up).
+tokens, K choices, E experts, R rows, D hidden, F expert width, H = 2F (h: gate, then up).
 
 With ``expert_RS`` it also computes on replicas of other ranks' experts (`graphmoe.ops.replicas`): it fetches
-their weights and reduces their gradients to the owners.
+the replicas' weights and reduces their gradients to the owners.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ Sides = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def row_of(name: str) -> Backend:
-    """Return the backend with this name or import path. Raises ConfigError."""
+    """Return the backend with this name or import path. Raises ConfigError if there is none."""
     return FP8_BACKENDS.get(name) or look_up(BACKENDS, name, KEY, Backend)
 
 
@@ -58,12 +58,12 @@ def _forward(
     backend: str, expert_RS: Tensor | None = None,
     more_gate_up: Tensor | None = None, more_down: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum of weight * down(silu(gate) * up) over a token's experts -> y [T, D]; and h [R, H].
+    """Return y [T, D], the sum of weight * down(silu(gate) * up) over a token's experts, and h [R, H].
 
     ``w_gate_up`` [E, 2F, D] and ``w_down`` [E, D, F] in the dtype of x (bf16 or fp32; fp64 with torch),
     ``weight_TK`` fp32, the plan of `graphmoe.ops.permute`. ``backend``: of `BACKENDS`, an import path, or
-    three for "forward,dgrad,wgrad". No device sync with triton and turbo. Raises ConfigError without its
-    package.
+    three for "forward,dgrad,wgrad". No device sync with triton and turbo. Raises ConfigError if a backend's
+    package is missing.
 
     ``expert_RS`` [ranks, S] are the experts in each rank's replica slots; then ``ends_E`` has S more entries,
     and all ranks make the same calls. Replicas' weights are fetched here and in the backward, or passed:
@@ -114,7 +114,7 @@ def _wgrad_into(
     ends_E: Tensor, of_gate_up: Tensor, of_down: Tensor,
     backend: str, add: bool, expert_RS: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Store or add dw_gate_up and dw_down in fp32 tensors; backends other than triton round them before."""
+    """Store dw_gate_up and dw_down in fp32, or ``add`` them; backends other than triton round them first."""
     kernels, given = _kernels(backend, "wgrad", dy_TD), (dy_TD, x_TD, dh_RH, a_RF)
     plan, totals = Plan(slot_R, row_TK, ends_E), (of_gate_up, of_down)
     if expert_RS is None:
@@ -162,7 +162,7 @@ def wgrad_in_two(
 ) -> None:  # fmt: skip
     """Store or add weight gradients of own experts in ``totals``; store those of replicas in ``of_more``.
 
-    ``of_more`` [replicas, ...]: of gate and up, then of down; those after the last with rows are not written.
+    ``of_more``: [replicas, ...] for gate and up, for down; replicas after the last with rows are not written.
     """
     # Backends other than triton write zeros for each expert without rows. On a GPU they compute the first
     # half, as all are seldom used, and kernels that skip experts without rows compute the others.
@@ -259,8 +259,8 @@ class _Accumulating(torch.autograd.Function):
 
 
 def grouped_mlp_into(totals: Sequence[Gradient], backend: str, *arguments: Tensor) -> Tensor:
-    """``graphmoe::grouped_mlp`` whose backward adds gradients of both weights to ``totals``.
+    """Return y of ``graphmoe::grouped_mlp``; the backward adds gradients of both weights to ``totals``.
 
-    For code that is not compiled: compiled units add in their own graphs (`runtime.compile.code`).
+    Only for code that is not compiled: compiled units add in their own graphs (`runtime.compile.code`).
     """
     return _Accumulating.apply(totals, backend, *arguments)

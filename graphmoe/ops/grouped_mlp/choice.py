@@ -1,7 +1,7 @@
 """Choice of the backends of forward, dgrad and wgrad of the grouped MLP, each by itself.
 
-``moe.experts=auto`` times the capable backends once per shape and device, and stores the choice: another
-one would change sums, and a resumed run must be bitwise equal. Several ranks must use one rank's choice.
+``moe.experts=auto`` times the capable backends once per shape and device, and stores the choice, as
+another would change sums and a resumed run must be bitwise equal. Several ranks must use one rank's choice.
 """
 
 import functools
@@ -59,7 +59,7 @@ def choose_backends(
 
     ``requested``: auto, one or three of `BACKENDS`, or an import path (never one from a checkpoint). Without
     ``memory`` nothing is stored. ``sync_free`` excludes backends that wait for the host. Measuring waits for
-    the device, so not inside a capture. Raises ConfigError.
+    the device, so it cannot run in a capture. Raises ConfigError.
     """
     rows = BACKENDS | ({requested: row_of(requested)} if OWN_CODE.fullmatch(requested) else {})
     reasons = {n: row.reason_against(shape.dtype, device, sync_free) for n, row in rows.items()}
@@ -79,7 +79,7 @@ def choose_backends(
 
     def measure() -> dict[str, Any]:
         found = _fastest(names, shape, device)
-        log.info("%s=auto: chose %s for %s", KEY, found["choice"], json.dumps(facts, sort_keys=True))
+        log.info("%s=auto chose backends %s for %s", KEY, found["choice"], json.dumps(facts, sort_keys=True))
         return found
 
     return recalled(memory, NAME, facts, _is_answer, measure)["choice"]
@@ -117,14 +117,14 @@ def _fastest(names: list[str], shape: MlpShape, device: torch.device) -> dict[st
     for direction in DIRECTIONS:
         for name, found in milliseconds(names, direction, shape, device).items():
             if isinstance(found, Exception):
-                log.warning("%s=auto leaves out %s for %s: %s", KEY, name, direction, found)
+                log.warning("%s=auto leaves out %s for %s, as it failed: %s", KEY, name, direction, found)
             else:
                 times[direction][name] = found
     for direction, measured in times.items():
         if not measured:
             raise ConfigError(
-                f"{KEY}=auto: none of {', '.join(names)} could run the {direction}; see the log, or name one "
-                f"that then is not measured: {KEY}={names[0]}"
+                f"{KEY}=auto: none of {', '.join(names)} could run the {direction}; see the log, or choose "
+                f"one without measuring: {KEY}={names[0]}"
             )
     choice = ",".join(min(measured, key=measured.__getitem__) for measured in times.values())
     return {"choice": choice, "milliseconds": times}
@@ -207,7 +207,7 @@ def _facts(shape: MlpShape, device: torch.device, names: list[str]) -> dict[str,
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Return the facts besides sizes that affect times: device, versions, hash of the sources."""
+    """Return the facts, other than sizes, that affect times: device, versions, hash of the sources."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 class Products(NamedTuple):
-    """A grouped GEMM and its gradients; the last argument is ``ends_E``. Rows after its end are unread."""
+    """Grouped GEMM and its gradients; the last argument is ``ends_E``. Rows after the last end are unread."""
 
     rows: Product  # x_RC, w_ENC -> y_RN: y[r] = w[e(r)] @ x[r]
     rows_grad: Product  # dy_RN, w_ENC -> dx_RC: dx[r] = w[e(r)].T @ dy[r]
@@ -34,7 +34,7 @@ class Products(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The experts of a layer and the rows routed to them: arguments of the operations after x."""
+    """The weights of a layer's experts and the rows routed to them: arguments of the operations after x."""
 
     w_gate_up: Tensor
     w_down: Tensor
@@ -55,15 +55,15 @@ class Backend(Protocol):
     """Kernels of the grouped MLP: an object or module that ``BACKENDS`` lists."""
 
     def reason_against(self, dtype: torch.dtype, device: torch.device, sync_free: bool) -> str | None:
-        """Return why the device or dtype rules the backend out, or None."""
+        """Return why device, dtype or ``sync_free`` rules the backend out; None if nothing does."""
 
     def forward(self, x_TD: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-        """Return y_TD and h_RH."""
+        """Return the experts' output y_TD, and h_RH (gate and up) for the backward."""
 
     def hidden(
         self, x_TD: Tensor, w_gate_up: Tensor, plan: Plan, more_gate_up: Tensor | None = None
     ) -> Tensor:
-        """Return h_RH."""
+        """Return h_RH (gate and up), bitwise equal to that of ``forward``."""
 
     def dgrad(self, dy_TD: Tensor, h_RH: Tensor, experts: Experts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return dx_TD, dweight_TK, dh_RH, a_RF (the activation times its routing weight)."""
@@ -79,7 +79,7 @@ class Backend(Protocol):
 
 
 class Stepwise:
-    """A backend around the `Products` of a dtype."""
+    """Backend that runs the MLP in separate steps around the `Products` (GEMMs) of a dtype."""
 
     def __init__(
         self, products: Callable[[torch.dtype], Products], reason_against: Callable[..., str | None]
@@ -132,7 +132,7 @@ def store(
 ) -> None:
     """Copy gradients to ``totals`` of another dtype, or add them.
 
-    On a GPU with ``ends_E`` (of replicas), only up to the last expert with rows.
+    On a GPU with ``ends_E`` (of replicas), experts after the last one with rows are left out.
     """
     for total, gradient in zip(totals, gradients, strict=False):
         if total.is_cuda and is_installed("triton"):

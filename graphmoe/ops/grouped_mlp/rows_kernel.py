@@ -21,7 +21,7 @@ def tiles_kernel(
 ):  # fmt: skip
     """Fill a table int32 [1 + 2 * max_tiles]: number of row tiles, expert of each, first row of each.
 
-    BEHIND is 1 if ``ends`` are replicas', so ends of own experts precede them in memory; else 0.
+    BEHIND is 1 if ``ends`` are those of replicas, which follow the ends of own experts in memory; else 0.
     """
     experts = tl.arange(0, BLOCK_E)
     known = experts < E
@@ -63,7 +63,7 @@ def rows_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, GROUP: tl.constexpr,
     SUBTILES: tl.constexpr, AHEAD: tl.constexpr, FLATTEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``w[e(r)] @ x[r]`` for every routed row r, of expert e(r), then EPILOGUE.
+    """Compute ``w[e(r)] @ x[r]`` for every routed row r, e(r) its expert, and store it as EPILOGUE says.
 
     x is [R, C] for "store", else [T, C] and read at ``slot[r] // K``. w is [E, N, C] with CONTRACT_LAST, else
     [E, C, N].
@@ -236,7 +236,7 @@ def add_tile(
 
 @triton.jit
 def sigmoid_of(x):
-    """1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`, as no GEMM hides an epilogue."""
+    """Return 1 / (1 + exp(-x)) in half the instructions of `tl.sigmoid`, as no GEMM hides an epilogue."""
     root = tl.rsqrt(1 + tl.exp2(x * -1.4426950408889634))
     return root * root
 

@@ -99,7 +99,7 @@ def parts_of(plan: Plan, own: int) -> list[Part]:
 def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
     """Return a cached function from a tile height to the table of row tiles (`tiles_kernel`).
 
-    ``behind``: ``ends_E`` are replicas', a view of a tensor in which ends of own experts precede them.
+    ``behind``: ``ends_E`` are those of replicas, a view of a tensor that begins with the ends of own experts.
     """
     import triton
 
@@ -124,7 +124,7 @@ def row_tiles(ends_E: Tensor, num_rows: int, *, behind: bool = False) -> Tiles:
 
 
 def weight_sums(partial: Tensor, row_TK: Tensor) -> Tensor:
-    """Sum ``partial`` [parts, R] in order, for each slot's row -> fp32 [T, K]; 0 without a row."""
+    """Return ``partial`` [parts, R], summed in order, at each slot's row -> fp32 [T, K]; 0 without a row."""
     from graphmoe.ops.grouped_mlp.rows_kernel import weight_sums_kernel
 
     sums_TK = torch.empty(row_TK.shape, dtype=torch.float32, device=row_TK.device)
@@ -142,7 +142,7 @@ def _weight_grad(
 ) -> Tensor:  # fmt: skip
     """Return a weight's gradient [E, M, N]: "up_wgrad" from dh_RH and x_TD, "down_wgrad" from dy_TD and a_RF.
 
-    Store it in ``total`` if given, or add. If ``behind``, replicas after the last with rows are not written.
+    ``total``: where to store or add it. If ``behind``, replicas after the last with rows are not written.
     """
     import triton
 

@@ -57,7 +57,7 @@ BLOCK_R = 128  # rows of a tile of an fp8 weight gradient, to which each expert'
 
 
 def default(step: str, kind: str, dtype: torch.dtype, rows_per_expert: int) -> Config:
-    """Return the config of a GEMM (``step``) on a ``kind`` of device; few rows per expert lower tiles."""
+    """Return the config of a GEMM (``step``) on a ``kind`` of device; few rows per expert get lower tiles."""
     if kind == "cpu":
         return _INTERPRETER
     if dtype == torch.float32:
@@ -72,7 +72,7 @@ def fp8_config(table: Mapping[str, Config], kind: str) -> Config:
 
 
 def with_height(config: Config, rows_per_expert: int) -> Config:
-    """Reduce the height of row tiles, at least to 16, so that few rows don't multiply many zeros."""
+    """Return the config with lower row tiles, at least 16, so that few rows don't multiply many zeros."""
     height = height_of(config, rows_per_expert)
     if height == config.block_m:
         return config
@@ -93,7 +93,7 @@ def height_of(config: Config, rows_per_expert: int) -> int:
 
 
 def kind_of(device: torch.device) -> str:
-    """Return hopper, instinct, small (any other GPU), or cpu, where kernels are interpreted."""
+    """Return the kind of device: hopper, instinct, small (any other GPU), cpu (kernels are interpreted)."""
     if device.type != "cuda":
         return "cpu"
     if torch.version.hip:
@@ -103,5 +103,5 @@ def kind_of(device: torch.device) -> str:
 
 
 def units_of(device: torch.device) -> int:
-    """Return multiprocessors or compute units; 1 on a CPU. No device sync."""
+    """Return the number of multiprocessors or compute units; 1 on a CPU. No device sync."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -39,10 +39,10 @@ def weight_grad_kernel(
     DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr, SUBTILES: tl.constexpr, ADD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``out[e]`` [E, M, N] = sum of outer(left[r], right[r]) over the rows of e; ADD adds to it.
+    """Store in ``out[e]`` [E, M, N] the sum of outer(left[r], right[r]) over the rows of e, or ADD it.
 
     With GATHER_LEFT left is [T, M], read at ``slot[r] // K``, and right is [R, N]; else left is [R, M] and
-    right is [T, N]. BEHIND is 1 if ``ends`` are replicas', preceded by those of own experts, else 0;
+    right is [T, N]. BEHIND is 1 if ``ends`` are those of replicas, after those of own experts, else 0;
     replicas after the last one with rows are not written.
     """
     M_TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
@@ -113,7 +113,7 @@ def into_kernel(
     gradient_ptr, total_ptr, ends_ptr, numbers,
     E: tl.constexpr, BLOCK_E: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store or add ``numbers`` elements; if E > 0, as many per replica, up to the last one with rows."""
+    """Store or ADD ``numbers`` elements; if E > 0, as many for each replica up to the last one with rows."""
     end = tl.cast(numbers, tl.int64)
     if E > 0:
         end *= with_rows(ends_ptr, E, BLOCK_E)

@@ -16,7 +16,7 @@ from graphmoe.plan.experts import slack_of
 
 @torch.library.custom_op("graphmoe::replica_plan", mutates_args=())
 def plan(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows kept by owners [E], and each replica slot's expert (-1: none) and rows [R, S]; int32.
+    """Return int32 rows kept by owners [E], and expert (-1: none) and rows of each replica slot [R, S].
 
     ``counts_RE``: rows that each rank routes to each expert, int32. With E / R ``slots``, no rank gets more
     than ceil(mean) + ``slack`` rows. No device sync on a GPU.
@@ -49,7 +49,7 @@ def by_kernel(counts_RE: Tensor, slots: int, slack: int) -> tuple[Tensor, Tensor
 
 @torch.library.custom_op("graphmoe::replica_places", mutates_args=())
 def places(counts_RE: Tensor, home_E: Tensor, expert_RS: Tensor, rows_RS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's rows per expert for ranks 0 to r, and the copy's number on r; int32 [E, R] each.
+    """Return int32 [E, R]: this rank's rows per expert sent to ranks 0 to r, and number of the copy on r.
 
     Rank r numbers its copies from ``r * (E / R + S)``: own experts, then replicas; -1 is no copy. No device
     sync on a GPU.
@@ -89,7 +89,7 @@ def places_by_kernel(
 
 
 def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows per expert [E], `places` copy number per choice [T, K], replicas' experts [R, S]; int32.
+    """Return int32 rows per expert [E], number (`places`) of each choice's copy [T, K], replicas [R, S].
 
     A collective. No device sync on a GPU.
     """
@@ -104,7 +104,7 @@ def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> t
 
 
 def with_replicas(w: Tensor, expert_RS: Tensor | None) -> Tensor:
-    """Concatenate own expert weights [L, ...] and this rank's replicas -> [L + S, ...]."""
+    """Concatenate weights of own experts [L, ...] and of this rank's replicas -> [L + S, ...]."""
     return w if expert_RS is None else torch.cat([w, torch.ops.graphmoe.replica_weights(w, expert_RS)])
 
 

@@ -90,7 +90,7 @@ class Exchange:
         self._under_way: list[tuple[torch.cuda.Event | None, _Deferred]] = []
 
     def gather_counts(self, counts_E: Tensor) -> Tensor:
-        """Gather int32 counts [E] -> [R, E]."""
+        """Return the int32 counts [E] of all ranks -> [R, E]."""
         counts_RE: Tensor = self._form.gather_counts(self._of_ranks, counts_E)
         return counts_RE
 
@@ -121,10 +121,10 @@ class Exchange:
     def slot_gradients(
         self, totals: Sequence[Tensor], expert_RS: Tensor, dtype: torch.dtype, *, may_defer: bool = False
     ) -> Iterator[Sequence[Tensor]]:
-        """Yield buffers [S, X] for this rank's replica gradients; then reduce them into totals [L, X].
+        """Context: yield buffers [S, X] for this rank's replica gradients; at exit add them to totals [L, X].
 
-        Deterministic order, in fp32 (fp64 if a total is), rounded once. Kernels support fp32, bf16, fp16.
-        With ``may_defer`` inside `deferring` it reduces later; `when_at_owners` tells when.
+        Sums have a fixed order, in fp32 (fp64 if a total is), rounded once. Kernels support fp32, bf16, fp16.
+        With ``may_defer`` inside `deferring`, they are added later; `when_at_owners` tells when.
         """
         self.settle()
         shapes = [(expert_RS.shape[1], *total_LX.shape[1:]) for total_LX in totals]
@@ -137,7 +137,7 @@ class Exchange:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """Inside, leave reductions of replica gradients to the next dispatch or combine."""
+        """Context that leaves reductions of replica gradients to the next dispatch or combine."""
         self._defers = True
         try:
             yield
@@ -145,7 +145,7 @@ class Exchange:
             self._defers = False
 
     def add_deferred(self) -> None:
-        """Reduce deferred gradients; dispatch and combine call it once all ranks have written theirs."""
+        """Reduce deferred gradients; dispatch and combine call this once all ranks have written theirs."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return
@@ -176,7 +176,7 @@ def use_peers(peers: Peers | None) -> None:
 
 @contextmanager
 def when_at_owners(call: Callable[[], None]) -> Iterator[None]:
-    """Run ``call`` once the body's gradients are at their owners: at its end unless they are deferred."""
+    """Context that runs ``call`` once gradients made inside are at their owners: at exit unless deferred."""
     exchange: Exchange | None = IN_USE.exchange
     before = exchange.deferred if exchange else None
     yield

@@ -17,7 +17,7 @@ def plan_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, slack,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """`reference.plan` in one program; the caller fills ``expert_ptr`` with -1, ``rows_ptr`` with 0."""
+    """Compute the plan of `reference.plan` in one program; the caller fills experts with -1, rows with 0."""
     rank, expert = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_H)
     place = rank[:, None] * H + expert[None, :]
     known = (rank < R)[:, None] & (expert < H)[None, :]
@@ -54,7 +54,7 @@ def places_kernel(
     counts_ptr, home_ptr, expert_ptr, rows_ptr, until_ptr, place_ptr, own,
     R: tl.constexpr, H: tl.constexpr, S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """`ops.replicas.places` for rank ``own``; a program per expert."""
+    """Compute the results of `ops.replicas.places` for rank ``own``; a program per expert."""
     expert, rank, slot = tl.program_id(0), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_S)
     counts = tl.load(counts_ptr + rank * (R * H) + expert, rank < R, other=0)
     known = (rank < R)[:, None] & (slot < S)[None, :]

@@ -51,7 +51,7 @@ class Replicas:
 
 
 def plan(rows_E: Sequence[int], ranks: int, slots: int, most: int) -> Replicas:
-    """Replicate experts until no rank has more than ``most`` rows, at least the mean.
+    """Return replicas so that no rank has more than ``most`` rows, which is at least the mean.
 
     Greedy: the fullest rank's largest expert goes to the emptiest rank with a free slot; ties: lower index.
     With fewer slots than experts per rank, ranks may stay above ``most``.

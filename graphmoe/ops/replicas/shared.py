@@ -65,7 +65,7 @@ def gradient_room(
 
 
 def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
-    """Add the replica gradients in all ranks' `gradient_room` to their owners' totals, after a barrier."""
+    """After a barrier, add gradients of own experts' replicas, in all ranks' `gradient_room`, to totals."""
     memory.barrier()
     add_made(memory, expert_RS, made, totals)
 
@@ -73,7 +73,7 @@ def home(memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals
 def add_made(
     memory: SharedMemory, expert_RS: Tensor, made: Sequence[Tensor], totals: Sequence[Tensor]
 ) -> None:
-    """The same as `home`, without its barrier."""
+    """Add gradients of own experts' replicas, in all ranks' `gradient_room`, to totals, without a barrier."""
     starts = _starts([tuple(made_SX.shape) for made_SX in made], made[0].dtype)
     for start, made_SX, total_LX in zip(starts, made, totals, strict=False):
         add_home(memory, start, made_SX, total_LX, expert_RS)

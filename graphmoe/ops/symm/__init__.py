@@ -43,7 +43,7 @@ def _dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return received_ND, weight_NK, number_NK int32 (local expert, else -1), arrivals_PP int32.
 
-    ``etp`` ranks hold parts of the same experts. With weights, the call also fetches those of replicas.
+    ``etp`` ranks hold parts of the same experts. With expert weights, it also fetches those of replicas.
     """
     assert block * len(send_counts_P) <= rows, (block, rows)
     run, peers = _peers(len(send_counts_P))
@@ -91,7 +91,7 @@ def _bring_fp8(
     send_row_TW: Tensor, send_slot_R: Tensor,
     rows: int, experts: int, etp: int, block: int, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``symm_dispatch`` of fp8 values to a carrier; ``weight_TK`` ends with their scales."""
+    """Dispatch fp8 values; return carrier, weight_NK, number_NK, arrivals_PP. Last weight column: scales."""
     run, peers = _peers(len(send_counts_P))
     plan = SendPlan(send_counts_P, send_ends_P, send_row_TW, send_slot_R)
     carrier_ND = q_TD.new_empty(rows, q_TD.shape[1], dtype=dtype)
@@ -143,7 +143,7 @@ NO_EXPERT = -1
 
 
 def parts(carrier_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a contiguous carrier: values [N, D], scales fp32 [N, 1]. D is a multiple of 16."""
+    """Return views of a contiguous carrier: values [N, D], scales fp32 [N, 1]. D is a multiple of 16."""
     rows, columns = carrier_ND.shape
     assert columns % 16 == 0, columns
     flat = carrier_ND.view(-1)

@@ -17,7 +17,7 @@ def bring(
     arrivals_PP: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1,
     into_ND: Tensor | None = None, along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return received tokens [N, D]; with ``of_slots`` all results of ``graphmoe::symm_dispatch``."""
+    """Dispatch rows: return received_ND; with ``of_slots`` also weight_NK, number_NK, arrivals_PP."""
     exchange_of(peers.size).add_deferred()
     if along:
         exchange_of(peers.size).keep(along, replicas.pull(peers, along.weights, along.expert_RS))

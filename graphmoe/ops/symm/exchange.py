@@ -26,7 +26,7 @@ def bring(
     _: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1, into_ND: Tensor | None = None,
     along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The same as `collective.bring`; row counts are read from the peers' memory."""
+    """Dispatch rows: return received_ND, weight_NK, number_NK (K = 0 without ``of_slots``), arrivals_PP."""
     x_TD = _checked(x_TD)
     weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)
     assert weight_TK is None or weight_TK.dtype == torch.float32, weight_TK.dtype
@@ -61,7 +61,7 @@ def bring(
 def sums(
     peers: MemoryPeers, y_ND: Tensor, dweight_NK: Tensor | None, *way: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return sums of each token's rows [T, D], [T, K]; ``way``: ends_P, row_TW, arrivals_PP, block."""
+    """Return each token's sums of y [T, D], dweight [T, K]; ``way``: ends_P, row_TW, arrivals_PP, block."""
     _, row_TW, arrivals_PP, block = way
     y_ND = _checked(y_ND)
     (rows, columns), (tokens, places) = y_ND.shape, row_TW.shape
@@ -91,7 +91,7 @@ def sums(
 
 def _checked(x: Tensor) -> Tensor:
     if x.dtype not in DTYPES:
-        raise TypeError(f"rows of {x.dtype} cannot travel by symm, only those of {DTYPES}; use alltoall")
+        raise TypeError(f"symm sends rows of {DTYPES}, not {x.dtype}; use moe.dispatcher=alltoall")
     return _aligned(x)
 
 

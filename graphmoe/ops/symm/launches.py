@@ -111,7 +111,7 @@ def pull(peers: MemoryPeers, from_N: Tensor, received_ND: Tensor, arrivals_PP: T
 
 
 def put_live(peers: MemoryPeers, offset: int, y_ND: Tensor, arrivals_PP: Tensor, block: int) -> None:
-    """Copy rows of y for other ranks' tokens to own peer memory at ``offset``, for those ranks."""
+    """Copy rows of y for other ranks' tokens to own peer memory at ``offset``, for those ranks to read."""
     rows, columns = y_ND.shape
     height, width = PUT.tile(columns, y_ND.element_size())
     kernels.put_kernel[(PUT.programs,)](

@@ -54,7 +54,7 @@ class Sizes:
 class Region:
     """Byte offsets in a rank's peer memory: "out" (tokens to weights) for dispatch, "back" for combine.
 
-    Only that rank writes to it; it writes one side while peers may read the other.
+    Only that rank writes to its memory; it writes one side while peers may read the other.
     """
 
     sizes: Sizes
@@ -96,22 +96,22 @@ COUNT_BYTES = 16 << 10  # counts of 4,096 experts
 
 
 class Regions(Peers, Protocol):
-    """Peer memory: each rank has a region that all ranks read. All make the same calls, in one order."""
+    """Peer memory: each rank has a region that all ranks read. All ranks make the same calls in one order."""
 
     addresses: Tensor  # int64 [P] on the device: base of each rank's region
 
     def view(self, rank: int, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of a rank's region."""
+        """Return a view of a rank's region from ``offset_bytes`` on."""
 
     def barrier(self) -> None:
         """Make earlier writes visible to all ranks, on the current stream. No device sync."""
 
 
 class SharedMemory(Regions, Protocol):
-    """Captured graphs hold addresses, so ``reserve`` keeps replaced memory until ``forget_graphs``."""
+    """Peer memory that grows; as graphs hold its address, replaced memory stays until ``forget_graphs``."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow regions to ``num_bytes``: a collective, RuntimeError in a capture. No sync if large enough."""
+        """Grow regions to ``num_bytes``. A collective; RuntimeError in a capture. No sync if large enough."""
 
 
 class MemoryPeers(Regions, Protocol):
@@ -124,14 +124,14 @@ class MemoryPeers(Regions, Protocol):
     replicas: SharedMemory  # a second memory, so that weights are sent beside exchanges of rows
 
     def reserve(self, sizes: Sizes) -> Region:
-        """Return the offsets for ``sizes``, after growing the regions as `SharedMemory.reserve`."""
+        """Grow the regions to hold ``sizes``, as `SharedMemory.reserve` does; return the byte offsets."""
 
     def forget_graphs(self) -> None:
         """Free memory kept for graphs, here and in ``replicas``."""
 
 
 def reserve(sizes: Sizes, replica_bytes: int) -> None:
-    """Reserve the peer memory in use, if any. A collective, not in a capture."""
+    """Grow the peer memory in use, if any, to these sizes. A collective, not in a capture."""
     if IN_USE.exchange and not isinstance(IN_USE.exchange.peers, CollectivePeers):
         peers = cast(MemoryPeers, IN_USE.exchange.peers)
         peers.replicas.reserve(replica_bytes)
@@ -165,7 +165,7 @@ def is_capturing() -> bool:
 
 @contextmanager
 def beside_products_on(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Overlap each dispatch or combine inside with GEMMs that are queued on ``stream`` afterwards."""
+    """Context that overlaps each dispatch or combine inside with GEMMs queued on ``stream`` afterwards."""
     # A kernel launched on another stream after GEMMs waits for a free SM, and delays the transfer. So the
     # exchange packs what it sends on the GEMMs' stream.
     before, IN_USE.products = IN_USE.products, stream

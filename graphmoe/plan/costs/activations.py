@@ -28,9 +28,9 @@ class Kept(NamedTuple):
     segment: str
     size: float
     readers: tuple[str, ...] = ()
-    """Other segments of the layer that read it, in forward or backward."""
+    """Other segments of the layer that read the tensor, in forward or backward."""
     part: str = ""
-    """Part, of `graphmoe.segments.PARTS`, that recomputes it."""
+    """Part, of `graphmoe.segments.PARTS`; if that is recomputed, the tensor is not saved."""
 
 
 def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -> dict[str, Bytes]:
@@ -60,7 +60,7 @@ def stage_activations(sizes: Sizes, recompute: Recompute, pieces: StagePieces) -
 
 
 def layer_activations(sizes: Sizes, recompute: Recompute, index: int) -> Bytes:
-    """Return a layer's saved bytes per micro-batch: its output counts, its input not. MTP layers are last."""
+    """Return a layer's saved bytes per micro-batch, with its output, not its input. MTP layers are last."""
     is_dense, sizes = index < sizes.model.num_dense_layers, sizes.of_layer(index)
     segments = DENSE_SEGMENTS if is_dense else MOE_SEGMENTS
     again = frozenset(name for name in segments if recompute.covers(name, index))

@@ -17,9 +17,9 @@ class Card:
     """Vendor's figure in decimal GB; drivers leave a little more or less."""
     hbm_tb_per_s: float
     node_gb_per_s: float
-    """Peak to the GPUs of its node, one direction, all links."""
+    """Peak speed to the GPUs of its node, one direction, all links."""
     peer_gb_per_s: float
-    """Peak to one other GPU: all links through NVSwitch, one of seven between AMD's."""
+    """Peak speed to one other GPU: all links through NVSwitch, one of seven between AMD GPUs."""
     network_gb_per_s: float
     per_node: int = GPUS_PER_NODE
 

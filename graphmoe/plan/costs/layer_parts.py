@@ -15,7 +15,7 @@ from graphmoe.plan.layout import Axis
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Seconds of attention's parts. Communication is its exposed time, equal in forward and backward."""
+    """Seconds of attention's parts; of communication the exposed time, equal in forward and backward."""
 
     before: Product
     up: Product

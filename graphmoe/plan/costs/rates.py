@@ -51,17 +51,17 @@ class Rates:
     head: Share
     """The head's three GEMMs and the loss, without tp."""
     attention_forward: Share
-    """Attention's GEMMs; causal ones count half."""
+    """Forward of attention's GEMMs; causal ones count half."""
     attention_backward: Share
-    """Counts four GEMMs, though kernels compute five."""
+    """Backward of attention, counted as four GEMMs, though kernels compute five."""
     fp8_dense: Share
-    """As `dense` in fp8, without quantization; a share of the fp8 peak."""
+    """Forward and dgrad of dense GEMMs in fp8, without quantization; a share of the fp8 peak."""
     fp8_dense_weights: Share
     fp8_dense_weights_added: Share
     fp8_grouped: Share
-    """As `grouped` in fp8, with quantization between the GEMMs but not of the input."""
+    """Forward and dgrad of experts in fp8, with quantization between the GEMMs, without that of the input."""
     fp8_grouped_weights: Share
-    """As `grouped_weights`, with transposed copies of its inputs."""
+    """wgrad of experts in fp8, stored in fp32, with transposed copies of its inputs."""
     fp8_grouped_weights_added: Share
     fp8_quantise: Part
     """Quantization to fp8: bytes read and written, as a share of memory bandwidth."""
@@ -125,7 +125,7 @@ def fits_fp8(*sides: float) -> bool:
 
 
 def source_of_rates(card: Card, path: Path | None, recipe: Fp8Recipe) -> str:
-    """Return the source of the rates of an fp8 ``recipe``, for logs."""
+    """Return text for logs: the source of a card's rates, and of its fp8 ``recipe``'s."""
     if path is None:
         known, which = _source_of_defaults(card), "those of fp8 GEMMs"
     else:
@@ -181,7 +181,7 @@ class Product(NamedTuple):
 
 class Fp8Dense(NamedTuple):
     element_bytes: int
-    """Size before quantization."""
+    """Bytes of an element before quantization."""
     bf16_weights: bool = False
 
 
@@ -192,7 +192,7 @@ class Speeds:
     card: Card
     rates: Rates
     adding: float = 0.0
-    """Share of a step's micro-batches that add to existing weight gradients, 0 to 1."""
+    """Share of a step's micro-batches whose wgrad adds to existing gradients, 0 to 1."""
 
     def weights_seconds(self, flops: float, name: str, kind: float, size: float) -> float:
         """Return the seconds of a wgrad GEMM with the rate ``name``, averaged over a step's micro-batches."""

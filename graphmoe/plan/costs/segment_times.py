@@ -41,10 +41,10 @@ class SegmentTime:
     """Name of the segment, or letters of a layout."""
     forward: float = 0.0
     inputs: float = 0.0
-    """dgrad, with its communication and recomputation."""
+    """Seconds of dgrad, with its communication and recomputation."""
     weights: float = 0.0
     exchange: float = 0.0
-    """Exposed communication in ``forward`` and ``inputs``."""
+    """Seconds of exposed communication, part of ``forward`` and ``inputs``."""
 
     @property
     def total(self) -> float:

@@ -44,13 +44,13 @@ class Sizes:
     room: Load
     """Rows and slots that a rank's experts receive, or their capacity."""
     is_planned: bool
-    """True if receive capacity is set without a host count."""
+    """True if receive capacity is fixed, so the host counts no rows."""
     pads_values: bool
     """True if attention pads value heads to the size of query heads."""
     block: int = 0
     """Rows that copy engines send per pair of ranks."""
     fp8: frozenset[str] = frozenset()
-    """fp8 GEMMs, of `graphmoe.config.choices.FP8_PRODUCTS`."""
+    """Names of the GEMMs in fp8, of `graphmoe.config.choices.FP8_PRODUCTS`."""
     fp8_skips: frozenset[int] = frozenset()
     bf16_weight_grads: bool = False
     """True if the wgrad of dense fp8 GEMMs is in bf16."""
@@ -158,7 +158,7 @@ class Sizes:
 
 
 def refuse_unknown(config: RunConfig) -> None:
-    """Raise ConfigError for settings whose memory or rates are not known here."""
+    """Raise ConfigError for settings whose memory or rates are unknown to the estimates."""
     problems, recipe = [], config.precision.fp8
     unknown = [name for name, each in FORMATS.items() if each.rates == "unknown"]
     if recipe in unknown:

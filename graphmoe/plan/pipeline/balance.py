@@ -16,7 +16,7 @@ MOST_TRIED = 20_000  # layouts enumerated exhaustively, in 0.3 s; beyond that, o
 
 
 def default_layout(model: ModelConfig, seq_len: int, rank_of: tuple[int, ...]) -> str:
-    """Return the `balanced_layout` for the times of `modelled_parts`. ``rank_of``: rank of each stage."""
+    """Return the layout that balances ranks by estimated times of parts. ``rank_of``: rank of each stage."""
     return balanced_layout(tuple((part.name, part.total) for part in modelled_parts(model, seq_len)), rank_of)
 
 
@@ -136,7 +136,7 @@ KINDS = {
 def measured_parts(model: ModelConfig, measured_ms: Mapping[str, float]) -> list[tuple[str, float]]:
     """Return letter and milliseconds of each part, forward plus backward. *Raises* ConfigError.
 
-    Names: `KINDS`, segments, or ranges of segments (``attn..moe_combine``). The embedding may be left out.
+    Names are `KINDS`, segments, or ranges of segments (``attn..moe_combine``). The embedding may be left out.
     """
     for name, ms in measured_ms.items():
         if not any(_pieces_in(name, kind) for kind in KINDS):

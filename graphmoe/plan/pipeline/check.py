@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class TableError(ValueError):
-    """A table that cannot run; the message names ranks and actions."""
+    """Error of a schedule's table that cannot run; the message names ranks and actions."""
 
 
 def check(table: Table) -> None:
@@ -28,7 +28,7 @@ def check(table: Table) -> None:
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """Return each rank's peak of saved activations; 1 is one micro-batch's of all its stages."""
+    """Return each rank's peak of saved activations; 1 is one micro-batch's of all the rank's stages."""
     sizes = [1] * table.placement.num_stages
     shares = [len(table.placement.stages_of(rank)) for rank in range(table.placement.num_ranks)]
     # a stage counts 1/n on a rank with n stages
@@ -36,7 +36,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 
 def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
-    """Return each rank's peak sum of saved activations; ``sizes``: that of each stage."""
+    """Return each rank's peak of saved activations; ``sizes``: one micro-batch's at each stage."""
     size_of, found = list(sizes), []
     for rank, moments in enumerate(in_flight(table)):
         own = [size_of[stage] for stage in table.placement.stages_of(rank)]
@@ -46,7 +46,7 @@ def peaks(table: Table, sizes: Iterable[float]) -> tuple[float, ...]:
 
 @functools.lru_cache(maxsize=4)
 def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return, for each rank, saved activations by stage at each point in time that may be its peak."""
+    """Return, per rank, counts of saved activations by stage at each time that may be the rank's peak."""
     found = []
     for rank in range(len(table.ranks)):
         stages = table.placement.stages_of(rank)
@@ -65,7 +65,7 @@ def in_flight(table: Table) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def largest(moments: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Drop each point in time whose counts are at most another's in every stage."""
+    """Return the points in time without those whose counts are at most another's in every stage."""
     kept: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(operator.le, counts, other)) for other in kept):

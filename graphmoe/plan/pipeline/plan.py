@@ -50,7 +50,7 @@ class PipelinePlan:
 
 
 def pipeline_of(config: RunConfig, layout: Layout, stands_for: int | None = None) -> PipelinePlan | None:
-    """Return the pipeline of a run; None without pp. *Raises* ConfigError."""
+    """Return the pipeline of a run, None if pp = 1; ``stands_for``: of `make_table`. *Raises* ConfigError."""
     if layout.pp == 1:
         return None
     if problems := [*_schedule_problems(config, layout)]:
@@ -92,7 +92,7 @@ def _balanced(config: RunConfig, placement: Placement) -> str:
 
 
 def expert_ranks(model: ModelConfig, layout: Layout) -> int:
-    """Return the ep size that time estimates assume: 1, the ranks of one node, or of two nodes."""
+    """Return the ep size that time estimates assume: 1, or the ranks of one or two nodes."""
     ranks = layout.size("ep_etp")
     alike = ranks if ranks == 1 else GPUS_PER_NODE if ranks <= GPUS_PER_NODE else 2 * GPUS_PER_NODE
     return min(alike, model.num_experts) or 1
@@ -169,7 +169,7 @@ SIMULATED = 16  # most simulated micro-batches per pipeline rank: tables of thou
 
 
 def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
-    """Return `slower_than_1f1b` for the run's configured schedule. *Raises* ConfigError."""
+    """Return a message if simulation finds 1f1b faster than the run's schedule. *Raises* ConfigError."""
     if layout.pp == 1 or config.pipeline.ep_overlap or config.pipeline.schedule == PLAIN:
         return None  # what pairs hide is not known here
     most = SIMULATED * layout.pp * config.train.micro_batch_size * layout.dp
@@ -192,7 +192,7 @@ def run_slower_than_1f1b(config: RunConfig, layout: Layout) -> str | None:
 
 
 def slower_than_1f1b(schedule: str, timeline_of: Callable[[str], Timeline | None]) -> str | None:
-    """Return a message that names a faster schedule; None if 1f1b is not faster."""
+    """Return a message, which may name a faster schedule, if 1f1b is faster than ``schedule``; else None."""
     if schedule == PLAIN:
         return None
     own, plain = timeline_of(schedule), timeline_of(PLAIN)

@@ -32,7 +32,7 @@ class Span:
 class Timeline:
     table: Table
     spans: tuple[Span, ...]
-    """Sorted by rank, then time."""
+    """Spans, sorted by rank, then time."""
     makespan: float
     busy: float
     peak_bytes: tuple[float, ...] | None = None
@@ -46,7 +46,7 @@ class Timeline:
 
     @functools.cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Peak of each rank, in activations of its whole stage for one micro-batch."""
+        """Peak of each rank's saved activations; 1 is one micro-batch's of all the rank's stages."""
         return peak_activations(self.table)
 
 
@@ -93,7 +93,7 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Split the costs of a whole rank, also ``hidden``, equally among its stages."""
+        """Return the costs of stages: those of a whole rank, also ``hidden``, divided equally among them."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"
@@ -141,7 +141,7 @@ def simulate(table: Table, costs: Costs) -> Timeline:
 
 
 def makespan_of(table: Table, costs: Costs) -> float:
-    """Return the end time of `simulate`, faster, as it records no spans."""
+    """Return the simulated end time of the last step, faster than `simulate`, as no spans are recorded."""
     return max(map(operator.itemgetter(3), _timed(table, costs)), default=0.0)
 
 

@@ -35,7 +35,7 @@ class Transfers:
     sends: Mapping[Action, Message]
     """Messages by content; each is sent when its action ends."""
     over: Mapping[Step, tuple[Message, ...]]
-    """Sent messages that have been received by then, so that their memory is free."""
+    """Sent messages that have been received by the time of a step, so that their memory is free."""
 
 
 def channels_of(table: Table) -> list[Channel]:

@@ -1,4 +1,4 @@
-"""Configuration check, ranges of values and rules across keys; resolution of ``auto`` and ``null``."""
+"""Check of a configuration by ranges of values and rules across keys; resolution of auto and null."""
 
 import copy
 import dataclasses
@@ -64,7 +64,7 @@ def check(config: RunConfig) -> None:
 
 
 def violations(config: RunConfig) -> list[str]:
-    """Return every violated rule, each with valid values. Pure."""
+    """Return a message, with valid values, for every violated rule. Pure."""
     fields = [*fields_of(config)]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable  # other rules cannot compute with such values

@@ -41,7 +41,7 @@ from graphmoe.segments import (
 
 
 def model_problems(model: ModelConfig) -> list[str]:
-    """Return the violated rules of a model alone."""
+    """Return a message for each rule that a model alone violates."""
     fields = [field for field in fields_of(RunConfig(model=model)) if field.key.startswith("model.")]
     if unusable := [line for field in fields for line in type_rules(field)]:
         return unusable
@@ -149,7 +149,7 @@ def dispatch_rules(config: RunConfig) -> Iterator[str]:
 
 
 def load_rules(config: RunConfig) -> Iterator[str]:
-    """Yield error messages about ``moe.expert_load``; reads its file."""
+    """Yield error messages about ``moe.expert_load``; reads the file that it names."""
     moe, name, top_k, most = config.moe, config.moe.expert_load, config.model.top_k, 2**31 // UNIT - 1
     if name == NO_LOAD:
         return

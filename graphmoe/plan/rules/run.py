@@ -73,7 +73,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
 
 
 def unread_data_rules(config: RunConfig) -> Iterator[str]:
-    """Yield an error for each key of ``data`` that its source ignores: it would train on other tokens."""
+    """Yield an error for each key of ``data`` that its source ignores: a run would train on other tokens."""
     data, default = config.data, DataConfig()
     for field in dataclasses.fields(data):
         key, value = field.name, getattr(data, field.name)
@@ -177,7 +177,7 @@ def precision_rules(config: RunConfig) -> Iterator[str]:
         return
     by = FORMATS[precision.fp8]
     if not bad and 0 < count == len({layer % count for layer in skipped}):
-        yield f"precision.fp8_skip_layers={skipped} are all layers; leave some, or use precision.fp8=none"
+        yield f"precision.fp8_skip_layers={skipped} are all layers; skip fewer, or use precision.fp8=none"
     in_fp8 = "experts" in precision.fp8_products and has_experts(config.model)
     others = ",".join(name for name in precision.fp8_products if name != "experts")
     without = f", or precision.fp8_products=[{others}]" if others else ""

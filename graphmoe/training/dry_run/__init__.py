@@ -117,7 +117,7 @@ def dry_run(config: RunConfig) -> dict[str, Any]:
 
 
 def shortened(plan: Plan, pipeline: PipelinePlan, place: int) -> Plan:
-    """Return the plan with the fewest micro-batches and equal activation peaks at this position.
+    """Return the plan with the fewest micro-batches and equal activation peaks at pipeline rank ``place``.
 
     Returns the plan itself if it has few micro-batches or no shorter table is equal.
     """

@@ -115,7 +115,7 @@ class CollectiveLog:
         return (own, peer) if name == "send" else (peer, own)
 
     def to_json(self, times: Mapping[str, int | Fraction]) -> list[dict[str, Any]]:
-        """List each kind with its count in a step; ``times``: factor by phase."""
+        """Return each kind with its count in a step; ``times``: factor of counts by phase."""
         counts = {call: Fraction(times.get(call.phase, 1)) * count for call, count in self.counts.items()}
         assert all(count.denominator == 1 for count in counts.values()), "micro-batches are not alike"
         return [{**call._asdict(), "count": int(count)} for call, count in counts.items()]

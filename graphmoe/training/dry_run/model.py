@@ -128,7 +128,7 @@ class GraphSegments(CompiledSegments):
 
     def _add(self, report: UnitReport) -> None:
         self.reports.append(report)
-        log.info("traced %s: %s in %.1f s", report.unit, number_of(report.graphs, "graph"), report.seconds)
+        log.info("traced unit %s: %s, %.1f s", report.unit, number_of(report.graphs, "graph"), report.seconds)
 
 
 _ADDS_ROWS = (  # an embedding's gradient, depending on torch's version

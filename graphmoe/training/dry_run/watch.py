@@ -28,7 +28,7 @@ _PHASES: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "backward", "W
 
 
 class MemoryLog:
-    """Live storage bytes by kind, from a tensor's first use to its storage's end."""
+    """Record of live storage bytes by kind, from a tensor's first use to its storage's end."""
 
     def __init__(self) -> None:
         self.now: dict[str, int] = {}  # live bytes by kind
@@ -126,9 +126,9 @@ class StepWatch(TorchDispatchMode):
 
 
 class WatchedSteps:
-    """`graphmoe.runtime.pipeline.recorder.StepRecorder` that sets the watch's phase.
+    """Step recorder of a pipeline that records nothing and sets the watch's phase.
 
-    In the second action of a pair, `StepWatch` sets it. ``say`` receives progress text.
+    The second action of a pair gets its phase from `StepWatch`. ``say`` receives progress text.
     """
 
     def __init__(self, watch: StepWatch, num_moves: int, say: Callable[[str], None]) -> None:

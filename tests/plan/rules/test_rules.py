@@ -90,7 +90,7 @@ precision.fp8=rowwise passes.enabled=[] | leaves out fp8_quantise, fp8_linear, f
 model.num_layers=3 model.mtp_depth=1 precision.fp8_skip_layers=[0,4,-5]
     | precision.fp8_skip_layers=[0, 4, -5] has 4, -5; use -4 to 3
 model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip_layers=[0,-1]
-    | precision.fp8_skip_layers=[0, -1] are all layers; leave some, or use precision.fp8=none
+    | precision.fp8_skip_layers=[0, -1] are all layers; skip fewer, or use precision.fp8=none
 precision.fp8=rowwise model.expert_ffn_size=24 | of 16, and model.expert_ffn_size of a rank is 24; use 32
 precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile.enabled=true
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or

@@ -71,7 +71,7 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
 @pytest.mark.parametrize("hip, wrong, right", [(None, "turbo", "deepep"), ("7.0", "deepep", "turbo")])
 def test_each_package_wants_the_gpus_of_its_vendor(monkeypatch, hip, wrong, right):
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert "and these have not; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
+    assert "which this torch lacks; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
     arguments = torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks()
     check_dispatcher(right, *arguments)
 

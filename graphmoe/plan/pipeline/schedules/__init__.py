@@ -21,7 +21,7 @@ class Schedule:
     build: Build
     description: str
     virtual_stages: tuple[int, int | None] = (1, 1)
-    """Least and most per rank; None: any number."""
+    """Least and most stages per rank; None: any number."""
     splits_backward: bool = False
     """True if tables have dgrad (I) and wgrad (W) instead of B."""
     is_folded: bool = False
@@ -92,8 +92,8 @@ def make_table(
 ) -> Table:
     """Return the table of a schedule. *Raises* ConfigError.
 
-    ``virtual_stages`` defaults to the least. V schedules read ``costs`` and ``stands_for``: micro-batches of
-    the run that a shorter table represents. ``overlap`` pairs forwards and backwards.
+    ``virtual_stages`` defaults to the least. V schedules read ``costs`` and ``stands_for``, the number of
+    micro-batches that a shorter table represents. ``overlap`` pairs forwards and backwards.
     """
     problems = list(schedule_rules(name, num_ranks, num_micro_batches, virtual_stages, overlap=overlap))
     if problems:
@@ -129,7 +129,7 @@ def schedule_rules(
     *,
     overlap: bool = False,
 ) -> Iterator[str]:
-    """Yield error messages with numbers that would work. *Raises* ConfigError like `schedule_of`."""
+    """Yield an error, with valid numbers, for each violated rule. *Raises* ConfigError for unknown names."""
     if num_ranks < 1:
         yield f"parallel.pp={num_ranks} is not a number of ranks; use 1 or more"
     if num_micro_batches < 1:

@@ -1,6 +1,6 @@
 """1F1B, interleaved 1F1B, GPipe, and forward-only tables.
 
-Source: Megatron-LM (arXiv 2104.04473), sections 2.2.1 and 2.2.2.
+Sources: Megatron-LM (arXiv 2104.04473), sections 2.2.1 and 2.2.2; GPipe (arXiv 1811.06965).
 """
 
 from graphmoe.plan.pipeline import Action, Placement, Step, Table, Together
@@ -16,7 +16,7 @@ def one_forward_one_backward(
     overlap: bool = False,
     forwards_first: bool = False,
 ) -> Table:
-    """Return 1F1B, interleaved if ``virtual_stages`` > 1; GPipe (arXiv 1811.06965) if ``forwards_first``."""
+    """Return a 1F1B table, interleaved if ``virtual_stages`` > 1; a GPipe table if ``forwards_first``."""
     ranks = []
     for rank in range(num_ranks):
         # an incomplete last round is a full one without the missing micro-batches: the order stays feasible,
@@ -36,7 +36,7 @@ def one_forward_one_backward(
 
 
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
-    """Return the forwards of a rank before its first backward; interleaved, two more than the next rank's."""
+    """Return the number of forwards before a rank's first backward; interleaved, 2 more than the next has."""
     after = num_ranks - 1 - rank
     # a Together ends as a whole: with one more, as in 1F1B, neighbours would wait for each other; one more on
     # all ranks gives the last stage's pairs two different micro-batches
@@ -91,7 +91,7 @@ def forward_only(placement: Placement, num_micro_batches: int) -> Table:
 
 
 def zb1p(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Table:
-    """Return ZB-H1: a third of 1F1B's bubble; each rank saves as many activations as 1F1B's first."""
+    """Return a ZB-H1 table: a third of 1F1B's bubble; each rank saves as much as the first rank of 1F1B."""
     assert virtual_stages == 1
     ranks = []
     for rank in range(num_ranks):

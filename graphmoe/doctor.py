@@ -195,7 +195,7 @@ def probe_backend(name: str) -> str:
 
 
 def probe_cpp_compiler() -> str:
-    """Compile a file that needs what Inductor does (C++17, OpenMP, Python.h); return its version."""
+    """Compile a file with Inductor's needs (C++17, OpenMP, Python.h); return the compiler's version."""
     words = shlex.split(os.environ.get("CXX", "g++"))
     is_there = bool(words) and shutil.which(words[0]) is not None
     _require(is_there, f"{' '.join(words) or 'CXX is empty'}: not found; install g++ or set CXX")

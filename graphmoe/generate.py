@@ -35,9 +35,9 @@ class GenerateArgs:
     step: int | None = None
     """Step of the checkpoint; default: the newest."""
     attention: str | None = None
-    """The run's model.attention where that is code of your own, which no file is trusted to name."""
+    """The run's model.attention if that is code of your own, which no file is trusted to name."""
     layer: str | None = None
-    """The run's model.layer where that is code of your own, which no file is trusted to name."""
+    """The run's model.layer if that is code of your own, which no file is trusted to name."""
     device: DeviceChoice = DeviceChoice.auto
     """cpu or cuda; auto is a GPU that has room for the weights, else the CPU."""
     format: OutputFormat = OutputFormat.text

@@ -68,8 +68,8 @@ class Segment:
     """True if sizes of its tensors differ from call to call: then it is part of no graph."""
     fused: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]] | None = None
     """A dynamic segment's ``run`` in the form that the pass fuse_experts gives to graphs. Its first arguments
-    are the backend of the experts' kernels, and for each parameter of the segment's module a ``Gradient``
-    or None."""
+    are the backend of the experts' kernels, and a list with a ``Gradient`` for each parameter of the
+    segment's module, or empty."""
 
     def __post_init__(self) -> None:
         assert self.name in SEGMENT_NAMES, self.name

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FIRST_WORD_S = 10.0
-"""Seconds that other ranks wait at an error, lest torchrun ends a node's first rank before it says why."""
+"""Seconds that a node's other ranks wait at an error, so that its first says why before torchrun ends it."""
 EXAMPLES = (
     "python -m graphmoe.train",
     "python -m graphmoe.train model=deepseek_v2_lite model.num_layers=4 data=synthetic train.steps=20",

@@ -114,7 +114,7 @@ class PassReport:
 
 
 class PassRunner:
-    """Runner of an ordered list of passes; lints the graph after each, times it and counts rewrites."""
+    """Runner of an ordered list of passes; times each, lints its graph and counts its rewrites."""
 
     def __init__(self, specs: Sequence[PassSpec], dump_folder: Path | None = None) -> None:
         self.specs = tuple(specs)

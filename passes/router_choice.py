@@ -219,7 +219,7 @@ def _group_score(node: Node) -> tuple[Node | None, int]:
 
 
 def weights_of(graph: fx.Graph, choice: Choice) -> Weights | None:
-    """Return how the graph computes the chosen experts' routing weights; None if it computes none."""
+    """Return how the graph computes the chosen experts' routing weights; None if no form matches."""
     node: Node
     for node in graph.nodes:
         if choice.score is not None and node is choice.values:

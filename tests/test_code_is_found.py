@@ -79,7 +79,7 @@ def test_a_file_written_for_a_torchrun_runs_by_the_command_that_is_printed(own, 
     assert written.wait() == 0, written.err.read_text()
     *_, path, name = json.loads(written.out.read_text())["command"]
     refused = command(tmp_path, path, module="graphmoe.worker")
-    assert refused.wait() == 2 and "behind the file's path: own_schedules:linear" in refused.err.read_text()
+    assert refused.wait() == 2 and "after the file's path: own_schedules:linear" in refused.err.read_text()
     there = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     run = command(tmp_path, path, name, module="graphmoe.worker", environment=there)
     assert run.wait() == 0, run.err.read_text()

@@ -28,7 +28,7 @@ class BenchArgs:
     suite: SuiteName = SuiteName.ops
     """ops: operations alone. step: training by graph.scope. dispatch: exchange of tokens, by torchrun.
     ladder: training on several GPUs, one feature more in each run. calibrate: rates of this machine for
-    projections, by torchrun between its GPUs too. projection: short runs beside what is projected of them.
+    projections, by torchrun between its GPUs too. projection: short runs beside their projections.
     replicas: the plan of replicas of hot experts, simulated on loads without a GPU."""
     only: list[str] = field(default_factory=list)
     """Measure only cases whose name starts with one of these, separated by commas; default: all."""

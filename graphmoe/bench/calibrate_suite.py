@@ -117,7 +117,7 @@ def router(hidden: int, num_experts: int, tokens: int, generator: torch.Generato
 
 
 def attention(H: int, E: int, V: int, S: int, G: int, B: int, generator: torch.Generator) -> Calls:
-    """Return calls: B sequences of S tokens, H query and G key heads, head sizes E of keys, V of values."""
+    """Return attention calls: B sequences of S tokens, H query, G key heads; sizes E of keys, V of values."""
     leaves = [normal(generator, B, S, *size).requires_grad_() for size in ((H, E), (G, E), (G, V))]
     backend = choose_backend(AttentionBackend.auto, generator.device.type, E, V)
 

@@ -64,7 +64,7 @@ def _rows(which: str, E: int, R: int, sizes: dict[str, Sizes]) -> list[Row]:
 
 
 def trained_load(imbalance: float, E: int, R: int) -> list[float]:
-    """Return log-normal expert loads like a trained router's, with ``imbalance`` for the busiest rank."""
+    """Return expert loads like a trained router's, log-normal; ``imbalance``: busiest rank over the mean."""
     generator = torch.Generator().manual_seed(E * R)
     of_experts, of_ranks = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (E, R))
     logs_E = of_experts + of_ranks.repeat_interleave(E // R)

@@ -60,7 +60,7 @@ RUNGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ep_overlap": ("a backward beside the next forward", ("pipeline.ep_overlap=true",)),
     "host_tuning": ("NUMA binding, garbage at fixed steps", ("host.numa=auto", "host.manual_gc=true")),
 }
-"""Text and overrides of each run (rung) of the ladder; later rungs keep them; larger micro-batches follow."""
+"""Each run (rung) of the ladder: text and overrides, which later rungs keep; larger micro-batches follow."""
 FULL_RUNS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "lite_mbs1_none": (1, 1, (*LITE, *LONG)),
     "lite_mbs1_layer": (1, 1, (*LITE, *LONG, "graph.scope=layer")),

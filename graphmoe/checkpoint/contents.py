@@ -253,7 +253,7 @@ class FillPlanner(DefaultLoadPlanner):
         return dataclasses.replace(plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read a plain value without running pickled code, as DCP's own method would."""
+        """Read a plain value without running pickled code; DCP's own method runs it."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -1,6 +1,6 @@
 """Safe reader of a checkpoint's ``.metadata``, a pickle of torch.distributed.checkpoint (DCP).
 
-The unpickler accepts only class names that our checkpoints have, and makes records without methods of them.
+The unpickler accepts only class names that our checkpoints have; they become records without methods.
 The records are validated and converted to DCP's classes field by field.
 """
 

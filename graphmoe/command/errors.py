@@ -170,7 +170,7 @@ ANSWERS = {
 
 
 def answer_to(word: str, valid: Sequence[str] = ()) -> str | None:
-    """Return what `ANSWERS` says of a feature such as fp16; None if nothing, or close to a ``valid`` word."""
+    """Return `ANSWERS`' reply to a name such as fp16; None without one, or for a misspelt ``valid`` word."""
     if difflib.get_close_matches(word, valid, n=1, cutoff=0.85):
         return None
     plain = "_" + re.sub(r"\W+", "_", word.lower()) + "_"

@@ -230,7 +230,7 @@ def load_config(path: Path, prepare: Prepare | None = None, named: Sequence[str]
     if strange:
         shown = ", ".join(f"{key}={name}" for key, name in strange)
         raise ConfigError(
-            f"{path} names code outside the package: {shown}; if you trust it, add behind the file's path: "
+            f"{path} names code outside the package: {shown}; if you trust it, add after the file's path: "
             f"{' '.join(name for _, name in strange)}"
         )
     return _resolved(config, prepare)

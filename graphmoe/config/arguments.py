@@ -1,4 +1,4 @@
-"""Parser of command-line arguments (``key=value``, ``--key=value``, ``--key value``); output of tools."""
+"""Parser of arguments (``key=value``, ``--key=value``, ``--key value``); output and errors of tools."""
 
 import ast
 import dataclasses

@@ -40,7 +40,7 @@ def note_interpolations(cfg: DictConfig) -> None:
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Return plain values for ``resolved.yaml``: environment values masked, enums by name."""
+    """Return plain values for ``resolved.yaml``: host.env masked, ${oc.env:...} kept, enums by name."""
     found = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(found, dict)
     plain = {str(key): value for key, value in found.items()}
@@ -62,7 +62,7 @@ def prints() -> dict[str, str]:
 
 
 def aligned(theirs: dict[str, Any], ours: dict[str, Any], prints: dict[str, Any]) -> dict[str, Any]:
-    """Write another run's masked values as ours where they are equal, in place; ``prints``: their hashes."""
+    """Write another run's masked values as ours if they are equal, in place; ``prints``: their hashes."""
     for key in {**_written, **prints}:
         their_place, our_place = _place(theirs, key), _place(ours, key)
         name = key.rpartition(".")[2]

@@ -144,7 +144,7 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_left_overs(folder: Path, name: str | None = None) -> None:
-    """Remove killed processes' unfinished entries: those of ``name``, which only this one builds, or all."""
+    """Remove unfinished entries of killed processes: all, or ``name``'s, which only this process builds."""
     for left_over in folder.glob(f"{'*' if name is None else glob.escape(name)}{_TMP}*"):
         of, _, maker = left_over.name.rpartition(_TMP)
         host, _, pid = maker.rpartition("-")

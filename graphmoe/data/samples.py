@@ -67,7 +67,7 @@ class Documents:
         return self.files[int(self.file_N[number])].tokens_T[start + first : stop]
 
     def place(self, number: int, token: int) -> str:
-        """Return error text with file, document and position of token ``token`` of document ``number``."""
+        """Return error text: file, document, position (from 0) of token ``token`` of document ``number``."""
         file = self.files[int(self.file_N[number])]
         absolute = int(self.start_N[number]) + token
         document = file.document_at(absolute)
@@ -99,7 +99,7 @@ class Samples(ABC):
     fingerprint: str
     """Text that identifies the samples' sizes, order and settings, not their tokens."""
     contents = ""
-    """Hash of the tokens in files (``contents_of``); empty if the source has no files."""
+    """Hash of the tokens in token files (``contents_of``); empty if the source has none."""
 
     def sample(self, position: int) -> npt.NDArray[np.int64]:
         """Return a sample's tokens [seq_len + 1]; positions continue after the first epoch."""
@@ -216,8 +216,8 @@ class PackedSamples(Samples):
 class MixedSamples(Samples):
     """Weighted mixture of corpora.
 
-    A block of samples, shuffled, has each corpus by its share, up to rounding since the start. Corpora have
-    their own epochs; an epoch of the mixture has as many samples as all corpora together.
+    Each block of samples is shuffled and has each corpus's share, up to rounding since the start. Corpora
+    have their own epochs; an epoch of the mixture has as many samples as all corpora together.
     """
 
     documents: Documents

@@ -107,7 +107,7 @@ def end_of_document(
 ) -> int:
     """Return the id of ``name``, or of the end token declared by the tokenizer's files.
 
-    *Raises* ConfigError that lists the special tokens if there is none.
+    *Raises* ConfigError that lists the special tokens if there is no such token.
     """
     if name is not None:
         token = tokenizer.token_to_id(name)

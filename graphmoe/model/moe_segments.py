@@ -163,7 +163,7 @@ class SendPreprocess(nn.Module):
         return ("counts", *SEND_PLAN, *(REPLICAS if self.replica_slots else ()))
 
     def forward(self, expert_TK: Tensor) -> tuple[Tensor, ...]:
-        """Return rows per expert [E], `SendPlan`; with replicas, choices' copies [T, K], slots' experts."""
+        """Return rows per expert [E], `SendPlan`; with replicas each choice's copy [T, K], slots' experts."""
         if slots := self.replica_slots:
             ep, owned = self.layout.ep, self.num_experts // self.layout.ep
             counts_E, place_TK, expert_RS = place_of_slots(expert_TK, ep, self.num_experts, slots)
@@ -236,7 +236,7 @@ class Experts(nn.Module):
     def received_fused(
         self, backend: str, totals: Sequence[Gradient], h_ND: Tensor, weight_NK: Tensor, number_NK: Tensor
     ) -> Tensor:
-        """Return sums over local experts [N, D]. The backward adds weight gradients to ``totals``."""
+        """Return `received`'s result by fused kernels; the backward adds weight gradients to ``totals``."""
         ends_L, row_NK, slot_R = self.plan(number_NK)
         if len(slot_R) == 0:
             return self.received(h_ND, weight_NK, number_NK)  # vendor kernels may refuse empty inputs

@@ -39,7 +39,7 @@ def accumulator(x: Tensor) -> torch.dtype:
 
 
 def tile(columns: int, elements: int, widest: int, most_rows: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile of at most ``elements``, up to ``columns`` wide; powers of two."""
+    """Return (rows, columns), powers of two, of a tile of at most ``elements``, up to ``widest`` wide."""
     width = min(1 << max(columns - 1, 0).bit_length(), widest)
     return min(max(elements // width, 1), most_rows), width
 

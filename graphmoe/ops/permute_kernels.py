@@ -148,7 +148,7 @@ def _dot_kernel(
 
 
 def routing_plan(expert_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return int32 rows per expert [E], their ends [E], row of each slot [T, K], slot of each row [R]."""
+    """Return int32 rows per expert [E], ends [E], row of each slot [T, K], slot of each row [R]. No sync."""
     expert_TK = expert_TK.contiguous()
     counts_E, ends_E = (_empty(expert_TK, num_experts) for _ in range(2))
     row_TK, slot_R = _empty(expert_TK, *expert_TK.shape), _empty(expert_TK, expert_TK.numel())

@@ -247,7 +247,7 @@ def _sum_kernel(
     partial, counts, share, z_sum, entropy_sum, programs, all_programs,
     E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ``partial``: a program COLUMNS counts and shares of a sequence, the last program z and entropy."""
+    """Sum ``partial``: a program sums COLUMNS counts and shares of a sequence, the last one z and entropy."""
     sequence, part = tl.program_id(0), tl.program_id(1)
     if part < tl.num_programs(1) - 1:
         column = part * COLUMNS + tl.arange(0, COLUMNS)

@@ -10,7 +10,7 @@ from graphmoe.config.schema import ConfigError, OutputFormat
 
 @dataclass
 class CostKeys:
-    """Costs per micro-batch of all layers of a rank, in any unit of time; its virtual stages share them."""
+    """Costs per micro-batch of all layers of a rank, in any unit of time, split over its virtual stages."""
 
     f: float | None = None
     """Forward, > 0, default 1000; with model=... the mean over ranks."""

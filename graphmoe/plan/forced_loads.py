@@ -23,7 +23,7 @@ Counts = list[list[list[float]]]  # recorded loads [S, L, E], on any scale
 
 
 def load(name: str, step: int, layer: int, num_experts: int, top_k: int, ranks: int) -> list[float]:
-    """Return the load [E] that a name of `LOADS` gives in a step, from 1 on; ``ranks`` share the experts."""
+    """Return the load [E] that a name of `LOADS` gives in ``step`` (from 1); ``ranks`` share the experts."""
     few = max(min(HOT_EXPERTS, num_experts // 8), 1)
     # each layer has its own hot experts; the hot or idle rank is the first
     first, of_rank = layer * few, num_experts // ranks

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Axis = Literal[
     "pp", "dp", "cp", "tp", "edp", "ep", "etp", "dp_cp", "dp_pp", "cp_tp", "ep_etp", "stage", "embed", "world"
 ]  # fmt: skip
-"""Dimensions, and combinations: ``dp_cp`` ranks with equal dense shards, ``dp_pp`` those with other tokens or
+"""Dimensions, and combinations: ``dp_cp`` ranks with the same dense shards, ``dp_pp`` with other tokens or
 layers, ``cp_tp`` with parts of the same sequences, ``ep_etp`` one copy of all experts, ``stage`` all ranks
 with the same layers, ``embed`` those with the same rows of the embedding."""
 DENSE: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
@@ -55,7 +55,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     ring: bool = False
-    """True if cp ranks circulate keys and values, not exchange heads, and hold chunks in zigzag order."""
+    """True if cp ranks circulate keys and values, with chunks in zigzag order; else they exchange heads."""
     embed_on: tuple[int, ...] = (0,)
     """pp indices of the ranks that hold the embedding."""
 

@@ -25,7 +25,7 @@ NOT_COUNTED = (
     f"{FLUSH_BYTES // 2**20} MiB that moe.experts=auto clears while it times kernels, before the first step",
 )
 MEMORY_ERROR = 0.05
-"""Share of a peak by which a projection may be wrong; the suite projection counts more as a miss."""
+"""Share of a peak by which a projection may be wrong; the bench suite projection calls more a miss."""
 BF16 = 2
 NEAR = "near the limit"
 
@@ -36,7 +36,7 @@ def has_margin(total_gb: float, card: Card) -> bool:
 
 
 def margin_words(document: Mapping[str, Any]) -> str:
-    """Return text that a rank is near its card's limit, with what the projection does not count."""
+    """Return text that says that a rank is near its card's limit, and what the projection does not count."""
     return (
         f"{NEAR.capitalize()}: less than {MEMORY_ERROR * document['card_gb']:,.1f} GB are left, "
         f"{MEMORY_ERROR:.0%} of the card, by which a projection may be too low. What is not counted needs "

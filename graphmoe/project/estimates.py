@@ -86,7 +86,7 @@ class Estimates:
         self._buffers = functools.cache(self._estimate_buffers)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Return a rank's bytes of weights, gradients and optimizer, mean over pp: at most the largest's."""
+        """Return bytes of weights, gradients, optimizer, mean over pp: lower bound of the largest rank's."""
         return sum(self._state(_of_weights(layout, (0,)), (self._all,)).sizes.values()) / layout.pp
 
     def pipeline(self, candidate: Candidate) -> ShortPipeline:

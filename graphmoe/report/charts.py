@@ -65,7 +65,7 @@ def memory_charts(run: RunData) -> list[Chart]:
 
 
 def projected_chart(run: RunData) -> list[Chart]:
-    """Return bars of projected memory by kind for each pipeline rank, and the measured peak; may be empty."""
+    """Return bars of memory by kind of each pipeline rank, and measured peak; empty without a projection."""
     places, peak = run.projection.get("places"), run.summary.get("peak_memory_gib")
     if not places:
         return []
@@ -281,7 +281,7 @@ def curves_chart(
 
 
 def reached(run: RunData) -> dict[str, list[float]]:
-    """Return tokens and seconds since the start at steps, at most ``MAX_REACHED`` of them."""
+    """Return by step the tokens and seconds since the start, at most ``MAX_REACHED`` steps."""
     rows, tokens, seconds = [(0, 0, 0.0)], 0, 0.0
     for row in run.steps:
         tokens, seconds = row.get("tokens") or tokens, seconds + (row.get("step_s") or 0.0)

@@ -130,7 +130,7 @@ def announce(folder: RunFolder, config: dict[str, Any]) -> None:
 
 
 def passed_over(base: Path, chosen: Path, config: dict[str, Any]) -> tuple[list[tuple[Path, list[str]]], int]:
-    """Return the newest unfinished runs before ``chosen``, each with its differing keys; how many more."""
+    """Return the newest unfinished runs before ``chosen``, with their differing keys, and how many more."""
     ours = _as_read(config)
     before = list(itertools.takewhile(lambda path: path != chosen, _numbered(base)))[::-1]
     unfinished = [(path, theirs) for path in before if (theirs := _unfinished_config(path, ours)) is not None]

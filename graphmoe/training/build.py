@@ -124,7 +124,7 @@ def receive_ladder(
 
 
 def has_bytes(more: int, device: torch.device, pool_unused: int) -> bool:
-    """Return whether ``more`` bytes fit beside a step's peak; ``pool_unused``: free in graph pools."""
+    """Return whether ``more`` bytes fit beside a step's peak; ``pool_unused``: free in the graphs' pool."""
     if device.type != "cuda":
         return True
     # A replayed step needs all of the pool. The old graphs free it before larger ones are captured.

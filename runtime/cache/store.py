@@ -154,7 +154,7 @@ def verify(cache: CompileCache) -> dict[str, Any]:
 
 
 def prune(cache: CompileCache, max_bytes: int | None) -> tuple[dict[str, Any], list[Entry]]:
-    """Remove unused files, then least recently used entries to fit; return a report and these entries."""
+    """Remove unused files, then least recently used entries until the rest fits; return report, entries."""
     before, damaged = total_bytes(cache), _folder(cache) / "damaged"
     num_damaged, gone = len([*damaged.glob("*")]), list[Entry]()
     shutil.rmtree(damaged, ignore_errors=True)

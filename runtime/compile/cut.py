@@ -142,7 +142,7 @@ def _read_what_is_kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Non
 
 
 class OutputViews(NamedTuple):
-    """Turns a graph's results into a unit's outputs: compiled graphs return neither views nor inputs."""
+    """Views that make a unit's outputs from graph results; compiled graphs return no views and no inputs."""
 
     inputs: tuple[int, ...]
     graph: fx.GraphModule  # (inputs at positions ``inputs``, results of the unit's graph) -> outputs

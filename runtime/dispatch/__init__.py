@@ -123,7 +123,7 @@ def make_room(plan: Plan, mesh: Mesh, dispatcher: Dispatcher, device: torch.devi
 
 
 def shared_bytes(sizes: Sizes, moe: MoEConfig, graph: GraphConfig) -> int:
-    """Return the bytes that each rank shares for symm: received rows, replicas of a layer; else 0."""
+    """Return the bytes that each rank shares for symm: received rows, a layer's replicas; without symm 0."""
     if moe.dispatcher != "symm":
         return 0
     exchange, apart = _shared(sizes, graph)

@@ -43,7 +43,7 @@ class PeerRows:
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
     def gather(self, counts_P: Tensor) -> Tensor:
-        """Return the row counts from each rank to each rank, [P, P]. The stream waits for earlier reads."""
+        """Return row counts from each rank to each rank, [P, P]. A barrier for earlier reads, as `wait`."""
         arrivals = counts_P.new_empty(self.size * self.size)
         all_gather_into(arrivals, counts_P.contiguous(), group=self.group)
         return arrivals.view(self.size, self.size)

@@ -41,7 +41,7 @@ class Symm:
     def dispatch(
         self, h_TD: Tensor, weight_TK: Tensor, expert_TK: Tensor, *plan: Tensor, along: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Return received tokens, weights, experts, row count, handle. ``along``: experts, replica ids."""
+        """As ``Dispatcher.dispatch``; ``along``: own expert weights, ids of experts to replicate. No sync."""
         sizes = self.capacity.rows, self.num_experts, self.etp, self.block
         h_ND, weight_NK, number_NK, arrivals_PP = torch.ops.graphmoe.symm_dispatch(
             h_TD, weight_TK, expert_TK, *plan, *sizes, *along
@@ -53,7 +53,7 @@ class Symm:
         return h_ND, weight_NK, number_NK, room.int(), arrivals_PP
 
     def combine(self, sum_ND: Tensor, *plan_and_handle: Tensor, along: Sequence[Tensor] = ()) -> Tensor:
-        """Return each token's sum over ranks [T, D]; ``along``: experts, replica ids, for the backward."""
+        """Return each token's sum over ranks [T, D]; ``along`` as in dispatch, for the backward. No sync."""
         return torch.ops.graphmoe.symm_combine(sum_ND, *plan_and_handle, self.block, *along)
 
 
@@ -116,7 +116,7 @@ class SymmetricMemory:
 
 
 class SymmetricPeers:
-    """Reads peers' rows and replicas in a `SymmetricMemory` for each; streams must order exchanges."""
+    """`MemoryPeers` with a `SymmetricMemory` for rows, one for replicas; streams must order exchanges."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rows, self.replicas = (
@@ -137,7 +137,7 @@ class SymmetricPeers:
         self.replicas.forget_graphs()
 
     def reserve(self, sizes: Sizes) -> Region:
-        """Return the offsets for ``sizes``; if the region is too small, grow it and sync the device."""
+        """Return offsets for ``sizes``. A collective; syncs the device if the region must grow."""
         joined = sizes if self._region is None else self._region.sizes.joined(sizes)
         if self._region is None or joined != self._region.sizes:
             region = Region.with_room_for(joined, self.size)

@@ -213,7 +213,7 @@ def use_torchs_ptxas() -> None:
 
 
 def bind_threads(cpus: set[int]) -> None:
-    """Bind to ``cpus`` the threads with the caller's affinity (torch/numa/binding.py). *Raises* OSError."""
+    """Bind threads with the caller's affinity to ``cpus`` (torch/numa/binding.py). *Raises* OSError."""
     # torchrun's --numa-binding takes an unknown NUMA node for node 0 and needs numactl
     numa_binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cpus)
 

@@ -1,4 +1,4 @@
-"""Conversion between ModelConfig and config.json of deepseek_v2 and deepseek_v3 (Moonlight, Kimi-K2)."""
+"""Conversion between ModelConfig and config.json of deepseek_v2 and deepseek_v3 (also Moonlight, Kimi-K2)."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class OpenFolder:
-    """Opened folder of safetensors: config.json and headers are read, weights are not."""
+    """Opened folder of safetensors: configuration and headers are read, weights are not."""
 
     config: ModelConfig
     files: TensorFiles

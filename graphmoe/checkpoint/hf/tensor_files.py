@@ -229,7 +229,7 @@ def in_fp8(entries: Iterable[TensorToWrite]) -> Iterator[TensorToWrite]:
 
 
 def scales_of(weight: Tensor) -> Tensor:
-    """Return fp32 block scales of a weight [out, in]: largest magnitude / 448; 1 if that is below 5e-36.
+    """Return fp32 block scales of a weight [out, in]: largest magnitude m / 448; 1 if m is below 5e-36.
 
     Quantizing dequantized values again is exact.
     """

@@ -50,7 +50,7 @@ _run_folder: str | None = None
 
 
 class SweepReport(Callback):
-    """Hydra callback of ``graphmoe.train``: defers making a run's folder; begins (checks, locks) a sweep."""
+    """Hydra callback of ``graphmoe.train`` only: delays making run folders; begins (checks, locks) sweeps."""
 
     def __init__(self, tool: str) -> None:
         self.tool = tool

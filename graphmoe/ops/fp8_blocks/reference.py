@@ -70,7 +70,7 @@ def squares(w_NK: Tensor, *, turned: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def turned(q_RC: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantize, transpose, quantize in blocks along R -> q [C, R'], zero-padded to whole blocks; scales."""
+    """Dequantize, transpose, quantize in blocks along R, zero-padded to whole blocks -> q [C, R'], scales."""
     # with power-of-two scales, requantization rounds only numbers under 2^-13 of the largest in their new
     # block, and in mxfp8 those above 448 scales
     x_RC = values(q_RC, scale)

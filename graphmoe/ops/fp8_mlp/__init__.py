@@ -5,7 +5,7 @@ H; q are quantized values, s their scales. ``recipe`` is a key of `ops.formats.K
 
 A token is quantized once, before its rows are gathered. h (gate and up) has one scale per block, computed in
 a tile of the GEMM. The activation and row gradients have one per row, or a delayed scale. Formats with block
-scales quantize them by blocks; for wgrad they requantize both operands along an expert's rows, zero-padded.
+scales quantize them by blocks; for wgrad they requantize both operands along each expert's rows, zero-padded.
 """
 
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def _dgrad(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dx [T, D], dweight [T, K], then dh [R, H] and the activation [R, F], each as q and scales.
 
-    `columns` quantized the weights. The last result is the running maximum [1] of a delayed dh, else empty.
+    `columns` quantized the weights. Last result: dh's running maximum [1] if its scale is delayed, else [0].
     """
     plan, known = Plan(slot_R, row_TK, ends_E), _known(known_dh, largest_dh)
     dy, h, gate_up, down = (dyq_TD, dys_T1), (hq_RH, hs_RB), (gate_up_q, gate_up_s), (down_q, down_s)

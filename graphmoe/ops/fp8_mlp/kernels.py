@@ -47,7 +47,7 @@ def quantise_rows_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x [R, C] by rows -> q, scales [R]; with ``largest``, each N rows (a matrix) share a scale."""
+    """Quantize x [R, C] by rows -> q, scales [R]; with ``largest``, every N rows (a matrix) share one."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < rows
     at = row.to(tl.int64)[:, None] * C
@@ -74,7 +74,7 @@ def quantise_columns_kernel(
     N: tl.constexpr, C: tl.constexpr, ABOVE: tl.constexpr, EXPONENT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize w [E, N, C] by columns -> q [E, C, N], scales [E, C]; with ``largest``, one per matrix."""
+    """Quantize w [E, N, C] by columns -> q [E, C, N], scales [E, C]; with ``largest``, equal in a matrix."""
     expert, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
     column = part * COLUMNS + tl.arange(0, COLUMNS)
     from_ptr = w_ptr + expert * N * C + column[None, :]
@@ -331,8 +331,8 @@ def weight_grad_kernel(
 ):  # fmt: skip
     """Store ``out[e]`` = scale[e] * left @ right.T (wgrad) over the rows of expert e; ADD adds to ``out``.
 
-    Operands are TMA descriptors of [M, rows] and [N, rows]; so is ``out`` [E, M, N] if DESCRIBED. BEHIND: e
-    are replicas of other ranks' experts; those after the last one with rows are not written.
+    Operands are TMA descriptors of [M, rows] and [N, rows]; so is ``out`` [E, M, N] if DESCRIBED. BEHIND:
+    experts are replicas of other ranks'; those after the last one with rows are not written.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

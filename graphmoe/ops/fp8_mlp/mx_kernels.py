@@ -140,8 +140,8 @@ def weight_grad_kernel(
 ):  # fmt: skip
     """Store wgrad ``out[e]`` = left @ right.T over the rows of expert e; ADD adds to ``out`` [E, M, N].
 
-    Operands are [M, padded] and [N, padded]; an expert starts at a multiple of BLOCK_R. BEHIND: e are
-    replicas of other ranks' experts, after ``in_front`` own ones; those after the last with rows are skipped.
+    Operands are [M, padded] and [N, padded]; an expert starts at a multiple of BLOCK_R. BEHIND:
+    experts are replicas, after ``in_front`` own ones; those after the last with rows are not written.
     """
     TM: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     TN: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N

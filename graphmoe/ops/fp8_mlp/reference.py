@@ -1,4 +1,4 @@
-"""Steps of the grouped MLP in each fp8 format (`MlpSteps`), and their reference, in fp32 by expert.
+"""Steps of the grouped MLP in an fp8 format (`MlpSteps`); their reference, which sums in fp32 by expert.
 
 Suffixes as in the package.
 """

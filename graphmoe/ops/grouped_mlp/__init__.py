@@ -162,7 +162,7 @@ def wgrad_in_two(
 ) -> None:  # fmt: skip
     """Store or add weight gradients of own experts in ``totals``; store those of replicas in ``of_more``.
 
-    ``of_more``: [replicas, ...] for gate and up, for down; replicas after the last with rows are not written.
+    ``of_more``: of gate and up, then down, [replicas, ...]; those after the last with rows are not written.
     """
     # Backends other than triton write zeros for each expert without rows. On a GPU they compute the first
     # half, as all are seldom used, and kernels that skip experts without rows compute the others.

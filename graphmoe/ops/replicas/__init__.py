@@ -89,7 +89,7 @@ def places_by_kernel(
 
 
 def place_of_slots(expert_TK: Tensor, ranks: int, experts: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return int32 rows per expert [E], number (`places`) of each choice's copy [T, K], replicas [R, S].
+    """Return int32 rows per expert [E], `places` copy number per choice [T, K], replicas' experts [R, S].
 
     A collective. No device sync on a GPU.
     """

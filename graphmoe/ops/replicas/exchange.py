@@ -121,7 +121,7 @@ class Exchange:
     def slot_gradients(
         self, totals: Sequence[Tensor], expert_RS: Tensor, dtype: torch.dtype, *, may_defer: bool = False
     ) -> Iterator[Sequence[Tensor]]:
-        """Context: yield buffers [S, X] for this rank's replica gradients; at exit add them to totals [L, X].
+        """Yield buffers [S, X] for this rank's replica gradients; at exit add them to owners' totals [L, X].
 
         Sums have a fixed order, in fp32 (fp64 if a total is), rounded once. Kernels support fp32, bf16, fp16.
         With ``may_defer`` inside `deferring`, they are added later; `when_at_owners` tells when.

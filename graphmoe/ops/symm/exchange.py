@@ -26,7 +26,7 @@ def bring(
     _: Tensor | None, rows: int, block: int, experts: int = 1, etp: int = 1, into_ND: Tensor | None = None,
     along: Prefetch | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Dispatch rows: return received_ND, weight_NK, number_NK (K = 0 without ``of_slots``), arrivals_PP."""
+    """Return received_ND, weight_NK, number_NK (K = 0 without ``of_slots``), arrivals_PP read from peers."""
     x_TD = _checked(x_TD)
     weight_TK, expert_TK = (None, None) if of_slots is None else (x.contiguous() for x in of_slots)
     assert weight_TK is None or weight_TK.dtype == torch.float32, weight_TK.dtype

@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class TableError(ValueError):
-    """Error of a schedule's table that cannot run; the message names ranks and actions."""
+    """Raised for a schedule's table that cannot run; the message names ranks and actions."""
 
 
 def check(table: Table) -> None:

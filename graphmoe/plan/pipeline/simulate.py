@@ -93,7 +93,7 @@ class Costs:
         hidden: float = 0.0,
         activation_bytes: float | None = None,
     ) -> Costs:
-        """Return the costs of stages: those of a whole rank, also ``hidden``, divided equally among them."""
+        """Return the costs of stages: those of a rank, also ``hidden``, divided equally among its stages."""
         shares = [len(placement.stages_of(rank)) for rank in placement.rank_of]
         assert len(set(shares)) == 1 or not hidden, (
             "pairs of ranks with more or fewer stages save differently"

@@ -36,7 +36,7 @@ def one_forward_one_backward(
 
 
 def _num_warm_up(rank: int, num_ranks: int, virtual_stages: int, overlap: bool) -> int:
-    """Return the number of forwards before a rank's first backward; interleaved, 2 more than the next has."""
+    """Return the number of forwards before a rank's first F, B pair; interleaved, 2 more than the next's."""
     after = num_ranks - 1 - rank
     # a Together ends as a whole: with one more, as in 1F1B, neighbours would wait for each other; one more on
     # all ranks gives the last stage's pairs two different micro-batches

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-# Set before any test module imports torch; children inherit it.
-os.environ["OMP_NUM_THREADS"] = "1"
-# Scalar code: else Inductor tries each instruction set in every process (2 to 18 s), and takes 10% longer.
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
+# Set before any test module imports torch; children inherit it. Inductor writes scalar code: else it tries
+# each instruction set in every process (2 to 18 s), and takes 10% longer.
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
 
 
 LONG = {"distributed", "launch", "runtime", "sweep", "training"}

@@ -112,7 +112,7 @@ def typed(found: Any, kind: type[T], source: str) -> T:
     try:
         return msgspec.convert(found, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise FileError(f"{source} has an invalid value: {_worded(str(error))}") from error
+        raise FileError(f"{source}: {_worded(str(error))}") from error
 
 
 def _worded(message: str) -> str:

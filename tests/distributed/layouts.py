@@ -81,7 +81,9 @@ class Case:
     @property
     def alone(self) -> Training:
         sizes = [word for word in self.overrides if "batch" in word or "precision" in word]
-        return Training((*BASE, *(PIPELINE if self.schedule else ()), *self.model, *sizes), self.change)
+        replays = self.mode != "eager" or any(word.startswith("graph.") for word in self.overrides)
+        least = (*BASE, *(() if replays or self.change else ("train.steps=2",)))
+        return Training((*least, *(PIPELINE if self.schedule else ()), *self.model, *sizes), self.change)
 
 
 def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:

@@ -93,7 +93,6 @@ def assert_rows_are_sent_in_8_bits(found: Graphs, plain: Graphs, words: tuple[st
 
 EXPERTS = "precision.fp8_products=[experts]"
 COPIED = {
-    "rowwise": (),
     "rowwise, computed twice": (TWICE,),
     "rowwise, in turns, captured": (TURNS, *FULL),
     "rowwise, rows in bf16": ("moe.dispatch_dtype=bf16", BF16, *ONE_LAYER),

@@ -38,10 +38,8 @@ CASES = {
     "before a validation": Both(at((3, 2)), VALIDATES),
     "every step is logged": Both(at((3, 1)), ("train.log_interval=1",)),
     "room for both": Both(at((1, 1), (5, 1)), ("train.steps=7",)),
-    "one of two layers": Both(at((3, 1), layer=1), TWO_MOE),
     "one of two layers, then the other": Both((*at((2, 1), layer=1), *at((4, 1), layer=0)), TWO_MOE),
     "little room at first": Both(at((3, 1)), TWO_MOE, budget=0.4),
-    "no memory": Both(at((3, 1)), **NO_MEMORY),
     "no memory, several steps": Both(at((2, 1), (4, 1), (5, 0)), ("train.steps=9",), **NO_MEMORY),
     "no memory, bf16": Both(at((3, 1)), BF16, **NO_MEMORY),
     "not finite": Both(at((2, 1), (4, 0), spoiled=frozenset({(2, 2), (4, 3)}))),
@@ -58,7 +56,6 @@ CASES = {
     "fsdp2, no memory": Both(at((3, 1)), FSDP, **NO_MEMORY),
     "layers": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED),
     "four ranks": Both(at((3, 1), (4, 1)), budget=1.6, layout=OF_FOUR),
-    "four ranks, little room at first": Both(at((3, 1), (4, 1)), budget=0.3, layout=OF_FOUR),
     "four ranks, a pipeline": Both((*at((2, 1), layer=1), *at((4, 1))), TWO_MOE, layout=PP2),
     "four ranks, a pipeline, captured": Both(
         at((4, 1), layer=0), (*LAYERS, *TWO_MOE), layout=PP2, runs=TRACED

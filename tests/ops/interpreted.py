@@ -50,10 +50,7 @@ def _cast_by_torch() -> None:
 
 
 def _do_once() -> None:
-    """Save a third of the interpreter's time.
-
-    It looks for what to patch in each call of a device function, and makes the shape of each result anew.
-    """
+    """Look once for what calls of device functions patch, and make each shape once: a third of the time."""
     from triton.language import core
     from triton.runtime import interpreter
 

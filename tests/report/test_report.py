@@ -98,7 +98,7 @@ def test_a_folder_without_steps_or_with_damaged_files_has_a_page_that_says_so(tm
     (tmp_path / "env.json").write_text("{")
     (tmp_path / "compile_report.json").write_text("[]")
     text = outside_scripts(write_report(tmp_path))
-    for words in ("env.json is not JSON", "compile_report.json has an invalid value: expected object"):
+    for words in ("env.json is not JSON", "compile_report.json: expected object, found array"):
         assert words in text.split("Not readable: ")[1]
     assert "No step of training" in text
     assert "<figure" not in text and 'id="plotly"' not in (tmp_path / "report.html").read_text()

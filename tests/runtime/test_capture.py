@@ -17,11 +17,7 @@ from tests.runs import COMPILED, assert_same_state, final_state, metrics, number
 pytestmark = pytest.mark.usefixtures("unmeasured", "as_traced")
 UNREAD = ("train.steps=9", "train.val_batches=0", "checkpoint.interval=0", "graph.warmup_steps=1")
 FULL = ("graph.scope=full_iteration",)
-AT_EVERY_SCOPE = pytest.mark.parametrize(
-    "words",
-    [FULL, ("graph.scope=layer", *COMPILED, "compile.cache=false")],
-    ids=lambda words: words[0].partition("=")[2],
-)
+LAYERS = pytest.param(("graph.scope=layer", *COMPILED, "compile.cache=false"), marks=pytest.mark.slow)
 
 
 class CountingMaker(GraphMaker):
@@ -217,7 +213,7 @@ def run_with_bad_steps(folder, monkeypatch, words, stop_after=None):
     return trainer
 
 
-@AT_EVERY_SCOPE
+@pytest.mark.parametrize("words", [FULL, LAYERS], ids=["step", "layers"])
 def test_a_run_with_bad_steps_validations_and_a_signal_goes_on_as_if_nothing_was_captured(
     tmp_path, monkeypatch, words
 ):

@@ -232,6 +232,7 @@ def test_delayed_scales_are_the_same_in_graphs_and_where_a_forward_is_computed_a
     assert numbers(tmp_path / "run") == numbers(of_tensors)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_tensors):
     words = (*TRAINED, "precision.fp8=tensorwise")
     first = trainer_in(tmp_path / "run", *words)
@@ -249,6 +250,7 @@ def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_ten
     assert all(min(values[name][1:7]) > 0 for name in moved)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced, of_each_micro_batch):
     shutil.copytree(of_each_micro_batch, tmp_path / "run")  # 6 steps by scales of rows
     words = ("precision.fp8=tensorwise", "checkpoint.resume=true", "train.steps=8")
@@ -283,8 +285,8 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
     assert other.scale_P.equal(scales.scale_P) and other.history_SP.equal(scales.history_SP)
 
 
-@pytest.mark.slow  # compiles a model
-def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
+@pytest.mark.slow
+def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model(as_traced):
     run = config(*COMPILED, *SIZES, "precision.fp8=tensorwise")
     model, forms = model_of(), WeightForms()
     made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)
@@ -303,7 +305,7 @@ WITHIN = {scope: (scope, "rowwise", NUM_WEIGHTS) for scope in ("none", "layer", 
 WITHIN["mxfp8"] = ("full_iteration", "mxfp8", 4 + 6)
 
 
-@pytest.mark.parametrize("case", slow_but(WITHIN, "full_iteration"))
+@pytest.mark.parametrize("case", slow_but(WITHIN))
 def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, case):
     scope, recipe, count = case
     words = (*TRAINED, f"precision.fp8={recipe}", "precision.compute=bf16", f"graph.scope={scope}")
@@ -349,6 +351,7 @@ def test_a_run_says_that_experts_in_8_bits_do_not_run_on_kernels_of_bf16(tmp_pat
     assert "moe.experts=torch has no effect with precision.fp8=rowwise of experts, which runs" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):
     monkeypatch.setattr(kept, "own_sources", list)
     found, cpu = [], torch.device("cpu")

@@ -8,15 +8,14 @@ import torch
 
 from graphmoe.model.layer import MoELayer
 from graphmoe.ops.permute import permute
-from graphmoe.passes import select_passes
-from graphmoe.passes.base import PassReport, PassRunner
+from graphmoe.passes.base import PassReport
 from graphmoe.plan.recompute import UnitRecompute
 from graphmoe.runtime.compile import graphs as unit_graphs
 from graphmoe.runtime.compile import kept
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.kept import kept_graphs, lasting_text
 from graphmoe.runtime.compile.units import Unique
-from tests.runs import config
+from tests.runtime.test_compiled import executor as executor_of
 from tests.runtime.test_compiled import gradients, model_of
 
 
@@ -27,8 +26,7 @@ def unedited(monkeypatch):
 
 
 def executor(folder: Path, *overrides: str) -> CompiledSegments:
-    passes = config(*overrides).passes
-    made = CompiledSegments(PassRunner(select_passes(passes, {})))
+    made = executor_of(*overrides)
     made.kept = folder
     return made
 

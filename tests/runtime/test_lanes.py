@@ -191,6 +191,7 @@ def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
 
 
+@pytest.mark.slow
 def test_a_new_program_has_units_of_its_own_and_lets_go_of_those_before():
     plain, captured = Stage(), Stage(SCOPES[0])
 

@@ -83,9 +83,10 @@ VARIANTS = {  # what is asked for, overrides, layer, bytes that are kept less; N
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in VARIANTS), ("all", torch.bfloat16)], ids=str
-)
+ROUNDED = pytest.param("all", torch.bfloat16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((n, torch.float32) for n in VARIANTS), ROUNDED], ids=str)
 def test_gradients_are_bitwise_those_of_kept_values_from_fewer_bytes(name, dtype, graphs_as_they_are):
     asked, overrides, layer, less = VARIANTS[name]
     before, expected = kept_without(*overrides, layer=layer, dtype=dtype)

@@ -264,7 +264,7 @@ REFUSED = (
     ("trace=nowhere.json", "nowhere.json cannot be read (No such file"),
     ("run=one rank=3", "rank=3 has no trace in one; there are those of 0"),
     ("trace=torn.json.gz", "torn.json.gz is no whole trace"),
-    ("trace=list.json", "list.json has an invalid value: expected object, found array"),
+    ("trace=list.json", "list.json: expected object, found array"),
     ("trace=steps.json", "has no range ProfilerStep#"),
     ("trace=idle.json", "has no kernel that a step launched"),
 )

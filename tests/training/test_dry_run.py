@@ -374,7 +374,8 @@ def test_the_report_names_the_stages_of_the_rank():
     assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)
 
 
-@pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_weights_in_8_bits_are_counted_apart_from_activations(compute):
     memory = dry_run(config(*TRAINED, "launch.fake_world=1", f"precision.compute={compute}"))["memory"]
     named = model_in_8_bits().named_parameters()

@@ -73,7 +73,8 @@ def test_a_stage_without_a_loss_needs_the_gradient_of_its_embedding_as_in_a_dry_
     assert of_layers.buffers["graph_pool"] < first.buffers["working"] > 0.7 * gradient  # no graph has it
 
 
-@pytest.mark.parametrize("again", [(), pytest.param(("recompute.all=true",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [(), ("recompute.all=true",)])
 def test_each_slot_of_replicas_takes_the_weights_of_an_expert_as_in_a_dry_run(again):
     """Fewer slots than a rank owns experts leave the room for rows as it is."""
     found = []
@@ -105,7 +106,7 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", slow_but(SHARED, "few slots, captured", "separate"))
+@pytest.mark.parametrize("words", slow_but(SHARED, "separate"))
 def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     peers = Recorder(Recorder())
     monkeypatch.setattr(graphmoe.runtime.dispatch, "make_peers", lambda mesh, device: peers)

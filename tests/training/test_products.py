@@ -85,6 +85,7 @@ def test_a_slow_product_is_left_by_its_pass_and_slow_experts_have_none():
     assert "fp8_experts" in fp8_passes(plan_of(config(*WORDS), 1))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(tmp_path, timer, caplog):
     timer.ms = [SLOW, FAST, FAST, FAST, FAST, FAST, FAST]  # the experts are last
     with caplog.at_level(logging.INFO):

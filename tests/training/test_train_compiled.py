@@ -96,6 +96,7 @@ def test_the_log_file_and_the_page_have_what_was_compiled(tmp_path, as_traced, c
         assert "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) in re.sub("<td[^>]*>", "<td>", page)
 
 
+@pytest.mark.slow
 def test_units_to_come_are_counted_before_the_first_is_compiled(tmp_path, as_traced):
     cases = {(): 5, ("train.val_batches=0",): 5, ("model.num_dense_layers=0",): 4}
     for number, (words, count) in enumerate(cases.items()):

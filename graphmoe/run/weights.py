@@ -68,7 +68,7 @@ def load_weights(
             config.context_length, theirs.context_length, folder, theirs.context_length,
         )  # fmt: skip
     for line in same_function(config, theirs):
-        log.warning("this run has %s as in %s; the weights are used with this run's value", line, folder)
+        log.warning("%s as in %s; the weights are used with this run's value", line, folder)
     return kind_of(folder)
 
 

@@ -162,7 +162,7 @@ class Sum(NamedTuple):
 
 
 def sums_of(graph: fx.Graph, choice: Choice, counted: Choice) -> Iterator[Sum]:
-    """Yield the sums over tokens that losses and loads read; ``counted``: the choice of experts to count."""
+    """Yield sums over tokens that losses and loads read; loads count the experts of ``counted``."""
     yield from counts_of(graph, counted)
     for node in calls(graph, aten.sum, aten.mean):
         found = _share(node, choice) or _squares(node, choice) or _entropy(node, choice)

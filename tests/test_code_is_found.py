@@ -57,7 +57,7 @@ def test_code_that_a_file_names_is_imported_only_where_its_reader_names_it(key, 
     path = tmp_path / "resolved.yaml"
     path.write_text(yaml.safe_dump(plain))
     for named in ((), ("strange_code:other",)):
-        with pytest.raises(ConfigError, match=f"{key}=strange_code:it; if you trust it, add after"):
+        with pytest.raises(ConfigError, match=f"{key}=strange_code:it; if you trust it, add after the file"):
             load_config(path, named=named)
     with pytest.raises(AssertionError):
         load_config(path, named=("strange_code:it",))

@@ -142,10 +142,10 @@ mine = Schedule(in_pairs, "two micro-batches there, then back")
 
 def test_a_pipeline_schedule(own, tmp_path):
     own("own_pipelines", SCHEDULE)
-    cases = {name: Case(2, "pp=2", name) for name in ("gpipe", "own_pipelines:mine")}
+    cases = {name: Case(2, "pp=2", name, (), ("train.steps=3",)) for name in ("gpipe", "own_pipelines:mine")}
     found = run_ranks(tmp_path, {name.replace(":", "_"): case.training for name, case in cases.items()})
     (theirs, _), (ours, _) = found.values()
-    assert torch.equal(theirs.rows, ours.rows) and len(ours.rows) == 2
+    assert torch.equal(theirs.rows, ours.rows) and len(ours.rows) == 3
     plan = plan_of(cases["own_pipelines:mine"].training.config, 2)
     assert plan.pipeline.table.schedule == "own_pipelines:mine"
     assert [*map(str, plan.pipeline.table.ranks[1][:5])] == ["1F0", "1F1", "1B0", "1B1", "1F2"]

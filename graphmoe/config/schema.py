@@ -104,7 +104,7 @@ class DataConfig:
         return SOURCES.get(self.source, SourceFacts())
 
     def trained_size(self, vocab_size: int) -> int:
-        """Return the vocabulary size of the tokenizer that data=stdlib trains."""
+        """Return the size of data=stdlib's tokenizer; by default at most the model's ``vocab_size``."""
         is_default = self.bpe_vocab_size == DataConfig.bpe_vocab_size
         return min(self.bpe_vocab_size, vocab_size) if is_default else self.bpe_vocab_size
 

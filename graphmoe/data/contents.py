@@ -63,7 +63,7 @@ class ContentCheck:
         self._closed.set()
         self._thread.join()
         if self._found is not None and not self._raised:
-            log.warning("damaged data: %s", self._found)
+            log.warning("%s", self._found)
         elif self._found is None and not self._done:
             log.warning("%s: not all of it was compared with its sha256", next(iter(self._files)))
 

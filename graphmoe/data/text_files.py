@@ -38,7 +38,7 @@ class LinePlace(NamedTuple):
 
 
 def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """Return files that match, each once, sorted per pattern; a folder stands for its text files.
+    """Return the matching files, each once, sorted within each pattern; a folder means its text files.
 
     *Raises* ConfigError for a pattern without matches, non-files and unknown suffixes.
     """

@@ -70,7 +70,7 @@ class Dispatcher(Protocol):
 
 
 def send_plan(expert_TK: Tensor, num_experts: int, ep: int, etp: int) -> SendPlan:
-    """Return the plan of which tokens to send to which ranks, ordered by rank, then token. No device sync."""
+    """Return the tokens to send to each rank; rows are sorted by rank, then by token. No device sync."""
     block_TK = expert_TK // (num_experts // ep)
     earlier_KK = torch.ones(2 * block_TK.shape[1:], dtype=torch.bool, device=block_TK.device).tril(-1)
     again_TK = ((block_TK[:, :, None] == block_TK[:, None, :]) & earlier_KK).any(dim=2)

@@ -168,7 +168,7 @@ def _measured(name: str, of: Dense | Experts, device: torch.device) -> dict[str,
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"{KEY}=auto has no memory to time {name} ({error}); use {KEY}=none") from None
     found = {form: statistics.median(every) for form, every in times.items()}
-    log.info("%s=auto: %s took %s", KEY, name, ", ".join(f"{form} {ms:.3f} ms" for form, ms in found.items()))
+    log.info("%s=auto timed %s: %s", KEY, name, ", ".join(f"{of} {ms:.3f} ms" for of, ms in found.items()))
     return found
 
 

@@ -95,7 +95,7 @@ class Layout:
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size(self, axis: Axis) -> int:
-        """Return the number of ranks in a group of the axis; ``embed``: of those with the embedding."""
+        """Return the number of ranks in a group of the axis; group ``embed``: ranks with the embedding."""
         if axis == "embed":
             return self.size("dp_cp") * len(self.embed_on)
         return math.prod(getattr(self, name) for name in _SPANS[axis][1])

@@ -153,7 +153,7 @@ def to_json(document: dict[str, Any]) -> str:
 
 
 def display_path(path: Path) -> str:
-    """Return the path relative to the working directory if it lies inside, else unchanged."""
+    """Return the path, relative to the working directory if it is inside that directory."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class SegmentTime:
-    """Time of a segment's or compiled unit's part, such as its forward; per step."""
+    """Time per step of one part of a segment or compiled unit, such as its forward."""
 
     segment: str
     part: str

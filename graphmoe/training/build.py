@@ -115,7 +115,7 @@ def receive_ladder(
         unused = capture.maker.pool_unused_bytes() if capture else 0
         found = ranks.gather(has_bytes(more, device, unused))
         if not all(found):
-            log.warning("not every rank has %.2f GiB left for a larger receive capacity", more / 2**30)
+            log.warning("a rank lacks %.2f GiB for a larger receive capacity", more / 2**30)
         return all(found)
 
     last, in_fp8 = bounded_dispatcher(plan, mesh), plan.experts_in_fp8

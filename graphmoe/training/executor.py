@@ -85,7 +85,7 @@ class Execution:
         refuse_waiting_experts(plan, device, fuses=self.fuses)
         if plan.moe.experts != "auto":
             row_of(plan.moe.experts)  # raises for an unknown backend, even if nothing runs on it
-        log.info("moe.sync_free_stage=%d", plan.moe.sync_free_stage, extra=FILE_ONLY)
+        log.info("host syncs: moe.sync_free_stage=%d", plan.moe.sync_free_stage, extra=FILE_ONLY)
         self.execute: Executor = run_segments
         if plan.compile.enabled:
             self._compile(device, optimizer)
@@ -229,7 +229,7 @@ class Execution:
             log.info(line, extra=FILE_ONLY)
         log.info(cache_line(self.compiled.reports, self._cache.why))
         if self._recompute and not any(unit.recomputed for unit in self.compiled.reports):
-            log.warning("recompute has no effect: %s would save no activations", self._recompute.words())
+            log.warning("recompute has no effect: recomputing %s saves no memory", self._recompute.words())
         quantizes = ("fp8_linear", "fp8_experts")
         of_fp8 = [row.matches for r in self.compiled.reports for row in r.passes if row.name in quantizes]
         if of_fp8 and not any(of_fp8):
@@ -261,8 +261,8 @@ def chosen_experts(plan: Plan, device: torch.device, store: CompileCache, rememb
     sync_free = plan.moe.sync_free_stage >= EXPERTS_STAGE
     if requested == "auto" and ":" in remembered:
         log.warning(
-            "moe.experts=auto imports no code that a checkpoint names, so sums may change: its experts ran "
-            "on %s; name that as moe.experts on the command line to take it again",
+            "moe.experts=auto does not import the plug-in %s that the checkpoint names, so the order of sums "
+            "may change; if you trust it, name that as moe.experts on the command line",
             remembered.split(",")[0],
         )
     elif requested == "auto" and remembered:

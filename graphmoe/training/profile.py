@@ -224,7 +224,7 @@ class PipelineProfile:
         try:
             found = read_timelines(path)
         except ConfigError as error:
-            log.warning("%s; this run writes the file anew", error)
+            log.warning("%s; this run overwrites the file", error)
             return {}
         return {
             step: timeline

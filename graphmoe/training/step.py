@@ -38,7 +38,7 @@ class TrainStep:
         mesh: Mesh,
         backends: str = "",
     ) -> None:
-        """``backends`` of the fused experts, on which the bytes of a replica in the metrics depend."""
+        """``backends``: expert backends' names, which decide a replica's bytes in the metrics."""
         self.plan, self.optimizer, self.micro_batches, self.mesh = plan, optimizer, micro_batches, mesh
         self._replica_gb = plan.replica_bytes(backends) / 1e9
         self.model = model = micro_batches.model

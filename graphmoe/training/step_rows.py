@@ -41,7 +41,7 @@ class StepRow(NamedTuple):
 def device_row(
     scalars: dict[str, Tensor], counts_LE: Tensor, ep: int = 1, received_L2: Tensor | None = None
 ) -> Tensor:
-    """Return a step's metrics as an fp32 tensor: scalars, expert loads [L, E], ``received_L2`` if given.
+    """Return a step's metrics, fp32: scalars, expert loads [L, E], received rows and slots if given.
 
     Loads are divided by the mean load of their MoE layer. ``rank_load`` is the largest of the ``ep`` ranks,
     averaged over layers.

@@ -244,7 +244,7 @@ class StopFlag:
         return agreed
 
     def close(self) -> str | None:
-        """Wait for the last flags; return their signal."""
+        """Wait for the flags sent last; return the signal that a rank got, if any."""
         if self._sent is None:
             return None
         (flag, work), self._sent = self._sent, None

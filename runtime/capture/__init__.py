@@ -111,7 +111,7 @@ class Capture:
 
     @property
     def is_first_replay(self) -> bool:
-        """Return whether this step is the first after its program's warm-up, and so captures graphs."""
+        """Return whether this step is the first after warm-up: it captures graphs and replays them."""
         return self.ready and self._begun[self.program] == self.warmup_steps + 1
 
     @property
@@ -209,7 +209,7 @@ class _Arrivals:
         self.arrived, self.taken = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, given: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-        """Start to copy ``given``; return the copies, readable after ``arrived``. No device sync."""
+        """Start copies of ``given`` to device buffers shaped as ``like``; return these. No device sync."""
         if not self._staging:
             self._staging = [torch.empty_like(tensor) for tensor in like]
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -176,7 +176,7 @@ class Span:
     seconds: float = 0.0
 
     def make(self, maker: GraphMaker, run: Run, given: Sequence[Tensor] = (), pool: Hashable = 0) -> Graph:
-        """Return one more graph of this span, captured by ``maker``, and count it."""
+        """Capture ``run(*given)`` by ``maker`` and add the graph to the span's statistics."""
         started = time.perf_counter()
         graph = maker.make(run, given, pool)
         self.graphs += 1

@@ -108,7 +108,7 @@ class UnitCode:
         return call_unit(self, tensors, gradients, pending)
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return results, which ``graphs.views`` turns into the outputs, and saved tensors."""
+        """Run the forward; return (unit outputs, tensors saved for the backward)."""
         return self.outputs_and_kept(tensors, self.run_forward(tensors))
 
     def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

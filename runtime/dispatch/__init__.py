@@ -102,7 +102,7 @@ def open_dispatcher(plan: Plan, mesh: Mesh, device: torch.device) -> None:
     dispatcher = planned_dispatcher(plan)
     assert dispatcher.capacity is not None
     words = _in_words(plan, dispatcher)
-    log.info("%s: receive capacity of %d rows and %d slots", words, *dispatcher.capacity)
+    log.info("%s: receive capacity of %d rows and %d expert slots", words, *dispatcher.capacity)
     if choice == "symm" and device.type == "cpu":
         log.info("CPUs have no memory in common: moe.dispatcher=symm exchanges rows by torch.distributed")
     if dispatcher_facts(choice).buffer:

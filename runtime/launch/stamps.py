@@ -133,7 +133,7 @@ class Heartbeat:
         self._begin("validation", f"the validation after step {self._step}", "validation" in self._longest)
 
     def slow(self, what: str) -> None:
-        """Mark the start of work without a known duration, such as that of disks."""
+        """Mark the start of work whose duration is not measured, such as disk writes."""
         self._end()
         self._begin("slow", what, known=False)
 

@@ -93,7 +93,7 @@ TWO = (
     Case(2, "pp=2", "zb1p", model=(MTP, TIED), mode="traced"), Case(2, "pp=2", "zbv", model=(TIED,)),
     Case(2, "pp=2", "v_half", model=(MTP,)), Case(2, "pp=2", "v_min"), LANES,
     Case(2, "pp=2", "zb1p", LAYERS, (MTP,), "traced"),
-    Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN), (TIED,), "traced"),
+    Case(2, "pp=2", "interleaved", (*LAYERS, AGAIN, "pipeline.virtual_stages=3"), (TIED,), "traced"),
     Case(2, "pp=2", "1f1b", FULL, mode="traced"), Case(2, "pp=2", "zb1p", change=nan_gradient_in_step_2),
 )  # fmt: skip
 MORE_OF_FOUR = (
@@ -107,7 +107,7 @@ MORE_OF_FOUR = (
     Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4")),
     Case(4, f"cp=4 {RING}", model=GQA, change=some_labels_ignored),
     Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
-    Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(LORA, MTP)),
+    Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(*GQA, MTP)),
     Case(4, "ep=4", overrides=(*FEW_SLOTS, *FULL), change=all_on_two_experts, mode="traced"),
     Case(4, f"ep=2 {FSDP}", overrides=REPLICAS, mode="traced"),
     Case(4, "ep=4", model=("moe.expert_load=rotating",)),

@@ -49,7 +49,7 @@ def _cast_by_torch() -> None:
     interpreter._convert_float = convert
 
 
-def _do_once() -> None:
+def _look_up_once() -> None:
     """Look once for what calls of device functions patch, and make each shape once: a third of the time."""
     from triton.language import core
     from triton.runtime import interpreter
@@ -89,7 +89,7 @@ def _do_once() -> None:
 
 if INTERPRETING:
     _cast_by_torch()
-    _do_once()
+    _look_up_once()
 
 
 def device_of(backend: str) -> str:

@@ -51,7 +51,8 @@ def test_times_are_taken_once_for_each_product_and_remembered(timer, caplog):
     answers = Answers()
     with caplog.at_level(logging.INFO):
         first = speeds({"one": DENSE}, 2, CPU, answers)
-    assert "fp8_measure=auto: one took plain 10.000 ms, fp8 8.000 ms, weights 4.000 ms" in caplog.text
+    timed = "precision.fp8_measure=auto timed one: plain 10.000 ms, fp8 8.000 ms, weights 4.000 ms"
+    assert timed in caplog.text
     timer.ms = (1.0, 9.0, 9.0)
     assert speeds({"other": DENSE}, 2, CPU, answers) == {"other": first["one"]} and timer.runs == 1
     assert speeds({"one": DENSE}, 1, CPU, answers) == {"one": 10 / 12} and timer.runs == 1

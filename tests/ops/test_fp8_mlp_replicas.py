@@ -22,6 +22,8 @@ SHAPE = (48, 2, 5, 64, 160)
 """T, K, E, D, F; expert 1 has no rows, and neither have `EMPTY` experts behind the last."""
 EMPTY = 2
 WITH_EXPERTS = ("rowwise", "tensorwise", "mxfp8")
+OWN = {"one": 1, "some": 3, "all that have rows": 5}
+"""Experts in the first list."""
 ops = torch.ops.graphmoe
 
 
@@ -84,10 +86,10 @@ def every(kernels: Any, case: Case, own: int) -> list[Tensor]:
     return [y, dx, dweight, *scales, *(each[:live] for each in (*h, *hidden, *made)), *totals]
 
 
-@pytest.mark.parametrize(("recipe", "own"), [*((r, 3) for r in WITH_EXPERTS), ("rowwise", 1), ("rowwise", 5)])
+@pytest.mark.parametrize("own", OWN.values(), ids=[*OWN])
+@pytest.mark.parametrize("recipe", WITH_EXPERTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_lists_give_the_bits_of_one(monkeypatch, backend, recipe, own):
-    """The first list has one expert, some, or all that have rows."""
     # The number of a rank's own experts sets the tiles; here all lists have the same.
     monkeypatch.setattr(launches, "_with_height", lambda tile, rows_per_expert: tile)
     case, kernels = case_of(recipe, device_of(backend)), formats.KERNELS[recipe].experts(backend != "plain")

@@ -285,8 +285,8 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
     assert other.scale_P.equal(scales.scale_P) and other.history_SP.equal(scales.history_SP)
 
 
-@pytest.mark.slow
-def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model(as_traced):
+@pytest.mark.slow  # compiles a model
+def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
     run = config(*COMPILED, *SIZES, "precision.fp8=tensorwise")
     model, forms = model_of(), WeightForms()
     made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)

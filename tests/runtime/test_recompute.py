@@ -81,8 +81,6 @@ VARIANTS = {  # what is asked for, overrides, layer, bytes that are kept less; N
     "moe_combine keeps nothing": ({"segments": ["moe_combine"]}, (), 1, 0),
     "fused experts keep nothing": ({"ops": ["moe_act"]}, (), 1, 0),
 }
-
-
 ROUNDED = pytest.param("all", torch.bfloat16, marks=pytest.mark.slow)
 
 

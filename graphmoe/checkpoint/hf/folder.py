@@ -69,7 +69,7 @@ class OpenFolder:
                     ours[piece.index].copy_(self.files.read(piece.theirs))
 
     def read(self, name: str, index: Index, dtype: torch.dtype) -> Tensor:
-        """Return ``[index]`` of our tensor ``name``; if it is in pieces, all are read, as ``dtype``."""
+        """Return ``[index]`` of our tensor ``name``. If several tensors store it, join them in ``dtype``."""
         mine = self._pieces_of[name]
         if len(mine) == 1:
             return self.files.read(mine[0].theirs, index)

@@ -45,7 +45,7 @@ def quantise_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def turned(x_RC: Tensor, of_x: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Transpose x [..., R, C], quantize it along R -> q, scales; to mxfp8 if x has no scales ``of_x``."""
+    """Transpose x [..., R, C], quantize it along R -> q, scales; in the format of ``of_x``, else mxfp8."""
     from graphmoe.ops.fp8_blocks.kernels import turned_kernel
 
     x_RC = x_RC.contiguous()

@@ -13,7 +13,7 @@ from graphmoe.ops.symm.peers import CollectivePeers
 
 @dataclass
 class Replicas:
-    """Replica plan. Suffixes: E experts, R ranks, S replica slots of a rank."""
+    """Plan of expert replicas. Suffixes: E experts, R ranks, S replica slots of a rank."""
 
     home_E: list[int]
     """Rows that each expert's owner keeps."""

@@ -1,6 +1,7 @@
 """The routed path in chunks: what it keeps, how much it works on at a time, and that it sums the same."""
 
 import functools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -31,37 +32,37 @@ CHUNKS = {
 }
 
 
+def in_chunks(chunk: Load | None = None) -> AllToAll:
+    return AllToAll(Mesh(Layout()), EXPERTS, chunk)
+
+
 def layer_of(dtype: torch.dtype) -> MoELayer:
-    dispatcher = AllToAll(Mesh(Layout()), EXPERTS)
-    return filled(MoELayer(MODEL, MoEConfig(), dispatcher=dispatcher).to(dtype), seed=1)
+    return filled(MoELayer(MODEL, MoEConfig(), dispatcher=in_chunks()).to(dtype), seed=1)
 
 
-def run(layer: MoELayer, dispatcher: AllToAll, backend: str = "", totals=()) -> dict[str, Tensor]:
+def run(layer: MoELayer, chunk: Load | None, backend: str = "", totals=()) -> dict[str, Tensor]:
     """Result and gradients; by fused operations of a backend where one is named."""
-    layer.use(dispatcher)
+    layer.use(in_chunks(chunk))
     layer.zero_grad()
     dtype = layer.moe_experts.w_down.dtype
     x = torch.randn(4, TOKENS // 4, MODEL.hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
     x.requires_grad_()
 
-    def execute(segments, tensors, keep):
-        fused = [s if s.fused is None or not backend else with_backend(s) for s in segments]
-        return run_segments(fused, tensors, keep)
+    def in_form(segment):
+        if not backend or segment.fused is None:
+            return segment
+        return replace(segment, run=functools.partial(segment.fused, backend, totals))
 
-    def with_backend(segment):
-        made = mock.Mock(spec=segment, reads=segment.reads, writes=segment.writes)
-        made.run = lambda *tensors: segment.fused(backend, totals, *tensors)
-        return made
+    def execute(segments, tensors, keep):
+        return run_segments([*map(in_form, segments)], tensors, keep)
 
     output = layer(x, torch.ones(16, 2), torch.zeros(16, 2), execute)
     (output.x_BSD.float().square().mean() + output.loss).backward()
     found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     found |= {f"total {i}": gradient.total for i, gradient in enumerate(totals)}
     if output.received_load is not None:
-        assert (
-            output.received_load.tolist() == [TOKENS, TOKENS * TOP_K]
-            and output.received_load.dtype == torch.int32
-        )
+        expected = torch.tensor([TOKENS, TOKENS * TOP_K], dtype=torch.int32)
+        assert output.received_load.equal(expected)
     return {"y": output.x_BSD.detach(), "dx": x.grad, **found}
 
 
@@ -79,17 +80,15 @@ def fresh_totals(layer: MoELayer, begun: bool) -> tuple[list[Gradient], list[int
 def test_results_and_gradients_are_bitwise_those_in_one_piece_where_no_expert_is_split(name, mode):
     """Compare in bf16, where a CPU's product of one row is that of many."""
     layer = layer_of(torch.bfloat16)
-    backend = "" if mode == "steps" else "torch"
-    split = CHUNKS[name].slots < 40
-    found = []
+    backend, found = "" if mode == "steps" else "torch", []
     for chunk in (None, CHUNKS[name]):
         totals, added = fresh_totals(layer, mode == "begun totals") if "totals" in mode else ([], [])
-        found.append(run(layer, AllToAll(Mesh(Layout()), EXPERTS, chunk), backend, totals))
+        found.append(run(layer, chunk, backend, totals))
         assert sorted(added) == [*range(len(totals))] and all(gradient.begun for gradient in totals)
     plain, bounded = found
     assert plain.keys() == bounded.keys()
     rounded = set()
-    if split:  # each part is rounded to bf16
+    if CHUNKS[name].slots < 40:  # experts are split, and each part is rounded to bf16
         rounded = {name for name in plain if "moe_experts" in name or "total" in name}
         assert len(rounded) == 2
     if mode == "steps":  # torch's sum over F of a slot's weight gradient is another for fewer rows
@@ -104,7 +103,7 @@ def test_results_and_gradients_are_bitwise_those_in_one_piece_where_no_expert_is
 @pytest.mark.parametrize("name", CHUNKS)
 def test_in_fp32_nothing_differs_but_by_the_order_of_fp32_sums(name):
     layer = layer_of(torch.float32)
-    plain, bounded = (run(layer, AllToAll(Mesh(Layout()), EXPERTS, c)) for c in (None, CHUNKS[name]))
+    plain, bounded = (run(layer, c) for c in (None, CHUNKS[name]))
     for key, value in plain.items():
         assert relative_error(bounded[key], value) < 1e-6, key
 
@@ -119,7 +118,7 @@ def test_experts_never_work_on_more_than_a_chunk(name):
         return received(self, h_CD, weight_CK, number_CK)
 
     with mock.patch.object(Experts, "received", watched):
-        run(layer, AllToAll(Mesh(Layout()), EXPERTS, room))
+        run(layer, room)
     assert len(seen) > 4 and max(slots for _, slots in seen) <= room.slots
     forward = seen[: -(-TOKENS // room.rows)]
     assert max(rows for rows, _ in forward) <= room.rows
@@ -128,7 +127,7 @@ def test_experts_never_work_on_more_than_a_chunk(name):
 
 def test_only_what_enters_is_kept_for_the_backward():
     layer = layer_of(torch.float32)
-    dispatcher = AllToAll(Mesh(Layout()), EXPERTS, Load(20, 60))
+    dispatcher = in_chunks(Load(20, 60))
     layer.use(dispatcher)
     path = BoundedPath(dispatcher, layer.moe_experts)
     h = torch.randn(TOKENS, MODEL.hidden_size, requires_grad=True)

@@ -41,9 +41,7 @@ def test_one_rank_that_dispatches_to_itself_computes_what_one_without_a_dispatch
     generator = torch.Generator().manual_seed(0)
     x, angle = torch.randn(2, 7, 32, generator=generator), torch.rand(7, config.qk_rope_head_dim // 2)
     alone, sent = (layer(x, angle.cos(), angle.sin()) for layer in layers)
-    assert alone[4:] == sent[4:] == (None, None, None), (
-        "slots counted apart, a load, and replicas, where the host counts rows"
-    )
+    assert alone[4:] == sent[4:] == (None, None, None)  # the host counts rows: no slots, load or replicas
     for one, other in zip(alone[:4], sent[:4], strict=True):
         assert other.dtype == one.dtype
         assert_forward_close(other.float(), one.float())

@@ -21,21 +21,21 @@ CONFIG = dataclasses.replace(
     MLA, num_experts=8, top_k=3, z_loss_coef=0.01, aux_loss_coef=0.1, selection_bias=True
 )
 MOE_NAMES = "attn moe_router moe_preprocess moe_dispatch shared_experts moe_experts moe_combine"
-LAYERS = {  # name: (config, dense layer, segment names)
-    "dense": (CONFIG, True, "attn mlp"),
-    "moe": (CONFIG, False, MOE_NAMES),
-    "moe without shared experts": (
-        dataclasses.replace(CONFIG, shared_ffn_size=0),
-        False,
-        MOE_NAMES.replace("shared_experts ", ""),
-    ),
-    "gqa": (dataclasses.replace(CONFIG, attention="gqa", num_kv_heads=1, head_dim=8), False, MOE_NAMES),
+PARTS = {"layernorm", "mla_up_proj", "core_attn", "moe_act", "shared_experts"}
+GROUPED = dataclasses.replace(CONFIG, attention="gqa", num_kv_heads=1, head_dim=8)
+NOT_SHARED = dataclasses.replace(CONFIG, shared_ffn_size=0)
+REST = MOE_NAMES.replace("shared_experts ", "")
+LAYERS = {  # name: (config, dense layer, segment names, parts)
+    "dense": (CONFIG, True, "attn mlp", {*PARTS, "mlp"} - {"moe_act", "shared_experts"}),
+    "moe": (CONFIG, False, MOE_NAMES, PARTS),
+    "moe without shared experts": (NOT_SHARED, False, REST, PARTS - {"shared_experts"}),
+    "gqa": (GROUPED, False, MOE_NAMES, PARTS - {"mla_up_proj"}),
 }
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def make_layer(name):
-    config, dense, _ = LAYERS[name]
+    config, dense, *_ = LAYERS[name]
     return filled(DenseLayer(config) if dense else MoELayer(config, MoEConfig()))
 
 
@@ -56,14 +56,6 @@ def test_segments_have_the_names_and_the_order_of_the_vocabulary(name):
     assert names == sorted(names, key=SEGMENT_NAMES.index)
 
 
-PARTS_OF = {
-    "dense": {"layernorm", "mla_up_proj", "core_attn", "mlp"},
-    "moe": {"layernorm", "mla_up_proj", "core_attn", "moe_act", "shared_experts"},
-    "moe without shared experts": {"layernorm", "mla_up_proj", "core_attn", "moe_act"},
-    "gqa": {"layernorm", "core_attn", "moe_act", "shared_experts"},
-}
-
-
 @every_layer
 def test_a_trace_says_which_operations_are_parts(name):
     layer, (x, cos, sin) = make_layer(name), make_tensors(name).values()
@@ -72,7 +64,7 @@ def test_a_trace_says_which_operations_are_parts(name):
     of: dict[str, set[str]] = {}
     for node in graph.nodes:
         of.setdefault(node.meta.get("custom", {}).get("part", ""), set()).add(str(node.target))
-    assert of.keys() - {""} == PARTS_OF[name]
+    assert of.keys() - {""} == LAYERS[name][3]
     assert "aten.rsqrt.default" in of["layernorm"]
     assert all("aten.silu.default" in of[part] for part in {"mlp", "shared_experts", "moe_act"} & of.keys())
     assert {part for part, targets in of.items() if any("attention" in t for t in targets)} == {"core_attn"}

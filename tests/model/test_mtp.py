@@ -20,10 +20,8 @@ CONFIG = dataclasses.replace(
 def mean_cross_entropy(model, h, targets):
     """Mean of -log p(target) over the targets that are not ignored, in fp64."""
     log_p = (h.double() @ model.loss_head.head.weight.double().T).log_softmax(-1)
-    rows = [
-        log_p[b, s, t] for b, row in enumerate(targets.tolist()) for s, t in enumerate(row) if t != IGNORED
-    ]
-    return -torch.stack(rows).mean()
+    kept = targets != IGNORED
+    return -log_p[kept].gather(-1, targets[kept].unsqueeze(-1)).mean()
 
 
 def written_out_mtp_loss(model, tokens, labels):

@@ -43,20 +43,18 @@ COVERING = (0, 2, 6, 7, 12, 20, 33, 37, 40, 42, 47, 51, 53, 56, 58, 62)
 """Options with each pair of values, and with each of losses and dtypes that tests of passes give them."""
 
 
-@pytest.mark.parametrize(("function", "after", "renormalise", "bias", "groups", "group_score"), OPTIONS)
-def test_every_combination_of_options_matches_fp64(function, after, renormalise, bias, groups, group_score):
-    router = make_router(
-        score_function=function,
-        renormalise=renormalise,
-        num_groups=groups,
-        topk_groups=min(groups, 2),
-        group_score=group_score,
-        selection_bias=bias,
-        softmax_after_topk=after,
-        routed_scale=1.5,
-        aux_loss_coef=0.25,
-        z_loss_coef=0.125,
-    )
+def settings_of(function, after, renormalise, bias, groups, group_score):
+    return {
+        "score_function": function, "softmax_after_topk": after, "renormalise": renormalise,
+        "num_groups": groups, "topk_groups": min(groups, 2), "group_score": group_score,
+        "selection_bias": bias, "routed_scale": 1.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_combination_of_options_matches_fp64(options):
+    function, after, renormalise, bias, groups, group_score = options
+    router = make_router(**settings_of(*options), aux_loss_coef=0.25, z_loss_coef=0.125)
     x = make_input()
     h, weights, experts, loss, stats = router(x)
     summed = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 4 // min(groups, 2)}
@@ -95,13 +93,8 @@ def test_forced_balance_is_exact_and_its_gradients_still_reach_the_gate():
 
 
 def test_a_forced_load_counts_in_the_balance_loss_whatever_bias_and_groups_choose():
-    router = make_router(
-        expert_load="idle_rank",
-        selection_bias=True,
-        num_groups=4,
-        topk_groups=2,
-        aux_loss=AuxLoss.micro_batch,
-    )
+    limits = {"selection_bias": True, "num_groups": 4, "topk_groups": 2}
+    router = make_router(expert_load="idle_rank", aux_loss=AuxLoss.micro_batch, **limits)
     h, weights, experts, _, stats, *_ = router(make_input())
     counts = torch.bincount(experts.flatten(), minlength=16)
     assert counts[:8].tolist() == [0] * 8 and counts[8:].sub(B * S // 2).abs().max() <= 1

@@ -81,12 +81,10 @@ def test_a_model_stays_tied_when_it_loads_a_state_or_is_copied(assign):
     assert not any(held.load_state_dict(held.state_dict()))
 
 
-def test_a_state_with_another_head_is_refused_both_ways():
+def test_a_state_with_another_head_is_refused():
     model, apart = build_model(tied()), build_model(untied(tied()))
     with pytest.raises(RuntimeError, match=f'Unexpected key.*"{HEAD}"'):
         model.load_state_dict(apart.state_dict())
-    with pytest.raises(RuntimeError, match=f'Missing key.*"{HEAD}"'):
-        apart.load_state_dict(model.state_dict())
 
 
 def test_a_rank_of_cp_samples_with_a_tied_model_that_shares_its_weights():

@@ -33,8 +33,9 @@ class Net(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
 
 
-def optimizer_of(net: nn.Module, clip: float = 1.0, **optim) -> Optimizer:
-    return Optimizer(net, OptimConfig(**optim), TrainConfig(steps=STEPS, clip_grad_norm=clip))
+def net_and_optimizer(clip=1.0, dtype=torch.float32, **optim) -> tuple[Net, Optimizer]:
+    net = Net(dtype)
+    return net, Optimizer(net, OptimConfig(**optim), TrainConfig(steps=STEPS, clip_grad_norm=clip))
 
 
 def compile_update(optimizer: Optimizer) -> CompiledSegments:
@@ -43,44 +44,39 @@ def compile_update(optimizer: Optimizer) -> CompiledSegments:
     return made
 
 
-def gradients(net: nn.Module, step: int, scale: float = 1.0) -> list[Tensor]:
+def gradients(net: nn.Module, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(p.shape, generator=generator) * scale / (step + 1) for p in net.parameters()]
+    return [torch.randn(p.shape, generator=generator) / (step + 1) for p in net.parameters()]
 
 
 def backward(net: nn.Module, grads: list[Tensor]) -> None:
     sum((p.float() * g).sum() for p, g in zip(net.parameters(), grads, strict=True)).backward()
 
 
-def reference_step(weights: list[Tensor], adamw: torch.optim.Optimizer, grads: list[Tensor], clip: float):
-    """torch's clipping and AdamW in fp64; the norm before clipping."""
-    for weight, grad in zip(weights, grads, strict=True):
-        weight.grad = grad.double()
-    norm = nn.utils.clip_grad_norm_(weights, clip or math.inf)
-    adamw.step()
-    return norm.item()
+def step(net: nn.Module, optimizer: Optimizer, grads: list[Tensor], loss: Tensor = LOSS):
+    backward(net, grads)
+    return optimizer.step(loss)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
 def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
-    net = Net()
-    optimizer = optimizer_of(
-        net, clip, lr=1e-2, schedule="constant", weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6
-    )
+    numbers = {"weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    net, optimizer = net_and_optimizer(clip, lr=1e-2, schedule="constant", **numbers)
     weights = [p.detach().double().requires_grad_() for p in net.parameters()]
     groups = [
-        {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.3},
-        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+        {"params": [w for w in weights if (w.dim() > 1) == decays], "weight_decay": 0.3 * decays}
+        for decays in (True, False)
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9), eps=1e-6, foreach=False)
     before = [w.detach().clone() for w in weights]
-    for step in range(STEPS):
-        grads = gradients(net, step)
-        norm = reference_step(weights, adamw, grads, clip)
-        backward(net, grads)
-        result = optimizer.step(LOSS)
-        assert result.finite.item() == 1.0
-        assert result.grad_norm.item() == pytest.approx(norm, rel=1e-6)
+    for number in range(STEPS):
+        grads = gradients(net, number)
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad.double()
+        norm = nn.utils.clip_grad_norm_(weights, clip or math.inf).item()
+        adamw.step()
+        result = step(net, optimizer, grads)
+        assert result.finite.item() == 1.0 and result.grad_norm.item() == pytest.approx(norm, rel=1e-6)
     for actual, wanted, start in zip(net.parameters(), weights, before, strict=True):
         assert relative_error(actual.detach(), wanted.detach()) < TOLERANCES[torch.float32].forward
         # an update is about 1e-2 of the weight that it is rounded into
@@ -90,18 +86,15 @@ def test_steps_equal_those_of_torch_adamw_and_clip_grad_norm_in_fp64(clip):
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
-    nets = [Net(dtype) for _ in range(3)]
-    plain, traceable, compiled = (optimizer_of(net, 0.5, lr=1e-2, beta1=0.0, warmup_steps=2) for net in nets)
+    pairs = [net_and_optimizer(0.5, dtype, lr=1e-2, beta1=0.0, warmup_steps=2) for _ in range(3)]
+    plain, traceable, compiled = (optimizer for _, optimizer in pairs)
     traceable.compile(lambda update, arguments: update)
     made = compile_update(compiled)
-    for step in range(STEPS):
-        loss = torch.tensor(math.nan) if step == 1 else LOSS
-        results = []
-        for net, optimizer in zip(nets, (plain, traceable, compiled), strict=True):
-            backward(net, gradients(net, step))
-            results.append(optimizer.step(loss))
-        for result in results[1:]:
-            torch.testing.assert_close(result, results[0])
+    for number in range(STEPS):
+        loss = torch.tensor(math.nan) if number == 1 else LOSS
+        first, *others = [step(net, each, gradients(net, number), loss) for net, each in pairs]
+        for result in others:
+            torch.testing.assert_close(result, first)
     for a, b, c in zip(*(tensors_of(snapshot(o)) for o in (plain, traceable, compiled)), strict=True):
         for other in (b, c):
             torch.testing.assert_close(other, a, rtol=1e-6 if a.dtype == torch.float32 else 2**-7, atol=1e-9)
@@ -109,10 +102,8 @@ def test_compiled_traceable_or_by_torch_the_update_is_the_same(dtype):
 
 
 def test_a_parameter_without_a_gradient_in_this_step_has_not_the_one_of_the_last():
-    net = Net()
-    optimizer = optimizer_of(net, lr=0.1, beta1=0.0, weight_decay=0.0)
-    backward(net, gradients(net, 0))
-    optimizer.step(LOSS)
+    net, optimizer = net_and_optimizer(lr=0.1, beta1=0.0, weight_decay=0.0)
+    step(net, optimizer, gradients(net, 0))
     before = copy.deepcopy(net)
     (net.matrix.sum() * 2).backward()
     assert optimizer.step(LOSS).grad_norm.item() == pytest.approx(2 * math.sqrt(15))
@@ -133,8 +124,6 @@ def tensors_of(node) -> list[Tensor]:
 
 NOT_FINITE = [f"{bad} {place}" for bad in ("nan", "inf", "-inf") for place in ("loss", "gradient")]
 VOID = ["void", "void with nan loss"]
-
-
 BAD_STEPS = [(dtype, why, False) for dtype in (torch.float32, torch.bfloat16) for why in NOT_FINITE + VOID]
 BAD_STEPS += [(torch.float32, why, True) for why in ("nan gradient", *VOID)]
 
@@ -145,22 +134,19 @@ BAD_STEPS += [(torch.float32, why, True) for why in ("nan gradient", *VOID)]
     ids=str,
 )
 def test_a_step_that_is_void_or_not_finite_changes_no_bit_but_its_counters(dtype, why, compiled):
-    net = Net(dtype)
-    optimizer = optimizer_of(net, lr=1e-2)
+    net, optimizer = net_and_optimizer(dtype=dtype, lr=1e-2)
     if compiled:
         compile_update(optimizer)
-    backward(net, gradients(net, 0))
-    optimizer.step(LOSS)
+    step(net, optimizer, gradients(net, 0))
     before = snapshot(optimizer)
     bad = float(why.split()[-2]) if why != "void" else 1.0
-    for step in (1, 2):
-        grads = gradients(net, step)
+    for number in (1, 2):
+        grads = gradients(net, number)
         if "gradient" in why:
             grads[1][0, 0, 0] = bad
-        backward(net, grads)
         optimizer.void.fill_(float("void" in why))
-        result = optimizer.step(torch.tensor(bad) if "loss" in why else LOSS)
-        assert result.finite.item() == 0.0
+        loss = torch.tensor(bad) if "loss" in why else LOSS
+        assert step(net, optimizer, grads, loss).finite.item() == 0.0
     after = snapshot(optimizer)
     counted = 0.0 if "void" in why else 2.0
     counters = dict.fromkeys(("skipped", "skipped_in_row", "longest_skip"), counted) | {"applied": 1.0}
@@ -170,8 +156,7 @@ def test_a_step_that_is_void_or_not_finite_changes_no_bit_but_its_counters(dtype
     for one, other in zip(tensors_of(before), tensors_of(after), strict=True):
         assert torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
     optimizer.void.zero_()
-    backward(net, gradients(net, 3))
-    assert optimizer.step(LOSS).finite.item() == 1.0
+    assert step(net, optimizer, gradients(net, 3)).finite.item() == 1.0
     assert (optimizer.applied.item(), optimizer.skipped_in_row.item()) == (2.0, 0.0)
     moved = (torch.equal(a, b) for a, b in zip(after["weights"], optimizer.weights, strict=True))
     assert not any(moved)
@@ -180,24 +165,19 @@ def test_a_step_that_is_void_or_not_finite_changes_no_bit_but_its_counters(dtype
 @pytest.mark.parametrize("size", [2e19, 1e25, 3e38])
 @pytest.mark.parametrize("clip", [0.0, 1.0, 1e24])
 def test_a_gradient_whose_square_is_infinite_in_fp32_is_skipped_unless_it_is_clipped_to_less(clip, size):
-    net = Net()
-    optimizer = optimizer_of(net, clip, lr=1e-2)
+    net, optimizer = net_and_optimizer(clip, lr=1e-2)
     grads = gradients(net, 0)
     grads[0][0, 0] = size
-    backward(net, grads)
-    assert optimizer.step(LOSS).finite.item() == (clip == 1.0)
-    backward(net, gradients(net, 1))
-    assert optimizer.step(LOSS).finite.item() == 1.0
+    assert step(net, optimizer, grads).finite.item() == (clip == 1.0)
+    assert step(net, optimizer, gradients(net, 1)).finite.item() == 1.0
     assert all(t.isfinite().all() for t in tensors_of(optimizer.state_dict()))
     before = snapshot(optimizer)["weights"]
-    backward(net, gradients(net, 2))
-    optimizer.step(LOSS)
+    step(net, optimizer, gradients(net, 2))
     assert all((new != old).all() for new, old in zip(optimizer.weights, before, strict=True))
 
 
 def test_skips_are_counted_and_move_no_rate_and_a_restore_counts_the_longest_anew():
-    net = Net()
-    optimizer = optimizer_of(net, lr=1.0, warmup_steps=4)
+    net, optimizer = net_and_optimizer(lr=1.0, warmup_steps=4)
     found, rates = [], []
     for finite in (1, 0, 0, 1, 0, 0, 0, 1):
         rates.append(optimizer.step(LOSS if finite else torch.tensor(math.inf)).lr.item())
@@ -219,8 +199,7 @@ def test_skips_are_counted_and_move_no_rate_and_a_restore_counts_the_longest_ane
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32():
-    net = Net(torch.bfloat16)
-    optimizer = optimizer_of(net)
+    net, optimizer = net_and_optimizer(dtype=torch.bfloat16)
     for value in (1.0, *[2**-9] * 4):  # bf16 would drop each of the small ones
         backward(net, [torch.full(p.shape, value) for p in net.parameters()])
     for weight in net.parameters():
@@ -229,18 +208,15 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
 
 
 def test_fp32_main_weights_collect_updates_below_the_resolution_of_bf16():
-    net = Net(torch.bfloat16)
-    optimizer = optimizer_of(net, lr=1e-5, schedule="constant", weight_decay=0.0)
+    net, optimizer = net_and_optimizer(dtype=torch.bfloat16, lr=1e-5, schedule="constant", weight_decay=0.0)
     start = [w.detach().clone() for w in net.parameters()]
     ones = [torch.ones(p.shape) for p in net.parameters()]
-    backward(net, ones)
-    optimizer.step(LOSS)
+    step(net, optimizer, ones)
     assert all(torch.equal(w, s) for w, s in zip(net.parameters(), start, strict=True))
     changes = [main - s.float() for main, s in zip(optimizer.main, start, strict=True)]
     torch.testing.assert_close(changes[0], torch.full((5, 3), -1e-5), rtol=0.05, atol=0)
     for _ in range(999):
-        backward(net, ones)
-        optimizer.step(LOSS)
+        step(net, optimizer, ones)
     assert all(main.dtype == torch.float32 for main in optimizer.main)
     for weight, main, s in zip(net.parameters(), optimizer.main, start, strict=True):
         torch.testing.assert_close(main, s.float() - 1e-2, rtol=0, atol=1e-4)
@@ -281,8 +257,7 @@ def test_other_numbers_of_the_configuration_need_no_other_code():
 
 
 def test_an_optimizer_is_freed_with_its_model_though_hooks_of_the_weights_call_it():
-    net = Net()
-    optimizer = optimizer_of(net)
+    net, optimizer = net_and_optimizer()
     net.matrix.sum().backward()
     assert net.matrix.grad is None and optimizer.gradient_of(net.matrix).begun
     gone = weakref.ref(optimizer), weakref.ref(net)

@@ -3,10 +3,9 @@
 B sequences, S positions, T tokens, K slots, E experts, R = T * K rows, D hidden, F expert width, V ids.
 """
 
-import contextlib
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,15 +33,78 @@ class Traced(NamedTuple):
     graph: fx.GraphModule
     inputs: list[Tensor]
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.graph.graph.nodes]
+
+    @property
+    def calls(self) -> Counter[str]:
+        targets = [node.target for node in self.nodes if node.op == "call_function"]
+        return Counter(getattr(target, "_opname", target.__name__) for target in targets)
+
+    def call(self, name: str) -> fx.Node:
+        (found,) = [node for node in self.nodes if str(node.target).startswith(f"graphmoe.{name}")]
+        return found
+
+    def row_sized(self, rows: int) -> list[str]:
+        found = []
+        for node in self.nodes:
+            sizes = getattr(node.meta.get("val"), "shape", ())
+            per_slot = len(sizes) > 2 and sizes[:2].numel() == rows  # [T, K, ...]
+            is_moved = getattr(node.target, "_opname", "") in ("index", "silu", "mul")
+            if is_moved and (per_slot or sizes[:1] == (rows,)):
+                found.append(node.name)
+        return found
+
+    def rewritten(self, *passes: Pass) -> tuple["Traced", list[Rewrites]]:
+        module = copy.deepcopy(self.graph)
+        for node in module.graph.nodes:
+            node.meta["custom"] = {"segment": "here"}
+        results = []
+        for each in passes:
+            results.append(each(module.graph))
+            module.graph.eliminate_dead_code()
+            module.graph.lint()
+        module.recompile()
+        promises = {NUMERICS[getattr(each, "func", each)] for each in passes}
+        module.meta["numerics"] = "allclose" if "allclose" in promises else "bitwise"
+        for node in module.graph.nodes:
+            assert node.meta["custom"] == {"segment": "here"}, node
+            assert node.op == "output" or "val" in node.meta, node
+        return Traced(module, self.inputs), results
+
+    def results(self) -> dict[str, Sequence[Tensor | None]]:
+        """Outputs, and the gradients of a random combination of them in all inputs that want one."""
+        inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in self.inputs]
+        outputs = self.graph(*inputs)
+        wanted, roots = ([x for x in each if x.requires_grad] for each in (inputs, outputs))
+        generator = torch.Generator().manual_seed(7)
+        seeds = [torch.randn(y.shape, generator=generator).to(y) for y in roots]
+        gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
+        return {"forward": outputs, "gradient": gradients}
+
+    def assert_same(self, plain: "Traced", *others: Sequence[Tensor]) -> None:
+        """Compare outputs and gradients, on the inputs of ``plain`` and on others of the same dtypes."""
+        dtypes = {x.dtype for x in plain.inputs if x.is_floating_point()}
+        tolerance = TOLERANCES[max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)]
+        for given in (plain.inputs, *others):
+            found, expected = (Traced(each.graph, [*given]).results() for each in (self, plain))
+            for kind, wanted in expected.items():
+                limit = getattr(tolerance, kind)
+                for i, (ours, theirs) in enumerate(zip(found[kind], wanted, strict=True)):
+                    if ours is None or theirs is None:
+                        assert ours is theirs is None, (kind, i)
+                    else:
+                        assert_agrees(ours, theirs, self.graph.meta["numerics"], limit, f"{kind} {i}")
+
 
 def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Traced:
     """The forward of a function or module; a module's parameters and buffers become inputs.
 
     The graph of another device than the CPU can be looked at but not run.
     """
-    state = dict(run.state_dict(keep_vars=True)) if isinstance(run, nn.Module) else {}
-    if isinstance(run, nn.Module):
-        state |= dict(run.named_buffers())
+    is_module = isinstance(run, nn.Module)
+    state = run.state_dict(keep_vars=True) | dict(run.named_buffers()) if is_module else {}
     names, values = list(state), [*state.values(), *inputs]
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -59,88 +121,11 @@ def traced(run: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> Tra
     return Traced(trace_forward(function, fakes), values)
 
 
-def rewritten(plain: Traced, *passes: Pass) -> tuple[Traced, list[Rewrites]]:
-    module = copy.deepcopy(plain.graph)
-    for node in module.graph.nodes:
-        node.meta["custom"] = {"segment": "here"}
-    results = []
-    for each in passes:
-        results.append(each(module.graph))
-        module.graph.eliminate_dead_code()
-        module.graph.lint()
-    module.recompile()
-    promises = {NUMERICS[getattr(each, "func", each)] for each in passes}
-    module.meta["numerics"] = "allclose" if "allclose" in promises else "bitwise"
-    for node in module.graph.nodes:
-        assert node.meta["custom"] == {"segment": "here"}, node
-        assert node.op == "output" or "val" in node.meta, node
-    return Traced(module, plain.inputs), results
-
-
 def assert_left(plain: Traced, reason: str, *passes: Pass) -> None:
-    before, _ = rewritten(plain, *passes[:-1])
-    after, results = rewritten(plain, *passes)
-    assert operations(after) == operations(before)
-    assert results[-1].matches == 0
-    reasons = results[-1].left or (results[-1].absent,)
-    assert any(reason in line for line in reasons), reasons
-
-
-def operations(traced: Traced) -> Counter[str]:
-    calls = [node.target for node in traced.graph.graph.nodes if node.op == "call_function"]
-    return Counter(getattr(target, "_opname", target.__name__) for target in calls)
-
-
-def call_of(traced: Traced, name: str) -> fx.Node:
-    (call,) = [node for node in traced.graph.graph.nodes if str(node.target).startswith(f"graphmoe.{name}")]
-    return call
-
-
-def row_sized(traced: Traced, rows: int) -> list[str]:
-    found = []
-    for node in traced.graph.graph.nodes:
-        sizes = getattr(node.meta.get("val"), "shape", ())
-        name = getattr(node.target, "_opname", "")
-        per_slot = len(sizes) > 2 and sizes[:2].numel() == rows  # [T, K, ...]
-        if name in ("index", "silu", "mul") and (per_slot or sizes[:1] == (rows,)):
-            found.append(node.name)
-    return found
-
-
-class Results(NamedTuple):
-    outputs: list[Tensor]
-    gradients: list[Tensor | None]
-
-
-def run(traced: Traced) -> Results:
-    """Outputs, and the gradients of a random combination of them in all inputs that want one."""
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in traced.inputs]
-    outputs = traced.graph(*inputs)
-    wanted = [x for x in inputs if x.requires_grad]
-    roots = [y for y in outputs if y.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    seeds = [torch.randn(y.shape, generator=generator).to(y) for y in roots]
-    if not roots:
-        return Results(list(outputs), [])
-    return Results(list(outputs), list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True)))
-
-
-def assert_same_numbers(fused: Traced, plain: Traced, *others: Sequence[Tensor]) -> None:
-    for given in others:
-        assert_same_numbers(Traced(fused.graph, [*given]), Traced(plain.graph, [*given]))
-    results, expected = run(fused), run(plain)
-    assert len(results.outputs) == len(expected.outputs)
-    assert len(results.gradients) == len(expected.gradients)
-    for kind, ours, theirs in (
-        ("forward", results.outputs, expected.outputs),
-        ("gradient", results.gradients, expected.gradients),
-    ):
-        for i, (actual, wanted) in enumerate(zip(ours, theirs, strict=True)):
-            if wanted is None or actual is None:
-                assert actual is wanted is None, (kind, i)
-                continue
-            limit = getattr(TOLERANCES[_coarsest(plain)], kind)
-            assert_agrees(actual, wanted, fused.graph.meta["numerics"], limit, f"{kind} {i}")
+    before, _ = plain.rewritten(*passes[:-1])
+    after, (*_, result) = plain.rewritten(*passes)
+    assert after.calls == before.calls and result.matches == 0
+    assert any(reason in line for line in result.left or (result.absent,)), result
 
 
 def assert_agrees(actual: Tensor, wanted: Tensor, numerics: str, limit: float, name: str) -> None:
@@ -151,10 +136,6 @@ def assert_agrees(actual: Tensor, wanted: Tensor, numerics: str, limit: float, n
     else:
         error = relative_error(actual, wanted)
         assert error <= 2 * limit, f"{name}: relative L2 error {error:.1e} is over {2 * limit:.1e}"
-
-
-def _coarsest(traced: Traced) -> torch.dtype:
-    return max((x.dtype for x in traced.inputs if x.is_floating_point()), key=lambda d: torch.finfo(d).eps)
 
 
 def random(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -176,29 +157,16 @@ def experts_of(routing: str, tokens: int = T, k: int = K, num_experts: int = E, 
     return scores.topk(k).indices
 
 
-class Weights(NamedTuple):
-    """Weights for the experts' functions below."""
-
-    gate_up: Tensor
-    down: Tensor
-
-
-def expert_weights(dtype: torch.dtype) -> Weights:
+def expert_weights(dtype: torch.dtype) -> list[Tensor]:
     gate_up = random(E, 2 * WIDTH, D, seed=1, dtype=dtype).detach() / D**0.5
     down = random(E, D, WIDTH, seed=2, dtype=dtype).detach() / WIDTH**0.5
-    return Weights(gate_up.requires_grad_(), down.requires_grad_())
+    return [gate_up.requires_grad_(), down.requires_grad_()]
 
 
-@contextlib.contextmanager
-def our_grouped_mm() -> Iterator[None]:
-    """Let the experts of transformers call our grouped product in place of torch's."""
-    from transformers.integrations import moe
-
-    def product(rows: Tensor, weight_EKN: Tensor, offs: Tensor) -> Tensor:
-        return grouped_mm(rows.to(weight_EKN.dtype), weight_EKN.mT, offs)
-
-    with mock.patch.object(moe, "_grouped_mm", product):
-        yield
+def expert_inputs(dtype: torch.dtype = torch.float32, routing: str = "natural") -> list[Tensor]:
+    """Tokens, weights of slots, weights of experts, and int32 ids."""
+    weight = random(T, K, seed=5).detach().softmax(-1).requires_grad_()
+    return [random(T, D, dtype=dtype), weight, *expert_weights(dtype), experts_of(routing).int()]
 
 
 GROUPED = {
@@ -215,6 +183,10 @@ BLOCKS = {  # family: (class, settings of its config)
 
 def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **changes: Any) -> Traced:
     from transformers import AutoConfig
+    from transformers.integrations import moe
+
+    def product(rows: Tensor, weight_EKN: Tensor, offs: Tensor) -> Tensor:
+        return grouped_mm(rows.to(weight_EKN.dtype), weight_EKN.mT, offs)
 
     name, settings = BLOCKS[family]
     shape = {"hidden_size": D, "num_experts_per_tok": K, "moe_intermediate_size": WIDTH}
@@ -225,5 +197,5 @@ def transformers_block(family: str, dtype: torch.dtype, device: str = "cpu", **c
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             tensor.normal_(0.0, 0.5, generator=generator)
-    with our_grouped_mm():
+    with mock.patch.object(moe, "_grouped_mm", product):  # ours in place of torch's
         return traced(module.to(dtype), random(2, T // 2, D, dtype=dtype), device=device)

@@ -1,37 +1,17 @@
 """All fusion passes after another, on MoE blocks of transformers, layers of the model and a whole model."""
 
-import itertools
-
 import pytest
 import torch
 
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
-from graphmoe.passes.fuse_activation import fuse_activation
-from graphmoe.passes.fuse_experts import fuse_experts
-from graphmoe.passes.fuse_loss import fuse_loss
-from graphmoe.passes.fuse_permutation import fuse_permutation
-from graphmoe.passes.fuse_router import fuse_router
+from graphmoe.passes import PASSES
 from graphmoe.runtime.compile.units import fakes_of
 from graphmoe.runtime.torch_compat import joint_graph
-from tests.passes.blocks import (
-    DTYPES,
-    D,
-    R,
-    T,
-    Traced,
-    assert_same_numbers,
-    call_of,
-    operations,
-    random,
-    rewritten,
-    row_sized,
-    traced,
-    transformers_block,
-)
+from tests.passes.blocks import DTYPES, D, R, T, Traced, random, traced, transformers_block
 from tests.runs import config
 
-PASSES = (fuse_router, fuse_permutation, fuse_activation, fuse_experts)
+FUSIONS = [spec.run for spec in PASSES if spec.name.startswith("fuse_")]
 FAMILIES = [  # family, its settings, and settings of the router's operation
     ("mixtral", {}, ("softmax", 1, 1, 1, True, False, 1.0)),
     ("qwen3_moe", {"norm_topk_prob": False}, ("softmax", 1, 1, 1, False, False, 1.0)),
@@ -48,26 +28,16 @@ def test_blocks_of_transformers_keep_nothing_of_row_size(family, changes, option
     if device == "cuda" and not torch.backends.cuda.is_built():
         pytest.skip("needs a torch built for GPUs, but no GPU")
     plain = transformers_block(family, dtype, device=device, **changes)
-    fused, results = rewritten(plain, *PASSES)
-    assert [result.matches for result in results] == [1, 4, 1, 1]
+    fused, results = plain.rewritten(*FUSIONS)
+    assert [result.matches for result in results] == [4, 1, 1, 0, 1]
     assert not any(result.left for result in results)
-    assert len(row_sized(plain, R)) >= 6 and row_sized(fused, R) == []
-    calls = operations(fused)
-    assert calls["router"] == calls["routing_plan"] == calls["grouped_mlp"] == 1
+    assert len(plain.row_sized(R)) >= 6 and fused.row_sized(R) == []
+    assert [fused.calls[name] for name in ("router", "routing_plan", "grouped_mlp")] == [1, 1, 1]
     gone = {"permute", "unpermute", "swiglu", "grouped_mm", "sort", "topk", "histc", "transpose", "_softmax"}
-    assert not gone & set(calls)
-    assert call_of(fused, "router").args[3:] == (1, 2, *options, False)
+    assert not gone & set(fused.calls)
+    assert fused.call("router").args[3:] == (1, 2, *options, False)
     if device == "cpu":
-        assert_same_numbers(fused, plain)
-
-
-def test_the_order_of_the_passes_before_the_last_does_not_matter():
-    plain = transformers_block("mixtral", torch.float32)
-    expected = operations(rewritten(plain, *PASSES)[0])
-    for order in itertools.permutations(PASSES[:3]):
-        fused, _ = rewritten(plain, *order, fuse_experts)
-        assert operations(fused) == expected, order
-        assert_same_numbers(fused, plain)
+        fused.assert_same(plain)
 
 
 def model_of(dtype: torch.dtype, *words: str) -> Transformer:
@@ -91,25 +61,22 @@ def test_every_layer_and_loss_of_a_whole_model_matches_and_nothing_of_row_size_i
             return tuple(self.model.loss(tokens_BS, labels_BS)[:-1])
 
     plain = traced(Loss(), tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    fused, results = rewritten(plain, *PASSES, fuse_loss)
-    assert [result.matches for result in results] == [3, 12, 3, 3, 2]
+    fused, results = plain.rewritten(*FUSIONS)
+    assert [result.matches for result in results] == [12, 3, 3, 2, 3]
     assert not any(result.left for result in results)
     rows = 2 * 16 * 2
-    assert len(row_sized(plain, rows)) == 3 * 6 and row_sized(fused, rows) == []
-    assert operations(fused)["silu"] == (1 if "ffn_size=0" in words else 4)
-    assert_same_numbers(fused, plain)
+    assert len(plain.row_sized(rows)) == 3 * 6 and fused.row_sized(rows) == []
+    assert fused.calls["silu"] == (1 if "ffn_size=0" in words else 4)
+    fused.assert_same(plain)
 
 
 def test_forward_and_backward_are_traced_from_the_rewritten_layer_with_forced_experts():
-    model, given = (
-        model_of(torch.bfloat16, "moe.force_balance=true"),
-        random(2, T // 2, D, dtype=torch.bfloat16),
-    )
+    model = model_of(torch.bfloat16, "moe.force_balance=true")
+    given = random(2, T // 2, D, dtype=torch.bfloat16)
     layer = traced(model.layers[1], given, *model.rope(T // 2, torch.device("cpu")))
-    fused, _ = rewritten(layer, *PASSES)
-    assert_same_numbers(fused, layer)
+    fused, _ = layer.rewritten(*FUSIONS)
+    fused.assert_same(layer)
     joint = Traced(joint_graph(fused.graph, fakes_of(fused.inputs)), [])
-    calls = operations(joint)
-    for name in ("router", "router_backward", "grouped_mlp", "grouped_mlp_dgrad", "grouped_mlp_wgrad"):
-        assert calls[name] == 1, calls
-    assert row_sized(joint, R) == []
+    names = ["router", "router_backward", "grouped_mlp", "grouped_mlp_dgrad", "grouped_mlp_wgrad"]
+    assert [joint.calls[name] for name in names] == [1] * 5, joint.calls
+    assert joint.row_sized(R) == []

@@ -15,13 +15,11 @@ from graphmoe.ops import fp8_mlp  # noqa: F401  # registers the operations
 from graphmoe.ops.formats import KERNELS
 from graphmoe.ops.fp8 import fp8_dtype
 from graphmoe.passes.fp8 import fp8_experts, fp8_linear, fp8_quantise
-from graphmoe.passes.fuse_activation import fuse_activation
-from graphmoe.passes.fuse_experts import fuse_experts
-from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.runtime.compile.units import fakes_of
 from graphmoe.runtime.torch_compat import joint_graph
-from tests.passes.blocks import Traced, assert_left, call_of, operations, random, rewritten, traced
-from tests.passes.test_fuse_experts import block, inputs
+from tests.passes.blocks import Traced, assert_left, expert_inputs, random, traced
+from tests.passes.test_fuse_experts import BEHIND_PERMUTATION as BEHIND
+from tests.passes.test_fuse_experts import block
 
 HERE = functools.partial(fp8_linear, products=("here",))
 
@@ -44,8 +42,7 @@ def weights(dtype: torch.dtype = torch.float32, widths: tuple[int, int] = (32, 4
 
 
 def joint_of(plain: Traced, *passes: functools.partial[object]) -> Traced:
-    fakes = fakes_of(plain.inputs)
-    joint = joint_graph(plain.graph, fakes)
+    joint = joint_graph(plain.graph, fakes_of(plain.inputs))
     for each in passes:
         each(joint.graph)  # type: ignore[operator]
         joint.graph.eliminate_dead_code()
@@ -56,9 +53,16 @@ def joint_of(plain: Traced, *passes: functools.partial[object]) -> Traced:
 
 def results(joint: Traced, plain: Traced) -> list[Tensor]:
     outputs = [x.detach() for x in plain.graph(*plain.inputs) if x.requires_grad]
-    inputs = [x.detach() for x in joint.inputs]
-    both = joint.graph(inputs, [torch.ones_like(x) for x in outputs])
+    both = joint.graph([x.detach() for x in joint.inputs], [torch.ones_like(x) for x in outputs])
     return [x for part in both for x in part if x is not None]
+
+
+def spelt_out(found: Traced) -> Traced:
+    """The joint graph with its quantization spelt out, which has the bits of the operations."""
+    plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
+    for one, other in zip(results(spelt, found), results(plain, found), strict=True):
+        assert one.dtype == other.dtype and one.equal(other)
+    return spelt
 
 
 @pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
@@ -66,17 +70,15 @@ def results(joint: Traced, plain: Traced) -> list[Tensor]:
 def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alone(recipe, wgrad):
     dtype = (torch.float32, torch.bfloat16)[([*FORMATS].index(recipe) + (wgrad == "bf16")) % 2]
     here = functools.partial(HERE, recipe=recipe, wgrad=wgrad)
-    found, (result,) = rewritten(traced(two_products, *weights(dtype, WIDTHS[recipe])), here)
-    assert result.matches == 3 and operations(found)["fp8_linear"] == 3 and not operations(found)["mm"]
-    plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
-    for one, other in zip(results(spelt, found), results(plain, found), strict=True):
-        assert one.dtype == other.dtype and one.equal(other)
+    found, (result,) = traced(two_products, *weights(dtype, WIDTHS[recipe])).rewritten(here)
+    assert result.matches == 3 and found.calls["fp8_linear"] == 3 and not found.calls["mm"]
+    spelt = spelt_out(found)
     assert torch._functorch.config.cse  # as the partition does, which joins forward and backward
     spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
-    calls = operations(spelt)
+    calls = spelt.calls
     assert not calls["fp8_linear"] + calls["fp8_linear_dgrad"] + calls["fp8_linear_wgrad"]
     # x, the activation, the gradients of three products, three weights along either axis: each once.
-    casts = [n for n in spelt.graph.graph.nodes if n.target is torch.ops.aten._to_copy.default]
+    casts = [n for n in spelt.nodes if n.target is torch.ops.aten._to_copy.default]
     stored = sum(node.meta["val"].dtype == fp8_dtype() for node in casts)
     assert stored + calls["fp8_given"] == 2 + 3
     if recipe == "tensorwise":  # what two products read has one scale
@@ -85,37 +87,26 @@ def test_products_that_share_an_operand_store_it_once_with_the_bits_of_each_alon
     assert calls["fp8_transposed"] + calls["fp8_blocks_turned"] == (5 if wgrad == "fp8" else 0)
 
 
-@pytest.mark.parametrize(
-    ("run", "reason"),
-    [
-        (lambda x, a, b, down: F.linear(x, a[:40]), "is not a weight"),
-        (lambda x, a, b, down: F.linear(x, down.t()), "its second factor is not a weight"),
-        (lambda x, a, b, down: x * 2, "none in here"),
-    ],
-)
-def test_other_products_are_left(run, reason):
-    assert_left(traced(run, *weights()), reason, HERE)
-
-
-@pytest.mark.parametrize(("recipe", "size"), [("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)])
-def test_sides_that_are_no_multiple_of_a_block_are_left(recipe, size):
-    plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
-    reason = f"{size} of its weight [128, {size}] is not a multiple of {FORMATS[recipe].aligned}"
-    assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
+def test_other_products_and_uneven_sides_are_left():
+    assert_left(traced(lambda x, a, b, down: F.linear(x, a[:40]), *weights()), "is not a weight", HERE)
+    turned = traced(lambda x, a, b, down: F.linear(x, down.t()), *weights())
+    assert_left(turned, "its second factor is not a weight", HERE)
+    assert_left(traced(lambda x: x * 2, random(2)), "none in here", HERE)
+    for recipe, size in (("rowwise", 24), ("blockwise", 64), ("mxfp8", 48)):
+        plain = traced(lambda x, w: F.linear(x, w), random(8, size), random(128, size))
+        reason = f"{size} of its weight [128, {size}] is not a multiple of {FORMATS[recipe].aligned}"
+        assert_left(plain, reason, functools.partial(HERE, recipe=recipe))
 
 
 def test_weights_that_are_to_stay_in_their_dtype_are_left():
     plain = functools.partial(HERE, plain=[[48, 32]])
-    found, (result,) = rewritten(traced(two_products, *weights()), plain)
-    assert result.matches == 1 and operations(found)["mm"] == 2
+    found, (result,) = traced(two_products, *weights()).rewritten(plain)
+    assert result.matches == 1 and found.calls["mm"] == 2
     assert all("its weight [48, 32] is no faster" in reason for reason in result.left)
 
 
-BEHIND = (fuse_permutation, fuse_activation, fuse_experts)
-
-
 def experts_in(width: int) -> list[Tensor]:
-    x, weight_TK, *_, expert_TK = inputs()
+    x, weight_TK, *_, expert_TK = expert_inputs()
     weights = random(4, 2 * width, width, seed=1), random(4, width, width, seed=2)
     return [random(len(x), width), weight_TK, *weights, expert_TK]
 
@@ -124,12 +115,9 @@ def experts_in(width: int) -> list[Tensor]:
 def test_experts_are_spelt_out_with_the_same_bits(recipe, width):
     plain = traced(block(), *experts_in(width))
     put = functools.partial(fp8_experts, recipe=recipe)
-    found, (*_, result) = rewritten(plain, *BEHIND, put)
-    assert result.matches == 1 and call_of(found, "fp8_mlp") is not None
-    opaque, spelt = joint_of(found), joint_of(found, fp8_quantise)
-    for one, other in zip(results(spelt, found), results(opaque, found), strict=True):
-        assert one.equal(other)
-    calls = operations(spelt)
+    found, (*_, result) = plain.rewritten(*BEHIND, put)
+    assert result.matches == 1 and found.call("fp8_mlp") is not None
+    calls = spelt_out(found).calls
     names = ("fp8_mlp_forward", "fp8_mlp_dgrad", "fp8_mlp_wgrad", *WEIGHTS[recipe])
     assert [calls[name] for name in names] == [1, 1, 1, 2 + 3, 2]  # weights, and inputs: x twice, dy
 
@@ -137,25 +125,24 @@ def test_experts_are_spelt_out_with_the_same_bits(recipe, width):
 @pytest.mark.parametrize("has_room", [False, True])
 def test_rows_where_no_token_lies_are_no_largest_number_of_a_tensor(has_room):
     put = functools.partial(fp8_experts, recipe="tensorwise")
-    found, _ = rewritten(traced(block(), *experts_in(16)), *BEHIND, put)
+    found, _ = traced(block(), *experts_in(16)).rewritten(*BEHIND, put)
     spelt = joint_of(found, functools.partial(fp8_quantise, has_room=has_room))
     spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
-    nodes = spelt.graph.graph.nodes
-    stored = [n.args[0] for n in nodes if n.target is torch.ops.graphmoe.fp8_given.default]
+    stored = [n.args[0] for n in spelt.nodes if n.target is torch.ops.graphmoe.fp8_given.default]
     assert [x.target is torch.ops.aten.where.self for x in stored] == [has_room] * 2  # x, dy
 
 
 def test_rows_in_8_bits_are_refused_to_experts_that_compute_with_more():
-    found, _ = rewritten(traced(block(), *experts_in(16)), *BEHIND)
+    found, _ = traced(block(), *experts_in(16)).rewritten(*BEHIND)
     joint = joint_of(found)
-    for node in joint.graph.graph.nodes:
+    for node in joint.nodes:
         node.meta["custom"] = {"segment": "moe_experts"}
     with pytest.raises(ConfigError, match="fp8_experts left the experts as they are; use moe.dispatch_dtype"):
         fp8_quantise(joint.graph.graph, travels=True)
 
 
 def test_experts_of_other_sizes_are_left():
-    assert_left(traced(block(), *inputs()), "8 of its weights", *BEHIND, fp8_experts)
+    assert_left(traced(block(), *expert_inputs()), "8 of its weights", *BEHIND, fp8_experts)
     in_32s = functools.partial(fp8_experts, recipe="mxfp8")
     assert_left(traced(block(), *experts_in(16)), "16 of its weights [4, 32, 16] is no", *BEHIND, in_32s)
 
@@ -175,12 +162,10 @@ def rotated(x: Tensor, q: Tensor, out: Tensor) -> Tensor:
 @pytest.mark.parametrize(("run", "width"), [(swiglu, 96), (rotated, 48)])
 def test_gradients_made_by_a_cat_are_stored_by_a_kernel_of_their_own_with_the_same_bits(run, width):
     given = random(40, 32), random(width, 32, seed=1), random(32, 48, seed=2)
-    found, (result,) = rewritten(traced(run, *given), HERE)
-    plain, spelt = joint_of(found), joint_of(found, fp8_quantise)
-    for one, other in zip(results(spelt, found), results(plain, found), strict=True):
-        assert one.equal(other)
+    found, (result,) = traced(run, *given).rewritten(HERE)
+    spelt = spelt_out(found)
     spelt.graph.graph = fx_graph_cse(spelt.graph.graph)
-    stored = [n.args[0] for n in spelt.graph.graph.nodes if n.target is torch.ops.graphmoe.fp8_rows.default]
+    stored = [n.args[0] for n in spelt.nodes if n.target is torch.ops.graphmoe.fp8_rows.default]
     of_weights = [node for node in stored if node.op == "placeholder"]
     (others,) = [node for node in stored if node.op != "placeholder"]
     assert result.matches == 2 == len(of_weights) and others.meta["val"].shape == (40, width)

@@ -6,21 +6,7 @@ import torch.nn.functional as F
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.passes.fuse_activation import fuse_activation
-from tests.passes.blocks import (
-    DTYPES,
-    WIDTH,
-    D,
-    E,
-    R,
-    assert_left,
-    assert_same_numbers,
-    call_of,
-    expert_weights,
-    operations,
-    random,
-    rewritten,
-    traced,
-)
+from tests.passes.blocks import DTYPES, WIDTH, D, E, R, assert_left, expert_weights, random, traced
 
 HALVES = {
     "chunk": lambda h: h.chunk(2, dim=-1),
@@ -41,10 +27,12 @@ PRODUCTS = {
 ENDS = {"natural": [7, 20, 21, R], "one_expert": [0, R, R, R], "empty_experts": [0, 15, R, R]}
 
 
-def experts(halves, product):
+def run_of(product, halves=HALVES["chunk"]):
+    """The product between two grouped ones, so that a look-alike may read whatever it likes."""
+
     def run(x, gate_up, down, weight, ends):
-        gate, up = halves(grouped_mm(x, gate_up, ends))
-        return grouped_mm(product(gate, up, weight).to(x.dtype), down, ends)
+        h = grouped_mm(x, gate_up, ends)
+        return product(h, *halves(h), weight, lambda a: grouped_mm(a, down, ends))
 
     return run
 
@@ -64,42 +52,29 @@ SPELLINGS += [
 
 @pytest.mark.parametrize(("halves", "product", "dtype"), SPELLINGS)
 def test_every_spelling_becomes_one_operation_with_the_same_numbers(halves, product, dtype):
-    plain = traced(experts(HALVES[halves], PRODUCTS[product]), *inputs(dtype))
-    fused, (result,) = rewritten(plain, fuse_activation)
-    calls = operations(fused)
+    made = PRODUCTS[product]
+    run = run_of(lambda h, gate, up, w, down: down(made(gate, up, w).to(h.dtype)), HALVES[halves])
+    plain = traced(run, *inputs(dtype))
+    fused, (result,) = plain.rewritten(fuse_activation)
+    calls = fused.calls
     assert result.matches == calls["swiglu"] == 1 and result.left == ()
     assert not {"silu", "mul", "split", "split_with_sizes", "slice"} & set(calls), calls
-    assert operations(plain)["silu"] == 1 and calls["grouped_mm"] == 2
-    assert_same_numbers(fused, plain, *(inputs(dtype, routing) for routing in ENDS))
+    assert plain.calls["silu"] == 1 and calls["grouped_mm"] == 2
+    fused.assert_same(plain, *(inputs(dtype, routing) for routing in ENDS))
 
 
-def chained(product):
-    """The rows behind the activation, so that a look-alike may read whatever it likes."""
-
-    def run(x, gate_up, down, weight, ends):
-        h = grouped_mm(x, gate_up, ends)
-        return product(h, *h.chunk(2, dim=-1), weight, lambda a: grouped_mm(a, down, ends))
-
-    return run
-
-
+ALONE, NO_WEIGHT = "not multiplied with the other half", "not one weight for each row"
 LOOK_ALIKES = {
     "halves swapped": (lambda h, g, u, w, down: down(F.silu(u) * g), "the halves are swapped"),
-    "half by itself": (lambda h, g, u, w, down: down(F.silu(g) * g), "not multiplied with the other half"),
-    "no product": (lambda h, g, u, w, down: down(F.silu(g)), "not multiplied with the other half"),
+    "half by itself": (lambda h, g, u, w, down: down(F.silu(g) * g), ALONE),
+    "no product": (lambda h, g, u, w, down: down(F.silu(g)), ALONE),
     "silu with another reader": (
         lambda h, g, u, w, down: (down((a := F.silu(g)) * u), a),
         "silu (aten.silu.default) has 2 users",
     ),
     "product with another reader": (lambda h, g, u, w, down: (down(a := F.silu(g) * u), a), "has 2 users"),
-    "two weights": (
-        lambda h, g, u, w, down: down(F.silu(g) * u * w * (w + 1)),
-        "not one weight for each row",
-    ),
-    "a weight for each column": (
-        lambda h, g, u, w, down: down(F.silu(g) * u * w[:WIDTH, 0]),
-        "not one weight for each row",
-    ),
+    "two weights": (lambda h, g, u, w, down: down(F.silu(g) * u * w * (w + 1)), NO_WEIGHT),
+    "a weight for each column": (lambda h, g, u, w, down: down(F.silu(g) * u * w[:WIDTH, 0]), NO_WEIGHT),
     "a scale": (lambda h, g, u, w, down: down(F.silu(g) * u * 2.0 + 1), "reads the product"),
     "rows joined in pairs": (
         lambda h, g, u, w, down: down((F.silu(g) * u).view(R // 2, 2 * WIDTH)),
@@ -113,45 +88,33 @@ LOOK_ALIKES = {
 }
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_look_alikes_stay_with_a_reason(name):
-    product, reason = LOOK_ALIKES[name]
-    assert_left(traced(chained(product), *inputs()), reason, fuse_activation)
+@pytest.mark.parametrize(("product", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_look_alikes_stay_with_a_reason(product, reason):
+    assert_left(traced(run_of(product), *inputs()), reason, fuse_activation)
 
 
 def test_a_product_in_another_dtype_than_the_rows_is_left():
-    def run(x, gate_up, down, weight, ends):
-        gate, up = grouped_mm(x, gate_up, ends).chunk(2, dim=-1)
-        return grouped_mm(F.silu(gate) * up * weight, down, ends)
-
     x, gate_up, down, weight, ends = inputs(torch.bfloat16)
+    run = run_of(lambda h, g, u, w, down: down(F.silu(g) * u * w))
     plain = traced(run, x, gate_up, down.detach().float(), weight, ends)
     assert_left(plain, "the product is torch.float32 [36, 8], not torch.bfloat16 [36, 8]", fuse_activation)
 
 
-def test_a_dense_mlp_is_left_to_the_compiler():
-    def run(x, gate_up, down):
-        for _ in range(3):
-            gate, up = (x @ gate_up.T).chunk(2, dim=-1)
-            x = (F.silu(gate) * up) @ down.T
-        return x
+def test_dense_silu_is_left_and_not_reported_beside_experts():
+    def dense(x, gate_up, down):
+        gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+        return (F.silu(gate) * up) @ down.T
 
-    plain = traced(run, random(R, D), random(2 * WIDTH, D, seed=1), random(D, WIDTH, seed=2))
-    assert_left(plain, "3 silu, none of a half of a grouped product", fuse_activation)
-
-
-def test_dense_silu_beside_experts_are_not_reported():
-    def run(x, gate_up, down, weight, ends):
-        y = experts(HALVES["chunk"], PRODUCTS["plain"])(x, gate_up, down, weight, ends)
-        return y, F.silu(x) * x
-
-    fused, (result,) = rewritten(traced(run, *inputs()), fuse_activation)
-    assert result[:2] == (1, ()) and operations(fused)["silu"] == 1
+    given = random(R, D), random(2 * WIDTH, D, seed=1), random(D, WIDTH, seed=2)
+    assert_left(traced(dense, *given), "1 silu, none of a half of a grouped product", fuse_activation)
+    both = run_of(lambda h, g, u, w, down: (down(F.silu(g) * u), F.silu(h) * h))
+    fused, (result,) = traced(both, *inputs()).rewritten(fuse_activation)
+    assert result[:2] == (1, ()) and fused.calls["silu"] == 1
 
 
 def test_the_offsets_are_those_of_the_product_that_reads_it():
-    fused, _ = rewritten(traced(experts(HALVES["chunk"], PRODUCTS["plain"]), *inputs()), fuse_activation)
-    swiglu = call_of(fused, "swiglu")
+    plain = traced(run_of(lambda h, g, u, w, down: down(F.silu(g) * u)), *inputs())
+    swiglu = plain.rewritten(fuse_activation)[0].call("swiglu")
     (reader,) = swiglu.users
     assert swiglu.args[1] is None and swiglu.args[2] is reader.args[2]
     assert swiglu.meta["val"].shape == (R, WIDTH) and reader.args[1].meta["val"].shape == (E, D, WIDTH)

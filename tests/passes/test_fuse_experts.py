@@ -14,101 +14,80 @@ from graphmoe.ops.permute import permute, routing_plan, unpermute
 from graphmoe.passes.fuse_activation import fuse_activation
 from graphmoe.passes.fuse_experts import fuse_experts, hidden_only
 from graphmoe.passes.fuse_permutation import fuse_permutation
-from tests.passes.blocks import (
-    DTYPES,
-    ROUTINGS,
-    WIDTH,
-    D,
-    E,
-    K,
-    R,
-    T,
-    assert_left,
-    assert_same_numbers,
-    call_of,
-    expert_weights,
-    experts_of,
-    operations,
-    random,
-    rewritten,
-    traced,
-)
+from tests.passes.blocks import DTYPES, ROUTINGS, WIDTH, D, E, K, R, T, assert_left, expert_inputs, traced
 
 ops = torch.ops.graphmoe
 BEHIND_PERMUTATION = (fuse_permutation, fuse_activation, fuse_experts)
 
 
-def block(where: str = "activation"):
-    """Experts of given ids, with the weights in the activation or in the sum."""
+def same(y, *more):
+    return y
+
+
+def weighted(a, of_rows, to_rows):
+    return a * of_rows
+
+
+def block(gathered=same, hidden=None, activated=weighted, made=same, ends_of=same, num_experts=E):
+    """Experts of given ids, with another step for the rows, the ends, the activation or the second product.
+
+    ``activated`` gets the activation, the weights of rows, and how weights of tokens come to rows.
+    """
 
     def run(x, weight, gate_up, down, expert):
-        plan = routing_plan(expert, E)
+        plan = routing_plan(expert, num_experts)
         rows, slots = (plan.slot_R, plan.row_TK), (plan.slot_R, plan.row_TK.reshape(-1, 1))
-        gate, up = grouped_mm(permute(x, *rows), gate_up, plan.ends_E).chunk(2, dim=-1)
-        of_rows = permute(weight.reshape(-1, 1), *slots)
-        a = F.silu(gate) * up
-        if where in ("activation", "both"):
-            a = (a * of_rows).to(x.dtype)
-        y = grouped_mm(a, down, plan.ends_E)
-        if where in ("sum", "both"):
-            y = y * of_rows
-        return unpermute(y, *rows).to(x.dtype)
+        of_rows, x = permute(weight.reshape(-1, 1), *slots), permute(x, *rows)
+        h = grouped_mm(gathered(x), gate_up, ends_of(plan.ends_E))
+        gate, up = h.chunk(2, dim=-1)
+        a = activated(F.silu(gate) * up, of_rows, lambda w: permute(w, *rows)).to(x.dtype)
+        y = unpermute(made(grouped_mm(a, down, plan.ends_E), of_rows), *rows).to(x.dtype)
+        return (y, {"h": h, "x": x}[hidden]) if hidden else y
 
     return run
 
 
-def inputs(dtype=torch.float32, routing="natural"):
-    weight = random(T, K, seed=5).detach().softmax(-1).requires_grad_()
-    return [random(T, D, dtype=dtype), weight, *expert_weights(dtype), experts_of(routing).int()]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("where", ["activation", "sum"])
-def test_weights_in_the_activation_or_in_the_sum_give_the_same_numbers(where, dtype):
-    plain = traced(block(where), *inputs(dtype))
-    fused, results = rewritten(plain, *BEHIND_PERMUTATION)
+@pytest.mark.parametrize("in_sum", [False, True])
+def test_weights_in_the_activation_or_in_the_sum_give_the_same_numbers(in_sum, dtype):
+    run = block(activated=same, made=lambda y, w: y * w) if in_sum else block()
+    plain = traced(run, *expert_inputs(dtype))
+    fused, results = plain.rewritten(*BEHIND_PERMUTATION)
     assert [result.matches for result in results][1:] == [1, 1]
-    assert operations(fused) == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
-    assert_same_numbers(fused, plain, *(inputs(dtype, routing) for routing in ROUTINGS))
+    assert fused.calls == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
+    fused.assert_same(plain, *(expert_inputs(dtype, routing) for routing in ROUTINGS))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "torch,triton,torch"])
 def test_fused_experts_run_on_the_backend_that_is_given(backend):
     passes = (*BEHIND_PERMUTATION[:2], functools.partial(fuse_experts, backend=backend))
-    plain = traced(block(), *inputs())
-    fused, _ = rewritten(plain, *passes)
-    x, gate_up, down, weight, slot, row, ends, given = call_of(fused, "grouped_mlp").args
+    plain = traced(block(), *expert_inputs())
+    fused, _ = plain.rewritten(*passes)
+    x, gate_up, down, weight, slot, row, ends, given = fused.call("grouped_mlp").args
     assert given == backend
     shapes = [tuple(node.meta["val"].shape) for node in (x, gate_up, down, weight, slot, row, ends)]
     assert shapes == [(T, D), (E, 2 * WIDTH, D), (E, D, WIDTH), (T, K), (R,), (T, K), (E,)]
-    assert_same_numbers(fused, plain)
+    fused.assert_same(plain)
 
 
-def with_replicas(of_down: int = 0, to_down: Callable[[Tensor], Tensor] = lambda w: w):
+def with_replicas(of_down: int = 0, to_down: Callable[[Tensor], Tensor] = same):
     """Experts whose weights have those of replicas behind them.
 
     ``of_down`` is the plan of the second product, and ``to_down`` makes the weight that is replicated there.
     """
-    replicas = torch.ops.graphmoe.replica_weights
 
     def run(x, weight, gate_up, down, place, *experts_RS):
-        of_gate_up, of_down_RS = experts_RS[0], experts_RS[of_down]
-        both = [
-            torch.cat([gate_up, replicas(gate_up, of_gate_up)]),
-            torch.cat([down, replicas(to_down(down), of_down_RS)]),
-        ]
-        plan = routing_plan(place, E + of_gate_up.shape[1])
-        rows, slots = (plan.slot_R, plan.row_TK), (plan.slot_R, plan.row_TK.reshape(-1, 1))
-        gate, up = grouped_mm(permute(x, *rows), both[0], plan.ends_E).chunk(2, dim=-1)
-        a = F.silu(gate) * up * permute(weight.reshape(-1, 1), *slots)
-        return unpermute(grouped_mm(a.to(x.dtype), both[1], plan.ends_E), *rows).to(x.dtype)
+        replicas = ops.replica_weights(gate_up, experts_RS[0])
+        both = torch.cat([gate_up, replicas])
+        of_second = torch.cat([down, ops.replica_weights(to_down(down), experts_RS[of_down])])
+        return block(num_experts=E + experts_RS[0].shape[1])(x, weight, both, of_second, place)
 
     return run
 
 
 def inputs_with_replicas(dtype=torch.float32, plans: int = 1):
     """Every second slot of expert 2 is at its replica, and another replica has no rows."""
-    *tensors, expert = inputs(dtype)
+    *tensors, expert = expert_inputs(dtype)
     place = expert.clone()
     place.view(-1)[(expert == 2).view(-1).nonzero()[::2, 0]] = E + 1
     return [*tensors, place, *(torch.tensor([[0, 2, -1]], dtype=torch.int32) for _ in range(plans))]
@@ -117,24 +96,24 @@ def inputs_with_replicas(dtype=torch.float32, plans: int = 1):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_replicas_are_got_by_the_operation(one_peer, dtype):
     plain = traced(with_replicas(), *inputs_with_replicas(dtype))
-    fused, results = rewritten(plain, *BEHIND_PERMUTATION)
+    fused, results = plain.rewritten(*BEHIND_PERMUTATION)
     assert [result.matches for result in results][1:] == [1, 1]
-    assert operations(fused) == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
-    _, gate_up, down, *_, backend, experts = call_of(fused, "grouped_mlp").args
+    assert fused.calls == {"routing_plan": 1, "getitem": 4, "grouped_mlp": 1}
+    _, gate_up, down, *_, backend, experts = fused.call("grouped_mlp").args
     assert backend == "torch" and tuple(experts.meta["val"].shape) == (1, 3)
     assert (gate_up.op, down.op) == ("placeholder", "placeholder")
-    assert_same_numbers(fused, plain)
+    fused.assert_same(plain)
     hidden_only(fused.graph.graph)
-    assert operations(fused)["grouped_mlp_hidden"] == 0  # its sum is read
+    assert fused.calls["grouped_mlp_hidden"] == 0  # its sum is read
 
 
 @pytest.mark.parametrize("given", [{"of_down": 1}, {"to_down": lambda w: w * 1}], ids=["plan", "weight"])
 def test_weights_with_other_replicas_are_read_as_they_are(one_peer, given):
     plain = traced(with_replicas(**given), *inputs_with_replicas(plans=2))
-    fused, _ = rewritten(plain, *BEHIND_PERMUTATION)
-    assert operations(fused)["cat"] == operations(fused)["replica_weights"] == 2
-    assert len(call_of(fused, "grouped_mlp").args) == 8
-    assert_same_numbers(fused, plain)
+    fused, _ = plain.rewritten(*BEHIND_PERMUTATION)
+    assert fused.calls["cat"] == fused.calls["replica_weights"] == 2
+    assert len(fused.call("grouped_mlp").args) == 8
+    fused.assert_same(plain)
 
 
 def test_a_first_product_alone_keeps_its_replicas(one_peer):
@@ -142,56 +121,26 @@ def test_a_first_product_alone_keeps_its_replicas(one_peer):
     _, ends, row, slot = ops.routing_plan(place, E + 3)
     given = [each.detach() for each in (x, gate_up, down, weight, slot, row, ends, experts)]
     plain = traced(lambda *given: ops.grouped_mlp(*given[:-1], "torch", given[-1])[1], *given)
-    fused, _ = rewritten(plain)
+    fused, _ = plain.rewritten()
     hidden_only(fused.graph.graph)
     fused.graph.graph.eliminate_dead_code()
     fused.graph.recompile()
-    assert operations(fused) == {"grouped_mlp_hidden": 1}
-    assert_same_numbers(fused, plain)
+    assert fused.calls == {"grouped_mlp_hidden": 1}
+    fused.assert_same(plain)
 
 
-def chained(gathered=None, hidden=None, activated=None, made=None, ends_of=None):
-    """Experts with another step: of gathered rows, the first product, the activation or the second product.
-
-    ``activated`` gets the activation, the weights of rows, and how weights of tokens come to rows.
-    """
-
-    def run(x, weight, gate_up, down, expert):
-        plan = routing_plan(expert, E)
-        rows, slots = (plan.slot_R, plan.row_TK), (plan.slot_R, plan.row_TK.reshape(-1, 1))
-        of_rows, x = permute(weight.reshape(-1, 1), *slots), permute(x, *rows)
-        h = grouped_mm(
-            gathered(x) if gathered else x, gate_up, ends_of(plan.ends_E) if ends_of else plan.ends_E
-        )
-        gate, up = h.chunk(2, dim=-1)
-        a = F.silu(gate) * up
-        a = activated(a, of_rows, lambda w: permute(w, *rows)) if activated else a * of_rows
-        y = grouped_mm(a, down, plan.ends_E)
-        y = unpermute(made(y, of_rows) if made else y, *rows)
-        return (y, {"h": h, "x": x}[hidden]) if hidden else y
-
-    return run
-
-
+USERS, ELSEWHERE = "has 2 users", "the rows of its products end elsewhere"
+NO_GATHER = "is not a gather of the weights by the plan"
 LOOK_ALIKES = {
-    "product returned": (chained(hidden="h"), "has 2 users"),
-    "rows returned": (chained(hidden="x"), "has 2 users"),
-    "other offsets": (
-        chained(ends_of=lambda ends: ends.clamp(max=R - 1)),
-        "the rows of its products end elsewhere",
-    ),
-    "biased": (chained(made=lambda y, w: y + 1), "is in place of graphmoe.grouped_mm"),
-    "no gather": (chained(gathered=lambda x: x + 1), "is in place of graphmoe.permute"),
-    "weighted twice": (chained(made=lambda y, w: y * w), "the rows are weighted twice"),
-    "unweighted": (chained(activated=lambda a, w, to_rows: a), "the rows have no weights"),
-    "weights of their own": (
-        chained(activated=lambda a, w, to_rows: a * w.sigmoid()),
-        "is not a gather of the weights by the plan",
-    ),
-    "weights of tokens": (
-        chained(activated=lambda a, w, to_rows: a * to_rows(torch.ones(T, 1))),
-        "is not a gather of the weights by the plan",
-    ),
+    "product returned": (block(hidden="h"), USERS),
+    "rows returned": (block(hidden="x"), USERS),
+    "other offsets": (block(ends_of=lambda ends: ends.clamp(max=R - 1)), ELSEWHERE),
+    "biased": (block(made=lambda y, w: y + 1), "is in place of graphmoe.grouped_mm"),
+    "no gather": (block(gathered=lambda x: x + 1), "is in place of graphmoe.permute"),
+    "weighted twice": (block(made=lambda y, w: y * w), "the rows are weighted twice"),
+    "unweighted": (block(activated=same), "the rows have no weights"),
+    "weights of their own": (block(activated=lambda a, w, to_rows: a * w.sigmoid()), NO_GATHER),
+    "weights of tokens": (block(activated=lambda a, w, to_rows: a * to_rows(torch.ones(T, 1))), NO_GATHER),
     "no return": (
         lambda x, weight, gate_up, down, expert: (grouped_mm(x, gate_up, expert[:E, 0]), weight, down),
         "1 grouped products, and no unpermute behind one",
@@ -199,10 +148,9 @@ LOOK_ALIKES = {
 }
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_look_alikes_stay_with_a_reason(name):
-    run, reason = LOOK_ALIKES[name]
-    assert_left(traced(run, *inputs()), reason, *BEHIND_PERMUTATION)
+@pytest.mark.parametrize(("run", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_look_alikes_stay_with_a_reason(run, reason):
+    assert_left(traced(run, *expert_inputs()), reason, *BEHIND_PERMUTATION)
 
 
 PARTS = ("slot", "row", "ends")
@@ -214,9 +162,8 @@ def of_two_plans(place, part):
     """The operations of a plan, but for one part of another plan in one place."""
 
     def run(x, weight, gate_up, down, experts):
-        plans = [
-            dict(zip(("counts", *PARTS[::-1]), ops.routing_plan(ids, E), strict=True)) for ids in experts
-        ]
+        names = ("counts", *PARTS[::-1])
+        plans = [dict(zip(names, ops.routing_plan(ids, E), strict=True)) for ids in experts]
         used = {where: dict(plans[0]) for where in (*PLACES, "sum")}
         used[place][part] = plans[1][part]
         rows = {where: tuple(plan[name] for name in PARTS) for where, plan in used.items()}
@@ -226,7 +173,7 @@ def of_two_plans(place, part):
         y = grouped_mm(ops.swiglu(h, of_rows, used["activation"]["ends"]), down, used["down"]["ends"])
         return ops.unpermute(y, *rows["sum"], None)
 
-    *tensors, expert = inputs()
+    *tensors, expert = expert_inputs()
     return traced(run, *tensors, torch.stack([expert, expert.flip(0)]))
 
 
@@ -236,5 +183,5 @@ def test_experts_with_a_part_of_another_plan_are_left(place, part):
 
 
 def test_the_operations_of_one_plan_match_without_the_other_passes():
-    fused, (result,) = rewritten(of_two_plans("gather", "counts"), fuse_experts)
-    assert result[:2] == (1, ()) and operations(fused)["grouped_mlp"] == 1
+    fused, (result,) = of_two_plans("gather", "counts").rewritten(fuse_experts)
+    assert result[:2] == (1, ()) and fused.calls["grouped_mlp"] == 1

@@ -5,41 +5,30 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, sigmoid
 
 from graphmoe.config.schema import AuxLoss, GroupScore, ScoreFunction
 from graphmoe.ops.router import relative_scores
 from graphmoe.passes.fuse_permutation import fuse_permutation
 from graphmoe.passes.fuse_router import fuse_router
-from tests.model.test_router_segment import COVERING, OPTIONS, make_input, make_router
-from tests.passes.blocks import (
-    DTYPES,
-    Traced,
-    assert_left,
-    assert_same_numbers,
-    call_of,
-    operations,
-    random,
-    rewritten,
-    traced,
-)
+from tests.model.test_router_segment import COVERING, OPTIONS, make_input, make_router, settings_of
+from tests.passes.blocks import DTYPES, Traced, assert_left, random, traced
 
-INSIDE = {
-    *("_softmax", "sigmoid", "sort", "topk", "slice", "gather", "scatter_add", "logsumexp", "log", "scatter")
-}
+INSIDE = {"_softmax", "sigmoid", "sort", "topk", "slice", "gather", "scatter_add", "logsumexp", "log"}
+INSIDE |= {"scatter"}
 """Operations of a router that the fused one replaces; every router of the model has some of them."""
 LOSSES = [(kind, z) for kind in AuxLoss for z in (0.0, 0.125)]
 
 
 def assert_fused(plain: Traced) -> fx.Node:
     """Check that one operation takes the place of the one router, with the same numbers; return its call."""
-    fused, (result,) = rewritten(plain, fuse_router)
-    before, after = operations(plain), operations(fused)
+    fused, (result,) = plain.rewritten(fuse_router)
+    before, after = plain.calls, fused.calls
     assert result[:2] == (1, ()) and after["router"] == 1
     assert INSIDE & set(before) and not INSIDE & set(after), after
     assert after.total() - after["getitem"] - after["_to_copy"] < before.total() - before["getitem"]
-    assert_same_numbers(fused, plain)
-    return call_of(fused, "router")
+    fused.assert_same(plain)
+    return fused.call("router")
 
 
 def routed(dtype=torch.float32, bias_E=None, **settings):
@@ -55,20 +44,8 @@ def routed(dtype=torch.float32, bias_E=None, **settings):
 def test_every_router_of_the_model_becomes_one_operation_with_the_same_numbers(case):
     function, after, renormalise, bias, groups, group_score = OPTIONS[case]
     aux_loss, z_loss_coef = LOSSES[case % len(LOSSES)]
-    plain = routed(
-        DTYPES[case // len(LOSSES) % 2],
-        score_function=function,
-        renormalise=renormalise,
-        num_groups=groups,
-        topk_groups=min(groups, 2),
-        group_score=group_score,
-        selection_bias=bias,
-        softmax_after_topk=after,
-        routed_scale=1.5,
-        aux_loss=aux_loss,
-        aux_loss_coef=0.25,
-        z_loss_coef=z_loss_coef,
-    )
+    dtype, losses = DTYPES[case // len(LOSSES) % 2], {"aux_loss_coef": 0.25, "z_loss_coef": z_loss_coef}
+    plain = routed(dtype, **settings_of(*OPTIONS[case]), aux_loss=aux_loss, **losses)
     group_top = {GroupScore.max: 1, GroupScore.top2_sum: 2, GroupScore.topk_sum: 2}[group_score]
     _, given_bias, chosen, *options = assert_fused(plain).args
     assert (given_bias is not None, chosen) == (bias, None)
@@ -89,17 +66,20 @@ def test_losses_have_the_same_gradients_when_all_tokens_choose_the_same_experts(
     assert set(plain.graph(*plain.inputs)[2].flatten().tolist()) == {12, 13, 14, 15}
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forced_experts_are_handed_to_the_operation(after, dtype):
-    plain = routed(dtype, force_balance=True, softmax_after_topk=after, aux_loss_coef=0.5)
-    assert assert_fused(plain).args[2] is not None
+DRAWN = {"expert_load": "hot_experts", "selection_bias": True}
+FORCED = [{"force_balance": True, "softmax_after_topk": after} for after in (False, True)]
 
 
-@pytest.mark.parametrize("coef", [0.0, 0.5])
-def test_experts_drawn_by_a_forced_load_are_handed_to_the_operation(coef):
-    plain = routed(expert_load="hot_experts", selection_bias=True, aux_loss_coef=coef)
-    assert assert_fused(plain).args[2] is not None
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"dtype": dtype, "aux_loss_coef": 0.5, **forced} for dtype in DTYPES for forced in FORCED),
+        *({"aux_loss_coef": coef, **DRAWN} for coef in (0.0, 0.5)),
+    ],
+    ids=str,
+)
+def test_forced_and_drawn_experts_are_handed_to_the_operation(settings):
+    assert assert_fused(routed(**settings)).args[2] is not None
 
 
 def test_logits_of_sequences_are_seen_as_tokens():
@@ -116,6 +96,10 @@ def test_logits_of_sequences_are_seen_as_tokens():
 # Routers of two tensors [18, 8]: logits x, and y.
 
 
+def logits():
+    return random(18, 8), random(18, 8, seed=1)
+
+
 def softmax(x):
     return x.softmax(-1)
 
@@ -129,15 +113,11 @@ def weighed(scores, choice):
     return scores.gather(1, experts), experts
 
 
-def read_by(*readers, score=softmax):
-    def run(x, y):
-        scores = score(x)
-        return *scores.topk(2, dim=-1), *(read(scores) for read in readers)
-
-    return run
+def read_by(*readers, of=softmax):
+    return lambda x, y: (*(scores := of(x)).topk(2, dim=-1), *(read(scores) for read in readers))
 
 
-def limited(mask_of, scores_of=torch.sigmoid, bias=0.0, fill=-math.inf, axis=-1):
+def limited(mask_of, scores_of=sigmoid, bias=0.0, fill=-math.inf, axis=-1):
     """A choice where a mask [18, 4] of the groups of two experts is set."""
 
     def run(x, y):
@@ -151,8 +131,14 @@ def limited(mask_of, scores_of=torch.sigmoid, bias=0.0, fill=-math.inf, axis=-1)
     return run
 
 
-def mask_of(groups, base=0.0):
-    return torch.full((18, 4), base).scatter(1, best(groups), 1.0)
+def mask_of(scores, base=0.0, one=1.0, axis=1, **named):
+    """A mask of the groups with the best scores, or another one."""
+    mask = base if isinstance(base, torch.Tensor) else torch.full((18, 4), base)
+    return mask.scatter(axis, best(scores, **named), one)
+
+
+def of_maxima(**named):
+    return limited(lambda groups, y: mask_of(groups.amax(-1), **named))
 
 
 def best_groups(groups, _):
@@ -161,7 +147,7 @@ def best_groups(groups, _):
 
 FUSED = {  # name: (run, arguments of the operation by their position)
     "softmax over the largest logits": (
-        lambda x, y: ((top := x.topk(2, dim=-1)).values.softmax(-1), top.indices),
+        lambda x, y: ((t := x.topk(2)).values.softmax(-1), t.indices),
         {10: True},
     ),
     "entropy negated last": (read_by(lambda s: -(s * s.log()).sum(-1).mean()), {10: False}),
@@ -175,10 +161,9 @@ FUSED = {  # name: (run, arguments of the operation by their position)
 }
 
 
-@pytest.mark.parametrize("name", FUSED)
-def test_other_spellings_become_one_operation(name):
-    run, options = FUSED[name]
-    call = assert_fused(traced(run, random(18, 8), random(18, 8, seed=1)))
+@pytest.mark.parametrize(("run", "options"), FUSED.values(), ids=FUSED)
+def test_other_spellings_become_one_operation(run, options):
+    call = assert_fused(traced(run, *logits()))
     assert {position: call.args[position] for position in options} == options
 
 
@@ -192,31 +177,23 @@ def slots_of(ids_of, step=1.0):
 
 
 def divided(divide):
-    def run(x, y):
-        weights, experts = x.softmax(-1).topk(2, dim=-1)
-        return divide(weights), experts
+    return lambda x, y: (divide((top := softmax(x).topk(2, dim=-1)).values), top.indices)
 
-    return run
+
+def total(w, axis=-1):
+    return w.sum(axis, keepdim=True)
 
 
 BESIDE = {  # name: (run, an operation that stays, how many times)
     "slots": (slots_of(lambda ids: ids), "scatter_add", 0),
     "slots twice": (slots_of(lambda ids: ids, step=2.0), "scatter_add", 1),
     "other ids": (slots_of(lambda ids: ids.flip(1)), "scatter_add", 1),
-    "by a sum and a large term": (divided(lambda w: w / (w.sum(-1, keepdim=True) + 0.5)), "div", 1),
-    "by another sum": (divided(lambda w: w / w.square().sum(-1, keepdim=True)), "div", 1),
-    "by another sum and next to nothing": (
-        divided(lambda w: w / (w.square().sum(-1, keepdim=True) + 1e-20)),
-        "div",
-        1,
-    ),
-    "by a sum over tokens": (divided(lambda w: w / w.sum(0, keepdim=True)), "div", 1),
-    "whole parts": (
-        divided(lambda w: torch.div(w, w.sum(-1, keepdim=True), rounding_mode="floor") * w),
-        "div",
-        1,
-    ),
-    "a reciprocal": (divided(lambda w: w.sum(-1, keepdim=True) / w), "div", 1),
+    "by a sum and a large term": (divided(lambda w: w / (total(w) + 0.5)), "div", 1),
+    "by another sum": (divided(lambda w: w / total(w.square())), "div", 1),
+    "by another sum and next to nothing": (divided(lambda w: w / (total(w.square()) + 1e-20)), "div", 1),
+    "by a sum over tokens": (divided(lambda w: w / total(w, 0)), "div", 1),
+    "whole parts": (divided(lambda w: torch.div(w, total(w), rounding_mode="floor") * w), "div", 1),
+    "a reciprocal": (divided(lambda w: total(w) / w), "div", 1),
     "squares of other groups of logits": (
         lambda x, y: (*read_by()(x, y), x.view(-1, 2).logsumexp(-1).square().mean()),
         "logsumexp",
@@ -229,11 +206,11 @@ BESIDE = {  # name: (run, an operation that stays, how many times)
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_no_router_makes_stays_beside_it(name):
     run, stays, count = BESIDE[name]
-    plain = traced(run, random(18, 8), random(18, 8, seed=1))
-    fused, (result,) = rewritten(plain, fuse_router)
-    assert result[:2] == (1 + ("second" in name), ()) and operations(fused)[stays] == count
-    assert stays != "div" or call_of(fused, "router").args[-3] is False
-    assert_same_numbers(fused, plain)
+    plain = traced(run, *logits())
+    fused, (result,) = plain.rewritten(fuse_router)
+    assert result[:2] == (1 + ("second" in name), ()) and fused.calls[stays] == count
+    assert stays != "div" or fused.call("router").args[-3] is False
+    fused.assert_same(plain)
 
 
 def with_ids_of_another(run):
@@ -250,13 +227,13 @@ def with_ids_of_another(run):
 @pytest.mark.parametrize("planned", [False, True])
 def test_ids_from_elsewhere_are_given_experts_where_a_plan_begins_with_them(planned):
     run = with_ids_of_another(lambda x, ids: x.sigmoid().gather(1, ids) + x.gather(1, ids).exp())
-    plain = traced(run, random(18, 8), random(18, 8, seed=1))
+    plain = traced(run, *logits())
     if planned:
-        plain, _ = rewritten(plain, fuse_permutation)
-        assert operations(plain)["routing_plan"] == 1 and operations(plain)["scatter_add"] == 0
-    fused, (result,) = rewritten(plain, fuse_router)
-    assert result[:2] == (1, ()) and call_of(fused, "router").args[2] is not None
-    assert_same_numbers(fused, plain)
+        plain, _ = plain.rewritten(fuse_permutation)
+        assert plain.calls["routing_plan"] == 1 and plain.calls["scatter_add"] == 0
+    fused, (result,) = plain.rewritten(fuse_router)
+    assert result[:2] == (1, ()) and fused.call("router").args[2] is not None
+    fused.assert_same(plain)
 
 
 def ranked(experts_of, axis=-1):
@@ -269,13 +246,7 @@ def ordered(scores, dim=-1, descending=True):
 
 def own_weights(gather):
     """Weights that are made otherwise of scores by softmax, and of their best experts."""
-
-    def run(x, y):
-        scores = x.softmax(-1)
-        experts = best(scores)
-        return gather(x, y, scores, experts), experts
-
-    return run
+    return lambda x, y: (gather(x, y, scores := softmax(x), experts := best(scores)), experts)
 
 
 def by_relative_scores(weights_of, of=lambda x, y: x):
@@ -298,6 +269,7 @@ READ = "scores are also read by"
 LIMIT = "it is not a limit to the best groups"
 NONE = "1 softmax or sigmoid, none that experts are chosen and weighted by"
 UNWEIGHED = "no weights are gathered by these ids"
+NEITHER = "what is neither softmax nor sigmoid"
 LOOK_ALIKES = {  # name: (run, reason)
     "scores returned": (read_by(lambda s: s), f"{READ} output"),
     "means of experts": (read_by(lambda s: s.view(2, 9, 8).mean(2)), f"{READ} view"),
@@ -308,17 +280,14 @@ LOOK_ALIKES = {  # name: (run, reason)
     "entropy of pairs": (read_by(lambda s: ((p := s.view(-1, 2)) * p.log()).sum(-1).mean()), READ),
     "unequal sequences": (read_by(*(lambda s, n=n: s.view(n, -1, 8).mean(1) for n in (2, 3))), READ),
     "shares of pairs": (
-        read_by(
-            lambda s: ((p := s.view(-1, 2)) / p.sum(-1, keepdim=True)).view(18, 8).mean(0),
-            score=torch.sigmoid,
-        ),
+        read_by(lambda s: ((p := s.view(-1, 2)) / total(p)).view_as(s).mean(0), of=sigmoid),
         READ,
     ),
     "shares of columns": (
-        lambda x, y: read_by(lambda s: (s / s.sum(-1)).mean(0), score=torch.sigmoid)(x[:8], y),
+        lambda x, y: read_by(lambda s: (s / s.sum(-1)).mean(0), of=sigmoid)(x[:8], y),
         READ,
     ),
-    "scores that do not add up to 1": (read_by(lambda s: s.mean(0), score=torch.sigmoid), f"{READ} mean"),
+    "scores that do not add up to 1": (read_by(lambda s: s.mean(0), of=sigmoid), f"{READ} mean"),
     "another table": (
         own_weights(lambda x, y, s, ids: y.gather(1, ids) + s.gather(1, ids.flip(1)) + s.gather(1, ids)),
         f"{READ} gather",
@@ -330,37 +299,25 @@ LOOK_ALIKES = {  # name: (run, reason)
     "no gradient": (own_weights(lambda x, y, s, ids: s.detach().gather(1, ids) * x.sum()), UNWEIGHED),
     "weights with a bias": (lambda x, y: (softmax(x) + torch.ones(8)).topk(2, dim=-1), UNWEIGHED),
     "bf16": (lambda x, y: x.bfloat16().softmax(-1).topk(2, dim=-1), "is torch.bfloat16, not torch.float32"),
-    "other scores": (
-        lambda x, y: weighed(s := F.softplus(x).sqrt(), s),
-        "experts are chosen by what is neither softmax nor sigmoid",
-    ),
+    "other scores": (lambda x, y: weighed(s := F.softplus(x).sqrt(), s), f"experts are chosen by {NEITHER}"),
     "logits with a bias": (
-        lambda x, y: ((top := weighed(x, x + torch.arange(8.0)))[0].softmax(-1), top[1]),
-        "bias or groups act on what is neither softmax nor sigmoid",
+        lambda x, y: ((t := weighed(x, x + torch.arange(8.0)))[0].softmax(-1), t[1]),
+        f"bias or groups act on {NEITHER}",
     ),
     "zero outside, with a bias": (
         limited(best_groups, bias=-1.0, fill=0.0),
         "scores outside the best groups become 0.0, not -inf",
     ),
     "groups of every fourth": (limited(best_groups, axis=1), LIMIT),
-    "no group left out": (limited(lambda groups, y: mask_of(groups.amax(-1), base=1.0)), LIMIT),
+    "no group left out": (of_maxima(base=1.0), LIMIT),
     "a threshold": (limited(lambda groups, y: groups.amax(-1) > 0.6), LIMIT),
     "an input": (limited(lambda groups, y: y > 0), LIMIT),
-    "the worst groups": (
-        limited(lambda groups, y: torch.zeros(18, 4).scatter(1, best(groups.amax(-1), largest=False), 1.0)),
-        LIMIT,
-    ),
+    "the worst groups": (of_maxima(largest=False), LIMIT),
     "groups by their mean": (limited(lambda groups, y: mask_of(groups.mean(-1))), LIMIT),
     "groups by another sum": (limited(lambda groups, y: mask_of(groups.view(-1, 2, 4).sum(1))), LIMIT),
-    "tokens for each group": (
-        limited(lambda groups, y: torch.zeros(18, 4).scatter(0, best(groups.amax(-1)), 1.0)),
-        LIMIT,
-    ),
-    "zeros written": (
-        limited(lambda groups, y: torch.zeros(18, 4).scatter(1, best(groups.amax(-1)), 0.0)),
-        LIMIT,
-    ),
-    "groups beside others": (limited(lambda groups, y: y.scatter(1, best(groups.amax(-1)), 1.0)), LIMIT),
+    "tokens for each group": (of_maxima(axis=0), LIMIT),
+    "zeros written": (of_maxima(one=0.0), LIMIT),
+    "groups beside others": (limited(lambda groups, y: mask_of(groups.amax(-1), base=y)), LIMIT),
     "second and third": (ranked(lambda s: ordered(s)[:, 1:3]), NONE),
     "smallest": (ranked(lambda s: ordered(s, descending=False)[:, :2]), NONE),
     "smallest by topk": (ranked(lambda s: best(s, largest=False)), NONE),
@@ -375,7 +332,6 @@ LOOK_ALIKES = {  # name: (run, reason)
 }
 
 
-@pytest.mark.parametrize("name", LOOK_ALIKES)
-def test_look_alikes_stay_with_a_reason(name):
-    run, reason = LOOK_ALIKES[name]
-    assert_left(traced(run, random(18, 8), random(18, 8, seed=1)), reason, fuse_router)
+@pytest.mark.parametrize(("run", "reason"), LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_look_alikes_stay_with_a_reason(run, reason):
+    assert_left(traced(run, *logits()), reason, fuse_router)

@@ -30,14 +30,6 @@ def drop_neg(graph: fx.Graph) -> int:
     return len(found)
 
 
-def cos(x):
-    return torch.cos(x)
-
-
-def fails(graph: fx.Graph) -> None:
-    return None
-
-
 SIN = PassSpec("swap_sin", swap_sin, "forward", "bitwise", ("mlp",), {"times": 1})
 NEG = PassSpec("drop_neg", drop_neg, "forward", "bitwise")
 HALF = functools.partial(swap_sin, times=2)
@@ -45,56 +37,50 @@ OF_HALF, NOWHERE = replace(SIN, run=HALF), replace(SIN, run=eval("lambda graph: 
 NOT_PLAIN, LATE = replace(SIN, knobs={"times": torch.ones(1)}), replace(SIN, stage="backward")
 
 
-def module(function) -> fx.GraphModule:
-    return fx.symbolic_trace(function)
+def reports_of(*specs, run=torch.sin, segments=("attn", "mlp"), **named):
+    return PassRunner(specs).run("forward", fx.symbolic_trace(lambda x: run(x)), "unit", segments, **named)
 
 
 def test_passes_run_in_order_and_say_what_they_did():
-    graph = module(lambda x: torch.neg(torch.sin(torch.sin(x))))
+    graph = fx.symbolic_trace(lambda x: torch.neg(torch.sin(torch.sin(x))))
     sizes = iter([100, 100, 40])
     runner = PassRunner([SIN, replace(SIN, stage="joint"), NEG])
-    reports = runner.run("forward", graph, "mlp", ("mlp",), lambda _: next(sizes))
-    assert [(r.name, r.matches, r.nodes_before, r.nodes_after) for r in reports] == [
+    first, second = runner.run("forward", graph, "mlp", ("mlp",), lambda _: next(sizes))
+    assert [(r.name, r.matches, r.nodes_before, r.nodes_after) for r in (first, second)] == [
         ("swap_sin", 1, 3, 3),
         ("drop_neg", 1, 3, 2),
     ]
-    assert [(r.saved_bytes_before, r.saved_bytes_after) for r in reports] == [(100, 100), (100, 40)]
-    assert reports[0].left == ("sin_1 is one too many",)
+    assert [(r.saved_bytes_before, r.saved_bytes_after) for r in (first, second)] == [(100, 100), (100, 40)]
+    assert first.left == ("sin_1 is one too many",)
     x = torch.randn(3)
     assert graph(x).equal(x.cos().sin())
 
 
 def test_an_expected_pass_that_changes_nothing_says_why(caplog, passes_may_miss):
-    PassRunner([replace(SIN, knobs={"times": 0})]).run(
-        "forward", module(lambda x: torch.sin(x)), "unit", ("attn", "mlp")
-    )
-    assert "pass swap_sin changed nothing in unit: sin is one too many" in caplog.text
-    caplog.clear()
-    PassRunner([SIN]).run("forward", module(cos), "unit", ("mlp",))
-    assert "nothing that looks like its pattern" in caplog.text
-    caplog.clear()
-    PassRunner([SIN]).run("forward", module(cos), "unit", ("attn",))
-    assert not caplog.text
+    for times, run, segments, said in (
+        (0, torch.sin, ("attn", "mlp"), "pass swap_sin changed nothing in unit: sin is one too many"),
+        (1, torch.cos, ("mlp",), "nothing that looks like its pattern"),
+        (1, torch.cos, ("attn",), ""),
+    ):
+        caplog.clear()
+        reports_of(replace(SIN, knobs={"times": times}), run=run, segments=segments)
+        assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
 def test_an_expected_pass_that_knows_another_form_reports_it_without_a_warning(caplog):
     spec = replace(SIN, run=lambda graph, times=1: Rewrites(0, (), "cos is as good", expected=False))
-    (report,) = PassRunner([spec]).run("forward", module(lambda x: torch.cos(x)), "unit", ("attn", "mlp"))
+    (report,) = reports_of(spec, run=torch.cos)
     assert report.left == ("cos is as good",) and not caplog.text
 
 
 def test_a_pass_that_returns_no_number_is_an_error():
-    with pytest.raises(TypeError, match="fails returned None"):
-        PassRunner([PassSpec("fails", fails, "forward", "bitwise")]).run(
-            "forward", module(lambda x: torch.sin(x)), "unit"
-        )
+    with pytest.raises(TypeError, match="nothing returned None"):
+        reports_of(PassSpec("nothing", lambda graph: None, "forward", "bitwise"))
 
 
 def test_the_hash_follows_order_parameters_and_selection():
-    hashes = [
-        PassRunner(specs).uuid()
-        for specs in ([SIN, NEG], [NEG, SIN], [SIN], [replace(SIN, knobs={"times": 2}), NEG])
-    ]
+    twice = replace(SIN, knobs={"times": 2})
+    hashes = [PassRunner(specs).uuid() for specs in ([SIN, NEG], [NEG, SIN], [SIN], [twice, NEG])]
     assert len(set(hashes)) == 4
     assert PassRunner([SIN, NEG]).uuid() == hashes[0]
     with pytest.raises(TypeError, match="swap_sin: parameters must be plain"):
@@ -120,57 +106,52 @@ def test_the_hash_is_the_same_in_another_process():
 
 
 def test_a_dump_shows_the_graph_before_and_after_each_change(tmp_path):
-    graph = module(lambda x: torch.neg(torch.sin(x)))
+    graph = fx.symbolic_trace(lambda x: torch.neg(torch.sin(x)))
     PassRunner([SIN, replace(NEG, name="other"), NEG], tmp_path / "graphs").run("forward", graph, "a..b")
-    names = sorted(path.name for path in (tmp_path / "graphs").iterdir())
-    assert names == [
-        "001.a..b.swap_sin.after.py",
-        "001.a..b.swap_sin.before.py",
-        "002.a..b.other.after.py",
-        "002.a..b.other.before.py",
-    ]
-    before, after = (tmp_path / "graphs" / names[1]).read_text(), (tmp_path / "graphs" / names[0]).read_text()
+    files = {path.name: path.read_text() for path in sorted((tmp_path / "graphs").iterdir())}
+    changes = ("001.a..b.swap_sin", "002.a..b.other")
+    assert [*files] == [f"{change}.{when}.py" for change in changes for when in ("after", "before")]
+    after, before, *_ = files.values()
     assert "torch.sin(" in before and "torch.cos(" in after and "torch.sin(" not in after
 
 
 def test_every_pass_runs_with_its_parameters_unless_it_is_named_otherwise():
+    def chosen(knobs=None, **config):
+        return [spec.name for spec in select_passes(PassesConfig(**config), knobs or {})]
+
     names = [spec.name for spec in PASSES if not spec.optional]
-    assert [spec.name for spec in select_passes(PassesConfig(), {})] == names
-    given = {spec.name: dict[str, object]() for spec in PASSES if spec.optional}
-    assert [spec.name for spec in select_passes(PassesConfig(), given)] == [spec.name for spec in PASSES]
-    assert select_passes(PassesConfig(enabled=[]), {}) == []
-    only = PassesConfig(enabled=[names[2], names[0]])
-    assert [spec.name for spec in select_passes(only, {})] == [names[0], names[2]]
-    without = PassesConfig(disabled=["fuse_loss"])
-    assert [spec.name for spec in select_passes(without, {})] == [n for n in names if n != "fuse_loss"]
+    assert chosen() == names and chosen(enabled=[]) == []
+    assert chosen({spec.name: {} for spec in PASSES if spec.optional}) == [spec.name for spec in PASSES]
+    assert chosen(enabled=[names[2], names[0]]) == [names[0], names[2]]
+    assert chosen(disabled=["fuse_loss"]) == [name for name in names if name != "fuse_loss"]
     specs = {s.name: s for s in select_passes(PassesConfig(), {"fuse_experts": {"backend": "triton"}})}
     assert specs["fuse_experts"].knobs["backend"] == "triton"
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("given", "message"),
     [
-        (PassesConfig(enabled=["fuse_rooter"]), "enabled=.*no pass fuse_rooter; there are .*fuse_router"),
+        ({"enabled": ["fuse_rooter"]}, "enabled=.*no pass fuse_rooter; there are .*fuse_router"),
         (
-            PassesConfig(disabled=["fuse_activation"]),
+            {"disabled": ["fuse_activation"]},
             r"fuses the results of fuse_activation.*passes.disabled=\[fuse_activation,fuse_experts\]",
         ),
-        (PassesConfig(enabled=["fuse_experts"]), "fuses the results of fuse_permutation and fuse_activation"),
-        (PassesConfig(disabled=["x", "fuse_loss"]), "passes.disabled=.*no pass x;"),
-        (PassesConfig(extra=["nowhere.at_all:f"]), "passes.extra=nowhere.at_all:f cannot be imported"),
-        (PassesConfig(extra=["math:no_such"]), "passes.extra=math:no_such cannot be imported"),
-        (PassesConfig(extra=["math:pi"]), "passes.extra=math:pi: 3.14.* is not a plain function"),
-        (PassesConfig(extra=["math"]), "extra=math: there is no .* use package.module:NAME"),
-        (PassesConfig(extra=[f"{__name__}:HALF"]), "HALF: functools.partial.* is not a plain function"),
-        (PassesConfig(extra=[f"{__name__}:OF_HALF"]), r"OF_HALF: functools.partial.* write def f\(graph\)"),
-        (PassesConfig(extra=[f"{__name__}:NOWHERE"]), "NOWHERE: <function .* in a source file"),
-        (PassesConfig(extra=[f"{__name__}:NOT_PLAIN"]), "swap_sin: parameters must be plain values"),
-        (PassesConfig(extra=[f"{__name__}:LATE"]), "LATE has the stage 'backward'; use 'forward' or 'joint'"),
+        ({"enabled": ["fuse_experts"]}, "fuses the results of fuse_permutation and fuse_activation"),
+        ({"disabled": ["x", "fuse_loss"]}, "passes.disabled=.*no pass x;"),
+        ("nowhere.at_all:f", "passes.extra=nowhere.at_all:f cannot be imported"),
+        ("math:no_such", "passes.extra=math:no_such cannot be imported"),
+        ("math:pi", "passes.extra=math:pi: 3.14.* is not a plain function"),
+        ("math", "extra=math: there is no .* use package.module:NAME"),
+        (f"{__name__}:HALF", "HALF: functools.partial.* is not a plain function"),
+        (f"{__name__}:OF_HALF", r"OF_HALF: functools.partial.* write def f\(graph\)"),
+        (f"{__name__}:NOWHERE", "NOWHERE: <function .* in a source file"),
+        (f"{__name__}:NOT_PLAIN", "swap_sin: parameters must be plain values"),
+        (f"{__name__}:LATE", "LATE has the stage 'backward'; use 'forward' or 'joint'"),
     ],
 )
-def test_what_cannot_be_a_pass_is_a_configuration_error(config, words):
-    with pytest.raises(ConfigError, match=words):
-        select_passes(config, {})
+def test_what_cannot_be_a_pass_is_a_configuration_error(given, message):
+    with pytest.raises(ConfigError, match=message):
+        select_passes(PassesConfig(**({"extra": [given]} if isinstance(given, str) else given)), {})
 
 
 def test_the_example_of_the_documentation_is_a_pass(tmp_path, monkeypatch):

@@ -33,14 +33,8 @@ def graphs_of(layer: int, cut: bool = False, dtype=torch.float32) -> tuple[UnitG
     x = torch.randn(2, 16, 16, dtype=dtype, requires_grad=True)
     values = dict(zip(("x", "cos", "sin"), (x, *model.rope(16, torch.device("cpu"))), strict=True))
     tensors = [*bound.tensors, *(values[name] for name in unit.reads)]
-    made = unit_graphs(
-        bound.run,
-        fakes_of(tensors),
-        num_weights=bound.num_parameters,
-        runner=PassRunner([SPLIT] if cut else []),
-        name=unit.name,
-    )
-    return made, tensors
+    runner, count = PassRunner([SPLIT] if cut else []), bound.num_parameters
+    return unit_graphs(bound.run, fakes_of(tensors), num_weights=count, runner=runner, name="unit"), tensors
 
 
 def kept(graphs: UnitGraphs, tensors: list[torch.Tensor]):
@@ -137,16 +131,8 @@ def test_i_hands_over_what_w_cannot_make_of_what_is_in_memory(backward, handed):
 
 
 def test_a_backward_without_weights_is_left_whole():
-    def run(x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (x.sin(),)
-
-    made = unit_graphs(
-        run,
-        fakes_of([torch.randn(3, requires_grad=True)]),
-        num_weights=0,
-        runner=PassRunner([SPLIT]),
-        name="sin",
-    )
+    fakes, runner = fakes_of([torch.randn(3, requires_grad=True)]), PassRunner([SPLIT])
+    made = unit_graphs(lambda x: (x.sin(),), fakes, num_weights=0, runner=runner, name="sin")
     assert made.backward is not None and not made.weight_gradients and made.input_gradients == (0,)
 
 

@@ -4,6 +4,7 @@ import itertools
 import re
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,9 @@ def configured(*words: str) -> RunConfig:
     return config(*MODEL, *OPEN, *words)
 
 
-def searched(args: ProjectArgs, *words: str):
-    return search(resolve(completed(configured(*words), args, fixed_keys(words))), args, words)
+def searched(args: ProjectArgs, *words: str, of_file: tuple[str, ...] | None = None, **named: Any):
+    run = configured(*(words if of_file is None else of_file))
+    return search(resolve(completed(run, args, fixed_keys(words))), args, words, **named)
 
 
 def projected(words: str, args: ProjectArgs):
@@ -72,15 +74,14 @@ def test_the_best_are_those_of_brute_force(small_card):
 
 def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
     shown: list[str] = []
-    run = resolve(completed(configured(*NARROW), small_card, fixed_keys(NARROW)))
-    found = search(run, replace(small_card, top=1000), NARROW, show=shown.append)
+    found = searched(replace(small_card, top=1000), *NARROW, show=shown.append)
     lines = found["shapes"]
     fitting = [line for line in found["best"] if line["fits_with_margin"]]
     for line in lines:
         same = [other for other in fitting if other["layout"] == line["layout"]]
         assert line["tokens_per_s_per_gpu"] == max(other["tokens_per_s_per_gpu"] for other in same)
     assert len(lines) == len({tuple(line["layout"].values()) for line in fitting}) > 3
-    assert search(run, replace(small_card, top=2), NARROW)["shapes"] == lines[:2]
+    assert searched(replace(small_card, top=2), *NARROW)["shapes"] == lines[:2]
     shared = [line for line in lines if line["layout"]["ep"] == 8]
     assert found["with_ep"] == next(iter(shared), None) != found["recommended"] and shared
     assert {found["with_ep"]["words"]} < {line["words"] for line in listed({**found, "shapes": lines[:1]})}
@@ -91,8 +92,7 @@ def test_listed_are_the_best_of_each_shape_that_leave_a_margin(small_card):
 
 def test_a_node_may_have_any_number_of_gpus(small_card):
     words = ("launch.nproc=6", "parallel.pp=1", "parallel.cp=1", "train.micro_batch_size=1")
-    args = replace(small_card)
-    command = searched(args, *words, "train.global_batch_size=12")["recommended"]["command"]
+    command = searched(small_card, *words, "train.global_batch_size=12")["recommended"]["command"]
     assert command.endswith("launch.nproc=6 launch.nodes=1") and command.count("launch.nproc") == 1
     near, far = (replace(CARDS["h200"], per_node=count) for count in (4, 2))
     seconds = [Speeds(card, default_rates(is_nvidia=True)).exchange(1e9, 4) for card in (near, far)]
@@ -207,8 +207,8 @@ def test_a_listed_layout_has_its_own_numbers_also_where_a_file_set_what_a_search
     """Words that nobody typed are a file's: candidates have other values, which their words must say."""
     found = searched(small_card, "model.num_experts=8")
     assert all(has_its_own_numbers(line, projected(line["words"], small_card)) for line in found["best"])
-    run, said = resolve(completed(configured(*OF_A_FILE), small_card, fixed_keys(NARROW))), []
-    found = search(run, small_card, NARROW, said.append)
+    said: list[str] = []
+    found = searched(small_card, *NARROW, of_file=OF_A_FILE, report=said.append)
     assert {"parallel.etp=1", "pipeline.virtual_stages=null"} < {*found["recommended"]["words"].split()}
     for line in found["best"]:
         assert has_its_own_numbers(line, projected(" ".join((*OF_A_FILE, line["words"])), small_card)), line
@@ -255,10 +255,12 @@ def test_a_command_for_several_nodes_names_where_they_meet_and_data():
     assert to_change(bare, 141).startswith("Put your data in the place of")
 
 
-def test_what_no_projection_counts_is_refused_before_anything_is_tried(small_card):
+def test_what_has_no_projection_or_no_layout_is_refused(small_card):
     for word in ("parallel.dp_shard=fsdp2", "passes.disabled=[fuse_experts]"):
         with pytest.raises(ConfigError, match="not projected: "):
             searched(small_card, word)
+    with pytest.raises(ConfigError, match=r"on 8 ranks: parallel.ep=16 .* does not divide the 8[^;]*$"):
+        searched(small_card, "parallel.ep=16", "model.num_experts=16")
 
 
 @pytest.mark.slow
@@ -291,24 +293,22 @@ def test_keys_of_the_command_line_stay(small_card):
         assert not any(key in line["words"] for key in ("parallel.ep=", "pipeline.schedule=", "recompute"))
 
 
-def test_no_layout_of_a_number_of_ranks_is_an_error_with_its_arithmetic(small_card):
-    with pytest.raises(ConfigError, match=r"on 8 ranks: parallel.ep=16 .* does not divide the 8[^;]*$"):
-        searched(small_card, "parallel.ep=16", "model.num_experts=16")
+def layouts_of(*words):
+    args = ProjectArgs("h200", search=True)
+    run = resolve(completed(configured(*words), args))
+    return [each for each, _ in Candidates(run, args, frozenset()).layouts()]
 
 
 def test_experts_are_cut_only_where_there_are_too_few_to_share():
-    args = ProjectArgs("h200", search=True)
-    run = resolve(completed(configured("model.num_experts=2"), args))
-    layouts = [each.layout for each, _ in Candidates(run, args, frozenset()).layouts()]
+    layouts = [each.layout for each in layouts_of("model.num_experts=2")]
     sizes = {(layout.tp, layout.ep, layout.etp) for layout in layouts}
     assert (2, 1, 2) not in sizes and (2, 2, 2) in sizes
 
 
 @pytest.mark.parametrize("decided", ["auto", "none", "replicas"])
 def test_layouts_have_the_balance_that_a_file_decided(decided):
-    args, words = ProjectArgs("h200", search=True), ("moe.dispatcher=symm", "parallel.ep=8")
-    run = resolve(completed(configured(f"moe.balance={decided}", *words), args))
-    of_layouts = [each for each, _ in Candidates(run, args, frozenset()).layouts() if each.layout.etp == 1]
+    found = layouts_of(f"moe.balance={decided}", "moe.dispatcher=symm", "parallel.ep=8")
+    of_layouts = [each for each in found if each.layout.etp == 1]
     shared = {each.config.moe.balance.value for each in of_layouts if each.layout.ep > 1}
     assert shared == {decided.replace("auto", "replicas")}
 

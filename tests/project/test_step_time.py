@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,13 +28,14 @@ RAW_FP8 = ROOT / "docs/benchmarks/fp8_h200"
 EIGHT = ("launch.fake_world=null", "launch.nproc=8", "train.global_batch_size=16")
 
 
-def document(args: ProjectArgs, *words: str):
+def document(card: str, *words: str, **more: Any):
+    args = ProjectArgs(card, **more)
     return project(completed(config(*MODEL, *EIGHT, *words), args), args)
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_every_card_has_a_projection(card):
-    found = document(ProjectArgs(card))
+    found = document(card)
     assert 0 < found["mfu"] < 1 and found["step_time_s"] > 0 and found["bubble"] == 0
     per_gpu = found["global_batch_size"] * found["seq_len"] / found["step_time_s"] / 8
     assert found["tokens_per_s_per_gpu"] == pytest.approx(per_gpu)
@@ -46,10 +48,8 @@ def test_every_card_has_a_projection(card):
 
 def test_zero_bubble_schedules_wait_less_than_1f1b():
     words = ("parallel.pp=4", "model.num_layers=8", "train.global_batch_size=64", "compile.enabled=true")
-    gpipe, one_f, zero = (
-        document(ProjectArgs("h200"), *words, f"pipeline.schedule={name}")["bubble"]
-        for name in ("gpipe", "1f1b", "zb1p")
-    )
+    names = ("gpipe", "1f1b", "zb1p")
+    gpipe, one_f, zero = (document("h200", *words, f"pipeline.schedule={x}")["bubble"] for x in names)
     assert 0 < zero < one_f == pytest.approx(gpipe, rel=0.05)
 
 
@@ -58,7 +58,7 @@ def test_replicas_cost_a_plan_and_their_traffic(recipe, size):
     """Weights of one expert come in the forward and again in the backward, and a gradient goes home."""
     words = ("parallel.ep=8", "moe.dispatcher=symm", f"precision.fp8={recipe}", "moe.receive_budget=1.015625")
     plain, balanced = (  # both with as much room
-        document(ProjectArgs("h200"), *words, f"moe.balance={balance}") for balance in ("none", "replicas")
+        document("h200", *words, f"moe.balance={balance}") for balance in ("none", "replicas")
     )
 
     def more(way: str) -> dict[str, float]:
@@ -90,7 +90,7 @@ def test_zbv_gains_as_much_as_amd_measured_where_weight_gradients_of_experts_are
 def test_what_is_computed_again_takes_time():
     wide = ("model.hidden_size=2048", "model.expert_ffn_size=1408")
     once, twice = (
-        sum(document(ProjectArgs("h200"), *wide, word)["time_s"]["backward_by_segment"].values())
+        sum(document("h200", *wide, word)["time_s"]["backward_by_segment"].values())
         for word in ("recompute.all=false", "recompute.all=true")
     )
     assert twice > 1.1 * once
@@ -142,37 +142,36 @@ def test_the_table_of_products_in_8_bits_has_what_is_projected_beside_the_raw_ru
 
 
 def test_a_report_says_where_its_rates_are_from():
-    for args, words in (
-        (ProjectArgs("mi355x"), "assumed rates"),
-        (ProjectArgs("h200"), "rates measured on H200s; network and overlap are assumed"),
-        (ProjectArgs("h100"), "rates measured on H200s, and assumed to hold for H100; network"),
-        (ProjectArgs("mi300x", rates=RAW / "rates.json"), "the rates of "),
+    for found, words in (
+        (document("mi355x"), "assumed rates"),
+        (document("h200"), "rates measured on H200s; network and overlap are assumed"),
+        (document("h100"), "rates measured on H200s, and assumed to hold for H100; network"),
+        (document("mi300x", rates=RAW / "rates.json"), "the rates of "),
     ):
-        found = document(args)
         assert found["rates_from"].startswith(words)
         assert f"projected from {words}" in text_of(render(found))
 
 
 def test_a_report_names_its_precision_and_where_rates_of_8_bits_are_from(tmp_path):
     words = "compile.enabled=true", "precision.fp8=rowwise", "precision.fp8_products=[experts,attn]"
-    found = document(ProjectArgs("h100"), *words)
+    found = document("h100", *words)
     shown = " ".join(text_of(render(found)).split())
     assert "bf16, products of experts, attn in 8 bits (precision.fp8=rowwise), of which" in shown
-    plain = render(document(ProjectArgs("h100"), *words, "precision.fp8_measure=none"))
+    plain = render(document("h100", *words, "precision.fp8_measure=none"))
     assert "(precision.fp8=rowwise)" in text_of(plain) and "may leave some" in shown
     assert "may leave some" not in " ".join(text_of(plain).split())
     assert "MFU" in shown and "of the peak in bf16" in shown
     assert found["rates_from"].endswith("those of fp8 GEMMs are of one H200")
-    assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document(ProjectArgs("h100"))))
-    assert document(ProjectArgs("mi300x"), *words)["rates_from"].endswith("fp8 GEMMs are assumed")
+    assert "no products in 8 bits (precision.fp8=none)" in text_of(render(document("h100")))
+    assert document("mi300x", *words)["rates_from"].endswith("fp8 GEMMs are assumed")
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"fp8_dense": 0.4}))
-    some = document(ProjectArgs("h200", rates=path), *words)
+    some = document("h200", *words, rates=path)
     assert "those of fp8 GEMMs that it lacks" in some["rates_from"]
     path.write_text(json.dumps({name: getattr(NVIDIA, name) for name in FP8_RATES}))
-    assert document(ProjectArgs("h200", rates=path), *words)["rates_from"] == f"the rates of {path}"
-    for args in (ProjectArgs("h200"), ProjectArgs("h200", rates=path)):
-        found = document(args, words[0], "precision.fp8=tensorwise")
+    assert document("h200", *words, rates=path)["rates_from"] == f"the rates of {path}"
+    for rates in (None, path):
+        found = document("h200", words[0], "precision.fp8=tensorwise", rates=rates)
         assert found["rates_from"].endswith("; tensorwise is assumed to have those of rowwise")
 
 
@@ -187,7 +186,7 @@ def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_o
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"dense": 0.4, "segment_us": 0}))
     assert rates_of(H200, path) == replace(NVIDIA, dense=0.4, segment_us=0)
-    assert document(ProjectArgs("h200", rates=path))["rates"]["dense"] == 0.4
+    assert document("h200", rates=path)["rates"]["dense"] == 0.4
     for text, message in {
         "{": "is not JSON",
         "[]": "must hold an object",
@@ -204,8 +203,8 @@ def test_a_file_of_measured_rates_takes_the_place_of_the_tools_own_and_a_wrong_o
 
 
 def test_a_step_is_no_shorter_than_the_host_needs_for_its_starts():
-    none = document(ProjectArgs("h200"), "graph.scope=none")
-    whole = document(ProjectArgs("h200"), "graph.scope=full_iteration")
+    none = document("h200", "graph.scope=none")
+    whole = document("h200", "graph.scope=full_iteration")
     assert none["step_time_s"] == none["time_s"]["host"] > whole["step_time_s"]
     assert whole["time_s"]["host"] == 0
 

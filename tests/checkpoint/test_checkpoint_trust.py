@@ -2,12 +2,12 @@
 
 import builtins
 import functools
-import hashlib
 import io
 import json
 import os
 import pickle
 import random
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -35,8 +35,8 @@ def replace_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     manifest = path.parent / "manifest.json"
     document = json.loads(manifest.read_text())
-    sums = {"sha256": hashlib.sha256(content).hexdigest(), "num_bytes": len(content)}
-    manifest.write_text(json.dumps({**document, "files": {**document["files"], path.name: sums}}))
+    document["files"][path.name] = {"sha256": sha256(content).hexdigest(), "num_bytes": len(content)}
+    manifest.write_text(json.dumps(document))
 
 
 def load(folder: Path) -> dict:
@@ -130,42 +130,30 @@ def test_files_that_name_code_run_none_of_it_and_the_error_names_the_file(tmp_pa
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize(
-    ("payload", "words"),
-    [
+def test_a_value_of_another_type_or_place_is_refused(tmp_path):
+    folder = saved_in(tmp_path)
+    for payload, said in [
         (VALUE, "value is not what graphmoe writes there"),
         ((("step",), VALUE), "value is not what graphmoe writes there"),
         ((("value",), TENSOR), "holds a Tensor"),
         ((("value",), {1, 2}), "holds a set"),
         ((("value",), 7), "value is a int, but here a str"),
-    ],
-)
-def test_a_value_of_another_type_or_place_is_refused(tmp_path, payload, words):
-    folder = saved_in(tmp_path)
-    as_entry(folder, "value", saved_by_torch(payload))
-    with pytest.raises(CheckpointError, match=words):
-        load(folder)
-
-
-def rewrite_metadata(folder: Path, change) -> None:
-    saved = FileSystemReader(folder).read_metadata()
-    change(saved)
-    replace_file(folder / ".metadata", pickle.dumps(saved))
+    ]:
+        as_entry(folder, "value", saved_by_torch(payload))
+        with pytest.raises(CheckpointError, match=said):
+            load(folder)
 
 
 @pytest.mark.parametrize("place", ["/etc/hostname", "../secret", "a/b", "..", "", "other"])
 def test_entries_lie_in_files_of_their_folder_that_the_manifest_names_only(tmp_path, place):
     folder = saved_in(tmp_path)
     (folder / "other").write_bytes((folder / "__0_0.distcp").read_bytes())
-
-    def move(saved):
-        for part in saved.storage_data.values():
-            part.relative_path = place
-
-    rewrite_metadata(folder, move)
-    said = f"lies in '{place}', which is no file of its folder"
-    if place == "other":
-        said = r"01/other is to be read, but manifest\.json does not"
+    saved = FileSystemReader(folder).read_metadata()
+    for part in saved.storage_data.values():
+        part.relative_path = place
+    replace_file(folder / ".metadata", pickle.dumps(saved))
+    unnamed = r"01/other is to be read, but manifest\.json does not"
+    said = unnamed if place == "other" else f"lies in '{place}', which is no file of its folder"
     with pytest.raises(CheckpointError, match=said):
         load(folder)
 
@@ -174,8 +162,8 @@ def test_entries_lie_in_files_of_their_folder_that_the_manifest_names_only(tmp_p
 def test_a_manifest_that_does_not_name_what_is_read_is_damage(tmp_path, caplog, files):
     folder = saved_in(tmp_path)
     document = json.loads((folder / "manifest.json").read_text())
-    named = dict.fromkeys(files, document["files"][".metadata"])
-    (folder / "manifest.json").write_text(json.dumps({**document, "files": named}))
+    document["files"] = dict.fromkeys(files, document["files"][".metadata"])
+    (folder / "manifest.json").write_text(json.dumps(document))
     with pytest.raises(CheckpointError, match="the checkpoints of steps .* are damaged"):
         load(folder)
     assert "manifest.json: it must name .metadata, and files of its own folder only" in caplog.text
@@ -213,7 +201,9 @@ HALF = ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((1, 3)))
 )
 def test_metadata_that_do_not_fit_together_are_refused(tmp_path, change):
     folder = saved_in(tmp_path)
-    rewrite_metadata(folder, change)
+    saved = FileSystemReader(folder).read_metadata()
+    change(saved)
+    replace_file(folder / ".metadata", pickle.dumps(saved))
     with pytest.raises(CheckpointError, match=r"\.metadata is not what a checkpoint of graphmoe has"):
         load(folder)
 

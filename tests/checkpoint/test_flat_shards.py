@@ -4,11 +4,10 @@ import math
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from graphmoe.checkpoint.flat_shards import FlatShard, shards_of
-from graphmoe.plan.layout import ALONE, REPLICATED, Cut, Layout, ParameterLayout, own_part
+from graphmoe.plan.layout import ALONE, Cut, Layout, ParameterLayout, own_part
 
 LAYOUTS = [ALONE, Layout(dp=4), Layout(dp=2, tp=2), Layout(tp=4, ep=2, etp=2), Layout(dp=3, tp=2, ep=3)]
 
@@ -34,9 +33,8 @@ def random_shard(seed: int) -> tuple[FlatShard, np.ndarray]:
     return FlatShard(data, start, part.shape, parallel, layout, rank), whole.numpy()
 
 
-@pytest.mark.parametrize("first", range(0, 2000, 500))
-def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else(first):
-    for seed in range(first, first + 500):
+def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else():
+    for seed in range(2000):
         shard, whole = random_shard(seed)
         assert tuple(shard.whole_shape) == whole.shape
         numbers = []
@@ -50,9 +48,7 @@ def test_boxes_cover_a_range_of_an_own_part_once_and_nothing_else(first):
         assert np.array_equal(covered, np.sort(shard.data.numpy())), seed
 
 
-def test_empty_ranges_have_no_boxes_and_an_empty_parameter_has_one():
-    empty = FlatShard(torch.zeros(0), 6, torch.Size((2, 3)), REPLICATED, Layout(dp=2), 1)
-    assert empty.boxes() == []
+def test_an_empty_parameter_has_one_box():
     cut = ParameterLayout((Cut(1, "tp"),))
     nothing = FlatShard(torch.zeros(0), 0, torch.Size((0, 3)), cut, Layout(tp=2), 1)
     ((offsets, sizes, *_),) = nothing.boxes()
@@ -71,9 +67,8 @@ def test_a_model_gives_shards_of_what_is_cut_and_tensors_of_the_rest():
     assert state["bias"].data_ptr() == model.bias.data_ptr() and not state["bias"].requires_grad
 
 
-@pytest.mark.parametrize("first", range(0, 1000, 500))
-def test_the_elements_that_a_shard_has_of_a_part_of_the_whole_are_found(first):
-    for seed in range(first, first + 500):
+def test_the_elements_that_a_shard_has_of_a_part_of_the_whole_are_found():
+    for seed in range(1000):
         shard, whole = random_shard(seed)
         chosen = random.Random(seed)
         index = []

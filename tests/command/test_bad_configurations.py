@@ -16,12 +16,9 @@ from tests.runs import TINY, Command
 pytestmark = pytest.mark.slow
 
 CASES = 400
-PARTS = 8
-"""Number of tests that share the cases."""
-MOST_S = 10
-"""Seconds until a command has answered."""
-COMPILE_S = 60
-"""Seconds until a run has made its first step, for a value that asks for compiled code."""
+PARTS = 8  # tests that share the cases
+MOST_S = 10  # until a command has answered
+COMPILE_S = 60  # until a run has made its first step, for a value that asks for compiled code
 NUMBERS = (
     "-1", "0", "1", "3", "1.5", "1000000000", "2147483648", "9223372036854775807", "9223372036854775808",
     "1" * 400, "-" + "1" * 400, "nan", "inf", "-inf", "1e400", "1e300", "1e-46", "1e-400", "1_000", "0x10",
@@ -55,40 +52,35 @@ def bad_word(rng: random.Random) -> tuple[str, str]:
 def answer(folder: Path, words: list[str], bad_keys: list[str]) -> str | None:
     folder.mkdir()
     started = Command(folder, (*TINY, "train.steps=2", *words))
-    started.process.join(MOST_S)
-    if started.process.is_alive() and "run folder: " in said_by(started):
-        started.wait_until(lambda: has_trained(folder), COMPILE_S)
-    if started.process.is_alive():
-        trains = has_trained(folder)
+    process = started.process
+    process.join(MOST_S)
+
+    def said() -> str:
+        return started.err.read_text(errors="replace")
+
+    def has_trained() -> bool:
+        return any(b'"loss"' in path.read_bytes() for path in folder.rglob("metrics.jsonl"))
+
+    if process.is_alive() and "run folder: " in said():
+        started.wait_until(has_trained, COMPILE_S)
+    if process.is_alive():
+        trains = has_trained()
         started.kill(signal.SIGTERM)
-        started.process.join(MOST_S)
-        if started.process.is_alive():
+        process.join(MOST_S)
+        if process.is_alive():
             started.kill(signal.SIGKILL)
-            return f"runs on after SIGTERM: {said_by(started)}"
-        return None if trains else f"nothing in {MOST_S} s: {said_by(started)}"
-    said = said_by(started)
-    if "Traceback" in said or started.process.exitcode not in (0, 1, 2):
-        return f"status {started.process.exitcode}: {said[-1500:]}"
-    if started.process.exitcode == 0:
+            return f"runs on after SIGTERM: {said()}"
+        return None if trains else f"nothing in {MOST_S} s: {said()}"
+    if "Traceback" in said() or process.exitcode not in (0, 1, 2):
+        return f"status {process.exitcode}: {said()[-1500:]}"
+    if process.exitcode == 0:
         return None if started.out.read_text(errors="replace").strip() else "it ends without a word"
-    refusal = said[said.find("error: ") :] if "error: " in said else ""
-    if not any(name_of(key) in refusal for key in bad_keys):
-        return f"no key is named: {said[-1500:]}"
+    _, error, refusal = said().partition("error: ")
+    if not error or not any((key.rpartition(".")[2] or key) in refusal for key in bad_keys):
+        return f"no key is named: {said()[-1500:]}"
     if re.search(r"[\x00-\x09\x0b-\x1f]", refusal) or max(map(len, refusal.splitlines())) > LONGEST_LINE + 99:
         return f"control characters, or a very long line: {refusal[:1500]!r}"
     return None
-
-
-def name_of(key: str) -> str:
-    return key.rpartition(".")[2] or key
-
-
-def said_by(command: Command) -> str:
-    return command.err.read_text(errors="replace")
-
-
-def has_trained(folder: Path) -> bool:
-    return any(b'"loss"' in path.read_bytes() for path in folder.rglob("metrics.jsonl"))
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -1,12 +1,10 @@
 """The console command, and what all commands answer before torch is imported."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
-from pathlib import Path
-from unittest import mock
+
+import pytest
 
 from graphmoe import __version__
 from graphmoe.__main__ import main
@@ -34,18 +32,21 @@ print(json.dumps(answers))
 """
 
 
-def answer(*words: str) -> tuple[int, str, str]:
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    on_out, on_err = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-    with mock.patch.object(sys, "argv", ["/usr/bin/graphmoe", *words]), on_out, on_err:
+@pytest.fixture
+def answer(monkeypatch, capsys):
+    def answer(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["/usr/bin/graphmoe", *words])
         try:
             main()
+            status = 0
         except SystemExit as end:
             status = int(end.code or 0)
-    return status, out.getvalue(), err.getvalue()
+        return status, *capsys.readouterr()
+
+    return answer
 
 
-def test_help_versions_and_typos_of_each_command_import_no_torch(tmp_path):
+def test_help_versions_and_typos_of_each_command_import_no_torch():
     asked = [*((name, words) for name in COMMANDS for words in WORDS), *WITH_MODEL]
     line = [sys.executable, "-c", ASK, json.dumps(asked)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -62,7 +63,7 @@ def test_help_versions_and_typos_of_each_command_import_no_torch(tmp_path):
             assert err.count("\n") == 1 and (name == "worker" or "no_such_key" in err), err
 
 
-def test_the_console_command_lists_all_commands_and_names_the_nearest():
+def test_the_console_command_lists_all_commands_and_names_the_nearest(answer):
     assert COMMANDS.keys() == HOUSE_COMMANDS - {"__main__"}
     for words in ((), ("--help",), ("help",)):
         status, out, err = answer(*words)
@@ -72,14 +73,11 @@ def test_the_console_command_lists_all_commands_and_names_the_nearest():
     assert answer("--version")[1].startswith(f"graphmoe {__version__} ")
 
 
-def test_a_command_by_its_name_does_what_its_module_does(tmp_path: Path):
+def test_a_command_by_its_name_does_what_its_module_does(answer, tmp_path):
     status, out, err = answer("pipeline_view", "1f1b", "--stages", "2", "--format=json")
     assert status == 0 and err == "" and json.loads(out)
     status, _, err = answer("report", str(tmp_path / "none"))
     assert status == 2 and str(tmp_path / "none") in err
-
-
-def test_usage_names_the_command_that_was_typed():
     assert answer("convert", "--help")[1].startswith("usage: graphmoe convert [from] [to] key=value ...\n")
     said = answer("cache", "--acton=list")[2]
     assert said.endswith("did you mean 'action'? (graphmoe cache --help lists the keys)\n")

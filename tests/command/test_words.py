@@ -15,82 +15,39 @@ from graphmoe.convert import ConvertArgs, convert
 from tests.command.test_convert import CONFIG, random_model
 from tests.runs import hydra_config
 
-
-@pytest.mark.parametrize(
-    ("typed", "read"),
-    [
-        ("--model deepseek_v3 --train.steps=20", ["model=deepseek_v3", "train.steps=20"]),
-        ("--train.global-batch-size 8 optim.lr=1e-3", ["train.global_batch_size=8", "optim.lr=1e-3"]),
-        (
-            "--data.paths a.txt b.txt --data.shuffle --data.seed 3",
-            ["data.paths=[a.txt,b.txt]", "data.shuffle=true", "data.seed=3"],
-        ),
-        ("--data.shuffle false --run.name x", ["data.shuffle=false", "run.name=x"]),
-        ("--data.paths [a,b]", ["data.paths=[a,b]"]),
-        ("--moe.receive_budget -1", ["moe.receive_budget=-1"]),
-        ("deepseek_v3 format=json", ["model=deepseek_v3", "format=json"]),
-        ("-m optim.lr=1e-3,2e-3", ["-m", "optim.lr=1e-3,2e-3"]),
-        ("--cfg job train.steps=3", ["--cfg", "job", "train.steps=3"]),
-        ("+debug=quick ~data.paths host=amd", ["debug=quick", "~data.paths", "host=amd"]),
-        ("model=mine --config-dir mine", ["--config-dir", "mine", "model=mine"]),
-        ("-sc install=bash", ["-sc", "install=bash"]),
-        ("--host.env.A b host.env.C=d +host.env.E=f", ["++host.env.A=b", "++host.env.C=d", "+host.env.E=f"]),
-        ("host.env={A:b} ~host.env.A", ["++host.env={A:b}", "~host.env.A"]),
-    ],
-)
-def test_each_form_is_an_override(typed, read):
-    assert run_words(typed.split()) == read
+FORMS = {
+    "--model deepseek_v3 --train.steps=20": ["model=deepseek_v3", "train.steps=20"],
+    "--train.global-batch-size 8 optim.lr=1e-3": ["train.global_batch_size=8", "optim.lr=1e-3"],
+    "--data.paths a.txt b.txt --data.shuffle": ["data.paths=[a.txt,b.txt]", "data.shuffle=true"],
+    "--data.shuffle --data.seed 3": ["data.shuffle=true", "data.seed=3"],
+    "--data.shuffle false --run.name x": ["data.shuffle=false", "run.name=x"],
+    "--data.paths [a,b] --moe.receive_budget -1": ["data.paths=[a,b]", "moe.receive_budget=-1"],
+    "deepseek_v3 format=json": ["model=deepseek_v3", "format=json"],
+    "-m optim.lr=1e-3,2e-3": ["-m", "optim.lr=1e-3,2e-3"],
+    "--cfg job train.steps=3": ["--cfg", "job", "train.steps=3"],
+    "+debug=quick ~data.paths host=amd": ["debug=quick", "~data.paths", "host=amd"],
+    "model=mine --config-dir mine": ["--config-dir", "mine", "model=mine"],
+    "-sc install=bash": ["-sc", "install=bash"],
+    "--host.env.A b host.env.C=d +host.env.E=f": ["++host.env.A=b", "++host.env.C=d", "+host.env.E=f"],
+    "host.env={A:b} ~host.env.A": ["++host.env={A:b}", "~host.env.A"],
+    "moe_1t --hardware mi355x --search": ["model=moe_1t", "hardware=mi355x", "search=true"],
+}
+FOR_HYDRA = ("train.steps=${train.seed}", "-m train.steps=1,2", "hydra.run.dir=x", "launch.nproc=auto")
+FOR_HYDRA += ("hydra.searchpath=[file:///mine] +mine=x", "~debug", "model.attention=package.module:Name")
+FOR_HYDRA += ("hydra/launcher=joblib",)
+"""What only Hydra can judge."""
 
 
-def test_keys_of_a_tool_stand_among_those_of_a_run():
-    more = {"hardware": str, "search": bool}
-    words = run_words(["moe_1t", "--hardware", "mi355x", "--search", "--train.steps", "3"], more)
-    assert words == ["model=moe_1t", "hardware=mi355x", "search=true", "train.steps=3"]
+def test_each_form_is_an_override():
+    forms = FORMS | {typed: typed.split() for typed in FOR_HYDRA}
+    more = {"hardware": str, "search": bool}  # keys of a tool
+    assert {typed: run_words(typed.split(), more) for typed in forms} == forms
 
 
 def test_a_list_of_names_with_blanks_and_quotes_reaches_the_configuration():
     names = ["a b.txt", "it's,c.txt", "corpus/*.jsonl"]
     words = run_words(["--data.paths", *names, "--data.text_field", "body"])
     assert list(hydra_config(*words, with_hydra=False).data.paths) == names
-
-
-def test_names_of_an_open_mapping_need_no_plus():
-    words = run_words(["--host.env.NCCL_DEBUG", "INFO", "host.env.A=b", "host.env={C:d}"])
-    assert dict(hydra_config(*words, with_hydra=False).host.env) == {"NCCL_DEBUG": "INFO", "A": "b", "C": "d"}
-    with pytest.raises(ConfigError, match=r"unknown key 'host.envs.A'"):
-        run_words(["host.envs.A=b"])
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("--train.steps", "--train.steps needs a value: train.steps=..."),
-        ("--train.steps --optim.lr 3", "--train.steps needs a value"),
-        ("train.steps 30", "'train.steps' is not of the form key=value"),
-        ("-s 3", "'-s' is not of the form key=value"),
-        ("--train.stps 3", "did you mean 'train.steps'?"),
-        ("--steps 3", "did you mean 'train.steps'?"),
-        ("--optm.lr=3", "unknown key 'optm.lr'"),
-        ("deepseek_v9", "there is no model 'deepseek_v9'; did you mean model=deepseek_v3?"),
-        ("--data.source nowhere", "data.source=nowhere: there is no such choice; use one of stdlib"),
-    ],
-)
-def test_a_wrong_word_is_one_line_before_anything_is_composed(typed, said):
-    with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        run_words(typed.split())
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("train.steps=${train.seed}", "-m train.steps=1,2", "hydra.run.dir=x", "launch.nproc=auto"),
-        *("+mine=x hydra.searchpath=[file:///mine]", "~debug", "model.attention=package.module:Name"),
-        "hydra/launcher=joblib",
-    ],
-)
-def test_what_only_hydra_can_judge_is_left_to_it(typed):
-    assert sorted(run_words(typed.split())) == sorted(typed.split())
 
 
 @pytest.fixture
@@ -138,26 +95,36 @@ def test_a_folder_sets_no_other_keys_and_names_no_code(folder, tmp_path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("model=no/where", "there is no folder 'no/where'; give a folder with config.json, or one of deep"),
-        ("model=./empt", "there is no folder './empt'; did you mean empty?"),
-        ("model=empty", "model=empty: empty holds no weights; give a Hugging Face folder"),
-        ("checkpoint.init_from=empty", "checkpoint.init_from=empty: empty holds no weights"),
-        ("model=" + 300 * "a/", "there is no folder 'a/a/"),
-        ("model=damaged", "model=damaged: damaged/config.json is not JSON"),
-        ("mine.yaml", "a model is a preset or a folder; --config-dir DIR experiment=mine reads it"),
-        ("./text.txt", "./text.txt is a file, and a model is a preset or a folder; text is read by"),
-        ("-m model=tiny,damaged", "model=damaged: damaged/config.json is not JSON"),
-    ],
-)
-def test_a_folder_that_gives_no_model_is_one_line(typed, said, tmp_path, monkeypatch):
+WRONG = {
+    "--train.steps": "--train.steps needs a value: train.steps=...",
+    "--train.steps --optim.lr 3": "--train.steps needs a value",
+    "train.steps 30": "'train.steps' is not of the form key=value",
+    "-s 3": "'-s' is not of the form key=value",
+    "--train.stps 3": "did you mean 'train.steps'?",
+    "--steps 3": "did you mean 'train.steps'?",
+    "--optm.lr=3": "unknown key 'optm.lr'",
+    "host.envs.A=b": "unknown key 'host.envs.A'",
+    "deepseek_v9": "there is no model 'deepseek_v9'; did you mean model=deepseek_v3?",
+    "--data.source nowhere": "data.source=nowhere: there is no such choice; use one of stdlib",
+    "model=no/where": "there is no folder 'no/where'; give a folder with config.json, or one of deep",
+    "model=./empt": "there is no folder './empt'; did you mean empty?",
+    "model=empty": "model=empty: empty holds no weights; give a Hugging Face folder",
+    "checkpoint.init_from=empty": "checkpoint.init_from=empty: empty holds no weights",
+    "model=" + 300 * "a/": "there is no folder 'a/a/",
+    "model=damaged": "model=damaged: damaged/config.json is not JSON",
+    "mine.yaml": "a model is a preset or a folder; --config-dir DIR experiment=mine reads it",
+    "./text.txt": "./text.txt is a file, and a model is a preset or a folder; text is read by",
+    "-m model=tiny,damaged": "model=damaged: damaged/config.json is not JSON",
+}
+
+
+def test_a_wrong_word_is_one_line_before_anything_is_composed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "damaged"):
         (tmp_path / name).mkdir()
     for name in ("damaged/config.json", "mine.yaml", "text.txt"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        read_words(typed.split())
-    assert "\n" not in str(error.value)
+    for typed, said in WRONG.items():
+        with pytest.raises(ConfigError, match=re.escape(said)) as error:
+            read_words(typed.split())
+        assert "\n" not in str(error.value)

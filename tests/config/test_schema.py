@@ -4,7 +4,7 @@ import dataclasses
 import pwd
 import re
 import typing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,18 +16,11 @@ from graphmoe import conf
 from graphmoe.command.errors import known_keys
 from graphmoe.command.hydra import to_config
 from graphmoe.command.words import help_text
+from graphmoe.config import schema
 from graphmoe.config.arguments import field_docs
 from graphmoe.config.masking import to_plain
 from graphmoe.config.ranges import number_of
-from graphmoe.config.schema import (
-    AuxLoss,
-    ComputeDtype,
-    ConfigError,
-    DeviceChoice,
-    ModelConfig,
-    RunConfig,
-    cache_root,
-)
+from graphmoe.config.schema import AuxLoss, ComputeDtype, ConfigError, DeviceChoice, ModelConfig, RunConfig
 from graphmoe.model.sizes import count_parameters
 from graphmoe.pipeline_view.plans import load_preset
 from graphmoe.plan.rules import resolve, violations
@@ -85,36 +78,16 @@ def test_the_resolved_stage_is_the_lowest_that_its_scope_needs_or_the_given():
         assert to_plain(found)["moe"]["sync_free_stage"] == stage, words
 
 
-def test_a_resolved_configuration_survives_the_way_through_yaml(tmp_path):
-    found = config("data.source=memmap", "data.paths=[a,b]", "model.aux_loss=none")
-    path = tmp_path / "resolved.yaml"
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(to_plain(found))))
-    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
-    assert again == found and to_plain(found)["model"]["aux_loss"] == "none"
-
-
 def test_without_a_home_folder_the_error_names_what_to_set(monkeypatch, tmp_path):
     unknown = KeyError("getpwuid(): uid not found: 4242")
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=unknown))
     for name in ("HOME", "GRAPHMOE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="no home folder .*; set HOME, or GRAPHMOE_CACHE="):
-        cache_root()
-    assert cache_root(str(tmp_path / "own")) == tmp_path / "own"
+        schema.cache_root()
+    assert schema.cache_root(str(tmp_path / "own")) == tmp_path / "own"
     monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path))
-    assert cache_root() == tmp_path
-
-
-SECTIONS = [RunConfig, *filter(dataclasses.is_dataclass, typing.get_type_hints(RunConfig).values())]
-
-
-def test_every_key_has_its_documentation():
-    for section in SECTIONS:
-        kinds = typing.get_type_hints(section)
-        wanted = {f.name for f in dataclasses.fields(section) if not dataclasses.is_dataclass(kinds[f.name])}
-        docs = field_docs(section)
-        assert set(docs) == wanted, section
-        assert all(len(text) > 10 and text.endswith(".") and "\n" not in text for text in docs.values())
+    assert schema.cache_root() == tmp_path
 
 
 def test_the_printed_configuration_is_that_of_the_words(tmp_path):
@@ -136,31 +109,34 @@ def test_help_has_three_examples_and_keys_that_are_often_set_or_all():
     lines = " ".join(whole.split())
     assert [key for key in known_keys() if "." in key and f" {key}=" not in lines] == []
     assert "train.max_nonfinite=5 Consecutive skipped non-finite steps" in lines
+    sections = filter(dataclasses.is_dataclass, typing.get_type_hints(RunConfig).values())
+    docs = [text for section in (RunConfig, *sections) for text in field_docs(section).values()]
+    assert all(len(text) > 10 and text.endswith(".") for text in docs)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("model=deepseek_v3 --help", ["model.num_layers=61 ", " model=deepseek_v3."]),
-        ("petite -h", ["model.num_layers=9 ", "optim.lr=0.01 ", "run.name=petite ", "model=petite."]),
-        ("-m petite optim.lr=1e-3,2e-3 --help", ["optim.lr=0.01 ", "model=petite."]),
-        ("experiment=mini --help", ["train.steps=7 ", "data.paths=[a]", " experiment=mini."]),
-        ("petit --help", ["model.num_layers=4 ", "tiny: 'model=petit' on the", "did you mean model=petite?"]),
-        ("train.stps=3 --help", ["train.steps=300 ", "those of model=tiny: unknown key 'train.stps'"]),
-        ("-cn other --help", ["those of model=tiny: -cn is not read by --help"]),
-    ],
-)
-def test_help_has_the_options_of_ones_own_and_the_values_of_its_words_or_says_why_not(tmp_path, words, said):
+HELP = {
+    "model=deepseek_v3 --help": ["model.num_layers=61 ", " model=deepseek_v3."],
+    "petite -h": ["model.num_layers=9 ", "optim.lr=0.01 ", "run.name=petite ", "model=petite."],
+    "-m petite optim.lr=1e-3,2e-3 --help": ["optim.lr=0.01 ", "model=petite."],
+    "experiment=mini --help": ["train.steps=7 ", "data.paths=[a]", " experiment=mini."],
+    "petit --help": ["model.num_layers=4 ", "tiny: 'model=petit' on the", "did you mean model=petite?"],
+    "train.stps=3 --help": ["train.steps=300 ", "those of model=tiny: unknown key 'train.stps'"],
+    "-cn other --help": ["those of model=tiny: -cn is not read by --help"],
+}
+
+
+def test_help_has_the_options_of_ones_own_and_the_values_of_its_words_or_says_why_not(tmp_path):
     mini = "# @package _global_\ntrain: {steps: 7}\ndata: {paths: [a]}"
     petite = "name: petite\nnum_layers: 9\npeak_lr: 1e-2"
     files = {"model/petite": petite, "experiment/mini": mini, "experiment/of/x": ""}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(text)
-    given = [*words.split(), f"--config-dir={tmp_path}"]
-    shown = " ".join(help_text("graphmoe.train", EXAMPLES, given).split())
-    for part in [*said, " moonlight_16b petite qwen3", " mini moe_1t_768_mi300x", " of/x "]:
-        assert part in shown
+    for words, said in HELP.items():
+        given = [*words.split(), f"--config-dir={tmp_path}"]
+        shown = " ".join(help_text("graphmoe.train", EXAMPLES, given).split())
+        for part in [*said, " moonlight_16b petite qwen3", " mini moe_1t_768_mi300x", " of/x "]:
+            assert part in shown, words
 
 
 BALANCE = {
@@ -190,15 +166,15 @@ def test_a_preset_is_the_published_model_of_the_documentation_and_states_only_th
     assert cells[7:] == [f"{part['body'] / 1e9:.3f}" for part in count_parameters(m).values()]
 
 
-@pytest.mark.parametrize(("name", "experts", "top_k"), [("515b", 112, 8), ("1t", 224, 8), ("2t", 448, 16)])
-def test_models_that_no_hub_has_differ_in_their_experts_only(name, experts, top_k):
-    """Compare these alone: tests/parity/test_hf_configs.py compares those of the hub with their files."""
-    assert load_preset(f"moe_{name}") == ModelConfig(
-        name=f"moe_{name}", num_layers=96, hidden_size=8192, dense_ffn_size=12288, num_heads=64,
-        num_experts=experts, top_k=top_k, expert_ffn_size=1920, shared_ffn_size=1920, num_dense_layers=0,
-        vocab_size=100352, attention="gqa", head_dim=128, num_kv_heads=8, context_length=4096,
-        aux_loss=AuxLoss.sequence, aux_loss_coef=0.001,
-    )  # fmt: skip
+def test_models_that_no_hub_has_differ_in_their_experts_only():
+    """The table of the documentation has their other sizes; test_hf_configs.py compares those of the hub."""
+    first = load_preset("moe_515b")
+    heads = (first.num_heads, first.head_dim, first.num_kv_heads, first.dense_ffn_size)
+    assert heads == (64, 128, 8, 12288)
+    assert (first.vocab_size, first.context_length, first.attention) == (100352, 4096, "gqa")
+    for name, experts, top_k in (("1t", 224, 8), ("2t", 448, 16)):
+        other = replace(first, name=f"moe_{name}", num_experts=experts, top_k=top_k)
+        assert load_preset(f"moe_{name}") == other
 
 
 def test_a_noun_is_plural_unless_there_is_one():

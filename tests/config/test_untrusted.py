@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from typing import Any, NotRequired, TypedDict
 
 import pytest
@@ -14,25 +15,22 @@ class Index(TypedDict):
     total: NotRequired[int | None]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[]", "expected object, found array"),
-        ("{}", "missing required field weight_map"),
-        ('{"weight_map": {"a": 1}}', "weight_map[...]: expected str, found int"),
-        ('{"weight_map": {}, "total": 1.5}', "total: expected int | null, found float"),
-        ("{", "is not JSON"),
-        ("", "is not JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"weight_map": {}, "total": ' + "9" * 5000 + "}", "4300 digits"),
-    ],
-)
-def test_a_wrong_json_file_is_one_line_with_its_path_and_field(tmp_path, text, said):
+def test_a_wrong_json_file_is_one_line_with_its_path_and_field(tmp_path):
     path = tmp_path / "index.json"
-    path.write_text(text)
-    with pytest.raises(FileError) as caught:
-        read_json(path, Index)
-    assert str(path) in str(caught.value) and said in str(caught.value) and "\n" not in str(caught.value)
+    wrong = {
+        "[]": "expected object, found array",
+        "{}": "missing required field weight_map",
+        '{"weight_map": {"a": 1}}': "weight_map[...]: expected str, found int",
+        '{"weight_map": {}, "total": 1.5}': "total: expected int | null, found float",
+        "{": "is not JSON",
+        "": "is not JSON",
+        "[" * 100_000: "nested too deeply",
+        '{"weight_map": {}, "total": ' + "9" * 5000 + "}": "4300 digits",
+    }
+    for text, said in wrong.items():
+        path.write_text(text)
+        with pytest.raises(FileError, match=rf"^{path}[^\n]*{re.escape(said)}[^\n]*$"):
+            read_json(path, Index)
 
 
 def test_a_file_is_read_if_it_is_regular_text_of_its_size_and_closed(tmp_path):
@@ -54,14 +52,11 @@ def test_a_file_is_read_if_it_is_regular_text_of_its_size_and_closed(tmp_path):
 
 def test_yaml_makes_no_objects_and_takes_no_aliases(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("a: !!python/object/apply:os.mkdir ['ran']\n")
-    with pytest.raises(FileError, match="is not YAML"):
-        read_yaml(path, dict[str, Any])
     path.write_text("a: &list [1, 2]\nb: [*list, *list]\n")
     with pytest.raises(FileError, match="aliases are not supported"):
         read_yaml(path, dict[str, Any])
     wrong = ["a: !!bool x", "a: !!int ''", "a: !!timestamp x", "a: ! x", "a: 0x_", "a: 2001-99-99"]
-    for text in [*wrong, "[" * 100_000]:
+    for text in [*wrong, "a: !!python/object/apply:os.mkdir ['ran']", "[" * 100_000]:
         path.write_text(text)
         with pytest.raises(FileError, match=rf"^{path} is not YAML: [^\n]+$"):
             read_yaml(path, dict[str, Any])

@@ -19,8 +19,7 @@ FORK = multiprocessing.get_context("fork")
 def _ask(cache: Path, tally: Path, seconds: float) -> None:
     def build(folder):
         (folder / "data").write_text("x" * 1000)
-        with open(tally, "a") as file:
-            file.write("built\n")
+        tally.open("a").write("built\n")
         time.sleep(seconds)
         return {"answer": 42}
 
@@ -28,8 +27,8 @@ def _ask(cache: Path, tally: Path, seconds: float) -> None:
     assert (entry / "data").stat().st_size == 1000 and meta == {"answer": 42}
 
 
-def builder(cache, tally, seconds):
-    process = FORK.Process(target=_ask, args=(cache, tally, seconds))
+def builder(*arguments):
+    process = FORK.Process(target=_ask, args=arguments)
     process.start()
     return process
 
@@ -90,13 +89,13 @@ def test_a_full_disk_is_an_error_that_names_the_entry_and_the_key(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("data", "who"), ("data", "whold"), ("other", ""), ("data", None)]
-    + [("meta.json", text) for text in ('{"met', "[]", "[" * 100_000, '{"files": 3, "meta": {}}')]
-    + [("meta.json", '{"files": {"../x": {"num_bytes": 5, "sha256": ""}}, "meta": {}}')]
-    + [("meta.json", '{"files": {}, "meta": [1]}'), ("meta.json", '{"files": {"data": 5}, "meta": {}}')],
-)
+DAMAGES = [("data", "who"), ("data", "whold"), ("other", ""), ("data", None)]
+DAMAGES += [("meta.json", text) for text in ('{"met', "[]", "[" * 100_000, '{"files": 3, "meta": {}}')]
+DAMAGES += [("meta.json", '{"files": {"../x": {"num_bytes": 5, "sha256": ""}}, "meta": {}}')]
+DAMAGES += [("meta.json", '{"files": {}, "meta": [1]}'), ("meta.json", '{"files": {"data": 5}, "meta": {}}')]
+
+
+@pytest.mark.parametrize(("name", "text"), DAMAGES)
 def test_a_damaged_entry_is_built_again(tmp_path, name, text, caplog):
     entry, _ = cached(tmp_path, "a", build, dict[str, int])
     (entry / name).unlink(missing_ok=True)

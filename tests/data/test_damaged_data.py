@@ -26,27 +26,16 @@ SAMPLES = 40
 Opened = Callable[[Path], Corpus]
 
 
-def open_small(**keys: Any) -> Corpus:
-    return open_data(DataConfig(**keys), seq_len=16, vocab_size=VOCAB)
+def opener(source: str, paths: str, **keys: Any) -> Opened:
+    """Open paths of a folder, with its tokenizer if it has one."""
 
-
-def files_of(ending: str, skip_bad: bool) -> Opened:
     def opened(folder: Path) -> Corpus:
-        paths = [str(folder / f"*.{ending}")]
-        return open_small(
-            source="files", paths=paths, tokenizer=f"{folder}/tokenizer.json", skip_bad=skip_bad
-        )
+        own = folder / "tokenizer.json"
+        names = {"hf_name": f"{folder}/{paths}"} if source == "hf" else {"paths": [f"{folder}/{paths}"]}
+        asked = DataConfig(source, tokenizer=None if source == "memmap" else str(own), **names, **keys)
+        return open_data(asked, seq_len=16, vocab_size=VOCAB)
 
     return opened
-
-
-def memmap_of(folder: Path) -> Corpus:
-    return open_small(source="memmap", paths=[str(folder / "*")], val_fraction=0)
-
-
-def stream_of(folder: Path) -> Corpus:
-    names = {"hf_name": str(folder / "set"), "tokenizer": str(folder / "tokenizer.json")}
-    return open_small(source="hf", **names, val_fraction=0, shuffle=False)
 
 
 def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.NDArray[np.int64] | str:
@@ -60,40 +49,33 @@ def outcome(opened: Opened, folder: Path, state: dict[str, Any] | None) -> npt.N
         return str(error)
 
 
-def require_none(opened: Opened, source: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Fail where a damage is taken wrongly.
-
-    A start takes what it finds where nobody knows what there should be; a resume knows.
-    """
+@pytest.fixture
+def require_none(tmp_path, monkeypatch):
+    """Fail if a damage is taken wrongly: a resume knows what there should be, a start may not."""
     monkeypatch.setenv("GRAPHMOE_CACHE", str(tmp_path / "cache"))
     work = tmp_path / "work"  # the path is the same in each case: it is part of the key
-    whole = opened(fresh_copy(source, work))
-    loader = Loader(whole.train, micro_batch_size=1, global_batch_size=1, prefetch=0)
-    [next(loader) for _ in range(3)]
-    state = loader.state_dict()
-    wanted = outcome(opened, work, state)
-    assert not isinstance(wanted, str)
 
-    def started(folder: Path, number: int) -> str | None:
-        return _problem(outcome(opened, folder, None), None, folder)
+    def require_none(opened: Opened, source: Path) -> None:
+        whole = opened(fresh_copy(source, work))
+        loader = Loader(whole.train, micro_batch_size=1, global_batch_size=1, prefetch=0)
+        [next(loader) for _ in range(3)]
+        state = loader.state_dict()
+        wanted = outcome(opened, work, state)
+        assert not isinstance(wanted, str)
+        for start, samples in ((None, None), (state, wanted)):
 
-    def resumed(folder: Path, number: int) -> str | None:
-        return _problem(outcome(opened, folder, state), wanted, folder)
+            def problem(folder: Path, number: int, start=start, samples=samples) -> str | None:
+                got = outcome(opened, folder, start)
+                if isinstance(got, str):
+                    named = str(folder) in got or "the checkpoint" in got
+                    return None if named and "\n" not in got else f"no line that names a file: {got!r}"
+                if samples is not None and not np.array_equal(got, samples):
+                    return "other tokens without a word"
+                return None if got.max() < VOCAB and got.min() >= 0 else "ids beyond the vocabulary"
 
-    for how in (started, resumed):
-        assert failures(source.name, source, work, how, CASES) == []
+            assert failures(source.name, source, work, problem, CASES) == []
 
-
-def _problem(
-    got: npt.NDArray[np.int64] | str, wanted: npt.NDArray[np.int64] | None, work: Path
-) -> str | None:
-    """Return what is wrong with an outcome; ``wanted`` are the samples of a resume."""
-    if isinstance(got, str):
-        named = str(work) in got or "the checkpoint" in got
-        return None if named and "\n" not in got else f"no line that names a file: {got!r}"
-    if wanted is not None and not np.array_equal(got, wanted):
-        return "other tokens without a word"
-    return None if got.max() < VOCAB and got.min() >= 0 else "ids beyond the vocabulary"
+    return require_none
 
 
 @pytest.fixture
@@ -107,7 +89,7 @@ def source(tmp_path, tokenizer_path) -> Path:
 
 @pytest.mark.parametrize("skip_bad", [False, True])
 @pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
-def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatch, ending, skip_bad):
+def test_damaged_text_files_are_named_or_read_right(source, require_none, ending, skip_bad):
     for seed in range(3):
         path, texts = source / f"{seed}.{ending}", sentences(60, seed)
         if ending == "txt":
@@ -119,11 +101,11 @@ def test_damaged_text_files_are_named_or_read_right(source, tmp_path, monkeypatc
             import pyarrow.parquet as pq
 
             pq.write_table(pa.table({"text": texts}), path, row_group_size=20)
-    require_none(files_of(ending, skip_bad), source, tmp_path, monkeypatch)
+    require_none(opener("files", f"*.{ending}", skip_bad=skip_bad), source)
 
 
 @pytest.mark.parametrize("summed", [False, True])
-def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, summed):
+def test_damaged_pairs_are_named_or_read_right(tmp_path, require_none, summed):
     source = tmp_path / "source"
     source.mkdir()
     rng = np.random.default_rng(0)
@@ -132,16 +114,16 @@ def test_damaged_pairs_are_named_or_read_right(tmp_path, monkeypatch, summed):
         write_token_file(source / name, documents, np.uint16)
         if summed:
             write_sums(source / name)
-    require_none(memmap_of, source, tmp_path, monkeypatch)
+    require_none(opener("memmap", "*", val_fraction=0), source)
 
 
-def test_damaged_data_sets_are_named_or_read_right(source, tmp_path, monkeypatch):
+def test_damaged_data_sets_are_named_or_read_right(source, require_none, tmp_path, monkeypatch):
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     (source / "set").mkdir()
     for seed in range(3):
         write_jsonl(source / "set" / f"{seed}.jsonl", sentences(60, seed))
-    require_none(stream_of, source, tmp_path, monkeypatch)
+    require_none(opener("hf", "set", val_fraction=0, shuffle=False), source)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -161,7 +143,7 @@ def test_damaged_caches_give_the_same_samples_or_an_error(source, tmp_path, monk
 
     def opened(folder: Path) -> Corpus:
         is_own = kind == "stdlib"
-        corpus = open_stdlib(asked, 16, VOCAB, texts) if is_own else files_of("jsonl", False)(source)
+        corpus = open_stdlib(asked, 16, VOCAB, texts) if is_own else opener("files", "*.jsonl")(source)
         for samples in (corpus.train, corpus.val):
             assert isinstance(samples, PackedSamples)
             ContentCheck(samples.documents.files).wait()

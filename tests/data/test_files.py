@@ -1,10 +1,9 @@
 """data=files: reading, errors with file and line, the cache, processes."""
 
+import itertools
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -18,6 +17,7 @@ from graphmoe.data.tokenise import Recipe, tokenise_files
 from graphmoe.data.tokenizer import encode, num_ids
 from tests.data.test_loader import rows_over_ranks
 from tests.data.texts import sentences, write_jsonl
+from tests.runs import ROOT
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as pq  # noqa: E402
@@ -36,22 +36,21 @@ def open_files(tokenizer_path, cache, tmp_path):
 
 def texts_of(corpus) -> list[str]:
     file = corpus.train.documents.files[0]
-    ends = file.start_N + file.length_N
-    assert (np.asarray(file.tokens_T)[ends - 1] == 0).all(), "each document ends with the end token"
-    pairs = zip(file.start_N.tolist(), ends.tolist(), strict=True)
-    return [corpus.tokenizer.decode(file.tokens_T[a : b - 1].tolist()) for a, b in pairs]
+    rows = [file.tokens_T[a : a + n].tolist() for a, n in zip(file.start_N, file.length_N, strict=True)]
+    assert all(row[-1] == 0 for row in rows), "each document ends with the end token"
+    return [corpus.tokenizer.decode(row[:-1]) for row in rows]
 
 
 def test_txt_jsonl_and_parquet_give_their_documents_in_order(open_files, tmp_path):
     texts = sentences(30)
+    texts[1] += "\n\u00fc\u4e16"
     (tmp_path / "a.txt").write_text(texts[0], encoding="utf-8")
-    (tmp_path / "b.txt").write_text("\ufeff" + texts[1] + "\n\u00fc\u4e16", encoding="utf-8")
+    (tmp_path / "b.txt").write_text("\ufeff" + texts[1], encoding="utf-8")
     write_jsonl(tmp_path / "c.jsonl", texts[2:20])
-    pq.write_table(
-        pa.table({"id": list(range(10)), "text": texts[20:]}), tmp_path / "d.parquet", row_group_size=3
-    )
+    table = pa.table({"id": list(range(10)), "text": texts[20:]})
+    pq.write_table(table, tmp_path / "d.parquet", row_group_size=3)
     corpus = open_files("*.txt", "*.jsonl", "*.parquet")
-    assert texts_of(corpus) == [texts[0], texts[1] + "\n\u00fc\u4e16", *texts[2:]]
+    assert texts_of(corpus) == texts
     assert corpus.counts["train_documents"] == 30 and corpus.bad == {}
 
 
@@ -104,10 +103,9 @@ def test_a_damaged_row_group_names_its_rows(open_files, tmp_path):
     table = pa.table({"text": sentences(60)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=20, compression="zstd", use_dictionary=False)
     group = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0)
-    raw = bytearray((tmp_path / "a.parquet").read_bytes())
-    start = group.data_page_offset
-    raw[start : start + group.total_compressed_size] = bytes(group.total_compressed_size)
-    (tmp_path / "a.parquet").write_bytes(bytes(raw))
+    with open(tmp_path / "a.parquet", "r+b") as file:
+        file.seek(group.data_page_offset)
+        file.write(bytes(group.total_compressed_size))
     with pytest.raises(DataError, match=r"a\.parquet: row group 1 \(row 20 on\)"):
         open_files("a.parquet")
     corpus = open_files("a.parquet", skip_bad=True)
@@ -118,15 +116,14 @@ def test_a_token_beyond_the_vocabulary_names_line_and_position(open_files, tmp_p
     texts = sentences(30)
     write_jsonl(tmp_path / "a.jsonl", texts)
     ids = [e.tolist() for e in encode(tokenizer, texts, 0)]
-    limit = sorted({token for row in ids for token in row})[-3]
-    line = next(i for i, row in enumerate(ids) if max(row) >= limit)
-    position = next(i for i, t in enumerate(ids[line]) if t >= limit)
-    place = rf"a\.jsonl:{line + 1}, position {position}: token id {ids[line][position]}"
+    limit = sorted({*itertools.chain(*ids)})[-3]
     said = rf"has 400 ids, more than model.vocab_size={limit}; use model.vocab_size=400 or more"
     with pytest.raises(ConfigError, match=said):
         open_files("a.jsonl", vocab_size=limit)
     corpus = open_files("a.jsonl", vocab_size=limit, skip_bad=True)
-    assert re.search(place, corpus.bad_records.first)
+    line, row = next((number, row) for number, row in enumerate(ids, start=1) if max(row) >= limit)
+    place, token = next((place, token) for place, token in enumerate(row) if token >= limit)
+    assert f"a.jsonl:{line}, position {place}: token id {token}" in corpus.bad_records.first
     dropped = sum(max(row) >= limit for row in ids)
     assert corpus.bad == {"document with a token id beyond the vocabulary": dropped}
     assert corpus.train.documents.num_documents == 30 - dropped
@@ -189,8 +186,8 @@ def test_a_match_that_is_no_regular_file_is_an_error(open_files, tmp_path, make)
 
 
 def test_validation_files_are_left_out_of_training(open_files, tmp_path):
-    for name, seed in (("a", 1), ("b", 2)):
-        write_jsonl(tmp_path / f"{name}.jsonl", sentences(20, seed))
+    write_jsonl(tmp_path / "a.jsonl", sentences(20, 1))
+    write_jsonl(tmp_path / "b.jsonl", sentences(20, 2))
     corpus = open_files("*.jsonl", val_paths=[str(tmp_path / "b.jsonl")])
     assert texts_of(corpus) == sentences(20, 1)
     assert corpus.val.documents.num_documents == 20 and corpus.counts["train_files"] == 1
@@ -201,8 +198,7 @@ def test_validation_files_are_left_out_of_training(open_files, tmp_path):
 def test_processes_give_the_same_bytes_as_none(tmp_path, tokenizer_path, tokenizer, monkeypatch):
     monkeypatch.setattr("graphmoe.data.text_files.PART_BYTES", 2000)
     files = [write_jsonl(tmp_path / f"{i}.jsonl", sentences(40, i)) for i in range(3)]
-    recipe = Recipe(tokenizer_path, 0, "text", num_ids(tokenizer), False)
-    done = []
+    recipe, done = Recipe(tokenizer_path, 0, "text", num_ids(tokenizer), False), []
     for name, workers in (("one", 1), ("two", 2)):
         tokenise_files(files, recipe, tmp_path / name, workers=workers, on_bytes=done.append)
     for ending in (".bin", ".idx"):
@@ -225,10 +221,8 @@ recipe = Recipe(Path({str(tokenizer_path)!r}), 0, "text", 400, False)
 wait = lambda num_bytes: (print(flush=True), time.sleep(60))
 tokenise_files(sorted(folder.glob("*.jsonl")), recipe, folder / "out", workers=2, on_bytes=wait)
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
-    ) as build:
-        assert build.stdout is not None and build.stdout.readline() == b"\n"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE) as build:
+        assert build.stdout.readline() == b"\n"
         started = psutil.Process(build.pid).children(recursive=True)
         build.kill()
     assert len(started) >= 3  # a server of processes, and two

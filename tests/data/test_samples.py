@@ -1,5 +1,8 @@
 """Orders of samples, packing of documents, and random tokens."""
 
+import itertools
+import re
+
 import numpy as np
 import pytest
 
@@ -38,30 +41,26 @@ def test_each_epoch_has_another_order_and_other_cuts(make):
     samples = make(LENGTHS)
     n = samples.num_samples
     epochs = [samples.reader().read(epoch * n, n) for epoch in range(4)]
-    for a in range(4):
-        for b in range(a):
-            assert not np.array_equal(epochs[a], epochs[b])
-            assert {*map(tuple, epochs[a])} != {*map(tuple, epochs[b])}
+    for a, b in itertools.combinations(epochs, 2):
+        assert not np.array_equal(a, b) and {*map(tuple, a)} != {*map(tuple, b)}
 
 
 def test_without_shuffle_documents_come_in_the_order_of_the_files(make):
     samples = make(LENGTHS, shuffle=False)
-    rows = samples.reader().read(0, samples.num_samples)
     stream = np.concatenate([f.tokens_T for f in samples.documents.files])
-    for i, row in enumerate(rows):
+    for i, row in enumerate(samples.reader().read(0, samples.num_samples)):
         assert row.tolist() == stream[i * 8 : i * 8 + 9].tolist()
 
 
-@pytest.mark.parametrize(("bad_id", "limit"), [(50, 50), (137, 137)])
-def test_an_id_beyond_the_vocabulary_names_file_document_and_position(make, bad_id, limit):
+@pytest.mark.parametrize("limit", [50, 137])
+def test_an_id_beyond_the_vocabulary_names_file_document_and_position(make, limit):
     samples = make(LENGTHS, vocab_size=limit, shuffle=False)
-    said = r"[ab]\.bin, document \d+, position \d+: token id \d+ is not below"
-    with pytest.raises(DataError, match=said) as e:
+    with pytest.raises(DataError) as error:
         samples.reader().read(0, samples.num_samples)
-    place, _, rest = str(e.value).partition(", document ")
-    document, position = int(rest.split(",")[0]), int(rest.split("position ")[1].split(":")[0])
-    file = read_token_file(place)
-    assert file.tokens_T[file.start_N[document] + position] >= bad_id
+    said = r"(.*[ab]\.bin), document (\d+), position (\d+): token id \d+ is not below"
+    name, document, position = re.match(said, str(error.value)).groups()
+    file = read_token_file(name)
+    assert file.tokens_T[file.start_N[int(document)] + int(position)] >= limit
 
 
 def test_a_sample_with_a_bad_id_gives_way_to_the_next_good_one(make):
@@ -111,12 +110,10 @@ def test_permute_is_a_permutation_of_every_size(size):
     assert order.permute(np.array([size - 1]), size, key=7)[0] == places[-1]
 
 
-@pytest.mark.parametrize(
-    ("size", "fraction", "count"), [(100, 0.05, 5), (3, 0.05, 1), (2, 0.9, 1), (1, 0.5, 0)]
-)
-def test_held_out_takes_the_fraction_but_never_nothing_or_all(size, fraction, count):
-    hashes = order.mix64(np.arange(1, size + 1, dtype=np.uint64))
-    assert order.held_out(hashes, fraction).sum() == count
+def test_held_out_takes_the_fraction_but_never_nothing_or_all():
+    for size, fraction, count in ((100, 0.05, 5), (3, 0.05, 1), (2, 0.9, 1), (1, 0.5, 0)):
+        hashes = order.mix64(np.arange(1, size + 1, dtype=np.uint64))
+        assert order.held_out(hashes, fraction).sum() == count
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1000), (3, 3, 1e-6)])

@@ -35,17 +35,12 @@ def open_small(root, **changes):
     return open_stdlib(DataConfig(**changes), SEQ_LEN, VOCAB, root)
 
 
-def documents(corpus, which) -> set[str]:
-    table = getattr(corpus, which).documents
-    return {
-        corpus.tokenizer.decode(table.tokens(n, 0, 10**6).tolist(), skip_special_tokens=True)
-        for n in range(table.num_documents)
-    }
-
-
 def test_every_file_is_a_document_of_one_side(root, cache):
     corpus = open_small(root)
-    train, val = documents(corpus, "train"), documents(corpus, "val")
+    train, val = (
+        {corpus.tokenizer.decode(table.tokens(n, 0, 10**6).tolist()) for n in range(table.num_documents)}
+        for table in (corpus.train.documents, corpus.val.documents)
+    )
     assert (len(train), len(val)) == (37, 4) and not train & val
     names = {*find_sources(root)}
     assert {"module0.py", "json/module1.py", "latin.py"} <= names and len(names) == 43

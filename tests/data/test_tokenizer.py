@@ -20,21 +20,18 @@ def folder(tmp_path, tokenizer_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (b'{"eos_token": 5}', "eos_token: expected str | object | null, found int"),
-        (b'{"eos_token": {"content": [1]}}', "eos_token.content: expected str, found array"),
-        (b'{"eos_token": {}}', "eos_token: object missing required field content"),
-        (rb'{"eos_token": "\ud800"}', "eos_token: .* is not text"),
-        (b"", "is not JSON"),
-    ],
-)
-def test_a_wrong_configuration_is_one_line_with_file_and_field(folder, text, said):
-    (folder / "tokenizer_config.json").write_bytes(text)
-    with pytest.raises(ConfigError, match=said.replace("|", r"\|")) as caught:
-        end_of_document(load_tokenizer(folder), folder, None)
-    assert f"{folder}/tokenizer_config.json" in str(caught.value) and "\n" not in str(caught.value)
+def test_a_wrong_configuration_is_one_line_with_file_and_field(folder):
+    for text, said in {
+        b'{"eos_token": 5}': r"eos_token: expected str \| object \| null, found int",
+        b'{"eos_token": {"content": [1]}}': "eos_token.content: expected str, found array",
+        b'{"eos_token": {}}': "eos_token: object missing required field content",
+        rb'{"eos_token": "\ud800"}': "eos_token: .* is not text",
+        b"": "is not JSON",
+    }.items():
+        (folder / "tokenizer_config.json").write_bytes(text)
+        with pytest.raises(ConfigError, match=rf"^[^\n]*{said}[^\n]*$") as caught:
+            end_of_document(load_tokenizer(folder), folder, None)
+        assert f"{folder}/tokenizer_config.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

@@ -24,16 +24,18 @@ def install(folder: Path) -> None:
 def sbatch(script: str) -> None:
     """Start the job, or each job of an array, in the background; prints the number of the first."""
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", Path(script).read_text(), re.MULTILINE))
-    shared = {
-        "SLURM_JOB_NUM_NODES": options["nodes"],
-        "SLURM_JOB_NODELIST": ",".join(["localhost"] * int(options["nodes"])),
+    nodes = options["nodes"]
+    environment = os.environ | {
+        "SLURM_JOB_NUM_NODES": nodes,
+        "SLURM_JOB_NODELIST": ",".join(["localhost"] * int(nodes)),
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
     }
     last = options.get("array", "0-0").split("%")[0].split("-")[1]
     for index in range(int(last) + 1):
-        of_array = {"SLURM_ARRAY_JOB_ID": str(JOB), "SLURM_ARRAY_TASK_ID": str(index)}
-        of_job = {"SLURM_JOB_ID": str(JOB + index), **(of_array if "array" in options else {})}
-        command, environment = [sys.executable, __file__, "run", script], {**os.environ, **shared, **of_job}
+        environment["SLURM_JOB_ID"] = str(JOB + index)
+        if "array" in options:
+            environment |= {"SLURM_ARRAY_JOB_ID": str(JOB), "SLURM_ARRAY_TASK_ID": str(index)}
+        command = [sys.executable, __file__, "run", script]
         with Path(script).with_name(f"batch_{index}.log").open("w") as log:
             subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     print(f"Submitted batch job {JOB}")
@@ -42,34 +44,30 @@ def sbatch(script: str) -> None:
 def run(script: str) -> None:
     """The job's script, and again as often as it was put into the queue again."""
     again = _again(os.environ["SLURM_JOB_ID"])
-    while True:
-        again.unlink(missing_ok=True)
+    again.touch()
+    while again.exists():
+        again.unlink()
         subprocess.run(["bash", script], check=False)
-        if not again.exists():
-            break
 
 
 def srun(*words: str) -> None:
     assert os.environ["SRUN_CPUS_PER_TASK"] == os.environ["SLURM_CPUS_PER_TASK"]
     output, command = words[words.index("--output") + 1], words[words.index("--error") + 2 :]
-    nodes, tasks = int(os.environ["SLURM_JOB_NUM_NODES"]), []
-    for node in range(nodes):
-        by_step = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-        of_task = {"SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURM_LOCALID": "0"}
-        environment = {"SLURM_STEP_ID": "0", **dict.fromkeys(by_step, str(nodes)), **of_task}
-        environment["SLURM_STEP_NODELIST"] = os.environ["SLURM_JOB_NODELIST"]
+    nodes, tasks = os.environ["SLURM_JOB_NUM_NODES"], []
+    by_step = ("SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    shared = {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", **dict.fromkeys(by_step, nodes)}
+    shared["SLURM_STEP_NODELIST"] = os.environ["SLURM_JOB_NODELIST"]
+    for node in range(int(nodes)):
+        environment = os.environ | shared | dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID"), str(node))
         with Path(_filled(output, node)).open("a") as log:
-            task = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log)
-        tasks.append(task)
+            tasks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     sys.exit(max(task.wait() for task in tasks))
 
 
 def _filled(path: str, node: int) -> str:
     """The path of a log with the numbers of its job and its task."""
-    signs = {"%j": "SLURM_JOB_ID", "%A": "SLURM_ARRAY_JOB_ID", "%a": "SLURM_ARRAY_TASK_ID"}
-    for sign, variable in signs.items():
-        path = path.replace(sign, os.environ.get(variable, ""))
-    return path.replace("%t", str(node))
+    numbers = {"%j": "SLURM_JOB_ID", "%A": "SLURM_ARRAY_JOB_ID", "%a": "SLURM_ARRAY_TASK_ID"}
+    return re.sub("%[jAa]", lambda sign: os.environ.get(numbers[sign[0]], ""), path).replace("%t", str(node))
 
 
 def sacct(*words: str) -> None:
@@ -89,9 +87,8 @@ def _again(job: str) -> Path:
 
 
 if __name__ == "__main__":
-    name = Path(sys.argv[0]).name
-    commands = {"sbatch": sbatch, "srun": srun, "sacct": sacct, "scontrol": scontrol, "run": run}
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["run"]:
-        name = arguments.pop(0)
-    commands[name](*arguments)
+    commands = {"sbatch": sbatch, "srun": srun, "sacct": sacct, "scontrol": scontrol}
+    if sys.argv[1:2] == ["run"]:
+        run(*sys.argv[2:])
+    else:
+        commands[Path(sys.argv[0]).name](*sys.argv[1:])

@@ -3,7 +3,6 @@
 The learning rate says what becomes of a job.
 """
 
-import json
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -31,20 +30,15 @@ def task(config: RunConfig) -> float | None:
     record_folder(folder)
     with open(STARTS_FILE, "a", encoding="utf-8") as starts:
         starts.write(f"{rate}\n")
-    stopped = rate == ENDS_BY_SIGNAL and not Path(GONE).exists()
-    if not Path(GONE).exists() and rate == FAILS:
+    is_gone = Path(GONE).exists()
+    if rate == FAILS and not is_gone:
         raise RunFailed("the workers are gone\nsecond line")
-    if not Path(GONE).exists() and rate == CRASHES:
+    if rate == CRASHES and not is_gone:
         raise ZeroDivisionError("a mistake of ours")
-    rows = [
-        {"step": n, "loss": rate / n, "step_s": 0.5, "tokens": 64 * n, "tokens_per_s": 128} for n in (1, 2)
-    ]
-    rows.append({"step": 2, "val_loss": rate / 2})
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    stopped = rate == ENDS_BY_SIGNAL and not is_gone
     numbers = {"final_val_loss": rate / 2, "final_loss": rate, "median_tokens_per_s": 128.0}
-    write_json(
-        folder / "summary.json", {"finished": not stopped, "steps": 2, "folder": str(folder), **numbers}
-    )
+    document = {"finished": not stopped, "steps": 2, "folder": str(folder), **numbers}
+    write_json(folder / "summary.json", document)
     if stopped:
         raise KeyboardInterrupt
     return rate / 2

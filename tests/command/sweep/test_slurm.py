@@ -35,8 +35,8 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_local_jobs_of_submitit_are_runs_like_any_other(plugin, tmp_path):
-    words = ("hydra/launcher=submitit_local", "optim.lr=1e-2,2e-2", "train.steps=2")
-    sweep = command(tmp_path, *WORDS, *words, seconds=180)
+    words = (*WORDS, "hydra/launcher=submitit_local", "optim.lr=1e-2,2e-2", "train.steps=2")
+    sweep = command(tmp_path, *words, seconds=180)
     assert sweep.wait() == 0, sweep.err.read_text()
     first, second = summaries(tmp_path)
     assert first["finished"] and second["finished"] and first["steps"] == second["steps"] == 2
@@ -62,8 +62,8 @@ def test_two_nodes_of_a_slurm_job_train_together_as_one_worker_would(plugin, tmp
     assert {path.name for path in (folder / "logs").glob("rank*.log")} == {"rank0.log", "rank1.log"}
     assert command(alone, *WORDS[1:], "optim.lr=1e-2").wait() == 0
     by_one = json.loads((alone / "outputs/mini/summary.json").read_text())
-    assert summary["final_loss"] == pytest.approx(by_one["final_loss"], rel=1e-5)
-    assert summary["final_val_loss"] == pytest.approx(by_one["final_val_loss"], rel=1e-5)
+    for name in ("final_loss", "final_val_loss"):
+        assert summary[name] == pytest.approx(by_one[name], rel=1e-5)
 
 
 @pytest.mark.slow

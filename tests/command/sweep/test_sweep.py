@@ -12,23 +12,22 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from graphmoe.command.sweep import Job, JobStatus, read_job
-from graphmoe.command.sweep.job import in_sweep, job_gpus
-from graphmoe.config.schema import ConfigError, DeviceChoice, LaunchConfig, RunConfig
 from graphmoe.runtime.host.files import FileLock
 from tests.command.sweep.sweep_stub import CRASHES, ENDS_BY_SIGNAL, FAILS, GONE, STARTS_FILE
 from tests.faults import STEP_S, WORDS
-from tests.runs import ROOT, TINY, Command, command, hydra_config, metrics
+from tests.runs import ROOT, TINY, Command, command, metrics
 
 STUB = "tests.command.sweep.sweep_stub"
 DIR = "hydra.sweep.dir=sweep"
 
 
-def stub(folder: Path, *words: str) -> Command:
-    return command(folder, "-m", "run.device=cpu", *words, module=STUB)
+def stub(folder: Path, *words: str, status: int = 0) -> Command:
+    run = command(folder, "-m", "run.device=cpu", *words, module=STUB)
+    assert run.wait() == status, run.err.read_text()
+    return run
 
 
 def last_line(run: Command) -> str:
@@ -39,52 +38,39 @@ def states(sweep: Path) -> dict[int, str]:
     return {job["job"]: job["status"] for job in json.loads((sweep / "sweep.json").read_text())["jobs"]}
 
 
-def numbers_of_table(run: Command, states: tuple[str, ...] = tuple(JobStatus)) -> list[int]:
-    rows = [line.split() for line in run.out.read_text().splitlines() if line.rstrip().endswith(states)]
-    return [int(row[0]) for row in rows]
+def numbers_of_table(run: Command) -> list[int]:
+    lines = run.out.read_text().splitlines()
+    return [int(line.split()[0]) for line in lines if line.rstrip().endswith((*JobStatus,))]
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """A sweep of real jobs: one finishes, one diverges, and two cannot run."""
-    folder = tmp_path_factory.mktemp("swept")
+def test_a_sweep_of_real_jobs_ends_with_table_page_and_errors(tmp_path):
     rest = ("train.steps=4", "train.max_nonfinite=2", "train.log_interval=1", "checkpoint.interval=0", DIR)
-    return folder / "sweep", command(folder, "-m", *TINY, "optim.lr=1e38,1e-2", "model.top_k=99,2", *rest)
-
-
-def test_failed_jobs_do_not_stop_a_sweep_which_ends_with_status_1(swept):
-    sweep, run = swept
-    assert run.wait() == 1, run.err.read_text()
+    run = command(tmp_path, "-m", *TINY, "optim.lr=1e38,1e-2", "model.top_k=99,2", *rest)
+    sweep, table, errors = tmp_path / "sweep", " ".join(run.out.read_text().split()), run.err.read_text()
+    assert run.wait() == 1, errors
     assert states(sweep) == {0: "failed", 1: "failed", 2: "failed", 3: "finished"}
     summary = json.loads((sweep / "3" / "summary.json").read_text())
     assert summary["finished"] and read_job(sweep / "3").value == summary["final_val_loss"]
     assert [row["step"] for row in metrics(sweep / "3") if "loss" in row] == [1, 2, 3, 4]
 
-
-def test_a_sweep_ends_with_a_table_best_first_and_errors_that_name_the_jobs_that_have_them(swept):
-    _, run = swept
-    table, errors = " ".join(run.out.read_text().split()), run.err.read_text()
-    assert numbers_of_table(run) == [3, 0, 1, 2] and "lr top_k" in table
+    assert numbers_of_table(run) == [3, 0, 1, 2] and "lr top_k" in table  # best first
     assert "job 0 failed: model.top_k=99 exceeds model.num_experts=4; use 1 to 4" in table
     assert "job 1 failed: rank 0 on" in table and "train.max_nonfinite=2" in table
     assert "error: job 0 (optim.lr=1e+38 model.top_k=99), job 2 (optim.lr=0.01 model.top_k=99): " in errors
     assert re.search(r"^[\d:]+ job 3: step 4/4  loss", errors, re.MULTILINE)
     assert "Traceback" not in errors and "error: job 1 (optim.lr=1e+38 model.top_k=2): rank 0" in errors
 
-
-def test_a_sweep_leaves_a_page_and_its_data(swept):
-    sweep, run = swept
     assert (sweep / "sweep.html").stat().st_size > 500_000  # plotly's code is in it
     whole = json.loads((sweep / "sweep.json").read_text())
-    command = whole["command"]
-    assert command.startswith("python -m graphmoe.train -m ") and "sweep.resume" not in command
+    assert whole["command"].startswith("python -m graphmoe.train -m ")
+    assert "sweep.resume" not in whole["command"]
     assert whole["jobs"][3]["differs_by"] == ["optim.lr=0.01", "model.top_k=2"]
-    assert whole["jobs"][3]["steps"] == 4 and "curves: sweep/sweep.html" in run.err.read_text()
+    assert whole["jobs"][3]["steps"] == 4 and "curves: sweep/sweep.html" in errors
 
 
 def test_json_of_a_sweep_has_failed_jobs_in_it_and_an_unexpected_error_its_traceback(tmp_path):
-    run = stub(tmp_path, f"optim.lr={CRASHES},0.1,{FAILS}", "format=json", DIR)
-    assert run.wait() == 1 and states(tmp_path / "sweep") == {0: "failed", 1: "finished", 2: "failed"}
+    run = stub(tmp_path, f"optim.lr={CRASHES},0.1,{FAILS}", "format=json", DIR, status=1)
+    assert states(tmp_path / "sweep") == {0: "failed", 1: "finished", 2: "failed"}
     _, good, bad = json.loads(run.out.read_text())
     assert (good["job"], good["status"], good["steps"], good["value"]) == (1, "finished", 2, 0.05)
     assert (bad["status"], bad["error"]) == ("failed", "the workers are gone\nsecond line")
@@ -94,8 +80,7 @@ def test_json_of_a_sweep_has_failed_jobs_in_it_and_an_unexpected_error_its_trace
 
 
 def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints(tmp_path):
-    run = stub(tmp_path, f"optim.lr=0.1,{FAILS},{ENDS_BY_SIGNAL},0.2", DIR)
-    assert run.wait() == 130
+    run = stub(tmp_path, f"optim.lr=0.1,{FAILS},{ENDS_BY_SIGNAL},0.2", DIR, status=130)
     assert numbers_of_table(run) == [0, 1, 2, 3]
     assert states(tmp_path / "sweep") == {0: "finished", 1: "failed", 2: "interrupted", 3: "not started"}
     line = next(line for line in run.err.read_text().splitlines() if line.startswith("to go on"))
@@ -105,7 +90,6 @@ def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints
     (tmp_path / STARTS_FILE).unlink()
     (tmp_path / GONE).touch()
     again = stub(tmp_path, *words[5:])
-    assert again.wait() == 0, again.err.read_text()
     assert set(states(tmp_path / "sweep").values()) == {"finished"}
     assert (tmp_path / STARTS_FILE).read_text().split() == [str(FAILS), str(ENDS_BY_SIGNAL), "0.2"]
     assert "resume" not in again.out.read_text()
@@ -114,16 +98,16 @@ def test_an_interrupted_sweep_goes_on_where_it_was_by_the_command_that_it_prints
 
 @pytest.mark.slow
 def test_a_job_killed_after_its_last_step_is_finished_and_other_words_start_nothing(tmp_path):
-    assert stub(tmp_path, "optim.lr=0.1,0.2", DIR).wait() == 0
+    stub(tmp_path, "optim.lr=0.1,0.2", DIR)
     job = read_job(tmp_path / "sweep" / "1")
     job.status, job.value = JobStatus.running, None
     job.write()
-    again = stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=sweep")
-    assert again.wait() == 0 and read_job(tmp_path / "sweep" / "1").value == 0.1
+    stub(tmp_path, "optim.lr=0.1,0.2", "sweep.resume=sweep")
+    assert read_job(tmp_path / "sweep" / "1").value == 0.1
     assert len((tmp_path / STARTS_FILE).read_text().split()) == 2
-    run = stub(tmp_path, "optim.lr=0.1,0.3,0.2", "sweep.resume=sweep")
+    run = stub(tmp_path, "optim.lr=0.1,0.3,0.2", "sweep.resume=sweep", status=2)
     said = "error: job 1 of this sweep was run with optim.lr=0.2, now it has optim.lr=0.3;"
-    assert run.wait() == 2 and last_line(run).startswith(said)
+    assert last_line(run).startswith(said)
     more = ("optim.lr=0.1,0.2,0.3", "sweep.resume=sweep", "format=json", "launch.gpus_per_job=1")
     found = json.loads(stub(tmp_path, *more).out.read_text())
     assert [job["value"] for job in found] == [0.05, 0.1, 0.15]
@@ -131,26 +115,23 @@ def test_a_job_killed_after_its_last_step_is_finished_and_other_words_start_noth
 
 
 def test_a_sweep_of_the_same_second_takes_the_next_free_folder(tmp_path):
-    record = Job(0, ["optim.lr=0.5"], tmp_path)
-    record.write()
+    Job(0, ["optim.lr=0.5"], tmp_path).write()
     for second in range(600):  # whenever it begins, another sweep has its folder
         taken = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(time.time() + second))
         folder = tmp_path / "multirun" / "mine" / taken / "0"
         folder.mkdir(parents=True)
         shutil.copy(tmp_path / "job.json", folder)
-    run = stub(tmp_path, "optim.lr=0.1,0.2", "run.name=mine")
-    assert run.wait() == 0, run.err.read_text()
+    stub(tmp_path, "optim.lr=0.1,0.2", "run.name=mine")
     (mine,) = (tmp_path / "multirun" / "mine").glob("*-2")
     assert states(mine) == {0: "finished", 1: "finished"} and (mine / "1" / "summary.json").exists()
-    assert (
-        f"sweep.resume=multirun/mine/{mine.name}" in json.loads((mine / "sweep.json").read_text())["resume"]
-    )
+    resume = json.loads((mine / "sweep.json").read_text())["resume"]
+    assert f"sweep.resume=multirun/mine/{mine.name}" in resume
 
 
 @pytest.mark.slow
 def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_path):
     (tmp_path / "empty").mkdir()
-    assert stub(tmp_path, "optim.lr=0.1", DIR).wait() == 0
+    stub(tmp_path, "optim.lr=0.1", DIR)
     refused = {
         "sweep.resume=empty": "sweep.resume=empty is no sweep's folder: it has no sweep.json; name ",
         DIR: "holds a sweep already; sweep.resume=sweep goes on with it",
@@ -159,8 +140,7 @@ def test_a_folder_that_cannot_be_gone_on_with_is_refused_with_the_reason(tmp_pat
     }
     lock = FileLock.acquire(tmp_path / "sweep" / "sweep.lock")
     for words, said in refused.items():
-        run = stub(tmp_path, "optim.lr=0.1", *words.split())
-        assert run.wait() == 2 and said in last_line(run), last_line(run)
+        assert said in last_line(stub(tmp_path, "optim.lr=0.1", *words.split(), status=2))
     lock.release()
     assert not list((tmp_path / "empty").iterdir())
     single = command(tmp_path, "run.device=cpu", "sweep.resume=sweep", module=STUB)
@@ -177,8 +157,7 @@ def test_other_tools_have_no_report_of_a_sweep(tmp_path):
 @pytest.mark.slow
 def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.sampler.seed=1")
-    run = stub(tmp_path, *optuna, f"optim.lr=0.2,{FAILS},0.1", DIR)
-    assert run.wait() == 1, run.err.read_text()
+    run = stub(tmp_path, *optuna, f"optim.lr=0.2,{FAILS},0.1", DIR, status=1)
     assert sorted(states(tmp_path / "sweep").values()) == ["failed", "finished", "finished"]
     best = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
     assert best.best_value == 0.05 and best.best_params["optim.lr"] == 0.1
@@ -187,9 +166,9 @@ def test_optuna_takes_the_value_of_a_job_and_survives_one_that_fails(tmp_path):
 
 @pytest.mark.slow
 def test_a_study_whose_trials_all_fail_ends_with_the_table_and_the_errors(tmp_path):
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}", DIR)
-    run = stub(tmp_path, *words)
-    assert run.wait() == 1 and set(states(tmp_path / "sweep").values()) == {"failed"}
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"optim.lr={FAILS},{CRASHES}")
+    run = stub(tmp_path, *words, DIR, status=1)
+    assert set(states(tmp_path / "sweep").values()) == {"failed"}
     assert last_line(run) == "error: No trials are completed yet."
 
 
@@ -239,8 +218,7 @@ def test_a_signal_lets_all_jobs_that_run_side_by_side_save_and_starts_no_more(tm
     run = beside(tmp_path, "graphmoe.train", *TINY, *WORDS, *rest)
     folders = [tmp_path / "sweep" / number for number in "01"]
     end = time.monotonic() + 60
-    files = [folder / "metrics.jsonl" for folder in folders]
-    while not all(file.exists() and file.stat().st_size for file in files):  # empty until training
+    while len([*filter(Path.read_bytes, tmp_path.glob("sweep/*/metrics.jsonl"))]) < 2:  # empty until training
         assert run.poll() is None and time.monotonic() < end, (tmp_path / "stderr.txt").read_text()
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
@@ -249,50 +227,6 @@ def test_a_signal_lets_all_jobs_that_run_side_by_side_save_and_starts_no_more(tm
     for folder in folders:
         steps = json.loads((folder / "summary.json").read_text())["steps"]
         assert (folder / "checkpoints" / f"step_{steps:08d}" / "manifest.json").exists()
-
-
-@pytest.fixture
-def job_of(monkeypatch):
-    """Make this process one that runs a job of a sweep with these words, on a machine with GPUs."""
-
-    def start(*words: str) -> None:
-        HydraConfig.instance().set_config(hydra_config("hydra.mode=MULTIRUN", *words))
-
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    yield start
-    HydraConfig.instance().cfg = None
-
-
-def config_of(nproc: int = 1, gpus: int | None = None, device: str = "cuda") -> RunConfig:
-    found = RunConfig(launch=LaunchConfig(nproc=nproc, gpus_per_job=gpus))
-    found.run.device = DeviceChoice(device)
-    return found
-
-
-def test_jobs_side_by_side_have_gpus_of_their_own_or_are_refused(job_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    job_of("hydra/launcher=joblib")
-    assert in_sweep()
-    with job_gpus(config_of(2, 2)) as first, job_gpus(config_of(2, 2)) as second:
-        assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["0,1", "2,3"]
-    workers = "launch.nproc=2 workers need a GPU each, and launch.gpus_per_job=1;"
-    share = "launcher=joblib .*; launch.gpus_per_job=2 gives each job its own"
-    for gpus, said in {None: share, 1: workers}.items():
-        with pytest.raises(ConfigError, match=said):
-            job_gpus(config_of(2, gpus)).__enter__()
-
-
-def test_a_job_that_shares_with_nobody_takes_the_gpus_as_they_are(job_of):
-    alone = {
-        "hydra/launcher=joblib": config_of(device="cpu"),
-        "hydra/launcher=basic": config_of(),
-        "hydra/launcher=joblib hydra.mode=RUN": config_of(gpus=9),
-    }
-    for words, config in alone.items():
-        job_of(*words.split())
-        with job_gpus(config) as environment:
-            assert environment == {}, words
 
 
 def test_a_sweep_can_be_moved(tmp_path):

@@ -23,15 +23,15 @@ def job(folder: Path, number: int, status: JobStatus, value: float | None = None
     if value is not None:
         numbers = {"final_val_loss": value, "final_loss": value + 1, "median_tokens_per_s": 12345.6}
         (path / "summary.json").write_text(json.dumps({"steps": 3, **numbers}))
-        rows = [{"step": 0, "val_loss": 9.0}]
-        rows += [
-            {"step": n, "loss": 9.0 - n, "step_s": 0.5, "tokens": 8 * n, "tokens_per_s": 16}
-            for n in (1, 2, 3)
-        ]
-        rows.append({"step": 3, "val_loss": value})
-        lines = [*(json.dumps(row) for row in rows), '{"step": 4, "lo']
+        steps = [row(n, 9.0 - n, 0.5, 16) for n in (1, 2, 3)]
+        rows = [{"step": 0, "val_loss": 9.0}, *steps, {"step": 3, "val_loss": value}]
+        lines = [*map(json.dumps, rows), '{"step": 4, "lo']
         (path / METRICS_FILE).write_text("\n".join(lines))
     return made
+
+
+def row(step: int, loss: float = 1.0, step_s: float = 1.0, rate: float = 1.0) -> dict[str, float]:
+    return {"step": step, "loss": loss, "step_s": step_s, "tokens": 8 * step, "tokens_per_s": rate}
 
 
 @pytest.fixture
@@ -60,9 +60,7 @@ def test_curves_of_jobs_have_their_words_and_what_each_step_had_reached(jobs, tm
     write_sweep_page(tmp_path / "sweep.html", "command", *jobs)
     text = (tmp_path / "sweep.html").read_text()
     (known,) = re.findall(r'id="reached">(.*?)</script>', text)
-    specs = [
-        json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', text)
-    ]
+    specs = map(json.loads, re.findall(r'<script type="application/json">(.*?)</script>', text))
     loss, validation, speed = (spec["data"] for spec in specs if spec["curves"])
     names = ["3 optim.lr=0.012346", "1 optim.lr=2", "2 optim.lr=3"]
     assert [trace["name"] for trace in loss] == [trace["meta"]["run"] for trace in loss] == names
@@ -92,11 +90,10 @@ def test_the_value_is_drawn_over_each_parameter_with_a_line_for_each_value_of_on
 
 def test_a_page_may_have_no_curve_and_says_where_a_long_one_is_thinned(tmp_path):
     made = job(tmp_path, 0, JobStatus.running)
-    steps = range(1, 3 * MAX_POINTS)
-    rows = [{"step": n, "loss": 1.0, "step_s": 1.0, "tokens": 8 * n, "tokens_per_s": 1.0} for n in steps]
     write_sweep_page(tmp_path / "sweep.html", "command", [made], {0: []})
     assert 'id="plotly"' not in (tmp_path / "sweep.html").read_text()  # there is no curve yet
-    (tmp_path / "0" / METRICS_FILE).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = "".join(f"{json.dumps(row(step))}\n" for step in range(1, 3 * MAX_POINTS))
+    (tmp_path / "0" / METRICS_FILE).write_text(rows)
     write_sweep_page(tmp_path / "sweep.html", "command", [made], {0: []})
     assert "Of more than 1,500 points of a curve the smallest" in (tmp_path / "sweep.html").read_text()
 

@@ -1,5 +1,6 @@
 """Loads that benchmarks force: what each is, and that tokens are drawn by them."""
 
+import itertools
 import json
 import math
 
@@ -22,14 +23,13 @@ def of_ranks(share: list[float], ranks: int) -> list[float]:
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_load_has_all_slots_of_a_token_and_no_expert_twice(name, sizes):
-    for step in (1, 2, 10, 37):
-        for layer in (0, 1, 70):
-            share, units = load(name, step, layer, *sizes), ends(load(name, step, layer, *sizes))
-            assert len(share) == sizes[0] and math.isclose(sum(share), sizes[1])
-            assert min(share) >= 0 and max(share) <= 1
-            chosen = draw_experts(512, sizes[1], torch.tensor(units))
-            assert chosen.dtype == torch.int32 and chosen.shape == (512, sizes[1])
-            assert bool((chosen.diff(dim=1) > 0).all()) and chosen.min() >= 0 and chosen.max() < sizes[0]
+    for step, layer in itertools.product((1, 2, 10, 37), (0, 1, 70)):
+        share, units = load(name, step, layer, *sizes), ends(load(name, step, layer, *sizes))
+        assert len(share) == sizes[0] and math.isclose(sum(share), sizes[1])
+        assert min(share) >= 0 and max(share) <= 1
+        chosen = draw_experts(512, sizes[1], torch.tensor(units))
+        assert chosen.dtype == torch.int32 and chosen.shape == (512, sizes[1])
+        assert bool((chosen.diff(dim=1) > 0).all()) and chosen.min() >= 0 and chosen.max() < sizes[0]
 
 
 def test_each_load_is_what_its_name_says():

@@ -1,15 +1,17 @@
-"""Decisions of a plan, which all that builds and runs a model asks."""
+"""Decisions of a plan, which all that builds and runs a model asks; ranks along the parallel dimensions."""
 
 import ast
+import itertools
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphmoe.config.schema import Transport
+from graphmoe.config.schema import ParallelConfig, Transport
 from graphmoe.plan.experts import blocks_of
-from graphmoe.plan.layout import Layout
+from graphmoe.plan.layout import ALONE, AXES, DENSE, EXPERT, Cut, Layout, ParameterLayout, own_part
 from graphmoe.plan.pipeline.layouts import all_pieces
 from graphmoe.plan.plan import plan_of
 from graphmoe.plan.recompute import Recompute
@@ -47,36 +49,34 @@ def test_a_plan_is_of_ranks_that_share_experts_layers_and_matrices():
     assert plan.balanced.slots == 32 and plan.room().slots == 48 and plan.room(2.0).slots <= plan.worst.slots
 
 
-def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits():
-    words = "parallel.ep=2", "model.expert_ffn_size=16", "compile.enabled=true", "moe.dispatcher=symm"
+SYMM, FP8 = "parallel.ep=2 moe.dispatcher=symm", "precision.fp8=rowwise"
+IN_32S = "model.hidden_size=32 model.expert_ffn_size=32"
 
-    def travels(*more: str) -> bool:
-        return plan_of(config(*words, *more), 2).fp8_rows
 
-    fp8 = "precision.fp8=rowwise"
-    assert travels(fp8) and travels(fp8, "moe.dispatch_dtype=fp8")
-    assert not travels() and not travels(fp8, "moe.dispatch_dtype=bf16")
-    assert not travels(fp8, "precision.fp8_products=[attn]")
-    in_32s = "model.hidden_size=32", "model.expert_ffn_size=32"
-    assert travels(fp8, *in_32s) and not travels("precision.fp8=mxfp8", *in_32s)
+@pytest.mark.parametrize(
+    ("words", "in_fp8"),
+    [
+        (FP8, True), (f"{FP8} moe.dispatch_dtype=fp8", True), ("", False),
+        (f"{FP8} moe.dispatch_dtype=bf16", False), (f"{FP8} precision.fp8_products=[attn]", False),
+        (f"{FP8} {IN_32S}", True), (f"precision.fp8=mxfp8 {IN_32S}", False),
+    ],
+)  # fmt: skip
+def test_rows_go_to_their_experts_in_8_bits_where_these_compute_in_8_bits(words, in_fp8):
+    run = config(COMPILED, "model.expert_ffn_size=16", *SYMM.split(), *words.split())
+    assert plan_of(run, 2).fp8_rows == in_fp8
 
 
 @pytest.mark.parametrize(
     ("words", "balance"),
     [
-        ("moe.dispatcher=symm parallel.ep=2", "replicas"),
-        ("moe.dispatcher=symm parallel.ep=2 moe.balance=none", "none"),
-        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise", "replicas"),
-        ("moe.dispatcher=symm parallel.ep=2 precision.fp8=rowwise moe.experts=turbo", "none"),
-        ("moe.dispatcher=symm parallel.ep=2 parallel.etp=2", "none"),
-        ("moe.dispatcher=symm parallel.ep=2 compile.enabled=false", "none"),
-        ("moe.dispatcher=symm parallel.ep=2 passes.disabled=[fuse_experts]", "none"),
-        ("parallel.ep=2", "none"),
-        ("moe.dispatcher=local", "none"),
+        (SYMM, "replicas"), (f"{SYMM} moe.balance=none", "none"), (f"{SYMM} {FP8}", "replicas"),
+        (f"{SYMM} {FP8} moe.experts=turbo", "none"), (f"{SYMM} parallel.etp=2", "none"),
+        (f"{SYMM} compile.enabled=false", "none"), (f"{SYMM} passes.disabled=[fuse_experts]", "none"),
+        ("parallel.ep=2", "none"), ("moe.dispatcher=local", "none"),
     ],
-)
+)  # fmt: skip
 def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
-    assert config("compile.enabled=true", "model.expert_ffn_size=16", *words.split()).moe.balance == balance
+    assert config(COMPILED, "model.expert_ffn_size=16", *words.split()).moe.balance == balance
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_experts_have_replicas_wherever_symm_can_make_them(words, balance):
     ],
 )  # fmt: skip
 def test_bytes_of_a_replica_are_of_its_weights_and_of_a_gradient_as_it_travels(words, backends, size):
-    given = "precision.compute=bf16", "moe.dispatcher=symm", "parallel.ep=2", COMPILED, *words.split()
+    given = "precision.compute=bf16", COMPILED, *f"{SYMM} {words}".split()
     plan = plan_of(config("model.hidden_size=32", "model.expert_ffn_size=16", *given), 2)
     assert plan.replica_bytes(backends) == 3 * 32 * 16 * size
 
@@ -105,14 +105,17 @@ def test_with_replicas_there_is_room_for_all_that_can_arrive_and_no_more():
     assert few.room().slots == 1.5 * few.balanced.slots
 
     block, rows = blocks_of(plan.balanced, plan.room(), 4, plan.exact_of)
-    generator, most = torch.Generator().manual_seed(0), 0
-    for _ in range(200):  # rows from each rank, none of which has more than its tokens
+
+    def needed(arrived: list[int]) -> int:
+        """Of rows from each rank, none of which has more than its tokens."""
+        return 4 * block + sum(max(each - block, 0) for each in arrived)
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
         arrived = (tokens * torch.rand(4, generator=generator) ** 0.2).int().tolist()
         arrived[0] -= max(sum(arrived) - plan.room().rows, 0)
-        most = max(most, 4 * block + sum(max(each - block, 0) for each in arrived))
-        assert most <= rows
-    full = [tokens] * 3 + [plan.room().rows - 3 * tokens]
-    assert 4 * block + sum(max(each - block, 0) for each in full) == rows
+        assert needed(arrived) <= rows
+    assert needed([tokens] * 3 + [plan.room().rows - 3 * tokens]) == rows
 
 
 def test_weights_of_replicas_are_kept_as_asked_for_or_by_separate_steps_unless_they_are_read_again():
@@ -128,21 +131,11 @@ def test_weights_of_replicas_are_kept_as_asked_for_or_by_separate_steps_unless_t
         plan = plan_of(config(*words, "model.num_dense_layers=1", *more), 2)
         said = [line for line in without_effect(plan, 2) if line.startswith("moe.replica_keep=true")]
         assert (plan.keeps_replicas, not said) == (kept, has_effect), more
-    plan = plan_of(config("parallel.ep=2", "moe.dispatcher=symm", "moe.replica_slots=2"), 2)
-    why = "with moe.balance=none: auto makes no replicas without the pass fuse_experts"
-    assert f"moe.replica_slots=2 has no effect {why}" in without_effect(plan, 2)
-
-
-def test_a_coefficient_of_no_loss_says_how_to_turn_the_loss_on_or_off():
-    plans = [plan_of(config("model.aux_loss=none", f"model.aux_loss_coef={each}"), 1) for each in (0.02, 0)]
-    said = [[line for line in without_effect(plan, 1) if "aux_loss" in line] for plan in plans]
-    how = "model.aux_loss=micro_batch turns the loss on, model.aux_loss_coef=0 off"
-    assert said == [[f"model.aux_loss_coef=0.02 has no effect with model.aux_loss=none; {how}"], []]
 
 
 def called_in(file: Path) -> set[str]:
-    calls = (node.func for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
-    return {ast.unparse(function) for function in calls}
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
 def test_modules_that_build_and_run_a_model_ask_the_plan_for_decisions():
@@ -152,3 +145,60 @@ def test_modules_that_build_and_run_a_model_ask_the_plan_for_decisions():
     assert len(files) > 50 and asking == {}
     whole = [file for file in files if re.search(r"\bRunConfig\b|plan\.config\b", file.read_text())]
     assert len(whole) <= 6
+
+
+LAYOUTS = [
+    Layout(), Layout(dp=8), Layout(dp=2, tp=2, cp=2), Layout(dp=2, tp=4, ep=8),
+    Layout(dp=2, tp=2, cp=2, ep=2, etp=2), Layout(dp=2, tp=2, pp=2, ep=4), Layout(dp=96, tp=4, cp=2, ep=8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_ranks_meet_in_one_group_of_one_axis_of_a_folding(layout):
+    ranks = layout.size("world")
+    for axis in AXES:
+        groups = layout.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(ranks))
+        assert {len(group) for group in groups} == {layout.size(axis)}
+        for rank in {0, ranks // 2, ranks - 1}:
+            assert layout.group(axis, rank)[layout.index(axis, rank)] == rank
+    assert layout.edp * layout.ep * layout.etp == layout.dp * layout.cp * layout.tp
+    for folding in (DENSE, EXPERT):
+        for rank in range(min(ranks, 16)):
+            others = [set(layout.group(axis, rank)) - {rank} for axis in folding]
+            assert all(not one & other for one, other in itertools.combinations(others, 2))
+        assert math.prod(layout.size(axis) for axis in folding) == ranks
+
+
+def test_each_axis_has_its_groups_of_ranks():
+    for layout, groups in (
+        (Layout(dp=2, cp=1, tp=2, pp=2, ep=4), {
+            "tp": "01 23 45 67", "dp": "02 13 46 57", "pp": "04 15 26 37", "ep": "0123 4567",
+            "stage": "0123 4567", "edp": "0 1 2 3 4 5 6 7",
+        }),
+        (Layout(dp=4, tp=2, ep=2, etp=2), {
+            "etp": "01 23 45 67", "ep": "02 13 46 57", "edp": "04 15 26 37", "ep_etp": "0123 4567",
+        }),
+        (Layout(dp=2, cp=2, tp=2), {"dp_cp": "0246 1357"}),
+    ):  # fmt: skip
+        for axis, of_ranks in groups.items():
+            assert layout.groups(axis) == [tuple(map(int, group)) for group in of_ranks.split()]
+
+
+def test_own_parts_are_cut_piece_by_piece():
+    layout = Layout(dp=2, tp=2, ep=2, etp=2)
+    rows = torch.arange(8)[:, None].expand(8, 3)
+    gate_and_up = ParameterLayout((Cut(0, "tp", pieces=2),), "dp_cp")
+    assert own_part(rows, gate_and_up, layout, 1)[:, 0].tolist() == [2, 3, 6, 7]
+    experts = torch.arange(4 * 4 * 3).view(4, 4, 3)
+    parallel = ParameterLayout((Cut(0, "ep"), Cut(1, "etp", pieces=2)), "edp")
+    parts = [own_part(experts, parallel, layout, rank) for rank in range(4)]
+    assert torch.equal(parts[2], experts[2:, [0, 2]])  # rank 2: second of ep, first of etp
+    assert torch.equal(parts[1], experts[:2, [1, 3]])
+    assert own_part(rows, ParameterLayout(), layout, 3) is rows
+
+
+def test_ranks_that_no_other_axis_takes_are_data_parallel():
+    assert Layout.of(ParallelConfig(), 1) == ALONE
+    assert Layout.of(ParallelConfig(tp=2, cp=2), 8) == Layout(dp=2, tp=2, cp=2)
+    assert Layout.of(ParallelConfig(ep=8, tp=4, cp=2), 768) == Layout(dp=96, tp=4, cp=2, ep=8)

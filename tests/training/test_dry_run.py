@@ -43,15 +43,14 @@ WORDS = (
     "train.global_batch_size=32", "optim.bucket_mb=0.01",
 )  # fmt: skip
 OF_FOUR = {
-    "ep4": ("parallel.ep=4",),
-    "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
+    "ep4": ("parallel.ep=4",), "tp2 ep4": ("parallel.tp=2", "parallel.ep=4"),
     "tp2 etp2": ("parallel.tp=2", "parallel.etp=2"),
     "a tied head": ("model.tie_embeddings=true", "model.vocab_size=256"),
     "pp2 ep2": ("parallel.pp=2", "parallel.ep=2", "model.num_experts=2"),
     "pp2 tp2, a tied head": ("parallel.pp=2", "parallel.tp=2", "model.tie_embeddings=true"),
     "pp4 zbv": ("parallel.pp=4", "model.num_layers=6", "pipeline.schedule=zbv"),
     "pp2 interleaved": ("parallel.pp=2", "model.num_layers=4", "pipeline.schedule=interleaved"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,12 +119,10 @@ def test_ranks_that_do_not_hold_the_experts_in_their_order_are_noticed(monkeypat
 @pytest.mark.parametrize("ranks", [[0, 2, 4, 6], [1, 0, 2, 3], [0, 1]], ids=str)
 def test_a_process_group_of_other_ranks_is_noticed(monkeypatch, ranks):
     with fake_process_group(8, 0):
-        mesh = Mesh(Layout(dp=8, ep=4))
+        mesh, found = Mesh(Layout(dp=8, ep=4)), dist.get_process_group_ranks
         check_groups(mesh)
-        found = dist.get_process_group_ranks
-        monkeypatch.setattr(
-            dist, "get_process_group_ranks", lambda g: ranks if g is mesh.group("ep_etp") else found(g)
-        )
+        wrong = {mesh.group("ep_etp"): ranks}
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda g: wrong.get(g) or found(g))
         with pytest.raises(WrongGroup, match="the process group of ep has the ranks"):
             check_groups(mesh)
 
@@ -142,6 +139,10 @@ def test_tokens_that_are_sent_along_another_axis_are_noticed(monkeypatch):
         dry("launch.fake_world=8", "parallel.ep=4")
 
 
+def calls_of(log: CollectiveLog) -> list[tuple]:
+    return [(call.operation, call.axes, call.ranks, call.bytes) for call in log.counts]
+
+
 def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
     with fake_process_group(8, 0):
         mesh = Mesh(Layout(dp=4, tp=2))
@@ -151,9 +152,7 @@ def test_a_collective_of_a_group_that_no_axis_has_is_noticed():
             dist.all_reduce(torch.zeros(4), group=mesh.group("tp"))
             with pytest.raises(WrongGroup, match=r"\[0, 3\], which are not the group of any axis"):
                 dist.all_reduce(torch.zeros(4), group=other)
-    assert [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts] == [
-        ("all_reduce", ("tp", "cp_tp"), (0, 1), 16)
-    ]
+    assert calls_of(log) == [("all_reduce", ("tp", "cp_tp"), (0, 1), 16)]
 
 
 def test_what_an_operation_takes_for_itself_counts_while_it_runs():
@@ -164,49 +163,42 @@ def test_what_an_operation_takes_for_itself_counts_while_it_runs():
     assert memory.peaks == {"forward": 1524, "backward": 1024}
     assert memory.peak == {"weights": 1024, "inside": 500}
     ops, x = torch.ops.graphmoe, torch.zeros(2, 6, 8)
-    assert bytes_inside(ops.all_gather.default, (x, "tp", 4, 1)) == 4 * 4 * 96
-    assert bytes_inside(ops.all_gather.default, (x, "tp", 4, 0)) == 0
-    assert bytes_inside(ops.reduce_scatter.default, (x, "tp", 2, 1)) == 4 * 96
+    for op, given, num_bytes in (
+        (ops.all_gather, (x, "tp", 4, 1), 4 * 4 * 96), (ops.all_gather, (x, "tp", 4, 0), 0),
+        (ops.reduce_scatter, (x, "tp", 2, 1), 4 * 96),
+    ):  # fmt: skip
+        assert bytes_inside(op.default, given) == num_bytes
     assert bytes_inside(torch.ops.aten.add.Tensor, (x, x)) == 0
 
 
-def test_weights_of_replicas_count_while_experts_run():
-    ops, (T, K, D, H, G, S) = torch.ops.graphmoe, (5, 2, 8, 12, 7, 3)
-    x, gate_up, down, h = (torch.zeros(size) for size in ((T, D), (4, H, D), (4, D, H // 2), (T * K, H)))
-    layer = (x[:, :K], *(torch.zeros(size, dtype=torch.int32) for size in ((T * K,), (T, K), (G,))))
-    of_both, experts = S * 4 * (H * D + D * H // 2), torch.zeros(2, S, dtype=torch.int32)
-    for op, given, added in (
-        (ops.grouped_mlp, (x, gate_up, down, *layer), of_both),
-        (ops.grouped_mlp_hidden, (x, gate_up, *layer[1:]), S * 4 * H * D),
-        (ops.grouped_mlp_dgrad, (x, h, gate_up, down, *layer), of_both),
-    ):
-        without, none, found = (
-            bytes_inside(op.default, (*given, "torch", *last)) for last in ((), (None,), (experts,))
-        )
-        assert none == without == found - added
-
-
-def test_weights_of_replicas_in_8_bits_count_with_their_scales():
+def test_weights_of_replicas_count_with_their_scales():
     ops, (T, K, D, H, G, S) = torch.ops.graphmoe, (5, 2, 32, 64, 7, 3)
-    q, s = functools.partial(torch.zeros, dtype=torch.uint8), functools.partial(torch.zeros)
-    weights = q(4, H, D), s(4, H, 1), q(4, D, H // 2), s(4, D, 1)
-    slots, experts = torch.zeros(T, K), torch.zeros(2, S, dtype=torch.int32)
+    x, gate_up, down, h = (torch.zeros(size) for size in ((T, D), (4, H, D), (4, D, H // 2), (T * K, H)))
     plan = [torch.zeros(size, dtype=torch.int32) for size in ((T * K,), (T, K), (G,))]
-    of_gate_up, of_down = S * (H * D + 4 * H), S * (D * H // 2 + 4 * D)
-    forward = (q(T, D), s(T, 1), *weights, slots, *plan, torch.bfloat16, "rowwise")
-    dgrad = (q(T, D), s(T, 1), q(T * K, H), s(T * K, 2), *weights, slots, *plan, torch.bfloat16, "rowwise")
+    slots, experts = torch.zeros(T, K), torch.zeros(2, S, dtype=torch.int32)
+    of_gate_up, of_down = S * 4 * H * D, S * 4 * D * H // 2
+    q, s = functools.partial(torch.zeros, dtype=torch.uint8), torch.zeros
+    weights = q(4, H, D), s(4, H, 1), q(4, D, H // 2), s(4, D, 1)
+    fp8_gate_up, fp8_down = S * (H * D + 4 * H), S * (D * H // 2 + 4 * D)
+    last = (*plan, torch.bfloat16, "rowwise")
+    forward = (q(T, D), s(T, 1), *weights, slots, *last)
+    dgrad = (q(T, D), s(T, 1), q(T * K, H), s(T * K, 2), *weights, slots, *last)
     for op, given, more, added in (
-        (ops.fp8_mlp_forward, forward, (None, None), of_gate_up + of_down),
-        (ops.fp8_mlp_hidden, (*forward[:4], *plan, torch.bfloat16, "rowwise"), (), of_gate_up),
-        (ops.fp8_mlp_dgrad, dgrad, (None,) * 3, of_gate_up + of_down),
+        (ops.grouped_mlp, (x, gate_up, down, slots, *plan, "torch"), (), of_gate_up + of_down),
+        (ops.grouped_mlp_hidden, (x, gate_up, *plan, "torch"), (), of_gate_up),
+        (ops.grouped_mlp_dgrad, (x, h, gate_up, down, slots, *plan, "torch"), (), of_gate_up + of_down),
+        (ops.fp8_mlp_forward, forward, (None, None), fp8_gate_up + fp8_down),
+        (ops.fp8_mlp_hidden, (*forward[:4], *last), (), fp8_gate_up),
+        (ops.fp8_mlp_dgrad, dgrad, (None,) * 3, fp8_gate_up + fp8_down),
     ):
         without, found = bytes_inside(op.default, given), bytes_inside(op.default, (*given, *more, experts))
-        assert found - without == added
+        assert found - without == added and bytes_inside(op.default, (*given, *more, None)) == without
 
 
 @pytest.mark.slow
 def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
     found: dict[str, dict[str, int]] = {"rowwise": {}, "tensorwise": {}}
+    sizes = [((64, 32), (2, 64, 32), (2, 32, 32)), ((128,), (64, 2), (2,))]
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -216,10 +208,8 @@ def test_known_scales_of_experts_in_8_bits_take_no_bytes_inside():
 
     for recipe in found:
         with FakeTensorMode(), Watch():
-            x, gate_up, down = (
-                torch.empty(*size, dtype=torch.bfloat16) for size in ((64, 32), (2, 64, 32), (2, 32, 32))
-            )
-            plan = [torch.empty(size, dtype=torch.int32) for size in ((128,), (64, 2), (2,))]
+            x, gate_up, down = (torch.empty(*size, dtype=torch.bfloat16) for size in sizes[0])
+            plan = [torch.empty(size, dtype=torch.int32) for size in sizes[1]]
             layer = x, gate_up, down, torch.empty(64, 2), *plan
             _, *h = mlp(*layer, recipe=recipe)
             mlp_gradients(x, *h, *layer, recipe=recipe)
@@ -235,19 +225,14 @@ def test_what_does_not_fit_is_said_with_the_bytes():
     words = ("launch.fake_world=4", "parallel.ep=4")
     peak = dry(*words)["memory"]["peak_bytes"]
     fits, short = (dry(*words, f"launch.fake_memory_gb={(peak + by) / 2**30!r}") for by in (8, -8))
-    assert fits["fits"] and "[bold]fits[/bold]" in verdict(fits)
+    assert fits["fits"] and "[bold]fits[/bold]" in verdict(fits) and not short["fits"]
     said, text = f"DOES NOT FIT[/bold]: the peak is 0.00 GiB ({peak:,} bytes)", verdict(short)
-    assert not short["fits"] and said in text and "recompute=all" in text and "share" not in text
+    assert said in text and "recompute=all" in text and "share" not in text
     symm = dry(*words, "moe.dispatcher=symm", "moe.balance=replicas", "launch.fake_memory_gb=1.025e-4")
     room = symm["card_bytes"] - sum(symm["memory"]["state_bytes"].values())
     assert -symm["memory"]["state_bytes"]["shared"] < room < 0  # a smaller batch shares less
     assert "activations and 0.00 GiB that ranks share" in verdict(symm)
     assert "no batch is small enough: raise parallel.pp" in verdict(dry(*words, "launch.fake_memory_gb=1e-6"))
-
-
-def test_a_dry_run_names_keys_without_effect_as_a_run_does(caplog):
-    dry("launch.fake_world=2", "precision.fp8_wgrad=bf16")
-    assert caplog.messages.count("precision.fp8_wgrad=bf16 has no effect with precision.fp8=none") == 1
 
 
 @pytest.mark.slow
@@ -256,10 +241,9 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
     for _ in range(2):
         run = command(tmp_path, *words, "format=json")
         assert run.process.exitcode == 0, run.err.read_text()
-    document = json.loads(run.out.read_text())
-    assert document == json.loads((tmp_path / "outputs/tiny" / FILE).read_text())
-    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["tiny"]
-    assert not (tmp_path / "outputs/tiny/resolved.yaml").exists()
+    document, outputs = json.loads(run.out.read_text()), tmp_path / "outputs"
+    assert document == json.loads((outputs / "tiny" / FILE).read_text())
+    assert [*outputs.iterdir()] == [outputs / "tiny"] and not (outputs / "tiny/resolved.yaml").exists()
     assert document["global_batch_size"] == 64 and document["compute"] == "bf16"
     assert document["groups"]["ep"] == [0, 1, 2, 3] and document["groups"]["edp"] == [0, 4, 8, 12]
     assert "│ forward  │ all_to_all     │ ep    │ 0..3" in text_of(render(document), width=80)
@@ -268,14 +252,14 @@ def test_the_command_writes_a_report_and_leaves_the_folder_free(tmp_path):
 
 
 def test_the_default_batch_grows_with_the_layout_and_no_other_does():
-    def batch(*words: str) -> int:
-        return config("train.global_batch_size=16", *words).train.global_batch_size
-
-    assert batch("launch.fake_world=64", "parallel.tp=2") == 64 and batch("launch.fake_world=4") == 16
-    assert batch("launch.fake_world=64", "parallel.pp=4") == 16 * 2 * 16  # four for each rank of a pipeline
-    assert batch("launch.fake_world=64", "parallel.pp=4", "pipeline.microbatches=5") == 16 * 2 * 5
-    assert batch("launch.fake_world=32", "parallel.pp=8", "model.num_layers=8") == 4 * 2 * 32
-    assert batch("launch.fake_world=4", "train.global_batch_size=24") == 24 and batch() == 16
+    for words, batch in {
+        "": 16, "launch.fake_world=64 parallel.tp=2": 64, "launch.fake_world=4": 16,
+        "launch.fake_world=64 parallel.pp=4": 16 * 2 * 16,  # four for each rank of a pipeline
+        "launch.fake_world=64 parallel.pp=4 pipeline.microbatches=5": 16 * 2 * 5,
+        "launch.fake_world=32 parallel.pp=8 model.num_layers=8": 4 * 2 * 32,
+        "launch.fake_world=4 train.global_batch_size=24": 24,
+    }.items():  # fmt: skip
+        assert config("train.global_batch_size=16", *words.split()).train.global_batch_size == batch, words
 
 
 def test_balanced_rows_are_the_most_that_a_balanced_routing_sends():
@@ -296,9 +280,11 @@ def test_rows_of_uneven_shares_fit_their_plan_both_ways():
         assert len(rows) == 100 * min(8, ep) and h.grad.shape == h.shape
 
 
-def test_a_dry_run_takes_rows_that_are_no_multiple_of_ep():
+def test_a_dry_run_takes_uneven_rows_and_names_unused_keys(caplog):
     words = "launch.fake_world=6", "parallel.ep=6", "model.num_experts=24", "model.top_k=5"
-    calls = dry(*words, "train.global_batch_size=12")["collectives"]  # 32 tokens, each to 5 of 6 ranks
+    more = "train.global_batch_size=12", "precision.fp8_wgrad=bf16"
+    calls = dry(*words, *more)["collectives"]  # 32 tokens, each to 5 of 6 ranks
+    assert caplog.messages.count("precision.fp8_wgrad=bf16 has no effect with precision.fp8=none") == 1
     assert {"forward", "backward"} == {call["phase"] for call in calls if call["shape"][:1] == (160,)}
 
 
@@ -318,10 +304,10 @@ def test_the_rank_that_is_shown_holds_the_most(name):
         "pipeline.microbatches=6", "train.global_batch_size=12", *PIPELINES[name],
     )  # fmt: skip
     shown = dry(*words)
-    stage = shown["world"] // 4
-    peaks = [dry(*words, f"launch.fake_rank={place * stage}")["memory"]["peak_bytes"] for place in range(4)]
-    assert shown["memory"]["peak_bytes"] == peaks[shown["pipeline"]["pp_rank"]] >= 0.97 * max(peaks)
-    assert shown["rank"] == shown["pipeline"]["pp_rank"] * stage
+    place, stage = shown["pipeline"]["pp_rank"], shown["world"] // 4
+    peaks = [dry(*words, f"launch.fake_rank={rank * stage}")["memory"]["peak_bytes"] for rank in range(4)]
+    assert shown["memory"]["peak_bytes"] == peaks[place] >= 0.97 * max(peaks)
+    assert shown["rank"] == place * stage
 
 
 def test_a_message_outside_of_the_pipeline_is_noticed():
@@ -334,8 +320,7 @@ def test_a_message_outside_of_the_pipeline_is_noticed():
             dist.irecv(torch.zeros(2), 6, group=right)
             with pytest.raises(WrongGroup, match=r"is among ranks \[2, 4\], but the pipeline has \[2"):
                 dist.isend(torch.zeros(4), 4, group=wrong)
-    found = [(c.operation, c.axes, c.ranks, c.bytes) for c in log.counts]
-    assert found == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
+    assert calls_of(log) == [("send", ("pp",), (2, 6), 16), ("receive", ("pp",), (6, 2), 8)]
 
 
 def test_a_long_dry_run_of_a_pipeline_says_where_it_is(monkeypatch, caplog):
@@ -368,8 +353,8 @@ def test_a_stage_of_dense_layers_shares_as_much_memory_as_others():
 
 
 def test_the_report_names_the_stages_of_the_rank():
-    found = dry("launch.fake_world=4", "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3")
-    text = text_of(render(found))
+    words = "parallel.pp=2", "pipeline.layout=Ett|mL", "launch.fake_rank=3"
+    text = text_of(render(dry("launch.fake_world=4", *words)))
     assert "rank 1 of the pipeline: stage 1 (mL) of Ett|mL, pipeline.schedule=1f1b" in text
     assert "launch.fake_rank=2*n shows rank n" in text and re.search("│ send +│ pp", text)
 
@@ -379,9 +364,8 @@ def test_the_report_names_the_stages_of_the_rank():
 def test_weights_in_8_bits_are_counted_apart_from_activations(compute):
     memory = dry_run(config(*TRAINED, "launch.fake_world=1", f"precision.compute={compute}"))["memory"]
     named = model_in_8_bits().named_parameters()
-    sizes = [
-        w.shape for name, w in named if name.startswith("layers") and w.dim() > 1 and "gate.w" not in name
-    ]
+    of_layers = [w for name, w in named if name.startswith("layers") and "gate.w" not in name]
+    sizes = [w.shape for w in of_layers if w.dim() > 1]
     assert len(sizes) == NUM_WEIGHTS
     # Along either axis: a byte for each number, four for the scale of each row and of each column.
     # In bf16 the numbers lie where the weights lay.

@@ -27,16 +27,12 @@ FP8, SEPARATE = "precision.fp8=rowwise", "passes.disabled=[fuse_experts]"
 SYMM = ("launch.fake_world=2", "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
 REPLICAS = (*SYMM[:-1], "moe.balance=replicas")
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1")
+TWO = "launch.fake_world=2"
 PEAKS = {
-    "one rank": (),
-    "all again": ("recompute.all=true",),
-    "ep": ("launch.fake_world=2", "parallel.ep=2"),
-    "tp": ("launch.fake_world=2", "parallel.tp=2"),
-    "8 bits": (FP8,),
-    "8 bits, ep": (FP8, *SYMM),
-    "replicas": (*REPLICAS,),
+    "one rank": (), "all again": ("recompute.all=true",), "ep": (TWO, "parallel.ep=2"),
+    "tp": (TWO, "parallel.tp=2"), "8 bits": (FP8,), "8 bits, ep": (FP8, *SYMM), "replicas": REPLICAS,
     "8 bits, replicas": (FP8, *REPLICAS),
-}
+}  # fmt: skip
 
 
 def memory_of(*words: str, ranks: int = 1):
@@ -46,7 +42,7 @@ def memory_of(*words: str, ranks: int = 1):
 
 @pytest.mark.parametrize("words", slow_but(PEAKS, "8 bits, replicas"))
 def test_the_total_is_near_the_peak_of_a_dry_run(words):
-    (memory,) = memory_of(*LARGER, *words, ranks=1 + ("launch.fake_world=2" in words))
+    (memory,) = memory_of(*LARGER, *words, ranks=1 + (TWO in words))
     found = dry_run(config(*MODEL, *LARGER, *words))["memory"]
     forms, shared = (found["at_peak_bytes"].get(kind, 0) for kind in ("forms", "shared"))
     assert (memory.buffers["fp8_weights"], memory.buffers["dispatch"]) == (forms, shared)
@@ -63,11 +59,8 @@ def test_a_stage_without_a_loss_needs_the_gradient_of_its_embedding_as_in_a_dry_
     first, _ = memory_of(*words, ranks=2)
     found = dry_run(config(*MODEL, *words))["memory"]
     gradient = 4 * 65536 * 512
-    assert (
-        gradient
-        < found["peak_bytes_by_phase"]["backward"] - sum(found["state_bytes"].values())
-        < 1.5 * gradient
-    )
+    beside_state = found["peak_bytes_by_phase"]["backward"] - sum(found["state_bytes"].values())
+    assert gradient < beside_state < 1.5 * gradient
     assert first.total - first.buffers["communication"] == pytest.approx(found["peak_bytes"], rel=0.02)
     of_layers, *_ = memory_of(*words, "graph.scope=layer", ranks=2)
     assert of_layers.buffers["graph_pool"] < first.buffers["working"] > 0.7 * gradient  # no graph has it
@@ -123,9 +116,10 @@ def test_memory_shared_for_dispatch_is_what_a_run_asks_for(words, monkeypatch):
     assert SEPARATE in words or memory_of(*words, ranks=2)[0].buffers["dispatch"] == sum(asked)
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("precision.fp8_products=[experts]", "precision.fp8_skip_layers=[-1]")]
-)
+OF_EXPERTS = ("precision.fp8_products=[experts]", "precision.fp8_skip_layers=[-1]")
+
+
+@pytest.mark.parametrize("words", [(), OF_EXPERTS])
 def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_or_in_it(words):
     run = config(*MODEL, *LARGER, FP8, *words)
     weights = rank_weights(run.model, Layout(), [all_pieces(run.model.num_layers, 0)])
@@ -136,24 +130,23 @@ def test_weights_in_8_bits_are_two_forms_of_each_matrix_beside_or_in_it(words):
     chosen = expert[:2] if words else [*expert, *dense]
     scales = sum(4 * (w.shape[0] if w.dim() == 3 else 1) * sum(w.shape[-2:]) for w in chosen)
     beside = sum(2 * w.numel() for w in chosen) + scales
-    (memory,) = memory_of(*LARGER, FP8, *words, "precision.compute=fp32")
-    assert memory.buffers["fp8_weights"] == beside
-    (memory,) = memory_of(*LARGER, FP8, *words)  # in the place of those in bf16
-    assert memory.buffers["fp8_weights"] == scales
-    *_, memory = memory_of(*LARGER, FP8, *words, "launch.fake_world=2", ranks=2)
-    assert memory.buffers["fp8_weights"] == beside
-    assert memory_of(*LARGER)[0].buffers["fp8_weights"] == 0
+    given = (*LARGER, FP8, *words)
+    in_the_place_of_bf16, of_a_part = memory_of(*given), memory_of(*given, "launch.fake_world=2", ranks=2)
+    for memory, num_bytes in (
+        (memory_of(*given, "precision.compute=fp32"), beside), (in_the_place_of_bf16, scales),
+        (of_a_part, beside), (memory_of(*LARGER), 0),
+    ):  # fmt: skip
+        assert memory[-1].buffers["fp8_weights"] == num_bytes
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb1p", "interleaved", "zbv", "v_half", "v_min"])
 def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
-    is_one = schedule in ("gpipe", "1f1b", "zb1p")
     words = (
         "launch.fake_world=null", "launch.nproc=4", "parallel.pp=4", f"pipeline.schedule={schedule}",
         "train.global_batch_size=32", "model.num_layers=8", "model.num_dense_layers=0",
     )  # fmt: skip
     run = config(*MODEL, *words)
-    run.pipeline.layout = "Ett|tt|tt|ttL" if is_one else "Et|t|t|t|t|t|t|tL"
+    run.pipeline.layout = "Ett|tt|tt|ttL" if schedule in ("gpipe", "1f1b", "zb1p") else "Et|t|t|t|t|t|t|tL"
     plan = plan_of(run, 4)
     places = memory_of_places(plan, on_nvidia=False)
     assert plan.pipeline is not None and len(places) == 4
@@ -164,29 +157,24 @@ def test_activations_in_flight_are_those_of_the_schedules_table(schedule):
 
 
 def test_lanes_of_a_captured_pipeline_have_working_memory_each():
-    words = (
-        "launch.fake_world=null", "launch.nproc=2", "parallel.pp=2", "train.global_batch_size=16",
-        "graph.scope=layer",
-    )  # fmt: skip
-    first, last = memory_of(*words, ranks=2)
-    (alone,) = memory_of("graph.scope=layer")
-    assert alone.buffers["graph_pool"] == last.buffers["graph_pool"] == 0  # one lane, whole layers
-    assert first.buffers["graph_pool"] == first.buffers["working"] > 0
-    plain = memory_of(*words[:-1], "graph.scope=none", ranks=2)
-    assert [place.buffers["graph_pool"] for place in plain] == [0, 0]
-    (partial,) = memory_of("graph.scope=partial")
-    assert partial.buffers["graph_pool"] > 0
+    words = "launch.fake_world=null", "launch.nproc=2", "parallel.pp=2", "train.global_batch_size=16"
+    memories = {
+        scope: (*memory_of(*words, f"graph.scope={scope}", ranks=2), *memory_of(f"graph.scope={scope}"))
+        for scope in ("layer", "none", "partial")
+    }
+    pools = {scope: [memory.buffers["graph_pool"] for memory in of] for scope, of in memories.items()}
+    working = memories["layer"][0].buffers["working"]
+    assert pools["layer"] == [working, 0, 0] and working > 0  # others have one lane of whole layers
+    assert pools["none"] == [0, 0, 0] and pools["partial"][-1] > 0
 
 
 EIGHT = ("launch.fake_world=8", "train.global_batch_size=16", "optim.bucket_mb=0.01", "compile.enabled=false")
 CASES = {
-    "dp": (),
-    "bf16": ("precision.compute=bf16",),
+    "dp": (), "bf16": ("precision.compute=bf16",), "tp, ep": ("parallel.tp=2", "parallel.ep=2"),
     "latent queries, multi-token prediction": ("model.q_lora_rank=8", "model.mtp_depth=1"),
     "grouped queries, ep": (
         "model.attention=gqa", "model.num_kv_heads=2", "model.qk_norm=true", "parallel.ep=4",
     ),
-    "tp, ep": ("parallel.tp=2", "parallel.ep=2"),
     "cp, etp": ("parallel.cp=2", "parallel.etp=2", "parallel.ep=2"),
     "a tied head": ("model.tie_embeddings=true", "parallel.tp=2"),
 }  # fmt: skip
@@ -202,9 +190,7 @@ def test_state_is_what_a_dry_run_counts(words):
     projected = state_bytes(run.model, layout, bucket_mb=run.optim.bucket_mb, element_bytes=element_bytes)
     if element_bytes == 4:  # the shard of the weights is the main weights
         assert projected["main_params"] == 0
-    assert {names[kind]: size for kind, size in projected.items() if size} == {
-        name: found[name] for name in names.values() if name in found
-    }
+    assert projected == {kind: found.get(name, 0) for kind, name in names.items()}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
@@ -227,7 +213,5 @@ def test_state_of_each_place_of_a_pipeline_is_that_of_its_flat_buffers(schedule,
             families = families_of(model, mesh, run.optim.bucket_mb * 1e6 / 4, ADAMW.moments)
         found = state_bytes(run.model, layout, stages, bucket_mb=run.optim.bucket_mb)
         assert found["moments"] == sum(8 * len(family.main) for family in families)
-        assert found["grads"] == sum(
-            4 * len(family.grad) + (4 * len(family.main) if family.group is not None else 0)
-            for family in families
-        )
+        shards = [family.main for family in families if family.group is not None]
+        assert found["grads"] == 4 * sum(len(numbers) for numbers in (*(f.grad for f in families), *shards))

@@ -1,8 +1,8 @@
 """Steps and weights that are not finite: they change nothing, are not saved, and end a run."""
 
+import itertools
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ import yaml
 
 from graphmoe.checkpoint import CheckpointError
 from graphmoe.checkpoint.entries import flatten
-from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.masking import to_plain
 from graphmoe.config.schema import ConfigError
 from graphmoe.training.saves import Saves, TrainingStopped, first_not_finite
@@ -23,11 +22,13 @@ from tests.runs import (
     config,
     final_state,
     metrics,
+    slow_but,
     spoil_steps,
     train_in,
     trainer_in,
 )
 
+BF16 = ("precision.compute=bf16",)
 BALANCED = ("model.aux_loss=global_batch", "model.aux_loss_coef=0.1")
 
 
@@ -37,34 +38,34 @@ def state_of(trainer) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone().view(-1).view(torch.uint8) for name, t in tensors.items()}
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("precision.compute=bf16",), BALANCED], ids=["fp32", "bf16", "balanced"]
-)
+def steps(trainer: Trainer, count: int) -> Trainer:
+    for _ in range(count):
+        trainer._train_step()
+    return trainer
+
+
+@pytest.mark.parametrize("words", [(), BF16, BALANCED], ids=["fp32", "bf16", "balanced"])
 @pytest.mark.parametrize("why", ["void", "loss", "gradients"])
 def test_a_step_that_is_void_or_not_finite_leaves_the_state_as_it_was(tmp_path, monkeypatch, why, words):
     trainer = trainer_in(tmp_path, *QUIET, *words)
     optimizer = trainer.optimizer
     if why != "void":
         spoil_steps(monkeypatch, trainer, {3, 4}, only_gradients=why == "gradients")
-    for _ in range(2):
-        trainer._train_step()
-    before = state_of(trainer)
+    before = state_of(steps(trainer, 2))
     assert any(name.endswith("selection_bias") and t.count_nonzero() for name, t in before.items())
     optimizer.void.fill_(float(why == "void"))
-    for _ in range(2):
-        trainer._train_step()
-    after = state_of(trainer)
+    after = state_of(steps(trainer, 2))
     changed = {name for name, t in before.items() if not torch.equal(t, after[name])}
+    counters = {f"optimizer.counters.{name}" for name in ("skipped", "skipped_in_row", "longest_skip")}
     if why == "void":
         assert not changed
     else:
-        counters = {f"optimizer.counters.{name}" for name in ("skipped", "skipped_in_row", "longest_skip")}
         assert {name for name in changed if not name.endswith("earlier_counts")} == counters
     assert optimizer.applied.item() == 2 and optimizer.skipped.item() == 2 * (why != "void")
     assert trainer.loader.place.consumed == 4 * 4
     optimizer.void.zero_()
-    trainer._train_step()
-    assert not torch.equal(state_of(trainer)["model.embed.weight"], after["model.embed.weight"])
+    last = state_of(steps(trainer, 1))
+    assert not torch.equal(last["model.embed.weight"], after["model.embed.weight"])
     trainer.loader.close()
 
 
@@ -74,9 +75,9 @@ def test_skipped_steps_are_counted_and_their_rows_are_json(tmp_path, monkeypatch
     caplog.set_level("INFO")
     assert trainer.run()
     rows = [row for row in metrics(tmp_path) if "loss" in row]
-    assert [row["skipped"] for row in rows] == [step in (2, 3, 6) for step in range(1, 9)]
     assert [row["skipped_total"] for row in rows] == [0, 1, 2, 2, 2, 3, 3, 3]
-    assert [row["loss"] is None for row in rows] == [row["skipped"] for row in rows]
+    skipped = [step in (2, 3, 6) for step in range(1, 9)]
+    assert [row["skipped"] for row in rows] == [row["loss"] is None for row in rows] == skipped
     assert re.findall(r"SKIPPED (\d): not finite", caplog.text) == ["2", "1"]
 
 
@@ -121,19 +122,19 @@ def test_a_hopeless_learning_rate_ends_the_command_with_status_1_and_saves_no_we
     hopeless = ("optim.lr=1e38", "train.steps=30", "train.max_nonfinite=4", "train.log_interval=50")
     rest = ("checkpoint.interval=0", "train.val_interval=10", "hydra.run.dir=run")
     run = command(tmp_path, *TINY, *hopeless, *rest)
-    assert run.wait() == 1
-    last = run.err.read_text().splitlines()[-1]
+    assert run.wait() == 1 and run.out.read_text() == ""
+    shown = run.err.read_text()
+    last = shown.splitlines()[-1]
     assert last.startswith("error: ") and "steps in a row had a loss or gradient that is not finite" in last
     assert "is not finite after step 10, which is not saved; no step before it is saved" in last
-    assert "Traceback" not in run.err.read_text()
-    assert not (tmp_path / "run/checkpoints").exists()
-    assert run.out.read_text() == ""
+    assert "Traceback" not in shown and not (tmp_path / "run/checkpoints").exists()
 
 
-RUN = ("train.steps=12", "train.log_interval=1", "train.max_nonfinite=3", "checkpoint.interval=2")
-RUN = (*RUN, "train.val_batches=0")
-GOOD = 4
-"""The step after which a value is spoiled; it is saved."""
+RUN = (
+    "train.steps=12", "train.log_interval=1", "train.max_nonfinite=3", "train.val_batches=0",
+    "checkpoint.interval=2",
+)  # fmt: skip
+GOOD = 4  # the step after which a value is spoiled; it is saved
 PLACES = {
     "embedding": "model.embed.weight",
     "attention": "model.layers.0.attn.q_proj.",
@@ -146,38 +147,15 @@ PLACES = {
 }
 
 
-def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    state = trainer._state()
-    optimizer = {k: v for k, v in state["optimizer"].items() if k != "counters"}
-    parts = {"model": state["model"], **{f"optimizer.{k}": v for k, v in optimizer.items()}}
-    return {f"{part}.{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
-
-
 def spoil(trainer: Trainer, place: str, value: float = math.nan) -> str:
-    name, tensor = next((n, t) for n, t in tensors_of(trainer).items() if n.startswith(place))
-    tensor.view(-1)[-1] = value
+    tensors = flatten(trainer._state()).tensors
+    name = next(name for name in tensors if name.startswith(place))
+    tensors[name].view(-1)[-1] = value
     return name
 
 
-def steps(trainer: Trainer, count: int) -> Trainer:
-    for _ in range(count):
-        trainer._train_step()
-    return trainer
-
-
-def names_in(store: CheckpointStore, scratch: Path, *overrides: str) -> list[str | None]:
-    found = []
-    for step in store.latest():
-        state = trainer_in(scratch, *overrides)._state()
-        store.load(state, step)
-        found.append(first_not_finite({part: state[part] for part in ("model", "optimizer")}))
-    return found
-
-
 @pytest.mark.parametrize("keep", [1, 2])
-@pytest.mark.parametrize(
-    "place", [pytest.param(p, id=n, marks=[pytest.mark.slow] * (n != "expert")) for n, p in PLACES.items()]
-)
+@pytest.mark.parametrize("place", slow_but(PLACES, "expert"))
 def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_stays(tmp_path, place, keep):
     overrides = (*RUN, f"checkpoint.keep_last={keep}")
     trainer = steps(trainer_in(tmp_path / "run", *overrides), GOOD)
@@ -187,14 +165,16 @@ def test_weights_that_are_not_finite_end_the_run_and_the_last_good_checkpoint_st
     good = tmp_path / f"run/checkpoints/step_{GOOD:08d}"
     assert "is not finite after step" in str(stopped.value) and str(good) in str(stopped.value)
     assert trainer.saves.store.latest() == [4, 2][:keep]
-    assert names_in(trainer.saves.store, tmp_path / "scratch", *overrides) == [None] * keep
+    for step in trainer.saves.store.latest():
+        state = trainer_in(tmp_path / "scratch", *overrides)._state()
+        trainer.saves.store.load(state, step)
+        assert first_not_finite({part: state[part] for part in ("model", "optimizer")}) is None
     if keep == 1:
-        train_in(tmp_path / "run", *overrides)
-        train_in(tmp_path / "whole", *overrides)
-        run, whole = (
-            final_state(tmp_path / name, tmp_path / f"of {name}", *overrides) for name in ("run", "whole")
-        )
-        assert_same_state(run, whole)
+        states = []
+        for name in ("run", "whole"):
+            train_in(tmp_path / name, *overrides)
+            states.append(final_state(tmp_path / name, tmp_path / f"of {name}", *overrides))
+        assert_same_state(*states)
 
 
 @pytest.mark.parametrize("place", ["model.embed.weight", "optimizer.main.layers.1.moe_experts.w_down"])
@@ -207,41 +187,26 @@ def test_bf16_weights_and_the_fp32_ones_they_are_rounded_from_are_both_looked_at
     trainer.loader.close()
 
 
-def saved_without_a_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A run's folder whose checkpoint of step 6 is not finite, as older versions wrote them; the name."""
-    trainer = steps(trainer_in(folder, *RUN), 5)
-    name = spoil(trainer, PLACES["head"])
-    with monkeypatch.context() as patch:
-        patch.setattr(Saves, "not_finite", lambda *_: None)
-        steps(trainer, 1)
-        trainer.saves.store.wait()
+def test_a_start_names_what_is_not_finite_and_the_newest_good_one(tmp_path, monkeypatch):
+    trainer = steps(trainer_in(tmp_path / "run", *RUN), 5)
+    first = spoil(trainer, PLACES["head"])
+    with monkeypatch.context() as older:
+        older.setattr(Saves, "not_finite", lambda *_: None)
+        steps(trainer, 1).saves.store.wait()
     trainer.loader.close()
     assert trainer.saves.store.latest() == [6, 4, 2]
-    return name
-
-
-def test_a_start_from_weights_that_are_not_finite_names_the_tensor_and_the_newest_good_one(
-    tmp_path, monkeypatch
-):
-    first = saved_without_a_look(tmp_path / "run", monkeypatch)
-    checkpoints = tmp_path / "run/checkpoints"
-    resumed = f"checkpoint.resume_from={tmp_path / 'run'}"
-    for folder, more in (("run", ()), ("other", (resumed,))):
+    bad, good = (tmp_path / f"run/checkpoints/step_0000000{step}" for step in (6, 4))
+    for folder, more in (("run", ()), ("other", (f"checkpoint.resume_from={tmp_path / 'run'}",))):
         with pytest.raises(CheckpointError) as refused:
             trainer_in(tmp_path / folder, *RUN, *more)
-        bad, good = checkpoints / "step_00000006", checkpoints / "step_00000004"
         assert f"{bad} cannot be resumed: {first}" in str(refused.value)
         assert f"but {good} is: remove step_00000006" in str(refused.value)
     with pytest.raises(CheckpointError, match="no earlier one there can be used"):
-        trainer_in(tmp_path / "one", *RUN, f"checkpoint.resume_from={checkpoints / 'step_00000006'}")
-    assert (
-        trainer_in(tmp_path / "good", *RUN, f"checkpoint.resume_from={checkpoints / 'step_00000004'}").step
-        == 4
-    )
+        trainer_in(tmp_path / "one", *RUN, f"checkpoint.resume_from={bad}")
+    assert trainer_in(tmp_path / "good", *RUN, f"checkpoint.resume_from={good}").step == 4
     (tmp_path / "run/resolved.yaml").write_text(yaml.safe_dump(to_plain(config(*RUN))))
-    with pytest.raises(
-        ConfigError, match=f"checkpoint.init_from=.*its {first} has values that are not finite"
-    ):
+    said = f"checkpoint.init_from=.*its {first} has values that are not finite"
+    with pytest.raises(ConfigError, match=said):
         trainer_in(tmp_path / "new", *RUN, f"checkpoint.init_from={tmp_path / 'run'}")
     assert not [*tmp_path.glob("other/checkpoints/*"), *tmp_path.glob("new/checkpoints/*")]
 
@@ -250,10 +215,7 @@ def test_checkpoints_from_before_skipped_steps_stay_until_a_step_is_applied_agai
     overrides = (*RUN, "checkpoint.interval=1", "checkpoint.keep_last=1", "train.max_nonfinite=9")
     trainer = steps(trainer_in(tmp_path, *overrides), 3)
     spoil_steps(monkeypatch, trainer, {4, 5, 6})
-    found = []
-    for _ in range(4):
-        steps(trainer, 1)
-        found.append(trainer.saves.store.latest())
+    found = [steps(trainer, 1).saves.store.latest() for _ in range(4)]
     assert found == [[4, 3], [5, 3], [6, 3], [7]]
     trainer.loader.close()
 
@@ -262,8 +224,7 @@ def test_a_number_is_named_by_the_first_tensor_that_holds_one_that_is_not_finite
     largest = torch.finfo(torch.float32).max
     fine = {"a": torch.full((3,), largest), "b": torch.tensor([1, 2]), "c": torch.zeros(0)}
     assert first_not_finite({"of": fine}) is None
-    for value in (math.nan, math.inf, -math.inf):
-        for place in range(5):
-            bad = torch.zeros(5, dtype=torch.bfloat16)
-            bad[place] = value
-            assert first_not_finite({"of": fine, "more": {"x": bad, "y": bad}}) == "more.x"
+    for value, place in itertools.product((math.nan, math.inf, -math.inf), range(5)):
+        bad = torch.zeros(5, dtype=torch.bfloat16)
+        bad[place] = value
+        assert first_not_finite({"of": fine, "more": {"x": bad, "y": bad}}) == "more.x"

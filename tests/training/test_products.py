@@ -20,12 +20,8 @@ CPU = torch.device("cpu")
 WORDS = (*COMPILED, *SIZES, "precision.fp8=rowwise")
 SHORT = (*WORDS, "compile.cache=false", "train.val_batches=0")
 ATTN = {"attn 16x64": (16, 64), "attn 64x16": (64, 16), "attn 32x64": (32, 64)}
-DENSE = {
-    **ATTN,
-    "attn+shared_experts 64x32": (64, 32),
-    "mlp 128x64": (128, 64),
-    "mlp+shared_experts 64x64": (64, 64),
-}
+MLPS = {"mlp 128x64": (128, 64), "mlp+shared_experts 64x64": (64, 64)}
+DENSE = {**ATTN, "attn+shared_experts 64x32": (64, 32), **MLPS}
 FAST, SLOW = (3.0, 1.0, 0.5), (1.0, 1.0, 0.5)
 
 
@@ -48,7 +44,7 @@ def test_products_are_the_weights_of_layers_in_8_bits_each_shape_once():
 
     assert found() == DENSE
     assert found("precision.fp8_products=[attn,experts]") == {**ATTN, "attn 64x32": (64, 32)}
-    assert not {"mlp 128x64", "mlp+shared_experts 64x64"} & found("precision.fp8_skip_layers=[0]").keys()
+    assert not MLPS.keys() & found("precision.fp8_skip_layers=[0]").keys()
     assert not any("shared" in name for name in found("precision.fp8_skip_layers=[-1]"))
     assert "attn 24x64" not in found("model.q_lora_rank=24")  # no multiple of 16, which the pass leaves
 
@@ -71,10 +67,9 @@ def test_rows_that_are_told_to_travel_in_8_bits_keep_their_experts_so(timer):
     for dtype, speeds in ((DispatchDtype.fp8, {}), (DispatchDtype.auto, {"experts": 1 / 1.25})):
         run.moe.dispatch_dtype = dtype
         assert measured(plan_of(run, 1), {}, lambda: experts, {}, CPU, None) == speeds
-    (line,) = describe_products(replace(plan_of(run, 1), fp8_rows=True), speeds)
-    assert line == (
-        "rowwise fp8 in 0 of 1 products; bf16 for: experts (0.80x); so rows travel to experts in bf16"
-    )
+    lines = describe_products(replace(plan_of(run, 1), fp8_rows=True), speeds)
+    said = "rowwise fp8 in 0 of 1 products; bf16 for: experts (0.80x); so rows travel to experts in bf16"
+    assert [*lines] == [said]
 
 
 def test_a_slow_product_is_left_by_its_pass_and_slow_experts_have_none():
@@ -141,8 +136,6 @@ def test_a_cpu_keeps_all_in_8_bits_and_the_log_says_so(tmp_path, caplog):
 
 
 def test_experts_of_skipped_layers_are_no_product_in_8_bits(tmp_path, as_traced):
-    words = (*SIZES, "model.num_layers=3", "model.num_dense_layers=1")
-    trainer = trainer_in(
-        tmp_path, *COMPILED, *words, "precision.fp8=rowwise", "precision.fp8_skip_layers=[1,2]"
-    )
+    words = "model.num_layers=3", "model.num_dense_layers=1", "precision.fp8_skip_layers=[1,2]"
+    trainer = trainer_in(tmp_path, *WORDS, *words)
     assert trainer.execution.precision()["products_in_fp8"] == len(trainer.execution._dense)

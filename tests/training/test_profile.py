@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +37,14 @@ def test_first_and_last_step_are_recorded_with_segments_as_ranges(tmp_path, capl
     assert "profiler_st" not in capfd.readouterr().err
     trace = trace_of(tmp_path)
     ranges = ranges_of(trace)
-    assert {name for name in ranges if name.startswith("ProfilerStep")} == {
-        "ProfilerStep#2",
-        "ProfilerStep#3",
-    }
+    assert {name for name in ranges if name.startswith("Prof")} == {"ProfilerStep#2", "ProfilerStep#3"}
     layers = 2 * 2 * 2  # steps, layers, micro-batches
     assert (ranges["attn:F"], ranges["mlp:F"], ranges["moe_experts:F"]) == (layers, layers / 2, layers / 2)
     assert (ranges["loss:F"] % 4, ranges["optimizer:update"]) == (0, 2)
     facts = trace["graphmoe"]
     assert (facts["run"], facts["rank"], facts["num_ranks"], facts["steps"]) == ("mini", 0, 1, [2, 3])
     assert not (tmp_path / "profile" / "rank0.memory.pickle").exists()
-    said = [message for message in caplog.messages if "profile" in message or "trace" in message]
-    assert said == [
+    assert [message for message in caplog.messages if "profile" in message or "trace" in message] == [
         "profile.steps: a CPU has no history of memory; times are those of the host",
         f"traces of steps 2 to 3 are in {tmp_path / 'profile'}: rank0.trace.json.gz",
         f"to read the traces: python -m graphmoe.trace run={tmp_path}",
@@ -84,40 +81,32 @@ def test_a_run_that_ends_early_has_the_steps_until_then(tmp_path, monkeypatch):
 
 def test_an_error_in_a_recorded_step_stops_the_profiler(tmp_path, monkeypatch):
     trainer = trainer_in(tmp_path, *SHORT, *RECORDED)
-    run_step = trainer.steps.run
-
-    def fail_in_third(batches):
-        return run_step(batches) if trainer.step < 2 else 1 / 0
-
-    monkeypatch.setattr(trainer.steps, "run", fail_in_third)
+    run = trainer.steps.run
+    monkeypatch.setattr(trainer.steps, "run", lambda batches: run(batches) if trainer.step < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.run()
-    assert not (tmp_path / "profile").exists()
-    assert trainer.trace is not None and trainer.trace._profiler is None
+    assert not (tmp_path / "profile").exists() and trainer.trace._profiler is None
 
 
 def test_all_but_the_markers_of_the_profiler_reaches_stderr(capfd):
     with pytest.raises(ZeroDivisionError), without_text(MARKERS):
-        os.write(
-            2, b"USDT:2026-01-01 1:1 Handler.cpp:5] profiler_start\nERROR: no counters\nUSDT:1] profiler_stop"
-        )
+        os.write(2, b"USDT:2026-01-01 1:1 Handler.cpp:5] profiler_start\nERROR: no counters\n")
+        os.write(2, b"USDT:1] profiler_stop")
         raise ZeroDivisionError
     os.write(2, b"after\n")
     assert capfd.readouterr().err == "ERROR: no counters\nafter\n"
 
 
 def test_ranges_are_nothing_while_nobody_wants_them():
-    assert profiler_range("attn", "F") is profiler_range("mlp", "F")
-    with ranges_wanted():
-        assert profiler_range("attn", "F") is not profiler_range("mlp", "F")
-    assert profiler_range("attn", "F") is profiler_range("mlp", "F")
-
-
-def part(host: str, rank: int, began_ns: int) -> _Part:
-    return _Part(host, began_ns, [Span(rank, "compute", Action("F", rank, 0), 1.0, 3.0)], None)
+    for wanted in (nullcontext(), ranges_wanted(), nullcontext()):
+        with wanted:
+            is_same = profiler_range("attn", "F") is profiler_range("mlp", "F")
+        assert is_same == isinstance(wanted, nullcontext)
 
 
 @pytest.mark.parametrize(("host", "start"), [("a", 3.5), ("b", 1.0)])
 def test_spans_are_moved_by_the_clock_of_one_host_and_several_begin_at_the_barrier(host, start):
-    found = in_common_time([part("a", 0, 5_000), part(host, 1, 7_500)])
+    given = (("a", 5_000), (host, 7_500))
+    spans = [[Span(rank, "compute", Action("F", rank, 0), 1.0, 3.0)] for rank in (0, 1)]
+    found = in_common_time([_Part(*each, own, None) for each, own in zip(given, spans, strict=True)])
     assert [(span.rank, span.start, span.end) for span in found] == [(0, 1.0, 3.0), (1, start, start + 2)]

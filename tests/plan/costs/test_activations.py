@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -30,18 +29,14 @@ GQA = (
 )  # fmt: skip
 LATENT = ("model.q_lora_rank=40", "model.score_function=sigmoid", "model.renormalise=true")
 TWO, FP8 = "launch.fake_world=2", "precision.fp8=rowwise"
+SYMM = (TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none")
+RING = (*GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring")
+NORMS = (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0")
 CASES: dict[str, Sequence[str]] = {
-    "a dense and a MoE layer": (),
-    "latent queries": LATENT,
-    "grouped queries": GQA,
-    "norms, without shared experts": (*GQA, "model.qk_norm=true", "model.shared_ffn_size=0"),
-    "multi-token prediction": ("model.mtp_depth=1", *GQA),
-    "tp": (TWO, "parallel.tp=2"),
-    "cp": (TWO, "parallel.cp=2"),
-    "a ring": (*GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring"),
-    "ep": (TWO, "parallel.ep=2"),
-    "ep on a receive budget": (*GQA, TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"),
-    "ep with replicas": (*GQA, TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=replicas"),
+    "a dense and a MoE layer": (), "latent queries": LATENT, "grouped queries": GQA,
+    "norms, without shared experts": NORMS, "multi-token prediction": ("model.mtp_depth=1", *GQA),
+    "tp": (TWO, "parallel.tp=2"), "cp": (TWO, "parallel.cp=2"), "a ring": RING, "ep": (TWO, "parallel.ep=2"),
+    "ep on a receive budget": (*GQA, *SYMM), "ep with replicas": (*GQA, *SYMM[:-1], "moe.balance=replicas"),
     "every layer again": ("recompute.all=true",),
     "router and attention again": (*GQA, "recompute.segments=[attn,moe_router]"),
     "norms, attention and its heads again": ("recompute.ops=[layernorm,core_attn,mla_up_proj]",),
@@ -53,12 +48,8 @@ CASES: dict[str, Sequence[str]] = {
     "8 bits, without shared experts": (FP8, *GQA, "model.shared_ffn_size=0"),
     "8 bits of experts alone": (FP8, "precision.fp8_products=[experts]"),
     "8 bits but for a layer": (FP8, "precision.fp8_skip_layers=[-1]"),
-    "8 bits, tp": (FP8, TWO, "parallel.tp=2"),
-    "8 bits, a ring": (FP8, *GQA, TWO, "parallel.cp=2", "parallel.cp_method=ring"),
-    "8 bits, ep": (FP8, TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"),
-    "8 bits, ep, every layer again": (
-        FP8, TWO, "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none", "recompute.all=true",
-    ),
+    "8 bits, tp": (FP8, TWO, "parallel.tp=2"), "8 bits, a ring": (FP8, *RING), "8 bits, ep": (FP8, *SYMM),
+    "8 bits, ep, every layer again": (FP8, *SYMM, "recompute.all=true"),
 }  # fmt: skip
 TOLERANCE = 0.05
 """Relative tolerance of a segment's bytes: projections leave out scalars and sums over sequences."""
@@ -73,15 +64,10 @@ class EndOfForward(MemoryLog):
 
     left: dict[str, int] | None = None
 
-    def saw(self, result: Any, phase: str, segment: str = "") -> None:
+    def saw(self, result: object, phase: str, segment: str = "") -> None:
         if phase == "backward" and EndOfForward.left is None:
             EndOfForward.left = dict(self.by_segment)
         super().saw(result, phase, segment)
-
-
-def rotary_bytes(run: Any) -> int:
-    whole = 4 * run.model.context_length * attention_facts(run.model).rotary
-    return whole + (whole // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0)
 
 
 @pytest.mark.parametrize("words", slow_but(CASES, "latent queries", "ep, every layer again", "8 bits, ep"))
@@ -91,7 +77,9 @@ def test_each_segment_keeps_what_a_dry_run_finds(words, monkeypatch):
     monkeypatch.setattr(EndOfForward, "left", None)
     dry.dry_run(run)
     found = Counter(EndOfForward.left)
-    found[""] = max(found[""] - rotary_bytes(run) - OF_THE_STEP, 0)
+    rotary = 4 * run.model.context_length * attention_facts(run.model).rotary
+    rotary += rotary // run.parallel.cp if run.parallel.cp_method.value == "ring" else 0
+    found[""] = max(found[""] - rotary - OF_THE_STEP, 0)
     sizes = Sizes.from_config(run, Layout.of(run.parallel, run.launch.fake_world), on_nvidia=False)
     whole = all_pieces(run.model.num_layers, run.model.mtp_depth)
     kept = stage_activations(sizes, Recompute.of(run.recompute), whole)

@@ -8,17 +8,11 @@ import pytest
 from graphmoe.config.schema import ContextMethod, Fp8Recipe, ModelConfig, RecomputeConfig, RunConfig
 from graphmoe.model.sizes import flops_per_token
 from graphmoe.pipeline_view.plans import load_preset
+from graphmoe.plan.costs import layer_parts, segment_times
 from graphmoe.plan.costs.hardware import H200
-from graphmoe.plan.costs.layer_parts import (
-    attention_parts,
-    attention_scores,
-    experts,
-    gate,
-    swiglu,
-    weight_forms,
-)
+from graphmoe.plan.costs.layer_parts import attention_parts, experts, gate, swiglu, weight_forms
 from graphmoe.plan.costs.rates import Rates, Speeds, default_rates
-from graphmoe.plan.costs.segment_times import MOVED, modelled_parts, second_forward, stage_costs, sum_of
+from graphmoe.plan.costs.segment_times import SegmentTime, modelled_parts, second_forward, stage_costs, sum_of
 from graphmoe.plan.costs.sizes import Sizes
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.pipeline.balance import default_layout
@@ -30,10 +24,9 @@ from tests.runs import PRESETS
 NVIDIA = default_rates(is_nvidia=True)
 PEAK = replace(NVIDIA, **{f.name: 0.0 if f.name.endswith("_us") else 1.0 for f in fields(NVIDIA)})
 ENDLESS = 1e30
-FREE = replace(
-    H200, hbm_tb_per_s=ENDLESS, node_gb_per_s=ENDLESS, peer_gb_per_s=ENDLESS, network_gb_per_s=ENDLESS
-)
-"""Products alone take time."""
+WIRES = ("node_gb_per_s", "peer_gb_per_s", "network_gb_per_s")
+FREE = replace(H200, hbm_tb_per_s=ENDLESS, **dict.fromkeys(WIRES, ENDLESS))  # products alone take time
+AT_PEAK = Speeds(FREE, PEAK)
 SEQ_LEN = 4096
 
 
@@ -50,15 +43,17 @@ def sizes_of(run: RunConfig, ranks: int) -> Sizes:
     return Sizes.from_config(run, Layout.of(run.parallel, ranks), on_nvidia=True)
 
 
+def times_of(run: RunConfig, speeds: Speeds) -> list[SegmentTime]:
+    return stage_times(run, sizes_of(run, 8), speeds, all_pieces(run.model.num_layers, run.model.mtp_depth))
+
+
 @pytest.mark.parametrize("parallel", [{}, {"tp": 2, "cp": 2, "ep": 4}, {"tp": 2, "cp": 2, "ep": 2, "etp": 2}])
 @pytest.mark.parametrize("model", ["deepseek_v3", "qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parallel):
     run = run_of(model, cp_method=ContextMethod.ring, **parallel)
-    sizes = sizes_of(run, 8)
-    speeds, config = Speeds(FREE, PEAK), run.model
-    pieces = all_pieces(config.num_layers, config.mtp_depth)
-    seconds = sum_of("", stage_times(run, sizes, speeds, pieces)).total
-    tokens = SEQ_LEN // (sizes.layout.cp * sizes.layout.tp)
+    config, layout = run.model, sizes_of(run, 8).layout
+    seconds = sum_of("", times_of(run, AT_PEAK)).total
+    tokens = SEQ_LEN // (layout.cp * layout.tp)
     num_moe_layers = config.num_layers - config.num_dense_layers + config.mtp_depth
     routers = 3 * 2 * num_moe_layers * config.hidden_size * config.num_experts
     flops = tokens * (flops_per_token(config, SEQ_LEN) + routers)
@@ -66,23 +61,16 @@ def test_at_the_peak_a_step_takes_the_models_flops_and_its_routers(model, parall
 
 
 def test_a_dispatch_whose_rows_the_host_counts_waits_for_two_launches():
-    run = run_of("deepseek_v3", ep=8)
-    pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
-    speeds = Speeds(FREE, replace(PEAK, host_us=100.0))
-
-    def forward() -> float:
-        return sum_of("", stage_times(run, sizes_of(run, 8), speeds, pieces)).forward
-
-    counted = forward()
+    run, speeds = run_of("deepseek_v3", ep=8), Speeds(FREE, replace(PEAK, host_us=100.0))
+    counted = sum_of("", times_of(run, speeds)).forward
     run.moe.dispatcher = "symm"
-    num_moe_layers = 58 + 1  # that of the later token too
-    assert counted - forward() == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
+    num_moe_layers, free = 58 + 1, sum_of("", times_of(run, speeds)).forward  # that of the later token too
+    assert counted - free == pytest.approx(num_moe_layers * 2 * 100e-6, rel=1e-6)
 
 
 def busy(run: RunConfig, rates: Rates = NVIDIA) -> dict[str, float]:
-    pieces = all_pieces(run.model.num_layers, run.model.mtp_depth)
     found = Counter[str]()
-    for time in stage_times(run, sizes_of(run, 8), Speeds(H200, rates, adding=1.0), pieces):
+    for time in times_of(run, Speeds(H200, rates, adding=1.0)):
         found[time.name] += time.total
     return found
 
@@ -96,14 +84,9 @@ def test_time_falls_where_products_in_8_bits_dominate():
     wide = run_of("deepseek_v3", ep=8)
     wide.moe.dispatcher = "symm"
     plain, eight = busy(wide), busy(in_8_bits(wide))
-    for name in ("attn", "mlp", "shared_experts", "moe_experts"):
-        assert eight[name] < plain[name], name
+    less = {"attn", "mlp", "shared_experts", "moe_experts", "moe_dispatch", "moe_combine"}
+    assert all(eight[name] < plain[name] if name in less else eight[name] == plain[name] for name in plain)
     assert eight["moe_experts"] < 0.8 * plain["moe_experts"]
-    assert eight["moe_dispatch"] < plain["moe_dispatch"] and eight["moe_combine"] < plain["moe_combine"]
-    same = {name: plain[name] for name in plain if name.startswith("moe_") or name in ("embed", "loss")}
-    for name in ("moe_experts", "moe_dispatch", "moe_combine"):
-        same.pop(name)
-    assert {name: eight[name] for name in same} == same
     of_experts = busy(in_8_bits(wide, fp8_products=["experts"]))
     assert of_experts["attn"] == plain["attn"] and of_experts["moe_experts"] == eight["moe_experts"]
     skipping = busy(in_8_bits(wide, fp8_skip_layers=[0, 1, 2]))
@@ -115,12 +98,10 @@ def test_time_falls_where_products_in_8_bits_dominate():
 def test_at_the_peak_products_in_8_bits_take_half_the_time_and_weights_are_rounded_once_a_step():
     run = run_of("deepseek_v2_lite")
     sizes = [sizes_of(each, 1) for each in (run, in_8_bits(run))]
-    plain, eight = (experts(each, Speeds(FREE, PEAK)) for each in sizes)
-    assert eight == pytest.approx([seconds / 2 for seconds in plain])
-    gate_up, down = swiglu(sizes[1], Speeds(FREE, PEAK), "mlp")
-    assert [*gate_up, *down] == pytest.approx(
-        [s / 2 for p in swiglu(sizes[0], Speeds(FREE, PEAK), "mlp") for s in p]
+    plain, eight = (
+        [*experts(each, AT_PEAK), *(s for p in swiglu(each, AT_PEAK, "mlp") for s in p)] for each in sizes
     )
+    assert eight == pytest.approx([seconds / 2 for seconds in plain])
     model, card = run.model, Speeds(H200, PEAK)
     weights = 3 * model.num_experts * model.expert_ffn_size * model.hidden_size
     moved = 2 * 3 * weights / (H200.hbm_tb_per_s * 1e12)  # both forms, each of 2 bytes read and 1 written
@@ -153,11 +134,10 @@ def test_a_ring_waits_for_what_its_products_do_not_cover_and_for_the_last_gradie
     fast = Speeds(replace(H200, peer_gb_per_s=ENDLESS), PEAK)
     assert attention_parts(sizes, fast).ring == pytest.approx((0, 0), abs=1e-12)
     slow = attention_parts(sizes, Speeds(replace(H200, peer_gb_per_s=1), PEAK))
-    scores = SEQ_LEN / 4 * attention_scores(config, SEQ_LEN) / (H200.tflops * 1e12)
+    scores = SEQ_LEN / 4 * layer_parts.attention_scores(config, SEQ_LEN) / (H200.tflops * 1e12)
     forward = 3 * (passing / 1e9 - scores / 4)
-    backward = (
-        3 * (3 * passing / 1e9 - 2 * scores / 4) + 2 * passing / 1e9
-    )  # fp32 gradients are twice as large
+    # fp32 gradients are twice as large
+    backward = 3 * (3 * passing / 1e9 - 2 * scores / 4) + 2 * passing / 1e9
     assert slow.ring == pytest.approx((forward, backward))
 
 
@@ -173,9 +153,8 @@ def test_the_last_product_of_a_piece_runs_again_only_for_a_reader():
     parts = attention_parts(sizes, speeds)
     once = parts.before.forward + parts.scores.forward + parts.gather
     assert found == pytest.approx({"attn": once})
-    found, _, _ = again(run, segments=["attn", "moe_router"])
-    read = once + parts.after.forward + parts.scatter
-    assert found == pytest.approx({"attn": read, "moe_router": gate(sizes, speeds).forward})
+    read = {"attn": once + parts.after.forward + parts.scatter, "moe_router": gate(sizes, speeds).forward}
+    assert again(run, segments=["attn", "moe_router"])[0] == pytest.approx(read)
 
 
 def test_experts_and_mlps_run_gate_and_up_again_and_never_down():
@@ -185,8 +164,7 @@ def test_experts_and_mlps_run_gate_and_up_again_and_never_down():
     assert found["moe_experts"] == pytest.approx(experts(sizes, speeds).forward * 2 / 3)
     assert found["shared_experts"] == pytest.approx(shared.forward)
     assert {*found} == {"attn", "moe_router", "shared_experts", "moe_experts"}
-    found, _, _ = again(run, index=0, all=True)
-    assert {*found} == {"attn", "mlp"}
+    assert {*again(run, index=0, all=True)[0]} == {"attn", "mlp"}
 
 
 def test_parts_run_again_where_they_are_and_beside_whole_segments():
@@ -199,10 +177,8 @@ def test_parts_run_again_where_they_are_and_beside_whole_segments():
     assert again(run, ops=["layernorm"])[0] == {}  # moves data alone
     moved = second_forward(sizes, Speeds(H200, PEAK), Recompute(parts=frozenset({"layernorm"})), 1)
     assert moved["attn"] > 0 and moved["moe_experts"] == 0
-    found, _, _ = again(run, segments=["moe_experts"], ops=["core_attn"])
-    assert {*found} == {"attn", "moe_experts"}
-    found, _, _ = again(run, layer_ids=[2], ops=["core_attn"])
-    assert found == {} and MOVED > 1
+    assert {*again(run, segments=["moe_experts"], ops=["core_attn"])[0]} == {"attn", "moe_experts"}
+    assert again(run, layer_ids=[2], ops=["core_attn"])[0] == {} and segment_times.MOVED > 1
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -221,9 +197,8 @@ def test_the_default_layout_fits_its_model(name):
 
 def test_the_head_of_every_depth_is_with_the_loss():
     model = load_preset("deepseek_v3")
-    alone = replace(model, mtp_depth=0)
     *_, layer, mtp, loss = modelled_parts(model, 4096)
-    assert loss.total == pytest.approx(2 * modelled_parts(alone, 4096)[-1].total)
+    assert loss.total == pytest.approx(2 * modelled_parts(replace(model, mtp_depth=0), 4096)[-1].total)
     assert layer.total < mtp.total < 1.2 * layer.total
 
 

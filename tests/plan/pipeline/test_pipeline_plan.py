@@ -1,6 +1,7 @@
 """The table of a run follows times of its stages; a schedule that is slower than 1f1b is named."""
 
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,68 +19,56 @@ WORDS = ("parallel.pp=4", "launch.nproc=4", "model.num_layers=14", "train.global
 
 
 def zbv_plan(*words, num_ranks=4):
+    """The pipeline of a run, and the sums of its F, I and W."""
     run = config(*WORDS, "pipeline.schedule=zbv", "compile.enabled=true", *words)
     plan = pipeline_of(run, Layout.of(run.parallel, num_ranks))
     assert plan is not None
     assert plan.table == make_table("zbv", 4, plan.table.num_micro_batches, costs=plan.costs)
-    return plan
-
-
-def totals(plan):
     costs = plan.costs
-    return tuple(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
+    return plan, *map(sum, (costs.forward, costs.backward_input, costs.backward_weight))
 
 
 def test_without_compilation_weight_gradients_come_with_those_of_inputs():
-    (f, i, w), (plain_f, joint, none) = totals(zbv_plan()), totals(zbv_plan("compile.enabled=false"))
+    (_, f, i, w), (_, plain_f, joint, none) = zbv_plan(), zbv_plan("compile.enabled=false")
     assert w > 0 == none
     assert (plain_f, joint) == pytest.approx((f, i + w))
 
 
 def test_what_is_computed_again_is_part_of_a_backward():
-    (f, i, w), (same, more, weights) = totals(zbv_plan()), totals(zbv_plan("recompute.all=true"))
+    (_, f, i, w), (_, same, more, weights) = zbv_plan(), zbv_plan("recompute.all=true")
     assert (same, weights) == (f, w) and i + 0.5 * f < more < i + f
     attention = "recompute.segments=[attn]"
-    _, of_all, _ = totals(zbv_plan(attention))
-    _, of_one, _ = totals(zbv_plan(attention, "recompute.layer_ids=[3]"))
+    (*_, of_all, _), (*_, of_one, _) = zbv_plan(attention), zbv_plan(attention, "recompute.layer_ids=[3]")
     assert of_one - i == pytest.approx((of_all - i) / 14) and of_one > i
 
 
 def test_experts_that_travel_take_their_exchange_and_with_alltoall_their_weights_come_along():
     words = ("parallel.ep=4", "launch.nproc=16", "model.num_experts=8")
-    alone = totals(zbv_plan())
-    symm, alltoall = (
-        totals(zbv_plan(*words, f"moe.dispatcher={name}", num_ranks=16)) for name in ("symm", "alltoall")
-    )
-    assert symm[0] > alone[0] and symm[1] > alone[1] and symm[2] == pytest.approx(alone[2], rel=0.2)
-    assert alltoall[2] < symm[2] and sum(alltoall[1:]) == pytest.approx(sum(symm[1:]))
+    of = {name: zbv_plan(*words, f"moe.dispatcher={name}", num_ranks=16) for name in ("symm", "alltoall")}
+    (_, f, i, w), (_, more_f, more_i, same), (*_, i_alltoall, less) = zbv_plan(), *of.values()
+    assert more_f > f and more_i > i and same == pytest.approx(w, rel=0.2)
+    assert less < same and i_alltoall + less == pytest.approx(more_i + same)
 
 
 def test_times_that_are_given_are_shared_out_as_modelled_ones():
-    given = zbv_plan("pipeline.costs=[dense:2,moe:5,loss:3]", "model.num_dense_layers=1")
-    assert sum(totals(given)) == pytest.approx(2 + 13 * 5 + 3)
-    modelled = zbv_plan("model.num_dense_layers=1", f"pipeline.layout={given.layout}").costs
+    dense = "model.num_dense_layers=1"
+    given, *times = zbv_plan("pipeline.costs=[dense:2,moe:5,loss:3]", dense)
+    assert sum(times) == pytest.approx(2 + 13 * 5 + 3)
+    modelled = zbv_plan(dense, f"pipeline.layout={given.layout}")[0].costs
     of_stage = [costs.backward_input[3] / costs.forward[3] for costs in (given.costs, modelled)]
     assert of_stage[0] == pytest.approx(of_stage[1])  # of MoE layers alone
-    assert given.costs.comm / modelled.comm == pytest.approx(
-        sum(totals(given)) / sum(totals(zbv_plan("model.num_dense_layers=1")))
-    )
+    assert given.costs.comm / modelled.comm == pytest.approx(sum(times) / sum(zbv_plan(dense)[1:]))
 
 
 def test_a_projection_simulates_the_table_of_the_run(monkeypatch):
-    tables = []
-
-    def simulated(table, costs):
-        tables.append(table)
-        return makespan_of(table, costs)
-
+    simulated = Mock(side_effect=makespan_of)
     monkeypatch.setattr(step_time, "makespan_of", simulated)
     args = ProjectArgs("mi355x", nodes=1)
     words = ("parallel.pp=8", "model.num_layers=14", "pipeline.schedule=v_half", "precision.compute=bf16")
     run = completed(config("launch.nproc=8", "compile.enabled=true", *words), args)
     project(run, args)
     plan = pipeline_of(run, Layout.of(run.parallel, 8))
-    assert tables == [plan.table]
+    assert [call.args[0] for call in simulated.call_args_list] == [plan.table]
 
 
 def simulated(ratio, *, unaware=()):
@@ -107,11 +96,14 @@ def test_the_words_name_both_bubbles_and_the_fastest_that_keeps_no_more():
 
 def test_a_run_of_many_micro_batches_is_compared_by_some_of_them():
     words = (*TINY, "launch.nproc=4", "parallel.pp=4", "model.num_layers=6", "pipeline.schedule=v_half")
-    began = time.monotonic()
-    plan = plan_of(config(*words, "train.global_batch_size=40000"), 4)
-    run_slower_than_1f1b(plan.config, plan.layout)
-    assert time.monotonic() - began < 10
     slow = (*words[:-1], "pipeline.schedule=v_min", "compile.enabled=false")
-    plans = (plan_of(config(*slow, f"train.global_batch_size={n}"), 4) for n in (128, 40000))
-    few, many = (run_slower_than_1f1b(plan.config, plan.layout) for plan in plans)
+
+    def said(words, num_samples):
+        plan = plan_of(config(*words, f"train.global_batch_size={num_samples}"), 4)
+        return run_slower_than_1f1b(plan.config, plan.layout)
+
+    began = time.monotonic()
+    said(words, 40000)
+    assert time.monotonic() - began < 10
+    few, many = said(slow, 128), said(slow, 40000)
     assert few is not None and many == f"{few} (64 of 20000 micro-batches)"

@@ -31,7 +31,7 @@ TABLES = list(tables())
 
 @pytest.fixture(scope="module")
 def transfers():
-    return [[transfers_of(table, rank) for rank in range(len(table.ranks))] for table in TABLES]
+    return [(table, [transfers_of(table, rank) for rank in range(len(table.ranks))]) for table in TABLES]
 
 
 def read_at(table, rank):
@@ -45,42 +45,29 @@ def read_at(table, rank):
     }
 
 
-def made_at(table, rank):
-    return {result(action): time for time, step in enumerate(table.ranks[rank]) for action in parts(step)}
-
-
 def times(table, rank, by_step):
     return {message: t for t, step in enumerate(table.ranks[rank]) for message in by_step.get(step, ())}
 
 
 def test_both_ends_of_a_channel_have_its_messages_in_one_order_each_once(transfers):
-    for table, of_ranks in zip(TABLES, transfers, strict=True):
-        sent = {channel: [] for channel in channels_of(table)}
-        posted = {channel: [] for channel in channels_of(table)}
-        for rank, steps in enumerate(table.ranks):
-            actions = [result(action) for step in steps for action in parts(step)]
-            for message in map(of_ranks[rank].sends.get, actions):
-                if message:
-                    sent[message.channel].append(message.content)
+    for table, of_ranks in transfers:
+        sent, posted = ({channel: [] for channel in channels_of(table)} for _ in range(2))
+        for of_rank, steps in zip(of_ranks, table.ranks, strict=True):
             for step in steps:
-                for message in of_ranks[rank].posts.get(step, ()):
+                for message in filter(None, (of_rank.sends.get(result(action)) for action in parts(step))):
+                    sent[message.channel].append(message.content)
+                for message in of_rank.posts.get(step, ()):
                     posted[message.channel].append(message.content)
         assert sent == posted
         assert all(len(set(contents)) == len(contents) > 0 for contents in sent.values())
 
 
-def test_a_rank_receives_exactly_the_messages_that_its_steps_read(transfers):
-    for table, of_ranks in zip(TABLES, transfers, strict=True):
-        for rank, of_rank in enumerate(of_ranks):
-            posts = times(table, rank, of_rank.posts)
-            assert {message.content for message in posts} == set(read_at(table, rank))
-            assert all(message.destination == rank != message.source for message in posts)
-
-
-def test_a_receive_is_posted_before_its_reader_only_where_one_behind_it_has_to_be(transfers):
-    for table, of_ranks in zip(TABLES, transfers, strict=True):
+def test_ranks_receive_what_steps_read_no_earlier_than_needed(transfers):
+    for table, of_ranks in transfers:
         for rank, of_rank in enumerate(of_ranks):
             posts, read = times(table, rank, of_rank.posts), read_at(table, rank)
+            assert {message.content for message in posts} == {*read}
+            assert all(message.destination == rank != message.source for message in posts)
             for channel in channels_of(table):
                 own = [message for message in posts if message.channel == channel]
                 for place, message in enumerate(own):
@@ -90,36 +77,35 @@ def test_a_receive_is_posted_before_its_reader_only_where_one_behind_it_has_to_b
 
 
 def test_a_message_is_over_when_its_reader_has_led_to_something_that_came_back(transfers):
-    for table, of_ranks in zip(TABLES, transfers, strict=True):
+    for table, of_ranks in transfers:
         if table.placement.num_ranks > 4 or table.schedule == "forward_only":
             continue
-        before = all_before(table)
+        before = steps_before(table)
         for rank, of_rank in enumerate(of_ranks):
             for message, time in times(table, rank, of_rank.over).items():
                 reader = read_at(table, message.destination)[message.content]
-                assert (message.destination, reader) in before[rank, time]
+                assert (message.destination, reader) in before(rank, time)
 
 
-def all_before(table):
-    """Steps of all ranks that are over when a step, by its rank and number, has its inputs."""
-    made = {content: (r, t) for r in range(len(table.ranks)) for content, t in made_at(table, r).items()}
+def steps_before(table):
+    """The steps of all ranks that are over when a step, by its rank and number, has its inputs."""
+    numbered = [
+        (rank, time, step) for rank, steps in enumerate(table.ranks) for time, step in enumerate(steps)
+    ]
+    made = {result(action): (rank, time) for rank, time, step in numbered for action in parts(step)}
 
     @functools.cache
-    def of(rank, time):
+    def before(rank, time):
         step = table.ranks[rank][time]
         direct = {made[n] for a in parts(step) for n in needs(a, table.placement.num_stages)}
         direct |= {(rank, time - 1)} if time else set()
-        return direct.union(*(of(*one) for one in direct))
+        return direct.union(*(before(*one) for one in direct))
 
-    return {
-        (rank, time): of(rank, time)
-        for rank in range(len(table.ranks))
-        for time in range(len(table.ranks[rank]))
-    }
+    return before
 
 
 def test_no_rank_waits_in_vain_where_receives_releases_and_inputs_stop_the_host(transfers):
-    for table, of_ranks in zip(TABLES, transfers, strict=True):
+    for table, of_ranks in transfers:
         position, posted, made = [0] * len(table.ranks), set(), set()
         moved = True
         while moved:
@@ -138,12 +124,10 @@ def test_no_rank_waits_in_vain_where_receives_releases_and_inputs_stop_the_host(
         assert position == [len(steps) for steps in table.ranks], (table.schedule, len(position))
 
 
-@pytest.mark.parametrize(
-    ("table", "most"),
-    [(make_table("1f1b", 4, 16), [4, 4, 3, 2]), (forward_only(Placement.loop(4), 16), [HELD, HELD, HELD, 0])],
-)
-def test_sent_messages_are_held_for_a_while_only(table, most):
-    assert [most_held(table, rank) for rank in range(4)] == most
+def test_sent_messages_are_held_for_a_while_only():
+    evaluation = forward_only(Placement.loop(4), 16)
+    for table, most in ((make_table("1f1b", 4, 16), [4, 4, 3, 2]), (evaluation, [HELD, HELD, HELD, 0])):
+        assert [most_held(table, rank) for rank in range(4)] == most
 
 
 def most_held(table, rank):

@@ -8,15 +8,15 @@ from omegaconf import OmegaConf
 from graphmoe.command.hydra import schema
 from graphmoe.plan.rules import violations
 
-SYMM = "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64"
 SHORT = {
     "PIPELINE": "launch.nproc=2 launch.nodes=1 parallel.pp=2",
     "OVERLAP": "parallel.ep=2 moe.dispatcher=symm pipeline.ep_overlap=true",
     "REPLICAS": "parallel.ep=2 moe.dispatcher=symm moe.balance=replicas",
-    "FP8_ROWS": "parallel.ep=2 moe.dispatcher=symm precision.fp8=rowwise compile.enabled=true "
-    "moe.dispatch_dtype=fp8",
+    "FP8_ROWS": "parallel.ep=2 moe.dispatcher=symm moe.dispatch_dtype=fp8 FP8=rowwise",
+    "FP8=": "compile.enabled=true precision.fp8=",
     "VENDOR": "model.hidden_size=2048 model.num_experts=64 launch.nproc=8 train.global_batch_size=96 "
     "train.micro_batch_size=1",
+    "SYMM": "parallel.ep=8 moe.dispatcher=symm train.global_batch_size=64",
 }
 TABLE = """
 moe.dispatcher=symm | parallel.etp is 1; use moe.dispatcher=auto or local
@@ -33,9 +33,6 @@ moe.balance=replicas
 parallel.ep=2 parallel.etp=2 moe.dispatcher=symm moe.balance=replicas
     | parallel.etp=2 splits each expert over several ranks; use moe.balance=none
 REPLICAS model.layer=graphmoe.model.layer:MoELayer | MoELayer may have other experts; use moe.balance=none
-REPLICAS moe.replica_slots=0 | moe.replica_slots=0 must be auto, or 1 to 4, the experts that a rank owns
-REPLICAS moe.replica_slots=5 | moe.replica_slots=5 must be auto, or 1 to 4, the experts that a rank owns
-REPLICAS moe.replica_slots=few | moe.replica_slots='few' must be auto, or 1 to 4, the experts that a rank owns
 moe.force_balance=true moe.expert_load=burst | both replace the router's choice; use one
 moe.expert_load=hot | moe.expert_load=hot: there is no such load; use none, balanced, hot_experts, hot_rank,
 model.num_experts=256 model.top_k=128 moe.expert_load=burst | must be at most 127 where moe.expert_load=burst
@@ -94,8 +91,7 @@ model.num_layers=2 precision.fp8=rowwise compile.enabled=true precision.fp8_skip
 precision.fp8=rowwise model.expert_ffn_size=24 | of 16, and model.expert_ffn_size of a rank is 24; use 32
 precision.fp8=rowwise compile.enabled=false | compile.enabled=false; use compile.enabled=true
 precision.fp8=rowwise compile.enabled=true parallel.ep=2 moe.dispatcher=alltoall | moe.dispatcher=symm, or
-precision.fp8=blockwise compile.enabled=true
-    | than bf16; use precision.fp8=rowwise, or precision.fp8_products=[attn,mlp,shared_experts]
+FP8=blockwise | than bf16; use precision.fp8=rowwise, or precision.fp8_products=[attn,mlp,shared_experts]
 precision.fp8=mxfp8 model.hidden_size=128 model.expert_ffn_size=48
     | precision.fp8=mxfp8 of experts needs multiples of 32, and model.expert_ffn_size of a rank is 48; use 64
 precision.fp8=blockwise model.hidden_size=128 moe.experts=turbo
@@ -104,8 +100,7 @@ moe.experts=te precision.fp8=rowwise | moe.experts=te computes in bf16 only, not
 FP8_ROWS moe.dispatch_dtype=bf16 moe.experts=turbo moe.balance=replicas
     | and moe.experts=turbo in fp8 computes scales over weights of unused slots too; use moe.balance=none
 FP8_ROWS moe.experts=turbo | but moe.experts=turbo has its own quantized layout; use moe.dispatch_dtype=
-precision.fp8=tensorwise compile.enabled=true parallel.dp_shard=fsdp2
-    | use precision.fp8=rowwise, or parallel.dp_shard=zero1
+FP8=tensorwise parallel.dp_shard=fsdp2 | use precision.fp8=rowwise, or parallel.dp_shard=zero1
 FP8_ROWS precision.fp8=tensorwise | but precision.fp8=tensorwise does not scale by row
 moe.dispatch_dtype=fp8 | but precision.fp8=none does not use fp8; use moe.dispatch_dtype=auto or bf16
 FP8_ROWS precision.fp8_products=[attn] | but the experts of precision.fp8_products=[attn] do not use fp8
@@ -115,15 +110,11 @@ FP8_ROWS moe.dispatcher=nvshmem | fp8 experts, but moe.dispatcher=nvshmem cannot
 FP8_ROWS passes.disabled=[fp8_experts] | or passes.disabled leaves out fp8_experts; let them run, or use
 FP8_ROWS model.layer=graphmoe.model.layer:MoELayer | model.layer:MoELayer may not use fp8; use
 train.tokens=many | train.tokens=many must be a number of tokens from 1 to 1e+18, such as 1e9 or 300M (K, M,
-train.tokens=-5 | train.tokens=-5 must be
 train.tokens=0 | train.tokens=0 must be
 train.tokens=1e6 train.epochs=2 | both say how long the run is; leave one of them out
-train.epochs=0 | train.epochs=0.0 must be greater than 0
 train.tokens=1M optim.schedule=wsd optim.warmup_steps=14 | of train.steps=16 those from 13 on decay
 data.seq_len=5000 | data.seq_len=5000 exceeds model.context_length=4096; use at most 4096
-data.seq_len=0 | data.seq_len=0 must be greater than 0
 data.seq_len=2 model.mtp_depth=2 | leaves no label for model.mtp_depth=2; use at least 3
-log.peak_tflops=0 | log.peak_tflops=0.0 must be greater than 0
 optim.wsd_decay_fraction=0 | never decays; use a share above 0, or optim.schedule=constant
 optim.schedule=wsd optim.wsd_decay_fraction=0.5 train.steps=100 optim.warmup_steps=51
     | those from 50 on decay (optim.wsd_decay_fraction=0.5); use at most optim.warmup_steps=50
@@ -139,7 +130,6 @@ parallel.cp=2 data.seq_len=65 | * parallel.tp=1 ranks: it is not a multiple of 2
 parallel.cp=4 parallel.tp=2 parallel.cp_method=ring data.seq_len=60 | of 8; use data.seq_len=56 or 64
 parallel.cp=2 parallel.cp_method=ring model.attention_backend=te compile.enabled=false
     | by parallel.cp_method=ring needs; use one of: auto, sdpa; or parallel.cp_method=alltoall
-parallel.cp=0 | parallel.cp=0 must be greater than 0
 parallel.dp_shard=fsdp2 compile.enabled=true graph.scope=layer | use graph.scope=none
 parallel.pp=2 parallel.dp_shard=fsdp2 | has many under way; use parallel.dp_shard=zero1
 parallel.pp=2 compile.enabled=true graph.scope=full_iteration profile.pipeline=true
@@ -197,12 +187,6 @@ graph.scope=attn | graph.scope=attn is one segment; name it in a list: 'graph.sc
 graph.scope=[attn,attn] | names a segment twice; name each once
 graph.scope=full_iteration moe.sync_free_stage=2 compile.enabled=false
     | use moe.sync_free_stage=3 or auto, or graph.scope=none
-moe.sync_free_stage=4 | moe.sync_free_stage=4 must be auto, 0, 1, 2 or 3
-moe.sync_free_stage=most | moe.sync_free_stage='most' must be auto, 0, 1, 2 or 3
-moe.sync_free_stage="1" | moe.sync_free_stage='1' must be auto, 0, 1, 2 or 3
-moe.sync_free_stage=true | moe.sync_free_stage=True must be auto, 0, 1, 2 or 3
-moe.sync_free_stage=1.0 | moe.sync_free_stage=1.0 must be auto, 0, 1, 2 or 3
-moe.sync_free_stage=[1] | moe.sync_free_stage=[1] must be auto, 0, 1, 2 or 3
 moe.sync_free_stage=0 graph.scope=partial | use moe.sync_free_stage=1 or auto, or graph.scope=[attn]
 moe.sync_free_stage=2 graph.scope=moe | use moe.sync_free_stage=3 or auto, or graph.scope=[moe_router,
 moe.sync_free_stage=2 graph.scope=[moe_experts] | use moe.sync_free_stage=3 or auto, or graph.scope=none
@@ -218,7 +202,6 @@ parallel.ep=3 model.num_experts=8 | cannot be split over parallel.ep=3; use a di
 parallel.etp=6 model.expert_ffn_size=16 | be split over parallel.etp=6; use a divisor of 16: 1, 2, 4, 8, 16
 parallel.ep=2 model.num_dense_layers=4 | parallel.ep=2 splits experts, but the model has none
 parallel.ep=2 moe.dispatcher=local | use moe.dispatcher=auto or alltoall
-parallel.ep=0 | parallel.ep=0 must be greater than 0
 profile.steps=[[]] | profile.steps=[[]] must be a list of whole numbers
 launch.fake_world=8 launch.fake_rank=8 | use 0 to 7
 launch.fake_world=8 launch.fake_rank=-1 | launch.fake_rank=-1 is not among the ranks
@@ -230,8 +213,6 @@ launch.fake_world=8 parallel.pp=2 pipeline.microbatches=0 train.global_batch_siz
 launch.fake_world=8 launch.nproc=2 | leave those two out
 launch.fake_world=8 launch.write_only=true | leave one of them out
 launch.fake_world=8 parallel.dp_shard=fsdp2 | counts what parallel.dp_shard=zero1 keeps
-launch.fake_world=0 | launch.fake_world=0 must be greater than 0
-launch.fake_world=8 launch.fake_memory_gb=0 | launch.fake_memory_gb=0.0 must be greater than 0
 launch.fake_world=8 train.global_batch_size=24 | use a multiple of
 profile.steps=[1,2,3] | has 3 numbers; use the first and the last, or one
 profile.steps=[0,2] | counted from 1, e.g. [10,12]
@@ -250,7 +231,6 @@ graph.scope=partial compile.enabled=false
     | compile.enabled=true, graph.scope=full_iteration or graph.scope=none
 train.global_batch_size=65537 train.micro_batch_size=1 | of a rank in each step; use at most 65536
 VENDOR moe.dispatcher=deepep parallel.ep=2 parallel.etp=2 | splits each over several; use parallel.etp=1
-VENDOR moe.dispatcher=turbo parallel.ep=2 parallel.etp=2 | splits each over several; use parallel.etp=1
 VENDOR moe.dispatcher=deepep | parallel.ep=1; use parallel.ep of these, or moe.dispatcher=auto
 VENDOR moe.dispatcher=deepep parallel.ep=16 launch.nproc=16 | moe.dispatcher=alltoall, or symm within a node
 VENDOR moe.dispatcher=deepep parallel.ep=2 model.num_experts=512 | parallel.ep=2 are 256; use more ranks
@@ -281,6 +261,13 @@ ENDPOINTS = ("node0", ":29500", "node0:0", "node0:65536", "node0:\u00b2", "a/b:2
 RULES += [
     (f"launch.endpoint={text}", f"={ascii(text)[1:-1]} must be host:port with a port") for text in ENDPOINTS
 ]
+STAGES = {"4": "4", "most": "'most'", '"1"': "'1'", "true": "True", "1.0": "1.0", "[1]": "[1]"}
+RULES += [
+    (f"moe.sync_free_stage={text}", f"moe.sync_free_stage={shown} must be auto, 0, 1, 2 or 3")
+    for text, shown in STAGES.items()
+]
+SLOTS = " must be auto, or 1 to 4, the experts that a rank owns"
+RULES += [(f"REPLICAS moe.replica_slots={n}", f"moe.replica_slots={n!r}{SLOTS}") for n in (0, 5, "few")]
 FINE = """
 precision.fp8=blockwise compile.enabled=true precision.fp8_products=[attn,mlp,shared_experts]
 precision.fp8=blockwise compile.enabled=true model.num_layers=2 model.num_dense_layers=2 model.mtp_depth=0
@@ -307,7 +294,7 @@ VENDOR moe.dispatcher=nvshmem parallel.ep=2 graph.scope=moe moe.sync_free_stage=
 
 
 def broken(words: str) -> list[str]:
-    for name, meaning in {**SHORT, "SYMM": SYMM}.items():
+    for name, meaning in SHORT.items():
         words = words.replace(name, meaning)
     # later words win, as on a command line
     merged = OmegaConf.merge(schema(), OmegaConf.from_dotlist(words.split()))

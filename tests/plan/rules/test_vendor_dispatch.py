@@ -1,7 +1,7 @@
 """Vendors' dispatchers on the devices of a run: errors where they cannot run, and their buffers."""
 
 import sys
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +12,7 @@ from graphmoe.plan.experts import Load
 from graphmoe.plan.layout import Layout
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime import dispatch
-from graphmoe.runtime.dispatch import (
-    check_dispatcher,
-    close_dispatcher,
-    deepep,
-    nvshmem,
-    open_buffer,
-    planned_dispatcher,
-)
+from graphmoe.runtime.dispatch import deepep, nvshmem
 from graphmoe.runtime.ranks import Ranks
 from tests.runs import config
 from tests.vendor_api import bind, install_module, recorded_signature
@@ -37,25 +30,26 @@ def all_packages(monkeypatch):
     monkeypatch.setattr(packages, "is_installed", lambda name: True)
 
 
-def refused(choice, *, device="cuda", ranks=None, layout=None):
+def check(choice, ranks=None, layout=None):
     layout = layout or Layout(dp=4, ep=4)
+    dispatch.check_dispatcher(choice, torch.device("cuda"), layout, ranks or SomeRanks())
+
+
+def refused(*arguments):
     with pytest.raises(ConfigError) as error:
-        check_dispatcher(choice, torch.device(device), layout, ranks or SomeRanks())
+        check(*arguments)
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "choice, package, command",
-    [("deepep", "deep_ep", "DeepEP@v1.2.1"), ("turbo", "primus_turbo", "graphmoe[turbo]")],
-)
-def test_a_missing_package_is_named_with_its_command_and_what_needs_none(
-    choice, package, command, monkeypatch
-):
-    monkeypatch.setattr(packages, "is_installed", lambda name: name != package)
-    message = refused(choice)
-    assert message.startswith(f"moe.dispatcher={choice} needs the package {package}, which is not installed")
-    assert "pip install --no-build-isolation" in message and command in message
-    assert message.endswith("or use moe.dispatcher=alltoall, or symm within a node")
+def test_a_missing_package_is_named_with_its_command_and_what_needs_none(monkeypatch):
+    monkeypatch.setattr(packages, "is_installed", lambda name: name not in ("deep_ep", "primus_turbo"))
+    for choice, name, command in (
+        ("deepep", "deep_ep", "DeepEP@v1.2.1"), ("turbo", "primus_turbo", "graphmoe[turbo]"),
+    ):  # fmt: skip
+        message = refused(choice)
+        assert message.startswith(f"moe.dispatcher={choice} needs the package {name}, which is not installed")
+        assert "pip install --no-build-isolation" in message and command in message
+        assert message.endswith("or use moe.dispatcher=alltoall, or symm within a node")
 
 
 def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
@@ -65,25 +59,22 @@ def test_a_torch_without_nvshmem_or_with_other_programs_is_refused(monkeypatch):
     monkeypatch.setenv("TORCH_SYMMMEM_NBLOCKS", "24")
     assert "TORCH_SYMMMEM_NBLOCKS=24 sets another; unset TORCH_SYMMMEM_NBLOCKS" in refused("nvshmem")
     monkeypatch.delenv("TORCH_SYMMMEM_NBLOCKS")
-    check_dispatcher("nvshmem", torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks())
+    check("nvshmem")
 
 
 @pytest.mark.parametrize("hip, wrong, right", [(None, "turbo", "deepep"), ("7.0", "deepep", "turbo")])
 def test_each_package_wants_the_gpus_of_its_vendor(monkeypatch, hip, wrong, right):
     monkeypatch.setattr(torch.version, "hip", hip)
     assert "which this torch lacks; use moe.dispatcher=alltoall, or symm within a node" in refused(wrong)
-    arguments = torch.device("cuda"), Layout(dp=4, ep=4), SomeRanks()
-    check_dispatcher(right, *arguments)
+    check(right)
 
 
 def test_ranks_that_exchange_must_be_on_one_node(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    message = refused("deepep", ranks=SomeRanks(rank=5, size=8), layout=Layout(dp=8, ep=8))
-    assert (
-        "0, 1, 2, 3, 4, 5, 6, 7 of a group of parallel.ep=8 are on several; use parallel.ep of 4" in message
-    )
-    arguments = torch.device("cuda"), Layout(dp=8, ep=4), SomeRanks(rank=5, size=8)
-    check_dispatcher("deepep", *arguments)
+    rank = SomeRanks(rank=5, size=8)
+    said = "0, 1, 2, 3, 4, 5, 6, 7 of a group of parallel.ep=8 are on several; use parallel.ep of 4"
+    assert said in refused("deepep", rank, Layout(dp=8, ep=8))
+    check("deepep", rank, Layout(dp=8, ep=4))
 
 
 @pytest.mark.parametrize("choice, etp", [("deepep", 1), ("turbo", 1), ("nvshmem", 2)])
@@ -94,14 +85,13 @@ def test_a_buffer_has_room_for_all_rows_and_a_budget_of_slots(choice, etp):
     room = plan.room()
     every_row = deepep.DeepEP(Load(4 * plan.tokens, room.slots), 16)
     expected = nvshmem.Nvshmem(room, 16, etp) if choice == "nvshmem" else every_row
-    assert planned_dispatcher(plan) == expected
+    assert dispatch.planned_dispatcher(plan) == expected
 
 
 @pytest.mark.parametrize(
-    "choice, library, path",
-    [("deepep", "deepep", "deep_ep"), ("turbo", "primus_turbo", "primus_turbo.pytorch.deep_ep")],
+    "library, path", [("deepep", "deep_ep"), ("primus_turbo", "primus_turbo.pytorch.deep_ep")]
 )
-def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, choice, library, path):
+def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, library, path):
     calls = []
 
     def recorded(name, result=None):
@@ -113,22 +103,20 @@ def test_the_buffer_is_opened_by_calls_that_the_package_takes(monkeypatch, choic
 
         return call
 
-    opened = types.SimpleNamespace(destroy=recorded("destroy"))
+    opened = SimpleNamespace(destroy=recorded("destroy"))
     init = recorded("__init__", opened)
     for name, size in (("dispatch", 256), ("combine", 512)):
-        hint = types.SimpleNamespace(
-            get_nvl_buffer_size_hint=lambda row, ranks, size=size: size * row * ranks
-        )
+        hint = SimpleNamespace(get_nvl_buffer_size_hint=lambda row, ranks, size=size: size * row * ranks)
         setattr(init, f"get_{name}_config", recorded(f"get_{name}_config", hint))
     init.set_num_sms = recorded("set_num_sms")
     install_module(monkeypatch, path, Buffer=init)
-    if choice == "turbo":
+    if library == "primus_turbo":
         monkeypatch.setattr(sys.modules["primus_turbo.pytorch"], "deep_ep", sys.modules[path], raising=False)
-    group = types.SimpleNamespace(size=lambda: 4)
-    mesh = types.SimpleNamespace(layout=Layout(dp=4, ep=4), group=lambda axis: group)
-    open_buffer(choice, mesh, hidden_size=2048)
+    group = SimpleNamespace(size=lambda: 4)
+    mesh = SimpleNamespace(layout=Layout(dp=4, ep=4), group=lambda axis: group)
+    dispatch.open_buffer(library.removeprefix("primus_"), mesh, hidden_size=2048)
     assert deepep._in_use is opened
-    close_dispatcher()
+    dispatch.close_dispatcher()
     assert deepep._in_use is None
     made = dict(calls)
     assert made["__init__"]["group"] is group and made["__init__"]["explicitly_destroy"]

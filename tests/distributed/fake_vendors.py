@@ -6,7 +6,7 @@ one's. Dead rows come back as NaN, and a combine writes into the heads of its ha
 """
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,6 @@ from tests.vendor_api import bind, recorded_signature
 
 @dataclass
 class FakeConfig:
-    """Sizes of the queues of a transfer."""
-
     num_sms: int
     rows: int
 
@@ -35,40 +33,31 @@ class FakeConfig:
 
 def fake_package(library: str, path: str, extra: bool = False) -> types.SimpleNamespace:
     """A module with a ``Buffer``; ``extra`` puts another tensor before the handle of a dispatch."""
-    calls = {
-        name: recorded_signature(library, f"{path}.Buffer", name)
-        for name in ("__init__", "set_num_sms", "get_dispatch_config", "get_combine_config")
-        + ("get_dispatch_layout", "dispatch", "combine", "destroy")
-    }
-
-    class Buffer(FakeBuffer):
-        num_sms, signatures, has_extra = 6, calls, extra
-
-        @classmethod
-        def set_num_sms(cls, *args: Any, **kwargs: Any) -> None:
-            cls.num_sms = bind(calls["set_num_sms"], args, kwargs)["new_num_sms"]
-
-        @classmethod
-        def get_dispatch_config(cls, *args: Any, **kwargs: Any) -> FakeConfig:
-            assert bind(calls["get_dispatch_config"], args, kwargs)["num_ranks"] in (2, 4, 8)
-            return FakeConfig(cls.num_sms, rows=2)
-
-        @classmethod
-        def get_combine_config(cls, *args: Any, **kwargs: Any) -> FakeConfig:
-            assert bind(calls["get_combine_config"], args, kwargs)["num_ranks"] in (2, 4, 8)
-            return FakeConfig(cls.num_sms, rows=3)
-
-    return types.SimpleNamespace(Buffer=Buffer)
+    names = ("__init__", "set_num_sms", "get_dispatch_config", "get_combine_config", "get_dispatch_layout")
+    names += ("dispatch", "combine", "destroy")
+    signatures = {name: recorded_signature(library, f"{path}.Buffer", name) for name in names}
+    members = {"signatures": signatures, "has_extra": extra}
+    return types.SimpleNamespace(Buffer=type("Buffer", (FakeBuffer,), members))
 
 
 class FakeBuffer:
-    """Buffer that moves rows between the ranks of a group of gloo."""
-
-    num_sms: int
+    num_sms = 6
     signatures: dict[str, Any]
     has_extra: bool
-    get_dispatch_config: Callable[[int], FakeConfig]
-    get_combine_config: Callable[[int], FakeConfig]
+
+    @classmethod
+    def set_num_sms(cls, *args: Any, **kwargs: Any) -> None:
+        cls.num_sms = cls._bound("set_num_sms", args, kwargs)["new_num_sms"]
+
+    @classmethod
+    def get_dispatch_config(cls, *args: Any, **kwargs: Any) -> FakeConfig:
+        assert cls._bound("get_dispatch_config", args, kwargs)["num_ranks"] in (2, 4, 8)
+        return FakeConfig(cls.num_sms, rows=2)
+
+    @classmethod
+    def get_combine_config(cls, *args: Any, **kwargs: Any) -> FakeConfig:
+        assert cls._bound("get_combine_config", args, kwargs)["num_ranks"] in (2, 4, 8)
+        return FakeConfig(cls.num_sms, rows=3)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         call = self._bound("__init__", args, kwargs)
@@ -106,89 +95,72 @@ class FakeBuffer:
         call = self._bound("combine", args, kwargs)
         x_ND, (prefix_PP, _, received_PC, source_N, in_rank_TP, head_TP) = call["x"], call["handle"]
         self._check_rows(x_ND, self.get_combine_config(self.group_size))
-        assert len(source_N) == len(x_ND)
-        assert received_PC.equal(self._starts(self._channels(in_rank_TP)))
-        arrived, sent = self._arrived(prefix_PP), (head_TP >= 0).sum(0).tolist()
-        tokens = [(head_TP[:, rank] >= 0).nonzero().flatten() for rank in range(self.group_size)]
-        total, live = None, sum(arrived)
-        for rows in (x_ND, call["topk_weights"]):
-            if rows is None:
-                continue
-            back = transfer(rows[:live], arrived, sent, self.group).split(sent)
-            assert transfer(source_N[:live], arrived, sent, self.group).equal(torch.cat(tokens).int())
-            sums = torch.zeros(len(head_TP), rows.shape[1])
-            for each, its_tokens in zip(back, tokens, strict=True):
-                sums[its_tokens] += each.float()
-            total = (*(total or ()), sums.to(rows.dtype))
+        assert received_PC.equal(self._channels(2)) and in_rank_TP.equal(head_TP >= 0)
+        ends_PP = torch.stack([in_rank.sum(0) for in_rank in self._of_all(in_rank_TP)]).cumsum(0)
+        assert len(source_N) == len(x_ND) and prefix_PP[:, self.rank].equal(ends_PP[:, self.rank].int())
+        sums, sources = [None, None], self._of_all(source_N)
+        for i, rows in enumerate(each for each in (x_ND, call["topk_weights"]) if each is not None):
+            total = torch.zeros(len(head_TP), rows.shape[1])
+            for rank, theirs in enumerate(self._of_all(rows)):
+                token_R = in_rank_TP[:, rank].nonzero().flatten()
+                own = slice(int(ends_PP[self.rank, rank]) - len(token_R), int(ends_PP[self.rank, rank]))
+                assert sources[rank][own].equal(token_R.int())
+                total[token_R] += theirs[own].float()
+            sums[i] = total.to(rows.dtype)
         head_TP[head_TP < 0] = -2 - 5 * self.rank
-        return *total, *[None] * (2 - len(total)), object()
+        return *sums, object()
 
     def _first(self, x_TD: Tensor, call: dict[str, Any]) -> tuple[Any, ...]:
-        chosen_TK, weight_TK, in_rank_TP = call["topk_idx"], call["topk_weights"], call["is_token_in_rank"]
+        given = [call[name] for name in ("topk_idx", "topk_weights", "is_token_in_rank")]
+        chosen_TK, weight_TK, in_rank_TP = given
         assert weight_TK.dtype == torch.float32 and weight_TK.is_contiguous()
         assert chosen_TK.dtype == torch.int64 and len(chosen_TK) == len(x_TD)
-        experts = len(call["num_tokens_per_expert"]) // self.group_size
-        sent = call["num_tokens_per_rank"].tolist()
+        assert call["num_tokens_per_rank"].equal(in_rank_TP.sum(0).int())
+        experts, room = len(call["num_tokens_per_expert"]) // self.group_size, call["num_worst_tokens"]
+        parts = []
+        for x, chosen, weight, in_rank in zip(*map(self._of_all, (x_TD, *given)), strict=True):
+            here = in_rank[:, self.rank]
+            number = chosen[here] - experts * self.rank
+            number = number.masked_fill((number < 0) | (number >= experts), -1)
+            token_R = here.nonzero().flatten().int()
+            parts.append((x[here], number, weight[here].masked_fill(number < 0, 0), token_R))
+        arrived = sum(len(token_R) for *_, token_R in parts)
+        assert arrived <= room, f"{arrived} rows are written where {room} have room"
+        received_ND, number_NK, weight_NK, source_N = (
+            torch.cat([*each, each[0].new_full((room - arrived, *each[0].shape[1:]), dead)])
+            for each, dead in zip(zip(*parts, strict=True), (torch.nan, -1, torch.nan, 2**30), strict=True)
+        )
         prefix_PP = torch.full((self.group_size, self.group_size), -99, dtype=torch.int32)
-        arrivals = [torch.empty(self.group_size, dtype=torch.int32) for _ in sent]
-        dist.all_gather(arrivals, call["num_tokens_per_rank"], group=self.group)
-        prefix_PP[:, self.rank] = torch.stack(arrivals)[:, self.rank].cumsum(0)
-        arrived, room = self._arrived(prefix_PP), call["num_worst_tokens"]
-        assert sum(arrived) <= room, f"{sum(arrived)} rows are written where {room} have room"
-        mine_PTK = chosen_TK - experts * torch.arange(self.group_size).view(-1, 1, 1)
-        mine_PTK = mine_PTK.masked_fill((mine_PTK < 0) | (mine_PTK >= experts), -1)
-        weight_PTK = weight_TK.expand_as(mine_PTK).masked_fill(mine_PTK < 0, 0)
-        token_T = torch.arange(len(x_TD), dtype=torch.int32)
-
-        def travel(of_rank: Any, dead: float) -> Tensor:
-            rows = torch.cat([of_rank(rank)[in_rank_TP[:, rank]] for rank in range(self.group_size)])
-            received = transfer(rows, sent, arrived, self.group)
-            missing = received.new_full((room - len(received), *received.shape[1:]), dead)
-            return torch.cat([received, missing])
-
+        prefix_PP[:, self.rank] = torch.tensor([len(token_R) for *_, token_R in parts]).cumsum(0)
         head_TP = torch.where(in_rank_TP, in_rank_TP.cumsum(0) - 1, -1).int()
-        channels = self._channels(in_rank_TP)
-        source_N = travel(lambda _: token_T, 2**30)
-        handle = (prefix_PP, channels, self._starts(channels), source_N, in_rank_TP, head_TP)
-        received_ND = travel(lambda _: x_TD, torch.nan)
-        number_NK = travel(lambda rank: mine_PTK[rank], -1)
-        weight_NK = travel(lambda rank: weight_PTK[rank], torch.nan)
+        handle = (prefix_PP, self._channels(1), self._channels(2), source_N, in_rank_TP, head_TP)
         between = (torch.empty(0),) if self.has_extra else ()
         return received_ND, number_NK, weight_NK, [], *between, handle, object()
 
     def _again(self, x_TD: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
-        prefix_PP, channel_PC, _, source_N, in_rank_TP, _ = handle
-        assert channel_PC.equal(self._channels(in_rank_TP)) and len(in_rank_TP) == len(x_TD)
-        arrived = self._arrived(prefix_PP)
-        rows = torch.cat([x_TD[in_rank_TP[:, rank]] for rank in range(self.group_size)])
-        received = transfer(rows, in_rank_TP.sum(0).tolist(), arrived, self.group)
-        found = received.new_full((len(source_N), x_TD.shape[1]), torch.nan)
-        found[: len(received)] = received
+        _, channel_PC, _, source_N, in_rank_TP, _ = handle
+        assert channel_PC.equal(self._channels(1)) and len(in_rank_TP) == len(x_TD)
+        both = zip(self._of_all(x_TD), self._of_all(in_rank_TP), strict=True)
+        received = torch.cat([x[in_rank[:, self.rank]] for x, in_rank in both])
+        return torch.cat([received, x_TD.new_full((len(source_N) - len(received), x_TD.shape[1]), torch.nan)])
+
+    def _of_all(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        found = [torch.empty_like(x) for _ in range(self.group_size)]
+        dist.all_gather([each.view(torch.uint8) for each in found], x.view(torch.uint8), group=self.group)
         return found
 
     def _check_rows(self, x: Tensor, config: FakeConfig) -> None:
         assert x.dtype == torch.bfloat16 and x.is_contiguous() and not self.destroyed
         assert self.num_nvl_bytes >= config.get_nvl_buffer_size_hint(2 * x.shape[1], self.group_size)
 
-    def _arrived(self, prefix_PP: Tensor) -> list[int]:
-        ends = prefix_PP[:, self.rank].tolist()
-        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    def _channels(self, value: int) -> Tensor:
+        """What only the kernels read of a handle: the place of each channel's rows, sent or received."""
+        return torch.full((self.group_size, self.num_sms // 2), value, dtype=torch.int32)
 
-    def _channels(self, in_rank_TP: Tensor) -> Tensor:
-        """Rows for each rank up to the end of each channel, which has equal parts of the tokens."""
-        channels = self.num_sms // 2
-        step = -(-len(in_rank_TP) // channels)
-        parts = [in_rank_TP[: (c + 1) * step].sum(0) for c in range(channels)]
-        return torch.stack(parts, 1).int()
-
-    def _starts(self, channel_PC: Tensor) -> Tensor:
-        """Beginnings of the rows of each channel of each source here, among those of the source."""
-        ones = [1] * self.group_size
-        ends_PC = transfer(channel_PC, ones, ones, self.group)
-        return torch.cat([torch.zeros_like(ends_PC[:, :1]), ends_PC[:, :-1]], 1)
-
-    def _bound(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        call = bind(self.signatures[name], args, kwargs)
+    @classmethod
+    def _bound(cls, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        call = bind(cls.signatures[name], args, kwargs)
         assert not call.get("async_finish") and not call.get("allocate_on_comm_stream")
         return call
 

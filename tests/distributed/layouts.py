@@ -4,29 +4,23 @@ import functools
 import gc
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from graphmoe.config.schema import DpShard
-from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.model.sizes import state_bytes
-from graphmoe.ops.dispatch import Dispatcher
-from graphmoe.ops.gradients import PendingWeightGrads
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.plan.layout import layout_of, own_part
 from graphmoe.plan.pipeline import Together
 from graphmoe.plan.plan import plan_of
-from graphmoe.runtime.compile.units import Unit
-from graphmoe.runtime.overlap import Backward, Call, Direction, Overlap
-from graphmoe.runtime.pipeline.engine import Stage, Tensors
+from graphmoe.runtime.overlap import Overlap
+from graphmoe.runtime.pipeline.engine import Stage
 from graphmoe.segments import FULL_ITERATION
-from graphmoe.training.micro_batches import Pipelined
 from graphmoe.training.step_rows import RECEIVED, REPLICATED, SCALARS
 from graphmoe.training.trainer import Trainer
 from tests.distributed.training import Change, Outcome, Training, gathered, without_rank_load
@@ -41,11 +35,7 @@ BASE = (
 )  # fmt: skip
 PIPELINE = ("model.num_layers=4",)
 FSDP = "dp_shard=fsdp2"
-MTP, TIED, COMPILED = "model.mtp_depth=2", "model.tie_embeddings=true", "compile.enabled=true"
-BUDGET = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=1.0")
-ROOM = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case")
 REPLICAS = ("moe.dispatcher=symm", "moe.balance=replicas")
-TURNS = (*ROOM, "pipeline.ep_overlap=true")
 
 
 @dataclass(frozen=True)
@@ -53,15 +43,12 @@ class Case:
     """A layout of some ranks, how they run it, and the model of it and of the one process beside it."""
 
     ranks: int
-    layout: str
-    """Words of ``parallel``; the other ranks are data parallel."""
+    layout: str  # words of parallel; the other ranks are data parallel
     schedule: str = ""
     overrides: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
-    mode: str = "eager"
-    """eager; traced: compiled units run as the graphs that were traced; inductor: they are compiled."""
-    change: Change | None = None
-    """Change of the trainers of both."""
+    mode: str = "eager"  # or traced: compiled units run as they were traced; inductor: they are compiled
+    change: Change | None = None  # of the trainers of both
 
     def __str__(self) -> str:
         change = self.change.__name__ if self.change else ""
@@ -74,7 +61,7 @@ class Case:
         own = [f"parallel.{word}" for word in self.layout.split()]
         if self.schedule:
             own.append(f"pipeline.schedule={self.schedule}")
-        compiled = () if self.mode == "eager" else (COMPILED,)
+        compiled = () if self.mode == "eager" else ("compile.enabled=true",)
         words = (*self.alone.words, *own, *compiled, *self.overrides)
         return Training(words, functools.partial(check, self.change), self.mode == "traced")
 
@@ -95,12 +82,11 @@ def assert_same(case: Case, found: Sequence[Outcome], wanted: Outcome) -> None:
         assert_forward_close(rows, expected)
         assert torch.equal(of_rank.rows.nan_to_num(9.0), found[0].rows.nan_to_num(9.0))
         assert_forward_close(of_rank.val_losses, wanted.val_losses)
-        assert of_rank.weights.keys() == weights.keys()
-        assert of_rank.gradients.keys() == ({} if FSDP in case.layout else weights).keys()
-        for parameter in weights:
-            assert_gradient_close(of_rank.weights[parameter], weights[parameter])
-            if of_rank.gradients:
-                assert_gradient_close(of_rank.gradients[parameter], gradients[parameter])
+        kept = {} if FSDP in case.layout else gradients
+        for own, of_one in ((of_rank.weights, weights), (of_rank.gradients, kept)):
+            assert own.keys() == of_one.keys()
+            for parameter, value in own.items():
+                assert_gradient_close(value, of_one[parameter])
 
 
 def gradient_errors(case: Case, found: Sequence[Outcome], wanted: Outcome) -> dict[str, float]:
@@ -110,28 +96,6 @@ def gradient_errors(case: Case, found: Sequence[Outcome], wanted: Outcome) -> di
             parts.setdefault(name, []).append((gradient.flatten(), expected[name].flatten()))
     assert parts.keys() == wanted.gradients.keys()
     return {name: relative_error(*map(torch.cat, zip(*of, strict=True))) for name, of in parts.items()}
-
-
-def some_labels_ignored(trainer: Trainer) -> None:
-    _ignore(trainer, lambda labels: labels % 5 == 0)
-
-
-def all_labels_ignored(trainer: Trainer) -> None:
-    _ignore(trainer, lambda labels: labels >= 0)
-
-
-def _ignore(trainer: Trainer, chosen: Callable[[Tensor], Tensor]) -> None:
-    whole = trainer.model.loss
-
-    def loss(tokens: Tensor, labels: Tensor, *rest: Any):
-        return whole(tokens, labels.masked_fill(chosen(labels), IGNORED), *rest)
-
-    trainer.model.loss = loss  # type: ignore[method-assign]
-
-
-def an_expert_without_tokens(trainer: Trainer) -> None:
-    for router in trainer.model.routers():
-        router.selection_bias[3] = -9.0
 
 
 def all_on_two_experts(trainer: Trainer) -> None:
@@ -160,54 +124,48 @@ def check_that_weights_are_shared_out(trainer: Trainer, optimizer: ShardedOptimi
     All shares together are each element once: where four ranks have six experts too, and the last none.
     """
     step, parameters = trainer.steps.run, dict(trainer.model.named_parameters())
-    expected = state_bytes(trainer.plan.model, trainer.plan.layout, bucket_mb=1, dp_shard=DpShard.fsdp2)
+    plan = trainer.plan
+    mean = state_bytes(plan.model, plan.layout, bucket_mb=1, dp_shard=DpShard.fsdp2)["main_params"]
 
-    def check_layer(*_: Any) -> None:
+    def check_layer(*_):
         held = trainer.model.named_parameters()
         whole = {name for name, weight in held if not isinstance(weight, DTensor)}
         assert whole == {name for name in parameters if name.startswith("layers.1.")}
 
-    def run(batches: Any) -> Tensor:
+    def run(batches):
         row = step(batches)
-        own = [parameter.to_local() for parameter in trainer.model.parameters()]  # type: ignore[operator]
+        own = [parameter.to_local() for parameter in trainer.model.parameters()]
         kinds = own, optimizer.main.values(), *(kind.values() for kind in optimizer.moments.values())
         sizes = trainer.ranks.gather([4 * sum(tensor.numel() for tensor in kind) for kind in kinds])
-        mean = expected["main_params"]
         assert {sum(kind) / len(sizes) for kind in zip(*sizes, strict=True)} == {mean}
-        assert (
-            max(max(kinds) for kinds in sizes) < (1.6 if trainer.plan.model.num_experts % 4 else 1.1) * mean
-        )
+        assert max(map(max, sizes)) < (1.6 if plan.model.num_experts % 4 else 1.1) * mean
         assert not any(bool(whole.isnan().any()) for whole in gathered(trainer, "main").values())
         return row
 
     trainer.model.layers[1].attn.register_forward_pre_hook(check_layer)
-    trainer.steps.run = run  # type: ignore[method-assign]
+    trainer.steps.run = run
 
 
-Order = list[tuple[Direction, str]]
-"""Directions and names of units."""
+def watched(overlap: Overlap) -> list[tuple[str, str]]:
+    """Directions and names of units, as they are queued."""
+    order, run_unit, back = list[tuple[str, str]](), overlap.run_unit, overlap._back
 
-
-def watched(overlap: Overlap) -> Order:
-    order: Order = []
-    run_unit, back = overlap.run_unit, overlap._back
-
-    def run_and_note(unit: Unit, read: Sequence[Tensor], call: Call) -> tuple[Tensor, ...]:
-        def note_and_call(own: Sequence[Tensor], later: PendingWeightGrads) -> Sequence[Tensor]:
+    def run_and_note(unit, read, call):
+        def note_and_call(own, later):
             order.append(("forward", unit.name))
             return call(own, later)
 
         return run_unit(unit, read, note_and_call)
 
-    def note_and_back(backward: Backward, number: int) -> PendingWeightGrads:
+    def note_and_back(backward, number):
         order.append(("backward", backward.units[number].name))
         return back(backward, number)
 
-    overlap.run_unit, overlap._back = run_and_note, note_and_back  # type: ignore[method-assign]
+    overlap.run_unit, overlap._back = run_and_note, note_and_back
     return order
 
 
-def num_changes(order: Order) -> int:
+def num_changes(order: list[tuple[str, str]]) -> int:
     return sum(one != other for (one, _), (other, _) in itertools.pairwise(order))
 
 
@@ -216,7 +174,7 @@ def check_that_backwards_run_inside_forwards(trainer: Trainer, overlap: Overlap)
     step, queued = trainer.steps.run, watched(overlap)
     layers = trainer.model.num_moe_layers * trainer.plan.global_micro_batches // trainer.plan.layout.dp
 
-    def run(batches: Any) -> Tensor:
+    def run(batches):
         gc.collect()
         gc.disable()  # as a run does from its second step on; it would end cycles
         queued.clear()
@@ -229,7 +187,7 @@ def check_that_backwards_run_inside_forwards(trainer: Trainer, overlap: Overlap)
             assert queued.count(("forward", name)) == queued.count(("backward", name)) == layers
         return row
 
-    trainer.steps.run = run  # type: ignore[method-assign]
+    trainer.steps.run = run
 
 
 def check_that_units_take_turns(trainer: Trainer) -> None:
@@ -239,68 +197,55 @@ def check_that_units_take_turns(trainer: Trainer) -> None:
     """
     overlap, plan = trainer.execution.overlap, trainer.plan.pipeline
     micro_batches = trainer.steps.step.micro_batches
-    assert overlap is not None and plan is not None and isinstance(micro_batches, Pipelined)
     own = plan.table.ranks[trainer.steps.step.mesh.index("pp")]
     stages = micro_batches.pipeline._stages
     with_experts = [stages[n] for n, each in micro_batches.stages.items() if trainer.model.moe_layers(each)]
     queued, found = watched(overlap), list[tuple[int, bool]]()
 
-    def in_turns(
-        stage: Stage, micro_batch: int, received: Tensors, other: Stage, *backward: Any
-    ) -> tuple[Tensors, Tensors]:
+    def in_turns(stage, micro_batch, received, other, *backward):
         queued.clear()
         results = Stage.together(stage, micro_batch, received, other, *backward)
-        both = stage in with_experts and other in with_experts
-        found.append((num_changes(queued), both))
+        found.append((num_changes(queued), stage in with_experts and other in with_experts))
         return results
 
     for stage in stages.values():
-        stage.together = functools.partial(in_turns, stage)  # type: ignore[method-assign]
+        stage.together = functools.partial(in_turns, stage)
     train = micro_batches.pipeline.train
 
-    def check() -> None:
+    def check():
         train()
         assert len(found) == sum(isinstance(step, Together) for step in own)
         assert any(both for _, both in found)
         assert all(num >= (3 if both else 1) for num, both in found), found
         found.clear()
 
-    micro_batches.pipeline.train = check  # type: ignore[method-assign]
+    micro_batches.pipeline.train = check
 
 
 def check_who_carries_messages(trainer: Trainer) -> None:
     """The hosts, in a program's steps that compile, warm up or capture units: there no stream may wait."""
     micro_batches = trainer.steps.step.micro_batches
-    assert isinstance(micro_batches, Pipelined)
     captures_units = trainer.plan.graph.scope not in ("none", FULL_ITERATION)
     by_host = [True, captures_units, False]  # each program's first steps, with graph.warmup_steps=1
-    train, begun = micro_batches.pipeline.train, Counter[tuple[Dispatcher, ...]]()
+    train, begun = micro_batches.pipeline.train, Counter()
 
-    def check() -> None:
+    def check():
         program = micro_batches.model.dispatchers
         assert micro_batches.channels.by_host == by_host[min(begun[program], 2)], begun
         begun[program] += 1
         train()
 
-    micro_batches.pipeline.train = check  # type: ignore[method-assign]
+    micro_batches.pipeline.train = check
 
 
 def of_ranks(case: Case, whole: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    run = case.training.config
-    plan = plan_of(run, case.ranks)
+    plan = plan_of(case.training.config, case.ranks)
     layout = plan.layout
     for rank in range(case.ranks):
         stages = plan.own_stages(layout.index("pp", rank))
-        model = build_model(run.model, device="meta", layout=layout, stages=stages)
+        model = build_model(plan.model, device="meta", layout=layout, stages=stages)
         marks = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
         yield {name: own_part(whole[name], mark, layout, rank) for name, mark in marks.items()}
-
-
-def replicated(rows: Tensor) -> list[dict[str, float]]:
-    begin = len(SCALARS + RECEIVED)
-    return [
-        dict(zip(REPLICATED, row, strict=True)) for row in rows[:, begin : begin + len(REPLICATED)].tolist()
-    ]
 
 
 def _common(case: Case, rows: Tensor, like: Tensor) -> Tensor:
@@ -308,6 +253,5 @@ def _common(case: Case, rows: Tensor, like: Tensor) -> Tensor:
     if received:
         rows = rows[rows[:, len(SCALARS) + RECEIVED.index("void")] == 0]
         received += len(REPLICATED) * ({*REPLICAS} <= {*case.overrides})
-    return torch.cat(
-        [rows[:, : len(SCALARS)], rows[:, len(SCALARS) + received : like.shape[1] + received]], 1
-    )
+    end = len(SCALARS)
+    return torch.cat([rows[:, :end], rows[:, end + received : like.shape[1] + received]], 1)

@@ -30,8 +30,6 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 class Job:
-    """Ranks that are running cases, each on a GPU or all on the CPU."""
-
     def __init__(
         self, folder: Path, cases: Mapping[str, Case], num_ranks: int = 2, device: str = "cpu"
     ) -> None:

@@ -1,4 +1,4 @@
-"""Sequences that ranks share: which positions each holds, ring attention by its definition, the choice."""
+"""Sequences that ranks share: ring attention by its definition, and the choice of a method."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,9 @@ SCALE = 0.3
 
 @dataclass(frozen=True)
 class Ring:
-    """Output and gradients of ring attention, for the positions of a rank."""
-
     layout: Layout
-    heads: tuple[int, int] = (2, 2)
-    """Numbers of heads of queries, and of keys and values."""
-    sizes: tuple[int, int] = (8, 8)
-    """Sizes of a query or key head, and of a value head."""
+    heads: tuple[int, int] = (2, 2)  # of queries, and of keys and values
+    sizes: tuple[int, int] = (8, 8)  # of a query or key head, and of a value head
     dtype: torch.dtype = torch.float32
     seq_len: int = 32
     device: str = "cpu"
@@ -79,18 +75,9 @@ RINGS = {
 }
 
 
-def positions(ranks: Ranks, folder: Path) -> list[list[int]]:
-    found = []
-    for layout in (Layout(cp=4), Layout(cp=4, ring=True), Layout(dp=2, cp=2, ring=True)):
-        use_groups(Mesh(layout))
-        found.append(own_positions(torch.arange(16)[None], layout, dim=1)[0].tolist())
-    use_groups(None)
-    return found
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("four"), {**RINGS, "positions": positions}, num_ranks=4)
+    return run_ranks(tmp_path_factory.mktemp("four"), RINGS, num_ranks=4)
 
 
 @pytest.mark.slow
@@ -102,14 +89,6 @@ def test_ring_attention_and_its_gradients_are_those_of_the_definition(ranks, nam
     ):
         assert result.dtype == RINGS[name].dtype
         check(result, expected)
-
-
-@pytest.mark.slow
-def test_a_rank_holds_neighbouring_positions_or_first_and_last_chunks(ranks):
-    for rank, (neighbours, zigzag, of_two) in enumerate(ranks["positions"]):
-        assert neighbours == [4 * rank + i for i in range(4)]
-        assert zigzag == [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
-        assert of_two == [*range(0, 4), *range(12, 16)] if rank % 2 == 0 else [*range(4, 12)]
 
 
 @pytest.mark.parametrize(

@@ -12,33 +12,42 @@ import pytest
 import torch
 
 from graphmoe.config.schema import ConfigError
+from graphmoe.model.blocks import IGNORED
 from graphmoe.model.build import build_model
 from graphmoe.plan.layout import ALONE, Layout
 from graphmoe.runtime.ranks import Ranks
-from graphmoe.training.step_rows import SCALARS, names_of
-from tests.distributed.layouts import (
-    BUDGET,
-    FSDP,
-    MTP,
-    REPLICAS,
-    ROOM,
-    TIED,
-    TURNS,
-    Case,
-    all_labels_ignored,
-    all_on_two_experts,
-    an_expert_without_tokens,
-    assert_same,
-    gradient_errors,
-    replicated,
-    some_labels_ignored,
-)
+from graphmoe.training.step_rows import names_of
+from graphmoe.training.trainer import Trainer
+from tests.distributed.layouts import FSDP, REPLICAS, Case, all_on_two_experts, assert_same, gradient_errors
 from tests.distributed.ranks import Job, selected
 from tests.distributed.training import Outcome, nan_gradient_in_step_2
 from tests.runs import COMPILED_MODEL, assert_same_state, config, trainer_in
 from tests.tolerances import relative_error
 
+
+def labels_ignored(trainer: Trainer, every: int = 5) -> None:
+    whole = trainer.model.loss
+
+    def loss(tokens, labels, *rest):
+        return whole(tokens, labels.masked_fill(labels % every == 0, IGNORED), *rest)
+
+    trainer.model.loss = loss
+
+
+def all_labels_ignored(trainer: Trainer) -> None:
+    labels_ignored(trainer, every=1)
+
+
+def an_expert_without_tokens(trainer: Trainer) -> None:
+    for router in trainer.model.routers():
+        router.selection_bias[3] = -9.0
+
+
 BF16, AGAIN = "precision.compute=bf16", "recompute.all=true"
+MTP, TIED = "model.mtp_depth=2", "model.tie_embeddings=true"
+BUDGET = ("moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=1.0")
+ROOM = (*BUDGET[:-1], "moe.receive_budget=worst_case")
+TURNS = (*ROOM, "pipeline.ep_overlap=true")
 FULL = ("graph.scope=full_iteration", "graph.warmup_steps=1")
 LAYERS = ("graph.scope=layer", "graph.warmup_steps=1")
 SENT_TWICE = "recompute.segments=[moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine]"
@@ -70,23 +79,21 @@ KEPT = "moe.replica_keep=true"
 FEW_SLOTS = (*REPLICAS, "moe.replica_slots=1", "moe.receive_budget=1.0")
 COPIED = Case(2, "ep=2", "", REPLICAS, ("model.mtp_depth=1",), "traced")
 ONE_LAYER = Case(2, "ep=2", "", REPLICAS, ("model.num_layers=2",), "traced")
-LIKE = {
+LIKE = {  # cases that are bitwise others: routed again in the backward, or with backwards in turns
     Case(2, "pp=2", "1f1b", (AGAIN,)): Case(2, "pp=2", "1f1b"),
     SENDS[1]: SENT,
-    replace(ONE_BY_ONE, overrides=TURNS): ONE_BY_ONE,
     replace(ONE_BY_ONE, overrides=(*TURNS, *FULL)): ONE_BY_ONE,
-    replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): replace(ONE_BY_ONE, overrides=(*ROOM, *RECOMPUTED)),
+    replace(ONE_BY_ONE, overrides=(*TURNS, *RECOMPUTED)): ONE_BY_ONE,
     replace(COPIED, overrides=(*REPLICAS, SENT_TWICE)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, KEPT, *LAYERS)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, KEPT, *TURNS[-1:], *FULL)): COPIED,
     replace(COPIED, overrides=(*REPLICAS, *TURNS[-1:], *FULL)): COPIED,
     replace(ONE_LAYER, overrides=(*REPLICAS, *TURNS[-1:])): ONE_LAYER,
 }
-"""Cases that are bitwise others: routed again in the backward, or with backwards in turns with forwards."""
 TWO = (
     *LIKE, *dict.fromkeys(LIKE.values()),
     Case(2, "", model=("model.aux_loss=sequence", "train.clip_grad_norm=0.01")),
-    Case(2, "", model=(TIED,), mode="traced"),
+    Case(2, "", model=(TIED,), mode="traced"), Case(2, "", overrides=LAYERS, mode="traced"),
     Case(2, FSDP, overrides=(AGAIN,), model=(MTP, TIED)), Case(2, "pp=2", "gpipe"),
     Case(2, "pp=2", "1f1b", ("pipeline.layout=Ettttmm|L",), (MTP,)),
     Case(2, "pp=2", "interleaved", ("pipeline.layout=Etttt|m|m|L",), (MTP,)),
@@ -101,11 +108,11 @@ MORE_OF_FOUR = (
     Case(4, "ep=2 etp=2", model=(MTP, "moe.force_balance=true")),
     Case(4, "tp=2 ep=4", model=(NOT_SHARED, MICRO)), Case(4, "tp=2", model=(DENSE,)),
     Case(4, "tp=2 ep=2", model=("model.selection_bias=false", "model.score_function=sigmoid", *GROUPS)),
-    Case(4, "tp=2", model=(*GQA, MTP), change=some_labels_ignored),
+    Case(4, "tp=2", model=(*GQA, MTP), change=labels_ignored),
     Case(4, "tp=2", model=("model.aux_loss=sequence",), change=all_labels_ignored),
-    Case(4, "cp=2", model=(LORA, MTP), change=some_labels_ignored),
+    Case(4, "cp=2", model=(LORA, MTP), change=labels_ignored),
     Case(4, "cp=2 tp=2", model=(*GQA, "model.num_heads=8", "model.num_kv_heads=4")),
-    Case(4, f"cp=4 {RING}", model=GQA, change=some_labels_ignored),
+    Case(4, f"cp=4 {RING}", model=GQA, change=labels_ignored),
     Case(4, f"cp=4 {RING}", model=("model.aux_loss=sequence",), change=all_labels_ignored),
     Case(4, f"cp=2 tp=2 {RING}", overrides=(AGAIN,), model=(*GQA, MTP)),
     Case(4, "ep=4", overrides=(*FEW_SLOTS, *FULL), change=all_on_two_experts, mode="traced"),
@@ -120,7 +127,6 @@ MORE_OF_FOUR = (
     Case(4, "pp=2 ep=2", "zb1p", model=(TIED,)),
     Case(4, "pp=2 tp=2", "1f1b", model=(MTP, TIED)), Case(4, "pp=2 cp=2 etp=2", "1f1b"),
     Case(4, "", overrides=("train.global_batch_size=32", "optim.bucket_mb=100")),
-    Case(4, "", overrides=LAYERS, mode="traced"),
     Case(4, "pp=4", "1f1b", ("train.micro_batch_size=4",)),  # more stages than micro-batches
     Case(4, "pp=2 ep=2", "1f1b", TURNS, mode="traced"),
     Case(4, "pp=2 ep=2", "interleaved", TURNS, (MTP,), "traced"),
@@ -128,7 +134,7 @@ MORE_OF_FOUR = (
 LAYERS_AGAIN = Case(2, "tp=2", "", ("recompute.ops=[mlp]",), (*GQA, DENSE), "traced")
 ONE_PROCESS = Case(2, "tp=2", model=(LORA, MTP, "model.num_layers=1", ALL_MOE), mode="traced")
 OF_TP = {("all_gather", "tp"), ("reduce_scatter", "tp"), ("all_reduce", "tp")}
-AXES = {
+AXES = {  # operations that graphs of layouts send by, each with its axis
     ONE_PROCESS: OF_TP | {("all_reduce", "cp_tp")},
     LAYERS_AGAIN: OF_TP,
     Case(2, "cp=2", model=(ALL_MOE,), mode="traced"): {
@@ -139,13 +145,12 @@ AXES = {
     },
     replace(SENT, overrides=("passes.disabled=[fuse_experts]",)): set(),
 }  # fmt: skip
-"""Operations that graphs of layouts send by, each with its axis."""
 ROUNDED = [
     Case(4, layout, model=(BF16, "train.steps=1", *more)) for layout, *more in (("tp=2", DENSE), ("ep=2",))
 ]
 EIGHT = Case(8, "cp=2 tp=2 ep=4 etp=2"), Case(8, "pp=4 ep=2", "zbv", model=(MTP,))
+# a part of the model for each of 16 stages, and as many micro-batches
 DEEP = ("model.num_layers=12", "train.global_batch_size=16")
-"""A part of the model for each of 16 stages, and as many micro-batches."""
 GRID = (
     *(Case(8, layout) for layout in (
         "ep=8", "ep=4 etp=2", "tp=4 ep=2 etp=2", "cp=2 tp=2 cp_method=ring ep=8",
@@ -191,18 +196,15 @@ def test_losses_gradients_and_weights_are_those_of_one_process(on_ranks, alone, 
 @pytest.mark.parametrize("case", [HOT, pytest.param(HOT_STAGE, marks=pytest.mark.slow)], ids=str)
 def test_metrics_say_how_many_replicas_there_are_and_what_load_they_leave(on_ranks, case):
     """All rows are of experts of one rank, so each other rank gets one replica in each MoE layer, once."""
-    run, ranks, place = case.training.config, 2 if "pp" in case.layout else 4, SCALARS.index("rank_load")
-    model = run.model
-    layers, of_expert = (
-        model.num_layers - model.num_dense_layers,
-        3 * model.hidden_size * model.expert_ffn_size,
-    )
-    copies = layers * (ranks - 1)
+    model, ranks = case.training.config.model, 2 if "pp" in case.layout else 4
+    copies = (model.num_layers - model.num_dense_layers) * (ranks - 1)
+    replica_gb = copies * 3 * model.hidden_size * model.expert_ffn_size * (4 + 4) / 1e9
     for found in on_ranks(case):
-        assert found.rows[:, place].tolist() == [ranks] * len(found.rows)
-        for row in replicated(found.rows):
-            assert row["replicas"] == copies and 1 <= row["planned_rank_load"] <= 65 / 64
-            assert row["replica_gb"] == pytest.approx(copies * of_expert * (4 + 4) / 1e9)
+        for values in found.rows.tolist():
+            row = dict(zip(names_of(True, True), values, strict=False))
+            assert (row["rank_load"], row["replicas"]) == (ranks, copies)
+            assert 1 <= row["planned_rank_load"] <= 65 / 64
+            assert row["replica_gb"] == pytest.approx(replica_gb)
 
 
 @pytest.mark.slow
@@ -275,17 +277,11 @@ def test_other_loads_compile_nothing_again_and_recompute_sends_no_token_again(on
 
 def test_a_rank_holds_its_share_of_every_large_matrix():
     model = config("model.num_heads=4", LORA, "model.num_dense_layers=1").model
-    whole, part = (
-        {
-            name: weight.numel()
-            for name, weight in build_model(model, layout=layout, device="meta").named_parameters()
-        }
-        for layout in (ALONE, Layout(tp=4))
-    )
+    built = (build_model(model, layout=layout, device="meta") for layout in (ALONE, Layout(tp=4)))
+    whole, part = ({name: weight.numel() for name, weight in each.named_parameters()} for each in built)
     cut = ("embed.", "head.head.", "q_up", "kv_up", "out_proj", "gate_up.weight", ".down.weight")
-    assert {name: whole[name] // size for name, size in part.items()} == {
-        name: 4 if any(each in name for each in cut) else 1 for name in whole
-    }
+    expected = {name: 4 if any(each in name for each in cut) else 1 for name in whole}
+    assert {name: whole[name] // size for name, size in part.items()} == expected
 
 
 def test_one_rank_has_nobody_to_share_weights_with(tmp_path):

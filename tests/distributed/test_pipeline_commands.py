@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphmoe import generate
 from graphmoe.pipeline_view import __main__ as pipeline_view
 from graphmoe.run.weights import read_run
 from graphmoe.runtime.pipeline.recorder import FILE_NAME, read_timelines
 from graphmoe.trace import __main__ as trace
 from tests.faults import IN_STAGE
 from tests.faults import WORDS as FAULTY
-from tests.runs import TINY, Command, command, metrics
+from tests.runs import TINY, Command, command, metrics, slow_but
 
 STAGES = (
     "launch.nproc=2", "parallel.pp=2", "pipeline.schedule=zb1p", "hydra.run.dir=run", "train.steps=7",
@@ -41,11 +40,8 @@ def test_the_steps_that_are_logged_are_recorded_whole(recorded):
     assert [*timelines] == [3, 6, 7]
     overtakes = []
     for timeline in timelines.values():
-        assert (timeline.table.schedule, timeline.table.num_micro_batches, timeline.peak_bytes) == (
-            "zb1p",
-            2,
-            None,
-        )
+        table = timeline.table
+        assert (table.schedule, table.num_micro_batches, timeline.peak_bytes) == ("zb1p", 2, None)
         done = sorted(str(span.step) for span in timeline.spans if span.track == "compute")
         assert done == sorted(f"{stage}{kind}{n}" for stage in range(2) for kind in "FIW" for n in range(2))
         at = {(span.track, str(span.step)): span for span in timeline.spans}
@@ -84,31 +80,19 @@ def test_the_run_reports_what_a_run_of_one_rank_does(recorded):
     assert "no sample of text: no rank has all weights; graphmoe.generate reads them" in said
 
 
-def test_text_is_generated_from_a_checkpoint_of_stages(recorded, capsys):
-    generate.main([f"run={recorded}", "prompt=the loss", "tokens=8"])
-    assert capsys.readouterr().out.startswith("the loss")
-
-
-def failed(folder: Path, fault: str) -> str:
-    """The end of what the run says whose rank 1 fails inside step 6; it has a checkpoint of step 4."""
-    words, saved = (*TINY, *STAGES, *FAULTY, "checkpoint.async_save=false"), "checkpoints/step_00000004"
-    run = Command(folder, words, environment={fault: "1:0:6"})
-    run.wait_until((folder / "run" / saved).exists, 180)
+@pytest.mark.parametrize("fault", slow_but([*IN_STAGE], "SIGKILL"))
+def test_a_fault_of_a_stage_inside_a_step_ends_all_ranks_and_is_named(tmp_path, fault):
+    """Rank 1 fails in step 6; there is a checkpoint of step 4."""
+    words, run_folder = (*TINY, *STAGES, *FAULTY, "checkpoint.async_save=false"), tmp_path / "run"
+    run = Command(tmp_path, words, environment={IN_STAGE[fault]: "1:0:6"})
+    run.wait_until((run_folder / "checkpoints/step_00000004").exists, 180)
     began = time.monotonic()
     assert run.wait() == 1 and time.monotonic() - began < 60
-    _, weights, step = read_run(folder / "run", None)
+    _, weights, step = read_run(run_folder, None)
     assert step == 4 and all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
-    assert [*read_timelines(folder / "run" / FILE_NAME)] == [3]
-    return run.err.read_text().partition("error: ")[2]
-
-
-@pytest.mark.slow
-def test_an_error_in_a_stage_ends_all_ranks_and_is_what_the_user_reads(tmp_path):
-    log = tmp_path / "run" / "logs" / "rank1.log"
-    said = f"rank 1 on {socket.gethostname()}: RuntimeError: the cause, in a stage\n  log of rank 1: {log}\n"
-    assert failed(tmp_path, IN_STAGE["RAISE"]) == said
-
-
-def test_a_stage_that_is_killed_inside_a_step_ends_all_ranks_and_is_named(tmp_path):
-    said = failed(tmp_path, IN_STAGE["SIGKILL"])
-    assert said.startswith(f"rank 1 on {socket.gethostname()}: killed by SIGKILL, as a system does")
+    assert [*read_timelines(run_folder / FILE_NAME)] == [3]
+    said = run.err.read_text().partition("error: ")[2].partition(f"rank 1 on {socket.gethostname()}: ")
+    log = f"  log of rank 1: {run_folder / 'logs' / 'rank1.log'}\n"
+    assert not said[0] and said[1]
+    assert said[2].startswith("killed by SIGKILL, as a system does") == (fault == "SIGKILL")
+    assert (said[2] == f"RuntimeError: the cause, in a stage\n{log}") == (fault == "RAISE")

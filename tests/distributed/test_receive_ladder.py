@@ -1,16 +1,132 @@
-"""A step that finds too little room runs again with more: everything is as if there had been enough."""
+"""A step that finds too little room runs again with more: everything is as if there had been enough.
+
+The routing of these runs sends far too much to one rank in chosen micro-batches.
+"""
 
 import functools
+import math
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 from graphmoe.checkpoint.store import CheckpointStore
+from graphmoe.plan.pipeline.layouts import StagePieces
+from graphmoe.runtime.ranks import Ranks
+from graphmoe.training.trainer import Trainer
 from tests.distributed.ranks import Job, selected
-from tests.distributed.skewed import Both, Found, Skew, hang_before_climbing, no_memory, small_chunks
-from tests.distributed.training import Outcome, SignalIn, Training
-from tests.runs import assert_same_state, metrics, numbers
+from tests.distributed.training import Change, Outcome, SignalIn, Training, on_rank
+from tests.runs import assert_same_state, metrics, numbers, slow_but
 from tests.tolerances import relative_error
+
+MICRO_BATCHES = 4
+WORDS = (
+    "moe.dispatcher=symm", "moe.balance=none", "model.num_experts=8", "model.top_k=2", "model.num_layers=2",
+    "model.num_dense_layers=1", "model.aux_loss=global_batch", "model.aux_loss_coef=0.1", "train.steps=6",
+    "train.val_batches=0", "checkpoint.enabled=false", "checkpoint.interval=0", "train.log_interval=2",
+)  # fmt: skip
+TWO_RANKS = ("parallel.ep=2", "train.global_batch_size=16")
+PLACES = frozenset[tuple[int, int]]  # steps from 1, and their micro-batches from 0
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Micro-batches in which all tokens choose the first experts, whatever the weights.
+
+    A micro-batch is known by its tokens, so it is skewed again where it runs again.
+    """
+
+    places: PLACES = frozenset()
+    ranks: tuple[int, ...] | None = None  # whose tokens are skewed; None for all
+    validates: bool = False  # skew validation batches instead
+    layer: int | None = None  # place of the only MoE layer of the model that is skewed; None for all
+    spoiled: PLACES = frozenset()  # where the loss of rank 1 is not finite
+
+    def __call__(self, trainer: Trainer) -> None:
+        seen: dict[bytes, int] = {}
+        start, model, whole = trainer.step * MICRO_BATCHES, trainer.model, trainer.model.stage
+
+        def stage(pieces: StagePieces, carried: tuple[Tensor, ...], tokens: Tensor, *rest):
+            trains = torch.is_grad_enabled()
+            number = start + seen.setdefault(tokens.numpy().tobytes(), len(seen)) if trains else 0
+            place = number // MICRO_BATCHES + 1, number % MICRO_BATCHES
+            skews = place in self.places if trains else self.validates
+            biases = skewed() if skews and (self.ranks is None or trainer.ranks.rank in self.ranks) else []
+            kept = [bias.clone() for bias in biases]
+            for bias in biases:
+                bias.zero_()[: trainer.plan.model.top_k] = 9.0
+            output = whole(pieces, carried, tokens, *rest)
+            for bias, old in zip(biases, kept, strict=True):
+                bias.copy_(old)
+            spoils = trains and place in self.spoiled and on_rank(trainer, 1)
+            return output._replace(total=output.total * math.nan) if spoils else output
+
+        def skewed() -> list[Tensor]:
+            places = [place for pieces in model.stages for place in model.moe_layers(pieces)]
+            routers = zip(places, model.routers(), strict=True)
+            return [router.selection_bias for n, router in routers if self.layer in (None, n)]
+
+        model.stage = stage
+
+
+def no_memory(trainer: Trainer) -> None:
+    trainer.steps._ladder._has_memory = lambda now, then: False
+
+
+def small_chunks(trainer: Trainer) -> None:
+    """Let the rung without limit work on a third of the budget at a time."""
+    dispatcher = trainer.steps._ladder._last
+    dispatcher.chunk = type(dispatcher.chunk)(*(max(1, int(0.3 * n)) for n in dispatcher.chunk))
+
+
+def hang_before_climbing(trainer: Trainer) -> None:
+    """Let a rank that has found a step void say so by a file, and wait to be killed."""
+
+    def hang(step, loads):
+        (trainer.folder / f"climbs_{trainer.ranks.rank}").touch()
+        time.sleep(600)
+
+    trainer.steps._ladder.climb = hang
+
+
+class Found(NamedTuple):
+    ladder: Outcome
+    worst: Outcome
+
+
+@dataclass(frozen=True)
+class Both:
+    """Case of a run whose room is planned by a budget, and then of one with room for everything."""
+
+    changes: tuple[Change, ...]
+    words: tuple[str, ...] = ()
+    budget: float = 1.5
+    of_ladder: tuple[Change, ...] = ()  # of the first run only
+    layout: tuple[str, ...] = TWO_RANKS
+    runs: Training = Training(())
+
+    def __call__(self, ranks: Ranks, folder: Path) -> Found:
+        budget = f"moe.receive_budget={self.budget}"
+        ladder = self.run(ranks, folder / "ladder", budget, self.of_ladder)
+        key = self.changes, self.words, self.layout, self.runs
+        if key not in _worst:  # cases that differ in their ladder only share one
+            _worst[key] = self.run(ranks, folder / "worst", "moe.receive_budget=worst_case")
+        return Found(ladder, _worst[key])
+
+    def run(self, ranks: Ranks, folder: Path, budget: str, more: tuple[Change, ...] = ()) -> Outcome:
+        def change(trainer: Trainer) -> None:
+            for one in (*self.changes, *more):
+                one(trainer)
+
+        words = (*WORDS, *self.layout, *self.words, budget)
+        return replace(self.runs, words=words, change=change)(ranks, folder)
+
+
+_worst: dict[object, Outcome] = {}
 
 
 def at(*places: tuple[int, int], **how) -> tuple[Skew]:
@@ -64,23 +180,17 @@ CASES = {
     "four ranks, ep2 beside dp2": Both(at((3, 1)), layout=EP2),
     "four ranks, ep2 etp2": Both(at((3, 1)), layout=(*EP2, "parallel.etp=2"), **NO_MEMORY),
 }
-ROUNDED = {
+ROUNDED = {  # their rung without limit adds in another order: in chunks, or by other compiled units
     "chunks": Both(at((3, 1)), of_ladder=(no_memory, small_chunks)),
     "chunks, bf16": Both(at((3, 1)), BF16, of_ladder=(no_memory, small_chunks)),
     "compiled, no memory": Both(at((3, 1)), COMPILED, runs=TRACED, **NO_MEMORY),
     "layers, no memory": Both(at((3, 1), (7, 1)), LAYERS, runs=TRACED, **NO_MEMORY),
 }
-"""Cases whose rung without limit adds in another order: in chunks, or by other compiled units."""
 DEFAULT = {"captured, before a checkpoint", "the second of four micro-batches"}
+# steps that ran, void ones too
 LAUNCHED = {"the second of four micro-batches": 6 + 2, "the last step": 6 + 1, "every step is logged": 6 + 1}
 LAUNCHED |= {"four ranks": 6 + 2, "room for both": 7 + 1, "one of two layers, then the other": 6 + 2}
 LAUNCHED |= {"no memory, several steps": 9 + 2, "captured, no memory": 9 + 4}
-"""Steps that ran, void ones too."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
@@ -95,40 +205,29 @@ def ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[Found]
     return found
 
 
-@pytest.fixture(scope="module")
-def resumed(folder: Path, ranks: dict[str, list[Found]]) -> list[Outcome]:
-    """The outcomes of ranks that go on where both were killed before a void step could run again."""
-    case = CASES["killed"]
-    run = functools.partial(case.run, budget="moe.receive_budget=1.5")
+@pytest.mark.slow
+def test_a_run_that_is_killed_between_a_void_step_and_the_next_try_goes_on_bitwise(ranks, folder):
+    run = functools.partial(CASES["killed"].run, budget="moe.receive_budget=1.5")
     job = Job(folder / "kill", {"run": functools.partial(run, more=(hang_before_climbing,))})
     job.wait_until(lambda: len([*folder.glob("kill/run/climbs_*")]) == 2)
     # The checkpoint of step 4 is written by a thread, beside the step that is found void.
     job.wait_until(lambda: CheckpointStore.open_any(folder / "kill" / "run").latest() == [4, 2])
     job.kill()
-    return Job(folder / "kill", {"run": run}).results()["run"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_between_a_void_step_and_the_next_try_goes_on_bitwise(ranks, resumed, folder):
+    resumed = Job(folder / "kill", {"run": run}).results()["run"]
     for after, whole in zip(resumed, ranks["killed"], strict=True):
         assert after.step == whole.worst.step
         assert_same_state(after.state, whole.worst.state)
     assert numbers(folder / "kill" / "run") == numbers(folder / "killed" / "worst")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in DEFAULT)) for n in CASES]
-)
+@pytest.mark.parametrize("name", slow_but([*CASES], *DEFAULT))
 def test_state_metrics_and_steps_are_those_of_a_run_with_room_for_everything(ranks, name):
     for found in ranks[name]:
         launched = len(found.ladder.rows)
         assert launched == LAUNCHED.get(name, launched)
         assert launched > len(found.worst.rows) or "validation" in name or "signal" in name
-        assert found.ladder.step == found.worst.step
-        assert repr(found.ladder.written) == repr(found.worst.written)
-        assert_same_state(found.ladder.state, found.worst.state)
-        assert_same_state(found.ladder.model, found.worst.model)
-        assert found.ladder.stopped_by == found.worst.stopped_by
+        for part in ("step", "written", "state", "stopped_by"):
+            assert_same_state(getattr(found.ladder, part), getattr(found.worst, part), part)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """A run saved in one layout goes on in another, on as many ranks or not, and in its own bitwise."""
 
+import functools
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphmoe.checkpoint.hf import save_hf
-from graphmoe.checkpoint.hf.tensor_files import TensorToWrite
 from graphmoe.config.schema import ConfigError
+from graphmoe.convert import ConvertArgs, convert
 from graphmoe.generate import load_model
 from graphmoe.model.build import build_model
 from graphmoe.model.transformer import Transformer
 from graphmoe.plan.layout import Layout, layout_of, own_part
-from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run, write_weights
+from graphmoe.run.weights import FolderKind, load_weights, model_to_yaml, read_run
 from graphmoe.runtime.ranks import Ranks
 from tests.distributed.ranks import Job
 from tests.distributed.training import Outcome, SignalIn, Training, gathered, quiet_trainer, without_rank_load
@@ -34,22 +34,19 @@ BASE = (
 FOLDED = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")
 STAGES, INTERLEAVED = (("parallel.pp=2", f"pipeline.schedule={name}") for name in ("zb1p", "interleaved"))
 FSDP = ("parallel.dp_shard=fsdp2", "precision.compute=bf16")
-OF_FOUR = {
+OF_FOUR = {  # layouts that go on, and the run of four or two ranks from whose second step they do
     "folded, the same": ("folded", FOLDED),
     "data parallel": ("folded", ()),
     "experts over all ranks": ("folded", ("parallel.ep=4",)),
     "other folds": ("folded", ("parallel.tp=2", "parallel.etp=2")),
     "shared out": ("folded", ("parallel.ep=2", "parallel.dp_shard=fsdp2")),
 }
-"""Layouts that go on, and the run of four or two ranks from whose second step they do."""
 OF_TWO = {
     "two ranks of tp": ("folded", ("parallel.tp=2",)),
     "two ranks of ep": ("folded", ("parallel.ep=2",)),
     "stages, the same": ("stages", STAGES),
     "stages, interleaved": ("stages", INTERLEAVED),
-    "stages cut otherwise": (
-        "stages", ("parallel.pp=2", "pipeline.schedule=zbv", "pipeline.layout=Et|t|t|mL"),
-    ),
+    "stages cut otherwise": ("stages", (*STAGES[:1], "pipeline.schedule=zbv", "pipeline.layout=Et|t|t|mL")),
     "stages, data parallel": ("stages", ()),
     "fsdp2, the same": ("fsdp2", FSDP),
     "fsdp2, zero1": ("fsdp2", FSDP[1:]),
@@ -58,9 +55,7 @@ OF_TWO = {
 ALONE = {"one process": ("folded", ()), "one process of stages": ("stages", ())}
 UNTIED = ("model.tie_embeddings=false", "checkpoint.enabled=false")
 OF_A_FAMILY = ("model.score_function=sigmoid", "model.renormalise=true", "model.aux_loss=sequence")
-"""Words of a model that a folder of Hugging Face can describe."""
-RUNS = {"folded": "fp32", "rounded": "bf16"}
-"""Runs of four ranks whose weights others take, and what they compute in."""
+RUNS = {"folded": "fp32", "rounded": "bf16"}  # whose weights others take
 KINDS = {"hf": FolderKind.hf, "own": FolderKind.graphmoe, **dict.fromkeys(RUNS, FolderKind.run)}
 
 
@@ -70,34 +65,23 @@ def stopped(ranks: Ranks, folder: Path) -> tuple[Outcome, Outcome]:
     return first, Training((*BASE, *STAGES))(ranks, folder)
 
 
-@dataclass(frozen=True)
-class Imported:
+def imported(words: tuple[str, ...], source: str, ranks: Ranks, folder: Path) -> dict[str, Tensor] | str:
     """Weights that a rank has of a folder, or the reason why it has none."""
-
-    words: tuple[str, ...]
-    folder: str
-
-    def __call__(self, ranks: Ranks, folder: Path) -> dict[str, Tensor] | str:
-        source = f"checkpoint.init_from={folder.parent / self.folder}"
-        run = config(*BASE, *UNTIED, *OF_A_FAMILY, *self.words, source)
-        try:
-            trainer, _, _ = quiet_trainer(run, folder, ranks)
-        except ConfigError as error:
-            return str(error)
-        return {name: weight.clone() for name, weight in gathered(trainer, "main").items()}
+    start = f"checkpoint.init_from={folder.parent / source}"
+    try:
+        run = config(*BASE, *UNTIED, *OF_A_FAMILY, *words, start)
+        trainer, _, _ = quiet_trainer(run, folder, ranks)
+    except ConfigError as error:
+        return str(error)
+    return {name: weight.clone() for name, weight in gathered(trainer, "main").items()}
 
 
 IMPORTS = {
-    "zb1p, hf": Imported(STAGES, "hf"),
-    "interleaved, own": Imported(INTERLEAVED, "own"),
-    "fsdp2, hf": Imported(FSDP[:1], "hf"),
-    "lacking": Imported(STAGES, "lacking"),
+    "zb1p, hf": functools.partial(imported, STAGES, "hf"),
+    "interleaved, own": functools.partial(imported, INTERLEAVED, "own"),
+    "fsdp2, hf": functools.partial(imported, FSDP[:1], "hf"),
+    "lacking": functools.partial(imported, STAGES, "lacking"),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("resumed")
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +92,8 @@ def source(folder: Path) -> Transformer:
     for router in model.routers():
         router.selection_bias.uniform_(generator=torch.Generator().manual_seed(5))
     save_hf(model, run, folder / "hf")
-    state = model.state_dict()
-    entries = [TensorToWrite(n, tuple(t.shape), torch.float32, lambda t=t: t) for n, t in state.items()]
     for name in ("own", "lacking"):
-        (folder / name).mkdir()
-        write_weights(folder / name, run, entries, {}, max_bytes=2**30)
+        convert(ConvertArgs(from_=folder / "hf", to=folder / name))
     (shard,) = (folder / "lacking").glob("*.safetensors")
     save_file({n: t for n, t in load_file(shard).items() if not n.startswith("layers.2.attn.")}, shard)
     return model
@@ -125,22 +106,15 @@ def runs(folder: Path, source: Transformer) -> dict[str, list]:
         return {name: Training((*BASE, *words, start.format(of))) for name, (of, words) in table.items()}
 
     one = Training((*BASE, "train.steps=2"))(Ranks(), folder / "one")
-    four = {"folded": Training((*BASE, *FOLDED)), **going_on(OF_FOUR)}
-    four["rounded"] = Training((*BASE, *FOLDED, "precision.compute=bf16", "train.steps=2"))
-    two = {
-        "fsdp2": Training((*BASE, *FSDP)),
-        "stages": Training((*BASE, *STAGES)),
-        "stopped": stopped,
-        **going_on(OF_TWO),
-        **IMPORTS,
-    }
+    rounded = Training((*BASE, *FOLDED, "precision.compute=bf16", "train.steps=2"))
+    four = {"folded": Training((*BASE, *FOLDED)), **going_on(OF_FOUR), "rounded": rounded}
+    two = {"fsdp2": Training((*BASE, *FSDP)), "stages": Training((*BASE, *STAGES)), "stopped": stopped}
+    two |= going_on(OF_TWO) | IMPORTS
     found = Job(folder, four, num_ranks=4).results() | Job(folder, two).results()
     alone = {name: [run(Ranks(), folder / name)] for name, run in going_on(ALONE).items()}
+    section = yaml.safe_load(model_to_yaml(config(*BASE).model))
     for name, compute in RUNS.items():
-        document = {
-            "model": yaml.safe_load(model_to_yaml(config(*BASE).model)),
-            "precision": {"compute": compute},
-        }
+        document = {"model": section, "precision": {"compute": compute}}
         (folder / name / "resolved.yaml").write_text(yaml.safe_dump(document))
     return found | alone | {"one": [one]}
 
@@ -192,7 +166,6 @@ def test_weights_that_only_another_rank_lacks_are_missed_by_all(runs):
 
 
 def assert_parts(found: dict[str, Tensor], whole: dict[str, Tensor], layout: Layout, rank: int) -> None:
-    """Compare some parameters and buffers of a rank with its parts of the whole ones."""
     run = config(*BASE, "model.tie_embeddings=false").model
     model = build_model(run, layout=layout, rank=rank, device="meta")
     marks = {name: layout_of(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}

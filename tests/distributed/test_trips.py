@@ -3,12 +3,14 @@
 Libraries of vendors are replaced by fakes.
 """
 
+import itertools
+
 import pytest
 import torch
 
 from graphmoe.plan.layout import Layout
 from tests.distributed.ranks import run_ranks
-from tests.distributed.trips import EXPERTS, PACKAGES, Checks, GradientsOfSlots, TooLittleRoom, Trip
+from tests.distributed.trips import GRADIENTS, PACKAGES, Checks, GradientsOfSlots, TooLittleRoom, Trip
 from tests.tolerances import assert_gradient_close, relative_error
 
 pytestmark = pytest.mark.slow
@@ -21,12 +23,12 @@ LAYOUTS = {
 }
 BF16, EP, ETP = torch.bfloat16, LAYOUTS["ep=2"], LAYOUTS["etp=2"]
 LAST, SECOND, OWN = "all on the last two experts", "all to the second rank", "nothing from the first rank"
-BLOCKS = (0, 2, 10)
-"""Sizes: none, one that some pairs of ranks exceed, and one that no pair fills."""
+BLOCKS = (0, 2, 10)  # none, one that some pairs of ranks exceed, and one that no pair fills
 SYMM = {f"{name}, block {b}": Trip("symm", LAYOUTS[name], block=b) for name in LAYOUTS for b in BLOCKS}
-for b in BLOCKS:
-    for name in ("etp=2", "ep=4", "ep=2 etp=2"):
-        SYMM[f"{name}, block {b}, {LAST}"] = Trip("symm", LAYOUTS[name], LAST, b, top_k=2)
+SYMM |= {
+    f"{name}, block {b}, {LAST}": Trip("symm", LAYOUTS[name], LAST, b, top_k=2)
+    for b, name in itertools.product(BLOCKS, ("etp=2", "ep=4", "ep=2 etp=2"))
+}
 SYMM["bf16"] = Trip("symm", LAYOUTS["ep=2 etp=2"], block=2, dtype=BF16)
 SYMM["fp64"] = Trip("symm", LAYOUTS["ep=4"], block=0, dtype=torch.float64)
 SYMM["one slot"] = Trip("symm", LAYOUTS["ep=4"], block=2, top_k=1)
@@ -37,30 +39,28 @@ SHORT = {
     "too few rows behind blocks": Trip("symm", EP, block=2, rows=6),
     "no row behind blocks": Trip("symm", LAYOUTS["ep=4"], block=2, rows=8),
 }
+OF_NVSHMEM = {"dtype": BF16, "tokens": 13, "hidden": 10}
+OF_BUFFER = OF_NVSHMEM | {"hidden": 16}
+NATURAL = ("natural", "eager"), ("natural", "aot_eager")
 VENDORS = {
     f"{kind}, {routing}, {backend}": Trip(
-        kind, EP, routing, dtype=BF16, backend=backend, tokens=13, hidden=16 if kind in PACKAGES else 10
+        kind, EP, routing, backend=backend, **(OF_BUFFER if kind in PACKAGES else OF_NVSHMEM)
     )
     for kind in (*PACKAGES, "nvshmem")
-    for backend, routings in {"eager": ("natural", SECOND, OWN), "aot_eager": ("natural",)}.items()
-    for routing in routings
+    for routing, backend in ((SECOND, "eager"), (OWN, "eager"), *NATURAL)
 }
-OF_NVSHMEM = {"dtype": BF16, "tokens": 13, "hidden": 10}
 VENDORS["nvshmem, etp"] = Trip("nvshmem", ETP, **OF_NVSHMEM)
 VENDORS["nvshmem, just room"] = Trip("nvshmem", EP, SECOND, rows=26, **OF_NVSHMEM)
 TRIPS = SYMM | VENDORS
-OF_BUFFER = {"dtype": BF16, "tokens": 13, "hidden": 16}
-OTHERS = {
-    "overflow": Trip("nvshmem", EP, SECOND, rows=25, **OF_NVSHMEM),
-    "gradients of slots": GradientsOfSlots("deepep", EP, **OF_BUFFER),
-    "room": TooLittleRoom("deepep", EP, **OF_BUFFER),
-}
 CHECKS = {
-    **{f"checks of symm, block {b}": Checks("symm", ETP, block=b, rows=18) for b in BLOCKS[:2]},
-    "checks of deepep": Checks("deepep", EP, **OF_BUFFER),
-    "checks of nvshmem": Checks("nvshmem", EP, dtype=BF16, tokens=13, hidden=16),
+    **{f"torch accepts symm, block {b}": Checks("symm", ETP, block=b, rows=18) for b in BLOCKS[:2]},
+    "torch accepts deepep": Checks("deepep", EP, **OF_BUFFER),
+    "torch accepts nvshmem": Checks("nvshmem", EP, **OF_BUFFER),
+    "the gradient of a weight is of its expert's rank alone": GradientsOfSlots("deepep", EP, **OF_BUFFER),
+    "room for less than all tokens is refused": TooLittleRoom("deepep", EP, **OF_BUFFER),
 }
-CASES = TRIPS | SHORT | OTHERS | CHECKS
+OVERFLOW = {"overflow": Trip("nvshmem", EP, SECOND, rows=25, **OF_NVSHMEM)}
+CASES = TRIPS | SHORT | OVERFLOW | CHECKS
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +73,14 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TRIPS)
-def test_values_and_gradients_are_bitwise_those_of_alltoall(results, name):
-    for found in results[name]:
-        found.assert_bitwise()
-
-
-@pytest.mark.parametrize("name", TRIPS)
-def test_a_trip_by_alltoall_is_that_of_the_definition_and_sends_a_token_to_a_rank_once(results, name):
-    trip, layout = TRIPS[name], TRIPS[name].layout
+def test_values_and_gradients_are_bitwise_those_of_alltoall_and_its_definition(results, name):
     for rank, found in enumerate(results[name]):
-        for key, value in trip.by_definition(rank).items():
-            if trip.dtype is BF16:  # a sum over ranks of rounded numbers
+        found.assert_bitwise()
+        for key, value in TRIPS[name].by_definition(rank).items():
+            if TRIPS[name].dtype is BF16:  # a sum over ranks of rounded numbers
                 assert relative_error(found.wanted[key].float(), value) < 2e-2, key
             else:
                 assert_gradient_close(found.wanted[key].float(), value)
-        group, local = layout.group("ep_etp", rank), EXPERTS // layout.ep
-        blocks = [set((chosen // local).tolist()) for chosen in trip.inputs(rank)[2]]
-        expected = [sum(i // layout.etp in block for block in blocks) for i in range(len(group))]
-        assert found.wanted["sent"].tolist() == expected
-        of_others = [results[name][other].wanted["sent"][layout.index("ep_etp", rank)] for other in group]
-        assert found.wanted["arrived"].tolist() == [int(count) for count in of_others]
-        assert len(found.wanted["number"]) == sum(map(int, of_others))
 
 
 @pytest.mark.parametrize("name", [*TRIPS, *SHORT])
@@ -126,9 +113,6 @@ def test_cases_route_as_their_names_say(results):
 @pytest.mark.parametrize("name", SHORT)
 def test_rows_that_do_not_fit_are_left_out_and_count_as_zeros(results, name):
     assert sum(found.lost(SHORT[name].num_rows) for found in results[name]) > 0
-    for found in results[name]:
-        same = (found.actual["out"] == found.wanted["out"]).all(1)
-        assert found.actual["out"][same].equal(found.wanted["out"][same])
     assert any(not found.actual["out"].equal(found.wanted["out"]) for found in results[name])
 
 
@@ -136,17 +120,9 @@ def test_where_the_rows_of_one_rank_do_not_fit_nothing_is_sent_and_the_host_can_
     for rank, found in enumerate(results["overflow"]):
         assert int(found.actual["room"]) == [0, 26][rank]
         assert (found.actual["number"] == -1).all() and not found.actual["received"].any()
-        assert not any(found.actual[key].any() for key in ("out", "dh", "dweight"))
+        assert not any(found.actual[key].any() for key in GRADIENTS)
 
 
-def test_the_gradient_of_a_weight_comes_from_the_rank_of_its_expert_alone(results):
-    assert all(bool((gradient == 1).all()) for gradient in results["gradients of slots"])
-
-
-def test_room_for_less_than_all_tokens_is_refused_before_rows_are_written(results):
-    assert results["room"] == ["24 rows are not a multiple of 13 tokens"] * 2
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_torch_accepts_the_operations(results, name):
-    assert results[name] == [4, 4]
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_rank_finds_that(results, check):
+    assert results[check] == [None, None]

@@ -24,7 +24,7 @@ from graphmoe.checkpoint.flat_shards import FlatShard
 from graphmoe.config.schema import RunConfig
 from graphmoe.optim.fsdp import ShardedOptimizer
 from graphmoe.optim.zero1 import Optimizer
-from graphmoe.passes.base import PassRunner, Stage
+from graphmoe.passes.base import PassRunner
 from graphmoe.plan.plan import plan_of
 from graphmoe.runtime.compile import code as unit_code
 from graphmoe.runtime.compile.code import CompileTurns
@@ -39,34 +39,22 @@ from graphmoe.training.step_rows import SCALARS, StepRow
 from graphmoe.training.trainer import Trainer
 from tests.runs import TIMED, config
 
-Change = Callable[[Trainer], None]
-"""Change of a trainer before it starts its loop."""
+Change = Callable[[Trainer], None]  # before it starts its loop
 
 
 @dataclass
 class Outcome:
-    """Findings of a rank at the end of a run."""
-
-    rows: Tensor
-    """Row of each step."""
-    written: list[dict[str, Any]]
-    """The rows of metrics.jsonl that this rank would write, without what differs from run to run."""
-    weights: dict[str, Tensor]
-    """fp32."""
-    model: dict[str, Tensor]
-    """The model's parameters after the run."""
-    gradients: dict[str, Tensor]
-    """Gradients of the last step, as clipped."""
-    state: dict[str, Any]
-    """State that a checkpoint holds."""
+    rows: Tensor  # of each step
+    written: list[dict[str, Any]]  # rows for metrics.jsonl, without what differs from run to run
+    weights: dict[str, Tensor]  # fp32
+    gradients: dict[str, Tensor]  # of the last step, as clipped
+    state: dict[str, Any]  # that a checkpoint holds
     step: int
     writes: bool
     stopped_by: str | None = None
     error: str = ""
-    graphs: "Graphs | None" = None
-    """Set where compiled units ran as the graphs that were traced."""
-    scales: dict[str, list[float]] = field(default_factory=dict)
-    """Delayed scales with their history."""
+    graphs: "Graphs | None" = None  # set where compiled units ran as the graphs that were traced
+    scales: dict[str, list[float]] = field(default_factory=dict)  # delayed ones, with their history
 
     @property
     def val_losses(self) -> Tensor:
@@ -75,17 +63,11 @@ class Outcome:
 
 @dataclass
 class Graphs:
-    """The compiled units of a run."""
-
-    code: list[str]
-    """Name of its unit and code, of each graph."""
-    matches: dict[tuple[str, str], int]
-    """Matches by unit and pass."""
-    left: dict[tuple[str, str], tuple[str, ...]]
-    """Reasons for what passes left as it was, by unit and pass."""
+    code: list[str]  # name of its unit and code, of each graph
+    matches: dict[tuple[str, str], int]  # by unit and pass
+    left: dict[tuple[str, str], tuple[str, ...]]  # reasons for what passes left as it was
     recompiled: int
-    dispatched: int
-    """Times that tokens were sent to their experts from outside the graphs."""
+    dispatched: int  # times that tokens were sent to their experts from outside the graphs
 
     @classmethod
     def of(cls, compiled: CompiledSegments, dispatched: int) -> "Graphs":
@@ -102,8 +84,6 @@ class Graphs:
 
 
 class Recorder(MetricsWriter):
-    """Writer that keeps the rows that go to the metrics of a rank."""
-
     def __init__(self, inner: MetricsWriter | None) -> None:
         self.inner, self.rows = inner, list[dict[str, Any]]()
 
@@ -123,8 +103,7 @@ class Training:
 
     words: tuple[str, ...]
     change: Change | None = None
-    traced: bool = False
-    """True where compiled units run as the graphs that were traced: Inductor takes a minute for a run's."""
+    traced: bool = False  # compiled units run as they were traced: Inductor takes a minute for a run's
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -149,21 +128,24 @@ class Training:
             compiled.turns = CompileTurns(Path(ranks.on_first(lambda: tempfile.mkdtemp(dir=folder))))
         if self.change is not None:
             self.change(trainer)
-        error = ""
-        with counted_dispatches() as dispatches:
+        error, dispatches, dispatch = "", list[None](), AllToAll.dispatch
+
+        def counted(*given: Any) -> tuple[Tensor, ...]:
+            dispatches.append(None)
+            return dispatch(*given)
+
+        with mock.patch.object(AllToAll, "dispatch", counted):
             try:
                 trainer.run()
             except TrainingStopped as stopped:
                 error = str(stopped)
-        shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps neither gradients nor a model
-        model = {} if shares else _on_host(dict(trainer.model.named_parameters()))
+        shares = isinstance(trainer.optimizer, ShardedOptimizer)  # which keeps no gradients
         gradients = {} if shares else _on_host(gathered(trainer, "grad_shard"))
         entries = flatten(whole_state(trainer))
         return Outcome(
             torch.stack(rows).cpu() if rows else torch.zeros(0),
             written,
             _on_host(gathered(trainer, "main") if shares else trainer.optimizer.weights_to_fill()),
-            model,
             gradients,
             {**_on_host(entries.tensors), **entries.values},
             trainer.step,
@@ -179,23 +161,11 @@ class Training:
 def as_traced() -> Iterator[None]:
     """Run graphs as they were traced instead of compiling them; passes do not tell what they save."""
 
-    def traced(graph: torch.fx.GraphModule, fakes: object, mode: object) -> Callable[..., Any]:
+    def traced(graph: torch.fx.GraphModule, *_: object) -> Callable[..., Any]:
         return torch.no_grad()(graph.forward)
 
     with mock.patch.object(unit_code, "compile_inference", traced), unmeasured():
         yield
-
-
-@contextlib.contextmanager
-def counted_dispatches() -> Iterator[list[None]]:
-    found, dispatch = list[None](), AllToAll.dispatch
-
-    def counted(self: AllToAll, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found.append(None)
-        return dispatch(self, *tensors)
-
-    with mock.patch.object(AllToAll, "dispatch", counted):
-        yield found
 
 
 @contextlib.contextmanager
@@ -206,11 +176,7 @@ def unmeasured() -> Iterator[None]:
     that finds all its code in the cache.
     """
     run = PassRunner.run
-
-    def without(self: PassRunner, stage: Stage, module: torch.fx.GraphModule, *rest: Any):
-        return run(self, stage, module, *rest[:2])
-
-    with mock.patch.object(PassRunner, "run", without):
+    with mock.patch.object(PassRunner, "run", lambda *given: run(*given[:5])):
         yield
 
 
@@ -227,7 +193,14 @@ def quiet_trainer(
     silent = Progress(Console(file=io.StringIO()), run_config.train.steps, wanted=False)
     trainer = build_trainer(plan_of(run_config, ranks.size), folder, silent, ranks)
     recorder = trainer.metrics = Recorder(trainer.metrics)
-    return trainer, _kept_rows(trainer), recorder.rows
+    rows, step = list[Tensor](), trainer.steps.run
+
+    def run(batches):
+        rows.append(step(batches).clone())
+        return rows[-1]
+
+    trainer.steps.run = run
+    return trainer, rows, recorder.rows
 
 
 def gathered(trainer: Trainer, kind: str) -> dict[str, Tensor]:
@@ -264,17 +237,6 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
 
 
-def _kept_rows(trainer: Trainer) -> list[Tensor]:
-    rows, step = [], trainer.steps.run
-
-    def run(batches):
-        rows.append(step(batches).clone())
-        return rows[-1]
-
-    trainer.steps.run = run
-    return rows
-
-
 def on_rank(trainer: Trainer, rank: int) -> bool:
     return trainer.ranks.rank == min(rank, trainer.ranks.size - 1)
 
@@ -289,17 +251,25 @@ def nan_gradients_from_step_2(trainer: Trainer) -> None:
 
 def infinite_moment_in_step_3(trainer: Trainer) -> None:
     """Spoil a moment of rank 1 only, whose weights then stay: loss, gradients and weights are finite."""
-    step = trainer.steps.run
 
-    def run(batches):
-        if trainer.step + 1 == 3:
-            for family in trainer.optimizer.families:
-                for _, own in family.owned(family.moments["exp_avg_sq"]).values():
-                    own.fill_(math.inf)
-        return step(batches)
+    def spoil() -> None:
+        for family in trainer.optimizer.families:
+            for _, own in family.owned(family.moments["exp_avg_sq"]).values():
+                own.fill_(math.inf)
+
+    _before_step(trainer, 3, spoil)
+
+
+def _before_step(trainer: Trainer, number: int, do: Callable[[], None]) -> None:
+    run, done = trainer.steps.run, list[None]()
+
+    def do_first(batches):
+        if trainer.step + 1 == number and not done:
+            done.append(do())
+        return run(batches)
 
     if on_rank(trainer, 1):
-        trainer.steps.run = run
+        trainer.steps.run = do_first
 
 
 def _spoil(trainer: Trainer, spoiled: Callable[[int], bool]) -> None:
@@ -321,15 +291,8 @@ class SignalIn:
     step: int
     number: int = signal.SIGTERM
 
-    def __call__(self, trainer: Trainer) -> None:
-        run, sent = trainer.steps.run, []
-
-        def send_first(batches):
-            if trainer.step + 1 == self.step and trainer.ranks.rank == 1 and not sent:
-                sent.append(os.kill(os.getpid(), self.number))  # a second one would end the process
-            return run(batches)
-
-        trainer.steps.run = send_first
+    def __call__(self, trainer: Trainer) -> None:  # once: a second one would end the process
+        _before_step(trainer, self.step, lambda: os.kill(os.getpid(), self.number))
 
 
 def never_publish_step_4(trainer: Trainer) -> None:

@@ -26,20 +26,18 @@ def read(raw):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_the_preset_of_that_model(name):
+def test_a_published_config_is_the_preset_and_transformers_takes_its_export(name):
     assert same_function(read(PUBLISHED[name]), load_preset(name)) == []
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_transformers_takes_an_exported_config_as_the_published_one(name):
     family, exported = to_hf_config(load_preset(name))
     kind = type(transformers.AutoConfig.for_model(family.name))
     ours, theirs = kind.from_dict(exported), kind.from_dict(PUBLISHED[name] | {"model_type": family.name})
     for key in ("num_nextn_predict_layers", "num_experts_per_tok", "num_local_experts", "hidden_size"):
         assert getattr(ours, key, None) == getattr(theirs, key, None)
-    assert {k: float(v) for k, v in ours.rope_parameters.items() if not isinstance(v, str)} == {
-        k: float(v) for k, v in theirs.rope_parameters.items() if not isinstance(v, str)
-    }
+    one, other = (
+        {key: float(value) for key, value in config.rope_parameters.items() if not isinstance(value, str)}
+        for config in (ours, theirs)
+    )
+    assert one == other
     assert family.name == kind.model_type
 
 
@@ -89,25 +87,17 @@ def test_layers_of_the_same_loads_have_the_loss_of_transformers(name):
 
 REFUSED = {
     "deepseek_v2": {
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "moe_layer_freq": 2,
-        "scoring_func": "sigmoid",
-        "mlp_bias": True,
-        "num_key_value_heads": 64,
+        "topk_method": "noaux_tc", "norm_topk_prob": True, "moe_layer_freq": 2, "scoring_func": "sigmoid",
+        "mlp_bias": True, "num_key_value_heads": 64,
     },
     "deepseek_v3": {
-        "attention_bias": True,
-        "hidden_act": "gelu",
-        "attention_dropout": 0.1,
-        "rope_interleave": False,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
+        "attention_bias": True, "hidden_act": "gelu", "attention_dropout": 0.1, "rope_interleave": False,
+        "topk_method": "greedy", "scoring_func": "softmax",
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]},
     },
     "qwen3_30b_a3b": {"mlp_only_layers": [0], "decoder_sparse_step": 2, "attention_bias": True},
     "mixtral_8x7b": {"sliding_window": 4096, "router_jitter_noise": 0.1, "hidden_act": "relu"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -123,25 +113,24 @@ def test_all_unsupported_values_are_named_at_once(name):
 
 YARN = PUBLISHED["deepseek_v3"]["rope_scaling"]
 FAMILIES = ("deepseek_v2", "deepseek_v3/kimi_k2", "qwen3_moe", "mixtral")
+ROPES = [
+    ({"type": "linear", "factor": 2.0}, 'rope_type="linear"'),
+    ({"rope_type": "llama3", "factor": 8.0}, 'rope_type="llama3"'),
+    (YARN | {"mscale": None}, "mscale_all_dim"),
+    (YARN | {"mscale_all_dim": 0, "mscale": 0.7}, "mscale"),
+    (YARN | {"attention_factor": 1.5}, "attention_factor=1.5"),
+    (YARN | {"truncate": False}, "truncate=false"),
+    (YARN | {"factor": 0.5}, "factor=0.5"),
+    (YARN | {"factor": "40"}, 'factor="40"'),
+    (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"full_attention": YARN}, "one dictionary for all layers"),
+]
 
 
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
-        ("deepseek_v3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, ['rope_type="linear"']),
-        ("deepseek_v3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ['rope_type="llama3"']),
-        ("deepseek_v3", {"rope_scaling": YARN | {"mscale": None}}, ["mscale_all_dim"]),
-        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 0, "mscale": 0.7}}, ["mscale"]),
-        ("deepseek_v3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, ["attention_factor=1.5"]),
-        ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, ["truncate=false"]),
-        ("deepseek_v3", {"rope_scaling": YARN | {"factor": 0.5}}, ["factor=0.5"]),
-        ("deepseek_v3", {"rope_scaling": YARN | {"factor": "40"}}, ['factor="40"']),
-        (
-            "deepseek_v3",
-            {"rope_scaling": YARN | {"partial_rotary_factor": 0.5}},
-            ["partial_rotary_factor=0.5"],
-        ),
-        ("deepseek_v3", {"rope_scaling": {"full_attention": YARN}}, ["one dictionary for all layers"]),
+        *(("deepseek_v3", {"rope_scaling": scaling}, [named]) for scaling, named in ROPES),
         ("mixtral_8x7b", {"rope_scaling": YARN}, ["mscale"]),  # magnitudes of grouped-query attention
         ("mixtral_8x7b", {"num_key_value_heads": 5}, ["num_kv_heads=5"]),
         (

@@ -33,7 +33,8 @@ def change_tensors(folder, change):
 
 def save_mtp_model(folder, depth=2, **changes):
     """Write a DeepSeek-V3 folder with multi-token prediction; the model, all of it random."""
-    config = replace(load_config(folder.parent), mtp_depth=depth, **changes)
+    random_model(CASE).save_pretrained(folder.parent / "shape")
+    config = replace(load_hf(folder.parent / "shape")[0], mtp_depth=depth, **changes)
     model = build_model(config, seed=3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,35 +45,31 @@ def save_mtp_model(folder, depth=2, **changes):
     return config, model
 
 
-def load_config(tmp_path):
-    random_model(CASE).save_pretrained(tmp_path / "shape")
-    return load_hf(tmp_path / "shape")[0]
+def refused(folder, match=""):
+    with pytest.raises(ConfigError, match=match) as caught:
+        load_hf(folder)
+    return str(caught.value)
 
 
-def test_shards_of_transformers_are_read(folder, tmp_path):
-    random_model(CASE).save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 5
-    assert_same_bits(load_hf(tmp_path / "sharded")[1].state_dict(), load_hf(folder)[1].state_dict())
-
-
+@pytest.mark.parametrize("how", [{"max_shard_size": "20KB"}, {"save_original_format": False}], ids=str)
 @pytest.mark.parametrize("case", ["v3_moonlight", "v2_plain", "qwen3_renormalised", "mixtral"])
-def test_experts_in_one_tensor_are_read_as_those_in_many(tmp_path, case):
+def test_shards_and_experts_in_one_tensor_are_read_as_one_file(tmp_path, case, how):
     model = random_model(CASES[case])
     model.save_pretrained(tmp_path / "hf")
-    model.save_pretrained(tmp_path / "fused", save_original_format=False)
-    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(tmp_path / "fused"))
-    assert_same_bits(load_hf(tmp_path / "fused")[1].state_dict(), load_hf(tmp_path / "hf")[1].state_dict())
+    model.save_pretrained(tmp_path / "other", **how)
+    fused = any(name.endswith("experts.gate_up_proj") for name in tensors_in(tmp_path / "other"))
+    assert fused or len(list((tmp_path / "other").glob("*.safetensors"))) > 3
+    assert_same_bits(load_hf(tmp_path / "other")[1].state_dict(), load_hf(tmp_path / "hf")[1].state_dict())
 
 
 def test_two_sets_of_weights_are_refused(folder):
     random_model(CASE).save_pretrained(folder, max_shard_size="20KB")  # leaves model.safetensors there
-    with pytest.raises(ConfigError, match="two sets.*model.safetensors and .*index.json .*model-00001-of"):
-        load_hf(folder)
+    refused(folder, "two sets.*model.safetensors and .*index.json .*model-00001-of")
     (folder / "model.safetensors").unlink()
     load_hf(folder)
 
 
-@pytest.mark.parametrize("size", ["20KB", 1, "1GB"])
+@pytest.mark.parametrize("size", ["20KB", 1])
 def test_shards_are_bounded_and_transformers_reads_them(folder, tmp_path, size):
     config, model = load_hf(folder)
     save_hf(model, config, tmp_path / "out", max_shard_size=size)
@@ -80,13 +77,9 @@ def test_shards_are_bounded_and_transformers_reads_them(folder, tmp_path, size):
     if size == "20KB":
         assert 5 < len(files) < 40
         assert all(sum(t.nbytes for t in load_file(path).values()) <= 20_000 for path in files)
-    index = tmp_path / "out" / "model.safetensors.index.json"
-    assert index.exists() == (size != "1GB")
-    if index.exists():
-        document = json.loads(index.read_text())
-        assert document["weight_map"] == {name: path.name for path in files for name in load_file(path)}
-        total = sum(tensor.nbytes for tensor in tensors_in(folder).values())
-        assert document["metadata"]["total_size"] == total
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: path.name for path in files for name in load_file(path)}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors_in(folder).values())
     assert_same_bits(tensors_in(tmp_path / "out"), tensors_in(folder))
     assert_same_bits(load_hf(tmp_path / "out")[1].state_dict(), model.state_dict())
     again, report = reload(tmp_path / "out")
@@ -132,21 +125,10 @@ def test_mtp_layers_round_trip_bitwise_under_the_published_names(tmp_path):
 def test_copies_of_embedding_and_head_may_be_left_out_but_not_differ(tmp_path):
     _, model = save_mtp_model(tmp_path / "mtp", depth=1)
     copies = ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
-
-    def leave_out(tensors):
-        for name in copies:
-            del tensors[name]
-
-    def differ(tensors):
-        for name in copies:
-            tensors[name][2, 3] += 1e-3
-
     save_mtp_model(tmp_path / "other", depth=1)
-    change_tensors(tmp_path / "other", differ)
-    with pytest.raises(ConfigError) as caught:
-        load_hf(tmp_path / "other")
-    assert all(f"different: {name}" in str(caught.value) for name in copies)
-    change_tensors(tmp_path / "mtp", leave_out)
+    change_tensors(tmp_path / "other", lambda tensors: [tensors[name][2, 3].add_(1e-3) for name in copies])
+    assert all(f"different: {name}" in refused(tmp_path / "other") for name in copies)
+    change_tensors(tmp_path / "mtp", lambda tensors: [tensors.pop(name) for name in copies])
     assert_same_bits(load_hf(tmp_path / "mtp")[1].state_dict(), model.state_dict())
 
 
@@ -160,10 +142,8 @@ def test_a_tied_folder_may_have_its_head_but_no_other(tmp_path):
     change_tensors(folder, lambda tensors: tensors.update({names[0]: tensors[names[1]].clone()}))
     assert_same_bits(load_hf(folder)[1].state_dict(), model.state_dict())
     change_tensors(folder, lambda tensors: [tensors[name].add_(1e-3) for name in names])
-    with pytest.raises(ConfigError) as caught:
-        load_hf(folder)
     equal = "must equal model.embed_tokens.weight; the model has one"
-    assert all(f"different: {name} {equal}" in str(caught.value) for name in names)
+    assert all(f"different: {name} {equal}" in refused(folder) for name in names)
 
 
 def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
@@ -177,9 +157,7 @@ def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
         tensors["model.embed_tokens.weight"] = torch.zeros(61, 26, dtype=torch.int64)
 
     change_tensors(folder, damage)
-    with pytest.raises(ConfigError) as caught:
-        load_hf(folder)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
+    lines = [line.strip() for line in refused(folder).splitlines()]
     assert lines[0].endswith("does not fit the model in 7 tensors:")
     assert sorted(lines[1:]) == [
         "extra: model.layers.0.self_attn.q_proj.bias [32]",
@@ -193,12 +171,9 @@ def test_every_missing_extra_and_misshaped_tensor_is_listed_at_once(folder):
 
 
 def test_rotary_frequencies_and_empty_tensors_are_no_weights(folder):
-    def add(tensors):
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-        tensors["model.layers.1.mlp.unused.weight"] = torch.zeros(0, 26)
-
-    before = load_hf(folder)[1].state_dict()
-    change_tensors(folder, add)
+    before, added = load_hf(folder)[1].state_dict(), {"model.layers.1.mlp.unused.weight": torch.zeros(0, 26)}
+    added["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    change_tensors(folder, lambda tensors: tensors.update(added))
     assert_same_bits(load_hf(folder)[1].state_dict(), before)
 
 
@@ -207,24 +182,20 @@ def test_missing_and_damaged_files_are_named_at_once(tmp_path):
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     first.unlink()
     second.write_bytes(second.read_bytes()[:-7])
-    with pytest.raises(ConfigError) as caught:
-        load_hf(tmp_path)
-    assert first.name in str(caught.value) and second.name in str(caught.value)
+    said = refused(tmp_path)
+    assert first.name in said and second.name in said
 
 
 def test_a_folder_without_weights_says_what_it_needs(folder):
     before = "model.safetensors"
     for name in ("pytorch_model.bin", "model.bin"):
         before = (folder / before).rename(folder / name).name
-        with pytest.raises(ConfigError, match=f"{name}.*save them as safetensors"):
-            load_hf(folder)
+        refused(folder, f"{name}.*save them as safetensors")
         assert has_weights(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        load_hf(folder)
+    refused(folder, "is not JSON")
     (folder / "config.json").unlink()
-    with pytest.raises(ConfigError, match="config.json cannot be read"):
-        load_hf(folder)
+    refused(folder, "config.json cannot be read")
 
 
 def test_a_model_of_another_configuration_is_not_written(folder, tmp_path):

@@ -1,17 +1,15 @@
-"""Rows that go to the ranks of their experts in 8 bits: a training has the bits of rounding at arrival.
-
-Replicas of experts in 8 bits: a training is that without, but for the order of sums.
-"""
+"""Training in 8 bits on several ranks: rows sent to experts, replicas of experts, and delayed scales."""
 
 from dataclasses import replace
 
 import pytest
+import torch
 
 from graphmoe.training.step_rows import RECEIVED, SCALARS
 from tests.distributed.layouts import all_on_two_experts
-from tests.distributed.ranks import Job, selected
-from tests.distributed.training import Change, Graphs, Outcome, Training
-from tests.runs import assert_same_state, slow_but
+from tests.distributed.ranks import Job, run_ranks, selected
+from tests.distributed.training import Change, Graphs, Outcome, Training, as_traced
+from tests.runs import QUIET, assert_same_state, slow_but, spoil_steps, trainer_in
 from tests.tolerances import relative_error
 
 WORDS = (
@@ -50,7 +48,7 @@ CASES[INDUCTOR] = case(TURNS, BF16, *ONE_LAYER, traced=False)
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, tmp_path_factory):
+def outcomes(request, folder):
     cases = {}
     for name in selected(request, "name"):
         for dtype in ("auto", "bf16"):
@@ -59,7 +57,7 @@ def outcomes(request, tmp_path_factory):
     for name in selected(request, "copied"):
         for balance in (REPLICAS, "moe.balance=none"):
             cases[f"{name}: {balance}"] = case(*COPIED[name], balance, change=all_on_two_experts)
-    return Job(tmp_path_factory.mktemp("ranks"), cases).results(seconds=900)
+    return Job(folder, cases).results(seconds=900)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -119,3 +117,95 @@ def test_replicas_change_a_training_by_the_order_of_sums_only(outcomes, copied):
 
 def receive_load(outcome: Outcome) -> float:
     return float(outcome.rows[:, len(SCALARS) + RECEIVED.index("receive_load")].max())
+
+
+STEPS = 2
+SCALED = (
+    "model.hidden_size=64", "model.expert_ffn_size=32", "model.shared_ffn_size=32", "model.dense_ffn_size=64",
+    "model.qk_nope_head_dim=16", "model.qk_rope_head_dim=16", "model.v_head_dim=16", "model.kv_lora_rank=16",
+    "model.tie_embeddings=true", "model.num_layers=4", "train.micro_batch_size=1", "train.val_batches=0",
+    "compile.enabled=true", "compile.cache=false", "precision.fp8=tensorwise", f"train.steps={STEPS}",
+    "checkpoint.interval=0",
+)  # fmt: skip
+LAYOUTS = {  # of two ranks; with pp each has two stages, and both have the embedding
+    "dp": (),
+    "tp": ("parallel.tp=2",),
+    "ep": ("parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none", "moe.receive_budget=worst_case"),
+    "pp": ("parallel.pp=2", "pipeline.schedule=interleaved"),
+}
+OF_ONE_TENSOR = {  # scales of what other products read too, in one unit: the former stay as they began
+    "moe_experts.w_gate_up.fp8_scale_of_input": "shared_experts.gate_up.weight.fp8_scale_of_input",
+    "shared_experts.down.weight.fp8_scale_of_gradient": "moe_experts.w_down.fp8_scale_of_gradient",
+}
+Values = dict[str, list[float]]
+
+
+@pytest.fixture(scope="module")
+def scales(folder) -> dict[str, list[Values]]:
+    """Scales with their history by layout and rank; by "a, b" those of a's checkpoint as b begins with it."""
+
+    def cases(*layouts: str, source: str = "") -> dict[str, Training]:
+        begin = (f"checkpoint.resume_from={folder / source}",) if source else ()
+        words = {name: (*SCALED, *LAYOUTS.get(name, ()), *begin) for name in layouts}
+        return {f"{source}, {n}" if source else n: Training(w, traced=True) for n, w in words.items()}
+
+    found = run_ranks(folder, cases("one"), 1)
+    found |= run_ranks(folder, cases(*LAYOUTS) | cases("dp", "pp", source="one") | cases("dp", source="pp"))
+    again = [cases("one", source=source) for source in LAYOUTS]
+    found |= run_ranks(folder, {name: case for each in again for name, case in each.items()}, 1)
+    return {name: [outcome.scales for outcome in outcomes] for name, outcomes in found.items()}
+
+
+def moved(values: Values) -> Values:
+    return {name: each for name, each in values.items() if each[1] > 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_several_ranks_are_those_of_one_with_the_same_batch(scales, layout):
+    (one,), ranks = scales["one"], scales[layout]
+    if layout == "pp":
+        names = [{name for name in rank if not name.startswith("embed.")} for rank in ranks]
+        assert not names[0] & names[1] and min(map(len, names)) > 20
+    else:
+        assert ranks[0] == ranks[1]
+    found = ranks[0] | ranks[1]
+    assert found.keys() == one.keys() and moved(found).keys() >= moved(one).keys()
+    for name, values in moved(found).items():
+        layer = ".".join(name.split(".")[:2])
+        same = OF_ONE_TENSOR.get(name.removeprefix(f"{layer}."))
+        wanted = one[name if same is None or name in moved(one) else f"{layer}.{same}"]
+        assert values[0] == wanted[0], name
+        assert values[1:] == pytest.approx(wanted[1:], rel=1e-5), name
+        assert min(values[1 : STEPS + 1]) > 0 == max(values[STEPS + 1 :])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "layout"), [*((name, "one") for name in LAYOUTS), ("one", "dp"), ("one", "pp"), ("pp", "dp")]
+)
+def test_a_run_goes_on_with_the_scales_of_another_layout(scales, source, layout):
+    saved = scales[source][0] | scales[source][-1]
+    for rank, began in zip(scales[f"{source}, {layout}"], scales[layout], strict=True):
+        assert rank.keys() == began.keys() and moved(rank)
+        assert all(rank[name] == saved[name] for name in rank)
+
+
+def test_a_step_that_is_void_or_not_finite_leaves_the_scales_as_they_were(tmp_path, monkeypatch):
+    void, loss, gradients = 2, 4, 6
+    one_layer = "model.num_layers=1", "model.num_dense_layers=0", "train.global_batch_size=2"
+    with as_traced():
+        trainer = trainer_in(tmp_path, *SCALED, *one_layer, *QUIET)
+        spoil_steps(monkeypatch, trainer, {loss})
+        spoil_steps(monkeypatch, trainer, {gradients}, only_gradients=True)
+        found = {}
+        for step in range(1, 8):
+            trainer.optimizer.void.fill_(float(step == void))
+            trainer._train_step()
+            found[step] = trainer.optimizer.scales.values()
+        trainer.loader.close()
+    for step in (void, loss, gradients):
+        before, after = found[step - 1], found[step + 1]
+        assert before == found[step] and moved(before)
+        assert all(after[name][2] == values[1] for name, values in moved(before).items())
+        assert torch.tensor([*after.values()]).isfinite().all()

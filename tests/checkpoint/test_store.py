@@ -13,7 +13,9 @@ from graphmoe.checkpoint import CheckpointError, contents
 from graphmoe.checkpoint.store import CheckpointStore
 from graphmoe.config.schema import CheckpointConfig
 from graphmoe.run.files import CONFIG_FILE
+from graphmoe.runtime.ranks import Ranks
 from tests.damage import dead_pid, flip_bit
+from tests.distributed.ranks import run_ranks
 
 
 def make_store(folder: Path, **settings) -> CheckpointStore:
@@ -235,6 +237,24 @@ def test_a_full_disk_is_reported_and_loses_no_earlier_checkpoint(tmp_path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     save_steps(store, 2)
     assert load_step(store) == 2
+
+
+def copied(ranks: Ranks, folder: Path) -> set[str]:
+    """The tensors that a save in the background copies to this rank's host memory."""
+    store = CheckpointStore(folder, CheckpointConfig())
+    same = {f"w{number}": torch.ones(100 + number) for number in range(4)}
+    store.save(1, {**same, f"rng.rank{ranks.rank}": torch.ones(1), "step": 1})
+    names = set(store._copies._buffers)
+    store.close()
+    return names
+
+
+def test_a_rank_copies_only_what_it_saves_to_its_host(tmp_path):
+    first, second = run_ranks(tmp_path, {"copied": copied})["copied"]
+    assert first == {"w3", "w0", "rng.rank0"} and second == {"w2", "w1", "rng.rank1"}
+    state = {"step": 0, **{f"w{number}": torch.zeros(100 + number) for number in range(4)}}
+    assert CheckpointStore.open_any(tmp_path / "copied").load(state, partial=True) == 1
+    assert all(state[f"w{number}"].sum() == 100 + number for number in range(4)) and state["step"] == 1
 
 
 def test_a_small_disk_that_runs_full_keeps_its_checkpoints(tmp_path):

@@ -1,9 +1,8 @@
 """Compilation of Triton kernels for four GPUs on a machine that has none, with facts about the code.
 
-A file of tests lists a few representative calls in a function ``ahead_of_time_cases``, whose kernels are the
-cases (`launches_of`). `tests/ops/test_kernels.py` finds it, and asserts on the facts.
-
-All cases of a module are compiled in one fresh process: one with TRITON_INTERPRET=1 can't compile.
+A file of tests lists calls in ``ahead_of_time_cases``, whose kernels are the cases (`launches_of`), and
+`tests/ops/test_kernels.py` asserts on the facts. One fresh process compiles all cases of a module: one with
+TRITON_INTERPRET=1 can't compile.
 """
 
 import fcntl
@@ -16,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -27,41 +26,9 @@ TARGETS = {  # name: (backend, architecture, threads of a warp)
     "sm_90": ("cuda", 90, 32),
     "sm_100": ("cuda", 100, 32),
 }
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Machine code of one case on one target."""
-
-    case: str
-    target: str
-    error: str = ""
-    """Reason why the case did not compile; all fields below are then empty."""
-    shared_bytes: int = 0
-    spills: int = 0
-    """VGPRs on AMD, bytes of stack on NVIDIA."""
-    matrix_ops: int = 0
-    """Matrix instructions: v_mfma*, mma.sync, wgmma or tcgen05.mma."""
-    scaled_ops: int = 0
-    """Matrix instructions that take scales of blocks of 32: v_mfma_scale* or tcgen05.mma block_scale."""
-    wide_loads: int = 0
-    """Loads of 16 bytes from global memory to registers, with triton 3.9 on gfx950 to shared memory too."""
-    wide_stores: int = 0
-    """Stores of 16 bytes from registers to global memory."""
-    atomics: int = 0
-    """Atomic instructions on global memory."""
-
-
-KINDS = {
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-    "float32": "fp32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-}
+KINDS = {"float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5"}
+KINDS |= {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+KINDS |= {"int32": "i32", "int64": "i64", "uint8": "u8"}
 
 
 def launches_of(name: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -118,15 +85,16 @@ def launches_of_layers(layers: Mapping[str, Any], every_step: Callable[..., Any]
     return cases
 
 
-def compiled(module: str, target: str) -> dict[str, Facts]:
-    """Facts about each case of a module on one target, by the name of the case."""
-    facts = {fact.case: fact for fact in _compile_elsewhere(module) if fact.target == target}
-    assert facts, f"{module} lists no case for {target}"
-    return facts
+def compiled(module: str, target: str) -> dict[str, SimpleNamespace]:
+    """Facts about each case of a module on one target, by the name of the case: only ``error`` if it has one.
+
+    Otherwise ``shared_bytes``, ``spills`` (VGPRs on AMD, bytes of stack on NVIDIA), and what `COUNTED` names.
+    """
+    return {name: SimpleNamespace(**facts) for name, facts in _compile_elsewhere(module)[target].items()}
 
 
 @functools.cache
-def _compile_elsewhere(module: str) -> tuple[Facts, ...]:
+def _compile_elsewhere(module: str) -> dict[str, dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     line = [sys.executable, "-m", "tests.ops.ahead_of_time", module]
@@ -134,39 +102,42 @@ def _compile_elsewhere(module: str) -> tuple[Facts, ...]:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers would compile all twice
         done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return tuple(Facts(**fact) for fact in json.loads(done.stdout.splitlines()[-1]))
+    facts: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return facts
 
 
-def _compile_case(case: dict[str, Any], target: str) -> Facts:
+def _compile_case(case: dict[str, Any], target: str) -> dict[str, Any]:
     """Compile one case; runs in the other process."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, name, given = case["kernel"], case["name"], case["signature"]
-    if target == "gfx942":
-        given = {
-            a: kind.replace("fp8e4nv", "fp8e4b8").replace("fp8e5", "fp8e5b16") for a, kind in given.items()
-        }
-    signature = {a: given[a].removesuffix(":16") if a in given else "constexpr" for a in kernel.arg_names}
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, a in enumerate(kernel.arg_names)
-        if given.get(a, "").endswith(":16")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=case["constexprs"], attrs=attrs)
+    signature, attrs = {}, {}
+    for number, argument in enumerate(case["kernel"].arg_names):
+        kind, divisible, _ = case["signature"].get(argument, "constexpr").partition(":16")
+        if target == "gfx942":
+            kind = kind.replace("fp8e4nv", "fp8e4b8").replace("fp8e5", "fp8e5b16")
+        signature[argument] = kind
+        attrs |= {(number,): [["tt.divisibility", 16]]} if divisible else {}
+    source = ASTSource(fn=case["kernel"], signature=signature, constexprs=case["constexprs"], attrs=attrs)
     options = dict(case["options"])
     if "num_warps" in options:  # those of 32 threads
         options["num_warps"] = max(32 * options["num_warps"] // TARGETS[target][2], 1)
     try:
         built = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
     except Exception as error:  # whatever the compiler raises is the result of the test
-        return Facts(name, target, error=f"{type(error).__name__}: {error}")
-    return _facts(name, target, built)
+        return {"error": f"{type(error).__name__}: {error}"}
+    is_amd = TARGETS[target][0] == "hip"
+    text = built.asm["amdgcn" if is_amd else "ptx"]
+    used = text if is_amd else _resources(built.asm["cubin"])
+    spills = max(map(int, re.findall(r"(?:\.vgpr_spill_count:\s+|\bSTACK:)(\d+)", used)), default=0)
+    counts = {name: len(re.findall(pattern, text)) for name, pattern in COUNTED[TARGETS[target][0]].items()}
+    return {"error": "", "shared_bytes": built.metadata.shared, "spills": spills, **counts}
 
 
 WIDE = r"\.global[\w.:]*\.(v4\.[bfsu]32|v2\.[bfsu]64|v8\.[bfsu]32|v4\.[bfsu]64)"
-COUNTED = {  # backend: patterns of the instructions in its text that a field counts
+COUNTED = {  # backend: patterns of instructions; wide ones move 16 bytes between global memory and registers,
+    # with triton 3.9 on gfx950 to shared memory too, and scaled ones take scales of blocks of 32
     "hip": {
         "matrix_ops": r"\bv_mfma",
         "scaled_ops": r"\bv_mfma_scale",
@@ -184,38 +155,24 @@ COUNTED = {  # backend: patterns of the instructions in its text that a field co
 }
 
 
-def _facts(name: str, target: str, built: Any) -> Facts:
-    backend, shared = TARGETS[target][0], built.metadata.shared
-    text = built.asm["amdgcn" if backend == "hip" else "ptx"]
-    of_amd = r"\.vgpr_spill_count:\s+(\d+)"
-    spills = _largest(text, of_amd) if backend == "hip" else _stack_bytes(built.asm["cubin"])
-    counts = {field: len(re.findall(pattern, text)) for field, pattern in COUNTED[backend].items()}
-    return Facts(name, target, shared_bytes=shared, spills=spills, **counts)
-
-
-def _largest(text: str, pattern: str) -> int:
-    return max((int(value) for value in re.findall(pattern, text)), default=0)
-
-
-def _stack_bytes(cubin: bytes) -> int:
-    """Bytes of a thread's stack, as the tool that comes with Triton reads them."""
+def _resources(cubin: bytes) -> str:
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        tool = knobs.nvidia.cuobjdump.path
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    return _largest(said.stdout, r"\bSTACK:(\d+)")
+        return subprocess.check_output([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], text=True)
 
 
 def main(module: str) -> None:
     """Compile all cases of a module for all targets and print the facts as one line of JSON."""
-    cases = importlib.import_module(module).ahead_of_time_cases()
-    facts = [_compile_case(c, t) for c in cases for t in TARGETS if t in c.get("only", TARGETS)]
-    names = [(fact.case, fact.target) for fact in facts]
-    assert len(set(names)) == len(names), f"{module}: cases of one name: {names}"
-    print(json.dumps([asdict(fact) for fact in facts]))
+    facts: dict[str, dict[str, Any]] = {target: {} for target in TARGETS}
+    for case in importlib.import_module(module).ahead_of_time_cases():
+        for target in case.get("only", TARGETS):
+            assert case["name"] not in facts[target], f"{module}: two cases of one name: {case['name']}"
+            facts[target][case["name"]] = _compile_case(case, target)
+    assert all(facts.values()), f"{module} lists no case for a target: {facts}"
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
-"""Traffic of replicas on a rank, and what it must give: for emulated ranks, and for processes.
-
-Suffixes as in `graphmoe.ops.replicas.exchange`.
-"""
+"""Traffic of replicas, and what it must give. Suffixes as in `graphmoe.ops.replicas.exchange`."""
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +31,10 @@ class Case:
     by_autograd: bool = True
     """As a plain eager layer calls them, too. On a GPU autograd has one thread, so emulated ranks cannot."""
 
+    @property
+    def has_gradients(self) -> bool:
+        return self.by_autograd and self.dtype.is_floating_point and self.dtype.itemsize > 1
+
     def seeded(self, *numbers: int) -> torch.Generator:
         return torch.Generator().manual_seed(hash(numbers) % 2**31)
 
@@ -50,16 +50,13 @@ class Case:
             found: Tensor = torch.ops.graphmoe.replica_plan(self.counts_RE, self.slots, 0)[1]
             return found
         expert_RS = torch.full((self.ranks, self.slots), -1, dtype=torch.int32)
-        others = [
-            [e for e in range(self.ranks * self.owned) if e // self.owned != r] for r in range(self.ranks)
-        ]
         if self.holders == "hot":
             expert_RS[1:, -1] = self.owned - 1
-        if self.holders == "all":
-            for rank, experts in enumerate(others):
-                order = torch.randperm(len(experts), generator=self.seeded(1, rank))[: self.slots]
-                expert_RS[rank, : len(order)] = torch.tensor(experts)[order]
-        return expert_RS.int()
+        for rank in range(self.ranks) if self.holders == "all" else ():
+            experts = torch.randperm(self.ranks * self.owned, generator=self.seeded(1, rank))
+            others = experts[experts // self.owned != rank][: self.slots]
+            expert_RS[rank, : len(others)] = others
+        return expert_RS
 
     def values(self, rows: int, weight: int, *seed: int, whole: bool = False) -> Tensor:
         """[rows, X], if so small integers, whose sums are exact in any dtype."""
@@ -69,9 +66,8 @@ class Case:
     def weights(self, rank: int, weight: int, seed: int = 0) -> Tensor:
         """Weights of a rank's own experts; NaN are those that are in no slot."""
         w_LX = self.values(self.owned, weight, 2, rank, seed)
-        for e in range(self.owned):
-            if not (self.expert_RS == rank * self.owned + e).any():
-                w_LX[e] = float("nan")
+        experts = torch.arange(rank * self.owned, (rank + 1) * self.owned)
+        w_LX[~torch.isin(experts, self.expert_RS)] = float("nan")
         return w_LX.to(self.dtype)
 
     def gradients(self, rank: int, weight: int, seed: int = 0, whole: bool = False) -> Tensor:
@@ -94,7 +90,7 @@ class Case:
         for source in range(self.ranks):
             d_SX = self.gradients(source, weight, seed, whole)
             for slot, expert in enumerate(self.expert_RS[source].tolist()):
-                if expert >= 0 and expert // self.owned == rank:
+                if expert // self.owned == rank:
                     total_LX[expert % self.owned] += d_SX[slot]
         return total_LX
 
@@ -108,7 +104,8 @@ class Case:
         for seed, weights in enumerate((both, both[:1], both)):
             pulled = exchange.pull([on(self.weights(rank, i, seed)) for i in weights], expert_RS)
             assert all(w_SX.dtype == self.dtype for w_SX in pulled)
-            found |= {f"pulled {i} {seed}": _bytes(w_SX[used]) for i, w_SX in enumerate(pulled)}
+            # As bytes: numbers in 8 bits can't be pickled.
+            found |= {f"pulled {i} {seed}": w_SX[used].view(torch.uint8) for i, w_SX in enumerate(pulled)}
         for seed, dtype in enumerate(SENT):
             totals = [on(self.totals(rank, i, seed)) for i in both]
             gradients = exchange.slot_gradients(totals, expert_RS, dtype, may_defer=True)
@@ -121,11 +118,9 @@ class Case:
             for i, to_SX in enumerate(made):
                 to_SX.copy_(self.gradients(rank, i, 2, whole=True))
         found |= {f"home of bf16 {i}": total_LX for i, total_LX in enumerate(totals)}
-        return found | self.run_by_autograd(rank, expert_RS)
+        return found | self.run_by_autograd(rank, expert_RS) if self.has_gradients else found
 
     def run_by_autograd(self, rank: int, expert_RS: Tensor) -> Results:
-        if not self.by_autograd or not self.dtype.is_floating_point or self.dtype.itemsize == 1:
-            return {}
         w_LX = self.weights(rank, 0).to(self.device).requires_grad_()
         groups = torch.cat([w_LX, torch.ops.graphmoe.replica_weights(w_LX, expert_RS)])
         d_own, d_slots = self.totals(rank, 0, 3, whole=True), self.gradients(rank, 0, 3, whole=True)
@@ -136,12 +131,11 @@ class Case:
     def wanted(self, rank: int) -> Results:
         both, found = range(len(self.shapes)), {"counts": self.counts_RE, "counts again": self.counts_RE + 1}
         for seed, weights in enumerate((both, both[:1], both)):
-            found |= {f"pulled {i} {seed}": _bytes(self.pulled(rank, i, seed)) for i in weights}
-        for i in both:
-            for seed in range(len(SENT)):
-                found[f"home {i} {seed}"] = self.came_home(rank, i, seed)
-            found[f"home of bf16 {i}"] = self.came_home(rank, i, 2, whole=True).bfloat16()
-        if self.by_autograd and self.dtype.is_floating_point and self.dtype.itemsize > 1:
+            found |= {f"pulled {i} {seed}": self.pulled(rank, i, seed).view(torch.uint8) for i in weights}
+        for seed in range(len(SENT)):
+            found |= {f"home {i} {seed}": self.came_home(rank, i, seed) for i in both}
+        found |= {f"home of bf16 {i}": self.came_home(rank, i, 2, whole=True).bfloat16() for i in both}
+        if self.has_gradients:
             found["by autograd"] = self.pulled(rank, 0)
             found["gradient"] = self.came_home(rank, 0, 3, whole=True).to(self.dtype)
         return found
@@ -153,10 +147,6 @@ def assert_traffic_is_that_of_the_definition(case: Case, results: Sequence[Resul
         wanted = case.wanted(rank)
         assert found.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            actual: Any = found[name].cpu()
+            actual = found[name].cpu()
             assert actual.dtype == tensor.dtype and actual.shape == tensor.shape, name
-            assert _bytes(actual).equal(_bytes(tensor)), name
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8)
+            assert actual.view(torch.uint8).equal(tensor.view(torch.uint8)), name

@@ -1,38 +1,12 @@
-"""Routings, row buffers and checks for the row kernels, wherever these run: in the interpreter or on a GPU.
+"""Routings, and their plans from plain Python lists. Suffixes as in graphmoe/ops/permute.py."""
 
-Suffixes as in graphmoe/ops/permute.py. What is expected is computed from plain Python lists and in fp64.
-"""
-
-import os
 import random
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from tests.tolerances import assert_forward_close
-
 NAN = float("nan")
-ROUTINGS = {  # name: (pattern, T, K, E)
-    "random": ("random", 37, 6, 64),
-    "skewed": ("skewed", 61, 3, 9),
-    "empty experts": ("half of the experts", 29, 4, 24),
-    "all tokens on one expert": ("one expert", 23, 5, 12),
-    "one expert is all there are": ("one expert", 7, 2, 1),
-    "some slots are not routed here": ("unrouted", 41, 6, 16),
-    "no slot is routed here": ("nothing", 5, 3, 4),
-    "one token": ("random", 1, 2, 2),
-    "one slot": ("random", 53, 1, 2),
-    "16 slots of 512 experts": ("random", 35, 16, 512),
-    "every expert": ("random", 31, 8, 8),
-    "slots of two rounds": ("unrouted", 11, 20, 33),
-}
-
-
-def experts_of(name):
-    """Expert ids int32 [T, K], and the number of experts."""
-    pattern, T, K, E = ROUTINGS[name]
-    return pattern_of_experts(pattern, T, K, E), E
 
 
 def pattern_of_experts(pattern, T, K, E):
@@ -64,14 +38,6 @@ def choose(pattern, T, K, E, seed=0):
         else:
             rows.append(draw.sample(pool, K))
     return torch.tensor(rows, dtype=torch.int32).view(T, K)
-
-
-def sizes():
-    """(T, K, E): each K up to 16 and some more, experts up to 512, token counts that divide nothing."""
-    draw = random.Random(0)
-    for K in range(1, 17):
-        yield draw.choice([1, 7, 37, 61]), K, draw.randint(max(K, 2), 512)
-    yield from [(67, 16, 512), (31, 8, 8), (1, 2, 2), (53, 1, 2), (5, 3, 512), (5, 64, 100)]
 
 
 class Plan(NamedTuple):
@@ -116,38 +82,8 @@ def plan_with_replicas(expert_TK, num_experts, dead_rows=0):
     return plan.slot_R, plan.row_TK, plan.ends_E
 
 
-def assert_plan_matches_brute_force(run, expert_TK, num_experts, device="cpu"):
-    """``run`` is the op or its kernel: (expert_TK, num_experts) -> counts, ends, rows, slots."""
-    expected = brute_force_plan(expert_TK, num_experts)
-    for name, actual, wanted in zip(
-        Plan._fields, run(expert_TK.to(device), num_experts), expected[:4], strict=False
-    ):
-        assert actual.dtype == torch.int32 and actual.is_contiguous(), name
-        assert actual.shape == wanted.shape, (name, actual.shape, wanted.shape)
-        assert torch.equal(actual.cpu(), wanted), f"{name}: {actual.cpu()} is not {wanted}"
-
-
-def spread(x_TD, plan, weight_TK):
-    return torch.ops.graphmoe.permute(x_TD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
-
-
-def summed(y_RD, plan, weight_TK):
-    return torch.ops.graphmoe.unpermute(y_RD, plan.slot_R, plan.row_TK, plan.ends_E, weight_TK)
-
-
-def dotted(dx_TD, y_RD, plan):
-    return torch.ops.graphmoe.unpermute_weight_grad(dx_TD, y_RD, plan.row_TK)
-
-
 def values(*shape, dtype=torch.float32, device="cpu", seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
-def rows_with_nan(plan, columns, dtype, device, seed=1):
-    """[R, columns]: numbers in live rows, NaN in dead ones."""
-    y_RD = values(len(plan.slot_R), columns, dtype=dtype, device=device, seed=seed)
-    y_RD[plan.live :] = NAN
-    return y_RD
 
 
 @contextmanager
@@ -161,62 +97,3 @@ def fresh_memory_is_nan():
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
-
-
-def assert_rounded_alike(actual, expected):
-    """Bitwise equality; only closeness where Triton's interpreter cuts fp32 to bf16, which devices round."""
-    if actual.dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1":
-        assert_forward_close(actual, expected)
-    else:
-        assert torch.equal(actual, expected), (actual.double() - expected.double()).abs().max()
-
-
-def assert_dead_rows_are_untouched(y_RD, plan):
-    dead = y_RD[plan.live :]
-    assert bool(dead.isnan().all()), f"{int((~dead.isnan()).any(-1).sum())} of {len(dead)} dead rows written"
-
-
-def assert_rows_are_spread(run, plan, columns, dtype, device="cpu", weighted=False):
-    """``run(x, plan, weight)`` -> y[row[t, k]] = weight[t, k] * x[t]; bitwise without weights."""
-    (T, K), live = plan.row_TK.shape, plan.live
-    x_TD, weight_TK = values(T, columns, dtype=dtype, device=device), values(T, K, device=device, seed=2)
-    with fresh_memory_is_nan():
-        y_RD = run(x_TD, plan, weight_TK if weighted else None)
-    slot_R = plan.slot_R[:live].long()
-    assert y_RD.dtype == dtype and y_RD.shape == (len(plan.slot_R), columns) and y_RD.is_contiguous()
-    expected = x_TD[slot_R // K]
-    if weighted:  # one product in fp32, rounded once
-        expected = (expected.float() * weight_TK.view(-1, 1)[slot_R]).to(dtype)
-        assert_rounded_alike(y_RD[:live], expected)
-    else:
-        assert torch.equal(y_RD[:live], expected)
-    assert_dead_rows_are_untouched(y_RD, plan)
-
-
-def assert_rows_are_summed(run, plan, columns, dtype, device="cpu", weighted=False):
-    """``run(y, plan, weight)`` -> sum over k; without weights, bitwise that of fp32 additions in order."""
-    y_RD = rows_with_nan(plan, columns, dtype, device)
-    weight_TK = values(*plan.row_TK.shape, device=device, seed=2)
-    x_TD = run(y_RD, plan, weight_TK if weighted else None)
-    assert x_TD.dtype == dtype and x_TD.shape == (len(plan.row_TK), columns) and x_TD.is_contiguous()
-    accumulate = torch.float64 if weighted else torch.float32
-    expected = torch.zeros(x_TD.shape, dtype=accumulate, device=device)
-    for k, row_T in enumerate(plan.row_TK.unbind(1)):
-        term = y_RD[row_T.clamp(min=0)].to(accumulate)
-        if weighted:
-            term = term * weight_TK[:, k : k + 1].double()
-        expected += torch.where(row_T[:, None] < 0, 0, term)
-    if weighted:
-        assert_forward_close(x_TD, expected)
-    else:
-        assert_rounded_alike(x_TD, expected.to(dtype))
-
-
-def assert_rows_are_multiplied(run, plan, columns, dtype, device="cpu"):
-    """``run(dx, y, plan)`` -> <dx[t], y[row[t, k]]> in fp32, and 0 where a slot has no row."""
-    y_RD = rows_with_nan(plan, columns, dtype, device)
-    dx_TD = values(len(plan.row_TK), columns, dtype=dtype, device=device)
-    dot_TK = run(dx_TD, y_RD, plan)
-    assert dot_TK.dtype == torch.float32 and dot_TK.shape == plan.row_TK.shape and dot_TK.is_contiguous()
-    gathered = torch.where(plan.row_TK[..., None] < 0, 0, y_RD[plan.row_TK.clamp(min=0)].double())
-    assert_forward_close(dot_TK, (gathered * dx_TD.double()[:, None]).sum(-1))

@@ -1,8 +1,7 @@
-"""Routings between emulated ranks, what they must give, and checks: in the interpreter or on a GPU.
+"""Routings between emulated ranks, and what alltoall gives for them. Suffixes as in graphmoe/ops/symm."""
 
-Suffixes as in graphmoe/ops/symm. What is expected is made by the arithmetic of the dispatcher alltoall.
-"""
-
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,6 @@ from graphmoe.ops.fp8 import fp8_dtype, quantise
 from graphmoe.ops.symm import combine_grad_stored, dispatch_stored, exchange
 from graphmoe.ops.symm.collective import positions
 from tests.emulated_peers import EmulatedPeers, Emulation, GuardedMemory
-
-NAN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -56,26 +53,25 @@ class Case:
     def slots_of(self, rank: int) -> tuple[Tensor, Tensor]:
         """Weights and experts [T, K]."""
         generator = torch.Generator().manual_seed(rank + 50)
-        likelihood = torch.ones(self.tokens, self.num_experts)
-        if self.favourites:
-            likelihood = torch.zeros_like(likelihood)
-            likelihood[:, list(self.favourites)] = 1
+        likelihood = torch.zeros(self.tokens, self.num_experts)
+        likelihood[:, list(self.favourites or range(self.num_experts))] = 1
         expert_TK = torch.multinomial(likelihood, self.slots, generator=generator).int()
         weight_TK = torch.rand(self.tokens, self.slots, generator=generator)
         return weight_TK.to(self.device), expert_TK.to(self.device)
 
-    def plan_of(self, rank: int) -> SendPlan:
-        ep = self.ranks // self.etp
-        return send_plan(self.slots_of(rank)[1], self.num_experts, ep, self.etp)
+    @functools.cached_property
+    def plans(self) -> list[SendPlan]:
+        sizes = self.num_experts, self.ranks // self.etp, self.etp
+        return [send_plan(self.slots_of(rank)[1], *sizes) for rank in range(self.ranks)]
 
+    @functools.cached_property
     def arrivals(self) -> Tensor:
-        return torch.stack([self.plan_of(rank).send_counts_P for rank in range(self.ranks)])
+        return torch.stack([plan.send_counts_P for plan in self.plans])
 
-    def arriving(self, rank: int, sent: list[Tensor]) -> Tensor:
+    def arriving(self, rank: int, sent: Sequence[Tensor]) -> Tensor:
         """The rows that come to a rank of tensors [T, ...] of all ranks, in the order of sources."""
         parts = []
-        for source, x in enumerate(sent):
-            counts, ends, row_TW, slot_R = self.plan_of(source)
+        for (counts, ends, row_TW, slot_R), x in zip(self.plans, sent, strict=True):
             own = slot_R[ends[rank] - counts[rank] : ends[rank]].long()
             parts.append(x[own // row_TW.shape[1]])
         return torch.cat(parts)
@@ -84,31 +80,28 @@ class Case:
         """The sums over their places of a rank's tokens, of received tensors [N, ...] of all ranks."""
         parts = []
         for other, y_ND in enumerate(made):
-            at = positions(self.arrivals(), other, self.block)
-            starts = self.arrivals()[:, other].cumsum(0) - self.arrivals()[:, other]
-            own = at[starts[rank] : starts[rank] + self.arrivals()[rank, other]]
+            at = positions(self.arrivals, other, self.block)
+            starts = self.arrivals[:, other].cumsum(0) - self.arrivals[:, other]
+            own = at[starts[rank] : starts[rank] + self.arrivals[rank, other]]
             padded = torch.cat([y_ND, y_ND.new_zeros(1, y_ND.shape[1])])
             parts.append(padded[own.clamp(max=rows)])
-        _, ends, row_TW, slot_R = self.plan_of(rank)
+        _, ends, row_TW, slot_R = self.plans[rank]
         return torch.ops.graphmoe.unpermute(torch.cat(parts), slot_R, row_TW, ends, None)
 
     def live(self, rank: int) -> Tensor:
         """Positions of the rows that arrive, int64 [A]."""
-        return positions(self.arrivals(), rank, self.block)
+        return positions(self.arrivals, rank, self.block)
 
     def with_nan(self, rank: int, seed: int, columns: int, dtype: torch.dtype) -> Tensor:
         """[N, columns] of values in live rows, and NaN in dead ones."""
-        at = self.live(rank)
-        y = self.values(self.num_rows, columns, seed=seed + rank).to(dtype)
-        dead = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
-        dead[at[at < self.num_rows]] = False
-        return y.masked_fill(dead[:, None], NAN)
+        at, y = self.live(rank), self.values(self.num_rows, columns, seed=seed + rank).to(dtype)
+        at = at[at < self.num_rows]
+        return torch.full_like(y, float("nan")).index_copy(0, at, y[at])
 
 
 def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | None = None) -> None:
     """Compare all four operations, in the order of a training step, with the reference; guards stay whole."""
-    fresh = emulation is None
-    emulation = emulation or Emulation(case.ranks, case.device)
+    fresh, emulation = emulation is None, emulation or Emulation(case.ranks, case.device)
     ranks, rows, block = range(case.ranks), case.num_rows, case.block
     made = [case.with_nan(rank, 1000, case.columns, case.dtype) for rank in ranks]
     drows = [case.with_nan(rank, 2000, case.columns, case.dtype) for rank in ranks]
@@ -116,44 +109,46 @@ def assert_exchanges_are_those_of_alltoall(case: Case, emulation: Emulation | No
     assert any(bool(y.isnan().any()) for y in made) or case.rows is not None
 
     def body(peers: EmulatedPeers) -> tuple[Tensor, ...]:
-        rank, memory = peers.rank, GuardedMemory()
-        h, dy, (weight, expert) = case.tokens_of(rank), case.tokens_of(rank, 1), case.slots_of(rank)
-        plan = case.plan_of(rank)
-        before = peers.barriers, peers.last
-        with memory:
+        rank, plan, before = peers.rank, case.plans[peers.rank], peers.barriers
+        h, dy, slots = case.tokens_of(rank), case.tokens_of(rank, 1), case.slots_of(rank)
+        with GuardedMemory() as memory:
             *received, arrivals = exchange.bring(
-                peers, h, plan, (weight, expert), None, rows, block, case.experts, case.etp
+                peers, h, plan, slots, None, rows, block, case.experts, case.etp
             )
             way = (plan.send_ends_P, plan.send_row_TW, arrivals, block)
             y, _ = exchange.sums(peers, made[rank], None, *way)
             dsum, *_ = exchange.bring(peers, dy, plan, None, arrivals, rows, block)
             gradients = exchange.sums(peers, drows[rank], dweights[rank], *way)
         memory.assert_guards_are_whole()
-        assert peers.barriers - before[0] == 4, "one barrier for each exchange"
+        assert peers.barriers - before == 4, "one barrier for each exchange"
         return *received, arrivals, y, dsum, *gradients
 
     results = emulation.run(body)
     emulation.assert_guards_are_whole()
     if fresh:
         assert_only_live_rows_for_others_were_put(case, emulation)
-    weights, experts = zip(*map(case.slots_of, ranks), strict=True)
-    for rank, (h_ND, weight_NK, number_NK, arrivals, y, dsum, dh, dweight) in enumerate(results):
-        assert arrivals.equal(case.arrivals())
-        at = case.live(rank)
-        fits, at = at < rows, at[at < rows]
-        for actual, sent in (
-            (h_ND, [case.tokens_of(r) for r in ranks]),
-            (weight_NK, list(weights)),
-            (dsum, [case.tokens_of(r, 1) for r in ranks]),
-        ):
-            assert len(actual) == rows and actual[at].equal(case.arriving(rank, sent)[fits])
-        number = case.arriving(rank, list(experts)) - rank // case.etp * case.experts
-        number = number.masked_fill((number < 0) | (number >= case.experts), -1)[fits]
-        wanted = torch.full((rows, case.slots), -1, dtype=torch.int32, device=case.device)
-        wanted[at] = number
-        assert number_NK.equal(wanted)
+    for rank, (h_ND, *of_slots, y, dsum, dh, dweight) in enumerate(results):
+        at = assert_slots_arrived(case, rank, *of_slots)
+        for seed, actual in enumerate((h_ND, dsum)):
+            sent = case.arriving(rank, [case.tokens_of(r, seed) for r in ranks])
+            assert len(actual) == rows and actual[at[at < rows]].equal(sent[at < rows])
         for actual, of_rows in ((y, made), (dh, drows), (dweight, dweights)):
             assert actual.equal(case.returned(rank, of_rows, rows))
+
+
+def assert_slots_arrived(
+    case: Case, rank: int, weight_NK: Tensor, number_NK: Tensor, arrivals: Tensor
+) -> Tensor:
+    """Compare what came with rows, whose positions are returned; a dead row has no expert."""
+    weights, experts = zip(*map(case.slots_of, range(case.ranks)), strict=True)
+    at, wanted = case.live(rank), torch.full_like(number_NK, -1)
+    fits = at < case.num_rows
+    number = case.arriving(rank, experts) - rank // case.etp * case.experts
+    wanted[at[fits]] = number.masked_fill((number < 0) | (number >= case.experts), -1)[fits]
+    assert number_NK.equal(wanted) and number_NK.shape == weight_NK.shape == (case.num_rows, case.slots)
+    assert arrivals.equal(case.arrivals) and number_NK.dtype == torch.int32
+    assert weight_NK[at[fits]].equal(case.arriving(rank, weights)[fits])
+    return at
 
 
 def assert_only_live_rows_for_others_were_put(case: Case, emulation: Emulation) -> None:
@@ -162,7 +157,7 @@ def assert_only_live_rows_for_others_were_put(case: Case, emulation: Emulation) 
     region, row_bytes = emulation.region, case.columns * case.dtype.itemsize
     parts = (region.sums, row_bytes), (region.dweights, 4 * case.slots)
     for rank, peers in enumerate(emulation.peers):
-        at, arrived_P = case.live(rank), case.arrivals()[:, rank].long()
+        at, arrived_P = case.live(rank), case.arrivals[:, rank].long()
         source = torch.arange(case.ranks, device=case.device).repeat_interleave(arrived_P)
         put = torch.zeros(case.num_rows, dtype=torch.bool, device=case.device)
         put[at[(at < case.num_rows) & (source != rank)]] = True
@@ -179,9 +174,8 @@ def same_bits(found: Tensor, wanted: Tensor) -> bool:
 
 
 def assert_stored_rows_are_rounded_arrivals(case: Case) -> None:
-    """Compare rows sent in 8 bits, both ways, with the rounding of what arrives; a dead row has no expert."""
-    emulation = Emulation(case.ranks, case.device)
-    ranks, rows, block, kind = range(case.ranks), case.num_rows, case.block, fp8_dtype()
+    """Compare rows sent in 8 bits, both ways, with the rounding of what arrives."""
+    emulation, rows, block = Emulation(case.ranks, case.device), case.num_rows, case.block
 
     def wide(rank: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * seed + rank)
@@ -191,7 +185,7 @@ def assert_stored_rows_are_rounded_arrivals(case: Case) -> None:
         return x.to(case.device, case.dtype)
 
     def body(peers: EmulatedPeers) -> tuple[Tensor, ...]:
-        rank, plan = peers.rank, case.plan_of(peers.rank)
+        rank, plan = peers.rank, case.plans[peers.rank]
         *received, arrivals = dispatch_stored(
             wide(rank, 0), *case.slots_of(rank), *plan, rows, case.experts, case.etp, block
         )
@@ -200,19 +194,11 @@ def assert_stored_rows_are_rounded_arrivals(case: Case) -> None:
 
     results = emulation.run(body)
     emulation.assert_guards_are_whole()
-    weights, experts = zip(*map(case.slots_of, ranks), strict=True)
-    for rank, (carrier, weight_NK, number_NK, arrivals, dsum) in enumerate(results):
-        at = case.live(rank)
-        fits = at < rows
-        number = case.arriving(rank, list(experts)) - rank // case.etp * case.experts
-        number = number.masked_fill((number < 0) | (number >= case.experts), -1)[fits]
-        dead = torch.ones(rows, dtype=torch.bool, device=case.device).index_fill(0, at[fits], False)
-        assert arrivals.equal(case.arrivals())
-        assert number_NK[at[fits]].equal(number) and (number_NK[dead] == -1).all()
-        assert weight_NK[at[fits]].equal(case.arriving(rank, list(weights))[fits])
+    for rank, (carrier, *of_slots, dsum) in enumerate(results):
+        at = assert_slots_arrived(case, rank, *of_slots)
         for seed, arrived in enumerate((carrier, dsum)):
             found = torch.ops.graphmoe.fp8_arrived(arrived)
-            q, scale = quantise(case.arriving(rank, [wide(each, seed) for each in ranks])[fits], kind)
+            sent = case.arriving(rank, [wide(each, seed) for each in range(case.ranks)])[at < rows]
             assert arrived.dtype == case.dtype and arrived.shape == (rows, case.columns)
-            for part, wanted in zip(found, (q, scale), strict=True):
-                assert same_bits(part[at[fits]], wanted)
+            for part, wanted in zip(found, quantise(sent, fp8_dtype()), strict=True):
+                assert same_bits(part[at[at < rows]], wanted)

@@ -29,8 +29,14 @@ SHAPES = {  # name: (B, S, H, G, E, V)
     "single token, unequal": (2, 1, 2, 2, 48, 32),
 }
 SCALE = 0.21  # not 1/sqrt(E) of any shape: YaRN changes it, so a backend that ignores it must fail
-TORCH_BACKENDS = (AttentionBackend.sdpa, AttentionBackend.padded_flash)
+AUTO, SDPA, PADDED = AttentionBackend.auto, AttentionBackend.sdpa, AttentionBackend.padded_flash
+TURBO, TE = AttentionBackend.turbo, AttentionBackend.te
+FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 DTYPES = (torch.float32, torch.bfloat16)
+CPU, CUDA, ROCM = (
+    {"device_type": device, "is_rocm": is_rocm}
+    for device, is_rocm in (("cpu", False), ("cuda", False), ("cuda", True))
+)
 
 
 def make_inputs(shape, dtype=torch.bfloat16, device="cpu"):
@@ -79,7 +85,7 @@ def reference_attention(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("backend", TORCH_BACKENDS)
+@pytest.mark.parametrize("backend", [SDPA, PADDED])
 def test_value_and_gradients_match_the_fp64_reference(backend, shape, dtype):
     run = functools.partial(causal_attention, scale=SCALE, backend=backend)
     assert_matches_reference(run, shape, dtype)
@@ -88,14 +94,10 @@ def test_value_and_gradients_match_the_fp64_reference(backend, shape, dtype):
 @pytest.mark.parametrize(("shape", "dynamic"), [(SHAPES["small mla"], False), (SHAPES["grouped"], True)])
 def test_compiled_without_graph_breaks_matches_eager_bitwise(shape, dynamic):
     *qkv, grad = make_inputs(shape, torch.float32)
-    run = functools.partial(causal_attention, scale=SCALE, backend=AttentionBackend.sdpa)
+    run = functools.partial(causal_attention, scale=SCALE, backend=SDPA)
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    both = (forward_and_gradients(each, qkv, grad) for each in (run, compiled))
-    assert all(torch.equal(eager, other) for eager, other in zip(*both, strict=True))
-
-
-FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    assert all(map(torch.equal, *(forward_and_gradients(each, qkv, grad) for each in (run, compiled))))
 
 
 @pytest.mark.parametrize("deterministic, first", [(False, CUDNN), (True, FLASH)])
@@ -103,14 +105,6 @@ def test_kernel_order_begins_with_the_fast_kernel_and_ends_with_one_that_always_
     order = kernel_order(deterministic=deterministic)
     assert order[0] is first and order[-1] is SDPBackend.MATH
     assert (CUDNN in order) == (first is CUDNN)
-
-
-AUTO, SDPA, PADDED = AttentionBackend.auto, AttentionBackend.sdpa, AttentionBackend.padded_flash
-TURBO, TE = AttentionBackend.turbo, AttentionBackend.te
-CPU, CUDA, ROCM = (
-    {"device_type": device, "is_rocm": is_rocm}
-    for device, is_rocm in (("cpu", False), ("cuda", False), ("cuda", True))
-)
 
 
 @pytest.fixture(autouse=True)
@@ -144,26 +138,20 @@ CHOICES = [  # requested, where, sizes of heads, the backend or the ones that th
 
 @pytest.mark.parametrize("requested, machine, sizes, result", CHOICES)
 def test_auto_is_resolved_and_what_cannot_work_is_refused_with_what_can(requested, machine, sizes, result):
-    def choose():
-        return choose_backend(requested, **machine, head_dim=sizes[0], v_head_dim=sizes[1])
-
+    choose = functools.partial(choose_backend, requested, head_dim=sizes[0], v_head_dim=sizes[1], **machine)
     if isinstance(result, AttentionBackend):
         assert choose() is result
         return
-    with pytest.raises(ConfigError) as error:
+    said = f"model.attention_backend={requested.value} .*; use one of: {result}$"
+    with pytest.raises(ConfigError, match=said):
         choose()
-    assert f"model.attention_backend={requested.value} " in str(error.value)
-    assert str(error.value).endswith(f"use one of: {result}")
 
 
 def test_heads_too_large_for_flash_are_logged_once(caplog):
     attention.warn_of_slow_heads.cache_clear()
+    model = config("model.head_dim=320", "model.attention=gqa", "model.num_kv_heads=2").model
     for ring in (False, True):  # as a run asks before it starts
-        check_backend(
-            config("model.head_dim=320", "model.attention=gqa", "model.num_kv_heads=2").model,
-            "cuda",
-            ring=ring,
-        )
+        check_backend(model, "cuda", ring=ring)
         assert "heads of 320 run slower kernels" in caplog.text
         caplog.clear()
         attention.warn_of_slow_heads.cache_clear()
@@ -190,23 +178,23 @@ TE_INIT = recorded_signature("transformer_engine", TE_CLASS, "__init__")
 TE_FORWARD = recorded_signature("transformer_engine", TE_CLASS, "forward")
 
 
-class FakeTurbo:
-    """``flash_attn_func`` of Primus-Turbo; ``calls`` keeps the bound arguments."""
+@pytest.fixture
+def turbo(monkeypatch):
+    """Calls of ``flash_attn_func`` of Primus-Turbo with all their arguments."""
+    calls: list[dict[str, Any]] = []
 
-    def __init__(self) -> None:
-        self.calls: list[dict[str, Any]] = []
-
-    def flash_attn_func(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def flash_attn_func(*args: Any, **kwargs: Any) -> torch.Tensor:
         call = bind(FLASH_ATTN_FUNC, args, kwargs)
-        self.calls.append(call)
-        q, k, v = call["q"], call["k"], call["v"]
-        _check_sizes(q, k, v, (torch.bfloat16, torch.float16))
-        layouts = {_turbo_layout(x) for x in (q, k, v)}
+        calls.append(call)
+        layouts = {_turbo_layout(call[name]) for name in "qkv"}
         assert len(layouts) == 1, f"q, k and v differ in layout: {layouts}"
         assert call["dropout_p"] == 0.0 and call["window_size"] == (-1, -1)
         assert not call["return_lse"] and not call["return_attn_probs"]
-        scale = q.shape[-1] ** -0.5 if call["softmax_scale"] is None else call["softmax_scale"]
-        return reference_attention(q, k, v, scale=scale, causal=call["causal"]).to(q.dtype)
+        qkv = call["q"], call["k"], call["v"]
+        return attended(*qkv, call["softmax_scale"], call["causal"], (torch.bfloat16, torch.float16))
+
+    install_module(monkeypatch, "primus_turbo.pytorch.ops", flash_attn_func=flash_attn_func)
+    return calls
 
 
 def _turbo_layout(x_BSHE: torch.Tensor) -> str:
@@ -225,46 +213,37 @@ class FakeDotProductAttention(torch.nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.settings = bind(TE_INIT, args, kwargs)
-        self.deterministic = torch.are_deterministic_algorithms_enabled()
         self.built.append(self.settings)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call, built = bind(TE_FORWARD, args, kwargs), self.settings
-        layout = call["qkv_format"] or built["qkv_format"]
-        axes = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[layout]
+        axes = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3)}[call["qkv_format"] or built["qkv_format"]]
         q, k, v = (call[name].permute(axes) for name in ("query_layer", "key_layer", "value_layer"))
-        _check_sizes(q, k, v, (torch.bfloat16, torch.float16, torch.float32))
-        channels = built["kv_channels"]
+        channels, heads = built["kv_channels"], built["num_attention_heads"]
         assert (channels if isinstance(channels, tuple) else (channels,) * 2) == (q.shape[-1], v.shape[-1])
-        assert q.shape[2] == built["num_attention_heads"]
-        assert k.shape[2] == (built["num_gqa_groups"] or built["num_attention_heads"])
+        assert (q.shape[2], k.shape[2]) == (heads, built["num_gqa_groups"] or heads)
         assert built["attention_dropout"] == 0.0 and built["softmax_type"] == "vanilla"
-        mask = call["attn_mask_type"] or built["attn_mask_type"]
-        scale = q.shape[-1] ** -0.5 if built["softmax_scale"] is None else built["softmax_scale"]
-        out = reference_attention(q, k, v, scale=scale, causal={"causal": True, "no_mask": False}[mask])
-        return out.to(q.dtype).permute(axes).flatten(-2)
+        causal = {"causal": True, "no_mask": False}[call["attn_mask_type"] or built["attn_mask_type"]]
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        return attended(q, k, v, built["softmax_scale"], causal, dtypes).permute(axes).flatten(-2)
 
 
-def _check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def attended(q, k, v, scale, causal, dtypes):
     assert q.dtype == k.dtype == v.dtype and q.dtype in dtypes, (q.dtype, k.dtype, v.dtype)
     assert q.ndim == k.ndim == v.ndim == 4
     assert q.shape[:2] == k.shape[:2] == v.shape[:2], (q.shape, k.shape, v.shape)
     assert k.shape[2] == v.shape[2] and q.shape[2] % k.shape[2] == 0 and q.shape[3] == k.shape[3]
-
-
-@pytest.fixture
-def turbo(monkeypatch):
-    fake = FakeTurbo()
-    install_module(monkeypatch, "primus_turbo.pytorch.ops", flash_attn_func=fake.flash_attn_func)
-    return fake
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return reference_attention(q, k, v, scale=scale, causal=causal).to(q.dtype)
 
 
 @pytest.fixture
 def te(monkeypatch):
+    """Arguments of the modules of Transformer Engine that are built."""
     monkeypatch.setattr(FakeDotProductAttention, "built", [])
     install_module(monkeypatch, "transformer_engine.pytorch", DotProductAttention=FakeDotProductAttention)
     attention._te_module.cache_clear()
-    yield FakeDotProductAttention
+    yield FakeDotProductAttention.built
     attention._te_module.cache_clear()
 
 
@@ -273,15 +252,13 @@ def te(monkeypatch):
 def test_adapter_matches_the_fp64_reference_through_the_recorded_signature(backend, shape, turbo, te):
     run = functools.partial(causal_attention, scale=SCALE, backend=backend)
     assert_matches_reference(run, shape, torch.bfloat16)
-    assert len(turbo.calls) == (backend is TURBO) and len(te.built) == (backend is TE)
+    assert (len(turbo), len(te)) == ((1, 0) if backend is TURBO else (0, 1))
 
 
 def test_turbo_gets_one_layout_even_from_tensors_that_lie_in_memory_differently(turbo):
     q, k, v, _ = make_inputs(SHAPES["grouped"], torch.bfloat16)
-    lies_bhsd, lies_sbhd = (
-        q.detach().transpose(1, 2).contiguous().transpose(1, 2),
-        k.detach().transpose(0, 1).contiguous().transpose(0, 1),
-    )
+    lies_bhsd = q.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    lies_sbhd = k.detach().transpose(0, 1).contiguous().transpose(0, 1)
     out = causal_attention(lies_bhsd, lies_sbhd, v, scale=SCALE, backend=TURBO)
     assert_forward_close(out, reference_attention(q, k, v, scale=SCALE))
 
@@ -298,5 +275,5 @@ def test_adapters_pass_on_that_determinism_is_asked_for(turbo, te):
         torch.use_deterministic_algorithms(asked)
         for backend in (TURBO, TE):
             causal_attention(q, k, v, scale=SCALE, backend=backend)
-    assert [call["deterministic"] for call in turbo.calls] == [True, False]
-    assert len(te.built) == 2  # the module reads the switch when it is built, so each state has its own
+    assert [call["deterministic"] for call in turbo] == [True, False]
+    assert len(te) == 2  # the module reads the switch when it is built, so each state has its own

@@ -27,11 +27,11 @@ BF16 = torch.bfloat16
 def few_programs(monkeypatch):
     """Few programs of small tiles: each walks through several, and the interpreter is slow."""
     if INTERPRETING:
+        sizes = {"HOME_TILE": 32, "HOME_PROGRAMS": 2}
         for name, programs in (("PULL", 2), ("PUT", 3)):
-            launch = dataclasses.replace(getattr(shared, name), programs=programs, tile_bytes=128)
-            monkeypatch.setattr(shared, name, launch)
-        monkeypatch.setattr(shared, "HOME_TILE", 32)
-        monkeypatch.setattr(shared, "HOME_PROGRAMS", 2)
+            sizes[name] = dataclasses.replace(getattr(shared, name), programs=programs, tile_bytes=128)
+        for name, size in sizes.items():
+            monkeypatch.setattr(shared, name, size)
 
 
 CASES = [
@@ -47,8 +47,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_ranks_get_what_the_definition_says(backend, case, few_programs):
-    device = device_of(backend)
-    case = dataclasses.replace(case, device=device, by_autograd=device == "cpu")
+    case = dataclasses.replace(case, device=device_of(backend), by_autograd=backend == "interpreted")
     emulation = Emulation(case.ranks, case.device)
 
     def body(peers):
@@ -70,29 +69,21 @@ def test_a_call_has_two_barriers_and_reserved_memory_is_enough(backend, few_prog
     emulation = Emulation(2, case.device)
 
     def body(peers):
-        exchange = exchange_of(2)
-        memory, expert_RS, barriers = peers.replicas, case.expert_RS.to(case.device), []
+        exchange, barriers = exchange_of(2), list[int]()
+        memory, expert_RS = peers.replicas, case.expert_RS.to(case.device)
         memory.reserve(room_bytes(shapes, 4, case.slots, along=False, apart=True)[1])
         had = emulation.replicas.num_bytes
         weights = [case.weights(peers.rank, i).to(case.device) for i in range(2)]
-
-        def reduce() -> None:
-            totals = [torch.zeros_like(each) for each in weights]
-            with exchange.slot_gradients(totals, expert_RS, torch.float32):
-                pass
-
-        for call in (
-            lambda: torch.ops.graphmoe.replica_counts(case.counts_RE[peers.rank].to(case.device), 2),
-            lambda: exchange.pull(weights, expert_RS),
-            reduce,
-        ):
-            before = memory.barriers
-            call()
-            barriers.append(memory.barriers - before)
+        torch.ops.graphmoe.replica_counts(case.counts_RE[peers.rank].to(case.device), 2)
+        barriers.append(memory.barriers)
+        exchange.pull(weights, expert_RS)
+        barriers.append(memory.barriers)
+        with exchange.slot_gradients([*map(torch.zeros_like, weights)], expert_RS, torch.float32):
+            pass
         assert peers.barriers == 0 and emulation.replicas.num_bytes == had
-        return barriers
+        return *barriers, memory.barriers
 
-    assert emulation.run(body) == [[2, 2, 2]] * 2
+    assert emulation.run(body) == [(2, 4, 6)] * 2
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -105,7 +96,7 @@ def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block
 
     def body(peers):
         rank, found = peers.rank, []
-        plan, expert_RS = rows.plan_of(rank), case.expert_RS.to(device)
+        plan, expert_RS = rows.plans[rank], case.expert_RS.to(device)
         with GuardedMemory() as memory:
             for seed in range(3):  # the last two follow each other, as those of two forwards may
                 along = Prefetch(tuple(case.weights(rank, i, seed).to(device) for i in range(2)), expert_RS)
@@ -119,7 +110,7 @@ def test_weights_come_along_with_rows_behind_the_barrier_of_these(backend, block
                 )
                 used = case.expert_RS[rank] >= 0
                 found.append([w_SX.cpu()[used] for w_SX in exchange_of(3).pull(along.weights, expert_RS)])
-            memory.assert_guards_are_whole()
+        memory.assert_guards_are_whole()
         return found
 
     for rank, found in enumerate(emulation.run(body)):
@@ -134,12 +125,10 @@ def test_weights_that_no_replica_needs_are_not_put(backend, few_programs):
     emulation = Emulation(3, case.device)
     weights = case.values(3, 0).to(case.device)
     emulation.run(lambda peers: exchange_of(3).pull([weights], case.expert_RS.to(case.device)))
-    put = [
-        peers.replicas.view(peers.rank, COUNT_BYTES, (3, weights[0].nbytes), torch.uint8)
-        for peers in emulation.peers
-    ]
-    is_put = torch.stack([(of_rank != 255).any(1) for of_rank in put])
-    assert is_put.tolist() == [[False, False, True], *[[False] * 3] * 2]
+    size = 3, weights[0].nbytes
+    rooms = [p.replicas.view(p.rank, COUNT_BYTES, size, torch.uint8) for p in emulation.peers]
+    is_put = [(room != 255).any(1).tolist() for room in rooms]
+    assert is_put == [[False, False, True], *[[False] * 3] * 2]
 
 
 def test_what_another_stream_reads_is_held_until_gradients_are_at_home(one_peer):
@@ -187,14 +176,10 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
     expert_RS = meta(8, 32, dtype=torch.int32)
     w_LX, odd_LX = meta(32, 4096, 7168, dtype=BF16), meta(32, 333, dtype=torch.uint8)
     cases = []
-    for name, x in (("", w_LX), ("of odd length", odd_LX)):
-        words = shared._words(x)
+    for name, words in (("", shared._words(w_LX)), ("of odd length", shared._words(odd_LX))):
         cases += launches_of(name, functools.partial(shared.put_held, words, words, expert_RS, 3))
         cases += launches_of(name, functools.partial(shared.pull_slots, memory, 2**31, words, expert_RS, 32))
-    wide_LX = w_LX.float()
-    pairs = {"": (wide_LX, wide_LX), "of bf16": (wide_LX, w_LX), "from bf16": (w_LX, wide_LX)}
-    pairs["from and of bf16"] = w_LX, w_LX
-    for name, (made_SX, total_LX) in pairs.items():
-        call = functools.partial(shared.add_home, memory, 2**31, made_SX, total_LX, expert_RS)
-        cases += launches_of(name, call)
+    names, dtypes = ("", "of bf16", "from bf16", "from and of bf16"), (w_LX.float(), w_LX)
+    for name, both in zip(names, itertools.product(dtypes, repeat=2), strict=True):
+        cases += launches_of(name, functools.partial(shared.add_home, memory, 2**31, *both, expert_RS))
     return cases

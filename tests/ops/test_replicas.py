@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,19 +19,17 @@ SIZES = [(2, 1), (2, 4), (3, 2), (4, 8), (8, 8), (16, 4)]
 
 
 def loads(ranks: int, owned: int, seed: int = 0) -> dict[str, Tensor]:
-    """Rows of experts: even, hot ones, a hot rank, one with all, a rank without any, and barely too many."""
+    """Rows of experts: also hot ones, a hot rank, one with all, a rank without any, and barely too many."""
     g, E = torch.Generator().manual_seed(seed), ranks * owned
-    even = torch.randint(0, 1000, (E,), generator=g)
-    hot = (100 * torch.rand(E, generator=g).clamp(min=1e-3) ** -1.5).long()
-    rank, one, none, barely = even.clone(), torch.zeros_like(even), even.clone(), torch.full_like(even, 100)
-    rank[:owned] *= 10
-    one[torch.randint(0, E, (1,), generator=g)] = 12345
-    none[-owned:] = 0
-    barely[::owned] += 1
-    barely[-owned:] = 0
-    few = torch.randint(0, 2, (E,), generator=g)
-    named = {"even": even, "hot": hot, "rank": rank, "one": one, "none": none, "barely": barely}
-    return named | {"few": few, "zero": even * 0}
+    made = {"even": torch.randint(0, 1000, (E,), generator=g)}
+    made["hot"] = (100 * torch.rand(E, generator=g).clamp(min=1e-3) ** -1.5).long()
+    made |= {"rank": made["even"].clone(), "one": made["even"] * 0, "none": made["even"].clone()}
+    made |= {"barely": torch.full((E,), 100), "zero": made["even"] * 0}
+    made["rank"][:owned] *= 10
+    made["one"][torch.randint(0, E, (1,), generator=g)] = 12345
+    made["barely"][::owned] += 1
+    made["none"][-owned:] = made["barely"][-owned:] = 0
+    return made | {"few": torch.randint(0, 2, (E,), generator=g)}
 
 
 def counts_of(rows_E: Tensor, ranks: int, seed: int = 0) -> Tensor:
@@ -60,20 +59,12 @@ def test_no_rank_has_more_than_its_share_with_as_many_slots_as_experts_of_a_rank
 
 
 def test_with_fewer_slots_the_plan_is_as_good_as_the_best_where_one_slot_is_enough():
+    """Two ranks of two experts, with a slot each: the best moves rows of one expert of the fuller rank."""
     for seed in range(30):
         rows = torch.randint(0, 40, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
         found = reference.plan(rows, 2, 1, -(-sum(rows) // 2))
-        assert max(found.loads()) == least(rows)
-
-
-def least(rows: list[int]) -> int:
-    """The least load of the fuller of two ranks of two experts, with a slot each, by trying all."""
-    own, best = (sum(rows[:2]), sum(rows[2:])), max(sum(rows[:2]), sum(rows[2:]))
-    for one, moved in itertools.product(range(4), range(max(rows) + 1)):
-        if moved <= rows[one]:
-            signs = (-moved, moved) if one < 2 else (moved, -moved)
-            best = min(best, max(own[0] + signs[0], own[1] + signs[1]))
-    return best
+        (less, _), (more, largest) = sorted((sum(own), max(own)) for own in (rows[:2], rows[2:]))
+        assert max(found.loads()) == min(max(more - moved, less + moved) for moved in range(largest + 1))
 
 
 @pytest.mark.parametrize("name", loads(2, 1))
@@ -104,25 +95,18 @@ def test_kernels_make_the_plan_of_the_plain_form(backend, ranks, owned, slots):
     for seed, (name, rows) in enumerate(loads(ranks, owned).items()):
         counts = counts_of(rows, ranks, seed)
         wanted = torch.ops.graphmoe.replica_plan(counts, slots, 3)
-        on_device = counts.to(device_of(backend))
-        found = replicas.by_kernel(on_device, slots, 3)
-        for one, other in zip(found, wanted, strict=True):
-            assert one.cpu().equal(other), name
-        rank = seed % ranks
-        plain = replicas.plain_places(counts, *wanted, rank)
-        for one, other in zip(replicas.places_by_kernel(on_device, *found, rank), plain, strict=True):
+        plain = replicas.plain_places(counts, *wanted, seed % ranks)
+        found = by_kernels(counts.to(device_of(backend)), slots, 3, seed % ranks)
+        for one, other in zip(found, (*wanted, *plain), strict=True):
             assert one.cpu().equal(other), name
 
 
-def ahead_of_time_cases() -> list[dict[str, Any]]:
-    cases = []
+def by_kernels(counts: Tensor, slots: int, slack: int, rank: int) -> tuple[Tensor, ...]:
+    found = replicas.by_kernel(counts, slots, slack)
+    return *found, *replicas.places_by_kernel(counts, *found, rank)
+
+
+def ahead_of_time_cases() -> Iterator[dict[str, Any]]:
     for ranks, experts in ((8, 256), (64, 384)):
-        for case in launches_of("", functools.partial(_both, ranks, experts)):
-            cases.append(case | {"name": f"{case['name']} {ranks}"})
-    return cases
-
-
-def _both(ranks: int, experts: int) -> None:
-    counts = torch.empty(ranks, experts, dtype=torch.int32, device="meta")
-    found = replicas.by_kernel(counts, experts // ranks, 0)
-    replicas.places_by_kernel(counts, *found, 0)
+        counts = torch.empty(ranks, experts, dtype=torch.int32, device="meta")
+        yield from launches_of(f"{ranks}", functools.partial(by_kernels, counts, experts // ranks, 0, 0))

@@ -1,7 +1,4 @@
-"""The router as one operation on all backends, against fp64 and choices from plain lists; and its kernels.
-
-Suffixes as in graphmoe/ops/router.py.
-"""
+"""The router on all backends against fp64 and plain lists. Suffixes as in graphmoe/ops/router.py."""
 
 import functools
 import math
@@ -70,10 +67,8 @@ CASES = {
     "given twice, softmax over them": Case(1, 10, 6, 3, chosen="twice", after=True),
     "low": Case(2, 5, 12, 4, chosen="round robin", low=True, **SIGMOID),
     "low, and one expert": Case(2, 5, 12, 1, chosen="round robin", low=True, **SIGMOID),
-    "low, softmax over the chosen": Case(
-        1, 9, 12, 4, score="sigmoid", chosen="round robin", low=True, after=True
-    ),
-    "low as they are": Case(1, 9, 12, 4, score="sigmoid", chosen="round robin", low=True),
+    "low, softmax over them": Case(1, 9, 12, 4, "sigmoid", chosen="round robin", low=True, after=True),
+    "low as they are": Case(1, 9, 12, 4, "sigmoid", chosen="round robin", low=True),
 }
 
 
@@ -100,79 +95,67 @@ def inputs_of(case, seed=0, device="cpu"):
     return tuple(None if t is None else t.to(device) for t in (logits, bias, chosen))
 
 
-def brute_force_choice(choice_TE, k, groups, kept_groups, summed):
+def choice_of(case, logits_TE, bias_E=None, groups=None):
     """The experts of each token by the definition of group-limited top-k, in plain lists."""
-    size, rows = choice_TE.shape[1] // groups, []
+    exact, (groups, kept_groups, summed) = logits_TE.double().cpu(), groups or case.groups
+    choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E.double().cpu()
+    size, rows = case.E // groups, []
     for choices in choice_TE.tolist():
         members = [choices[g * size : (g + 1) * size] for g in range(groups)]
         score_of_group = [sum(sorted(group, reverse=True)[:summed]) for group in members]
         kept = best(score_of_group, kept_groups) if groups > 1 else [0]
-        rows.append(best([c if e // size in kept else -math.inf for e, c in enumerate(choices)], k))
+        rows.append(best([c if e // size in kept else -math.inf for e, c in enumerate(choices)], case.K))
     return torch.tensor(rows, dtype=torch.int32)
-
-
-def choice_of(case, logits_TE, bias_E=None, groups=None):
-    exact = logits_TE.double().cpu()
-    choice_TE = exact.sigmoid() if case.score == "sigmoid" else exact.softmax(1)
-    if bias_E is not None:
-        choice_TE = choice_TE + bias_E.double().cpu()
-    return brute_force_choice(choice_TE, case.K, *(groups or case.groups))
 
 
 def written_out(case, exact_TE, expert_TK):
     """Weights, shares, z and entropy in fp64 by their definitions; differentiable in the logits."""
-    expert_TK = expert_TK.long()
-    if case.after:
-        power_TK = exact_TE.gather(1, expert_TK).exp()
-        weight_TK = power_TK / power_TK.sum(1, keepdim=True)
-    else:
-        power_TE = exact_TE.exp()
-        scores_TE = 1 / (1 + 1 / power_TE) if case.score == "sigmoid" else power_TE / power_TE.sum(1, True)
-        weight_TK = scores_TE.gather(1, expert_TK)
-        if case.renormalise:
-            weight_TK = weight_TK / weight_TK.sum(1, keepdim=True)
     scores_TE = exact_TE.sigmoid() if case.score == "sigmoid" else exact_TE.softmax(1)
+    weight_TK = (exact_TE.exp() if case.after else scores_TE).gather(1, expert_TK.long())
+    if case.after or case.renormalise:
+        weight_TK = weight_TK / weight_TK.sum(1, keepdim=True)
     share_TE = scores_TE / scores_TE.sum(1, keepdim=True)
     share_sum_BE = torch.stack([share.sum(0) for share in share_TE.split(case.S)])
     z_sum = exact_TE.exp().sum(1).log().square().sum()
     return weight_TK * case.scale, share_sum_BE, z_sum, -(share_TE * share_TE.log()).sum()
 
 
-def by_autograd(logits, bias, chosen, case, wanted):
+def differentiable(outputs):
+    """The results with a gradient: weights, shares, z and entropy."""
+    return [outputs[0], *outputs[3:]]
+
+
+def by_autograd(logits, bias, chosen, case):
     """Results of the operation, and a function from gradients to that of the logits."""
     logits = logits.clone().requires_grad_()
-    outputs = torch.ops.graphmoe.router(logits, bias, chosen, *case.settings())
-    return [o.detach() for o in outputs], gradient_of(outputs, logits, wanted)
+    return with_gradient(ops.router(logits, bias, chosen, *case.settings()), logits)
 
 
-def gradient_of(outputs, logits, wanted):
+def with_gradient(outputs, logits):
     def gradient(incoming):
-        pairs = [(o, g) for o, g in zip(wanted(outputs), incoming, strict=True) if g is not None]
-        return torch.autograd.grad([o for o, _ in pairs], logits, [g for _, g in pairs], retain_graph=True)[0]
+        pairs = [(o, g) for o, g in zip(differentiable(outputs), incoming, strict=True) if g is not None]
+        results, gradients = zip(*pairs, strict=True)
+        return torch.autograd.grad(results, logits, gradients, retain_graph=True)[0]
 
-    return gradient
+    return [o.detach() for o in outputs], gradient
 
 
-def by_plain_form(logits, bias, chosen, case, wanted):
+def by_plain_form(logits, bias, chosen, case):
     """The same from the functions of which a router of the model is made."""
+    _, expert_TK, counts_BE, *_ = ops.router(logits, bias, chosen, *case.settings())
     logits, function = logits.clone().requires_grad_(), ScoreFunction(case.score)
-    scores = plain.scores_of(logits, function)
-    choice = scores.detach() if bias is None else scores.detach() + bias
-    expert_TK = plain.choose(choice, case.K, *case.groups) if chosen is None else chosen
-    counted_TK = plain.choose(scores.detach(), case.K, 1, 1, 1) if case.count_scores else expert_TK
-    counts_BE = plain.count_per_sequence(counted_TK, case.B, case.E)
+    scores, weighting = plain.scores_of(logits, function), (case.renormalise, case.after, case.scale)
     relative = plain.relative_scores(logits, scores, function)
-    weight_TK = plain.weights_of(
-        logits, scores, relative, expert_TK, case.renormalise, case.after, case.scale
-    )
+    weight_TK = plain.weights_of(logits, scores, relative, expert_TK, *weighting)
     config = ModelConfig(num_experts=case.E, score_function=function, aux_loss=AuxLoss.sequence)
     mean_BE, _ = plain.balance_terms(config, relative, counts_BE, None)
     sums = (mean_BE * case.S, plain.z_loss(logits) * len(logits), plain.entropy(relative) * len(logits))
-    outputs = [weight_TK, expert_TK, counts_BE, *sums]
-    return [o.detach() for o in outputs], gradient_of(outputs, logits, wanted)
+    return with_gradient([weight_TK, expert_TK, counts_BE, *sums], logits)
 
 
-def by_kernels(logits, bias, chosen, case, wanted):
+def by_kernels(logits, bias, chosen, case):
     from graphmoe.ops import router_kernels
 
     outputs = router_kernels.forward(logits, bias, chosen, *case.settings())
@@ -183,15 +166,10 @@ def by_kernels(logits, bias, chosen, case, wanted):
     return outputs, gradient
 
 
-def differentiable(outputs):
-    """The results with a gradient: weights, shares, z and entropy."""
-    return [outputs[0], *outputs[3:]]
-
-
 def assert_matches_fp64(run, case, device="cpu"):
     """Compare the choice, every result, and the gradient through each result and through all."""
     logits, bias, chosen = inputs_of(case, device=device)
-    outputs, gradient = run(logits, bias, chosen, case, differentiable)
+    outputs, gradient = run(logits, bias, chosen, case)
     expert_TK, counts_BE = outputs[1:3]
     wanted_TK = choice_of(case, logits, bias) if chosen is None else chosen.cpu()
     assert (expert_TK.dtype, expert_TK.is_contiguous()) == (torch.int32, True)
@@ -229,37 +207,25 @@ def test_results_and_gradients_match_fp64(backend, name):
         assert_matches_fp64(run, CASES[name], device_of(backend))
 
 
-@pytest.mark.parametrize(
-    ("E", "K", "groups", "score"),
-    [
-        (40, 12, (1, 1, 1), "softmax"),
-        (40, 12, (1, 1, 1), "sigmoid"),
-        (24, 6, (6, 2, 1), "softmax"),
-        (24, 6, (6, 3, 2), "sigmoid"),
-        (30, 8, (3, 2, 2), "sigmoid"),
-    ],
-)
+TIED = [Case(1, 21, 40, 12), Case(1, 21, 40, 12, "sigmoid"), Case(1, 21, 24, 6, groups=(6, 2, 1))]
+TIED += [Case(1, 21, E, K, "sigmoid", of) for E, K, of in ((24, 6, (6, 3, 2)), (30, 8, (3, 2, 2)))]
+
+
+@pytest.mark.parametrize("case", TIED, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ties_go_to_the_lower_id(backend, E, K, groups, score):
-    case, device = Case(1, 21, E, K, score, groups), device_of(backend)
-    logits = coarse_choices(21, E, 0) * 4  # most rows have equal ones, which have equal scores
-    for run in runs_of(backend):
-        outputs, _ = run(logits.to(device), None, None, case, differentiable)
-        assert torch.equal(outputs[1].cpu(), choice_of(case, logits))
-        outputs, _ = run(torch.zeros(21, E, device=device), None, None, case, differentiable)
-        assert outputs[1].tolist() == [list(range(K))] * 21
+def test_ties_go_to_the_lower_id(backend, case):
+    # Most rows of the first have equal logits, which have equal scores.
+    for logits in (coarse_choices(21, case.E, 0) * 4, torch.zeros(21, case.E)):
+        for run in runs_of(backend):
+            outputs, _ = run(logits.to(device_of(backend)), None, None, case)
+            assert torch.equal(outputs[1].cpu(), choice_of(case, logits))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(1, 9, 13, 5),
-        Case(1, 9, 16, 4, "sigmoid", (4, 2, 2), True),
-        Case(1, 9, 30, 8, "sigmoid", (3, 1, 2), True),
-        Case(1, 9, 64, 6, after=True),
-    ],
-    ids=str,
-)
+GIVEN_BAD = [Case(1, 9, 13, 5), Case(1, 9, 64, 6, after=True)]
+GIVEN_BAD += [Case(1, 9, E, K, "sigmoid", of, True) for E, K, of in ((16, 4, (4, 2, 2)), (30, 8, (3, 1, 2)))]
+
+
+@pytest.mark.parametrize("case", GIVEN_BAD, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bad_logits_give_different_ids_in_range_and_leave_other_tokens_alone(backend, case):
     good, _, _ = inputs_of(case)
@@ -267,8 +233,7 @@ def test_bad_logits_give_different_ids_in_range_and_leave_other_tokens_alone(bac
     bad[1], bad[2, 0], bad[3, ::2] = math.nan, math.nan, math.nan
     bad[4], bad[5, 1], bad[6], bad[7, 3] = -math.inf, math.inf, math.inf, -math.inf
     for run in runs_of(backend):
-        outputs, _ = run(bad.to(device_of(backend)), None, None, case, differentiable)
-        wanted, _ = run(good.to(device_of(backend)), None, None, case, differentiable)
+        outputs, wanted = (run(x.to(device_of(backend)), None, None, case)[0] for x in (bad, good))
         for row in outputs[1].tolist():
             assert len(set(row)) == case.K and min(row) >= 0 and max(row) < case.E, row
         assert int(outputs[2].sum()) == 9 * case.K
@@ -295,10 +260,9 @@ def test_kernels_take_several_blocks_and_sum_more_than_one_block_of_rows(backend
 def test_a_router_that_has_decided_has_finite_entropy_and_gradients():
     case = Case(1, 4, 6, 2)
     logits = torch.tensor([[200.0, 0, 0, 0, 0, -200]]).repeat(4, 1)
-    outputs, gradient = by_autograd(logits, None, None, case, differentiable)
+    outputs, gradient = by_autograd(logits, None, None, case)
     assert outputs[5].item() == 0.0
-    ones = [torch.ones_like(o) for o in differentiable(outputs)]
-    assert bool(gradient(ones).isfinite().all())
+    assert bool(gradient([torch.ones_like(o) for o in differentiable(outputs)]).isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V3", "given", "softmax over the chosen"])
@@ -320,8 +284,6 @@ def test_round_robin_gives_every_expert_the_same_number_of_slots(T, K, E):
 
 
 def ahead_of_time_cases():
-    from graphmoe.ops import router_kernels as kernels
-
     for name, case in {
         "64 experts": Case(16, 256, 64, 6),
         "256 experts in 8 groups": Case(16, 256, 256, 8, groups=(8, 4, 2), count_scores=True, **SIGMOID),
@@ -331,12 +293,10 @@ def ahead_of_time_cases():
         "given": Case(16, 256, 64, 6, chosen="round robin"),
         "one token": Case(1, 1, 64, 6),  # Triton makes a constant of an argument that is 1
     }.items():
-        logits, bias, chosen = inputs_of(case, device="meta")
-        found = launches_of(name, functools.partial(kernels.forward, logits, bias, chosen, *case.settings()))
-        yield from found if name == "64 experts" else found[:1]  # the second adds up partial sums
-        with torch.device("meta"):
-            sizes = (len(logits), case.K), (case.B, case.E), (), ()
-            gradients = [torch.empty(size) for size in sizes]
-            expert = torch.empty(len(logits), case.K, dtype=torch.int32)
-        settings = logits, expert, *case.backward_settings()
-        yield from launches_of(name, functools.partial(kernels.backward, *gradients, *settings))
+        found = launches_of(name, functools.partial(both_ways, case))
+        yield from found if name == "64 experts" else (found[0], found[2])  # the second adds up partial sums
+
+
+def both_ways(case):
+    outputs, gradient = by_kernels(*inputs_of(case, device="meta"), case)
+    gradient(differentiable(outputs))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphmoe.ops.dispatch import SendPlan
-from graphmoe.ops.symm import exchange, launches
+from graphmoe.ops.symm import launches
 from graphmoe.ops.symm.peers import Region, Sizes
 from tests.emulated_peers import Emulation
 from tests.ops.ahead_of_time import launches_of
@@ -25,14 +25,12 @@ SLOTS, HIDDEN = 6, 2048
 @pytest.fixture
 def few_programs(monkeypatch):
     """Few programs of small tiles: each walks through several, and the interpreter is slow."""
-    if not INTERPRETING:
-        return
-    small = {"tile_bytes": 256, "width_bytes": 64}
-    for name, programs in {"PULL": 3, "PUT": 2, "PACK": 0, "SUM": 5}.items():
-        launch = dataclasses.replace(getattr(launches, name), programs=programs, **small)
-        monkeypatch.setattr(launches, name, launch)
-    monkeypatch.setattr(launches, "RECORD_TILE", 64)
-    monkeypatch.setattr(launches, "PLACES", 8)
+    if INTERPRETING:
+        for name, programs in {"PULL": 3, "PUT": 2, "PACK": 0, "SUM": 5}.items():
+            small = {"programs": programs, "tile_bytes": 256, "width_bytes": 64}
+            monkeypatch.setattr(launches, name, dataclasses.replace(getattr(launches, name), **small))
+        monkeypatch.setattr(launches, "RECORD_TILE", 64)
+        monkeypatch.setattr(launches, "PLACES", 8)
 
 
 BF16 = torch.bfloat16
@@ -56,21 +54,20 @@ CASES = [
 @pytest.mark.parametrize("backend", KERNELS)
 def test_ranks_exchange_as_alltoall_does(backend, case, few_programs):
     case = dataclasses.replace(case, device=device_of(backend))
-    arriving = case.arrivals().sum(0)
+    arriving = case.arrivals.sum(0)
     assert not case.favourites or (arriving == 0).any()
     assert case.rows is None or (arriving > case.rows).any()
     assert_exchanges_are_those_of_alltoall(case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(Case(2, slots, block=block, dtype=BF16) for slots in (1, 3) for block in (0, 2, 9)),
-        *(Case(4, 2, 2, block, favourites=(0, 1), columns=48) for block in (0, 2)),
-        Case(2, 2, rows=9, dtype=BF16),
-    ],
-    ids=str,
-)
+STORED = [
+    *(Case(2, slots, block=block, dtype=BF16) for slots in (1, 3) for block in (0, 2, 9)),
+    *(Case(4, 2, 2, block, favourites=(0, 1), columns=48) for block in (0, 2)),
+    Case(2, 2, rows=9, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("case", STORED, ids=str)
 @pytest.mark.parametrize("backend", KERNELS)
 def test_rows_in_8_bits_have_the_bits_of_rounding_at_arrival(backend, case, few_programs):
     assert_stored_rows_are_rounded_arrivals(dataclasses.replace(case, device=device_of(backend)))
@@ -87,28 +84,8 @@ def test_places_are_written_in_several_rounds_where_one_is_too_few(backend, monk
 def test_a_region_that_grows_and_what_stands_in_it_change_nothing(backend, few_programs):
     emulation = Emulation(2, device_of(backend))
     for tokens, block in ((5, 0), (5, 2), (9, 4), (3, 1)):
-        assert_exchanges_are_those_of_alltoall(
-            Case(2, 2, block=block, tokens=tokens, device=emulation.device), emulation
-        )
-
-
-@pytest.mark.parametrize("backend", KERNELS)
-def test_the_same_side_twice_takes_a_barrier_more(backend, few_programs):
-    case = Case(2, 2, device=device_of(backend))
-
-    def body(peers):
-        rank, barriers = peers.rank, []
-        plan, (weight, expert) = case.plan_of(rank), case.slots_of(rank)
-        for seed in range(3):
-            received = exchange.bring(
-                peers, case.tokens_of(rank, seed), plan, (weight, expert), None, case.num_rows, 0, 2
-            )
-            barriers.append(peers.barriers)
-        return received[0], barriers
-
-    for rank, (received, barriers) in enumerate(Emulation(2, device_of(backend)).run(body)):
-        wanted = case.arriving(rank, [case.tokens_of(other, 2) for other in range(2)])
-        assert received[: len(wanted)].equal(wanted) and barriers == [1, 3, 5]
+        case = Case(2, 2, block=block, tokens=tokens, device=emulation.device)
+        assert_exchanges_are_those_of_alltoall(case, emulation)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -129,28 +106,28 @@ def ahead_of_time_cases():
     )
     tokens, rows, block = 4099, 40_001, 601
     region = Region.with_room_for(Sizes(tokens, 2 * HIDDEN, SLOTS, SLOTS, rows, block), 8)
-    x, y = meta(tokens, HIDDEN, dtype=torch.bfloat16), meta(rows, HIDDEN, dtype=torch.bfloat16)
-    words, received = (meta(n, HIDDEN // 4, dtype=torch.int32) for n in (tokens, rows))  # of rows in 8 bits
+    x, y = (meta(n, HIDDEN, dtype=BF16) for n in (tokens, rows))
+    words, received = (meta(n, HIDDEN // 4).int() for n in (tokens, rows))  # of rows in 8 bits
     sizes = (8,), (8,), (tokens, SLOTS), (tokens * SLOTS,), (8, 8)
-    *plan, arrivals = (meta(size, dtype=torch.int32) for size in sizes)
+    *plan, arrivals = (meta(size).int() for size in sizes)
     plan, dweight = SendPlan(*plan), meta(rows, SLOTS)
-    of_slots = meta(tokens, SLOTS), meta(tokens, SLOTS, dtype=torch.int32)
-    way = plan.send_ends_P, plan.send_row_TW, arrivals, block
+    of_slots = meta(tokens, SLOTS), meta(tokens, SLOTS).int()
+    way, from_N = (plan.send_ends_P, plan.send_row_TW, arrivals, block), meta(rows).long()
     for name, run, *given in (
         ("with slots", launches.put_records, peers, region, plan, *of_slots, 3, 1),
         ("of tokens", launches.put_records, peers, region, plan, None, None, 3, 1),
         ("", launches.pack, peers, region, x, plan, y, block),
         ("with slots", launches.receive, peers, region, rows, SLOTS, 2 * HIDDEN, block),
         ("of tokens", launches.receive, peers, region, rows, 0, 2 * HIDDEN, block),
-        ("", launches.pull, peers, meta(rows, dtype=torch.int64), y, arrivals, block),
+        ("", launches.pull, peers, from_N, y, arrivals, block),
         ("of words", launches.pack, peers, region, words, plan, received, block),
-        ("of words", launches.pull, peers, meta(rows, dtype=torch.int64), received, arrivals, block),
+        ("of words", launches.pull, peers, from_N, received, arrivals, block),
         ("", launches.put_live, peers, region.sums, y, arrivals, block),
         ("of weights", launches.put_live, peers, region.dweights, dweight, arrivals, block),
         ("", launches.way_back, peers, region, way, None, y, dweight),
         ("staged", launches.way_back, peers, region, way, y, y, dweight),
-        ("6", launches.sum_places, meta(tokens, 6, dtype=torch.int64), HIDDEN, torch.bfloat16),
-        ("16", launches.sum_places, meta(tokens, 16, dtype=torch.int64), HIDDEN, torch.bfloat16),
-        ("of weights", launches.sum_places, meta(tokens, 6, dtype=torch.int64), SLOTS, torch.float32),
+        ("6", launches.sum_places, meta(tokens, 6).long(), HIDDEN, BF16),
+        ("16", launches.sum_places, meta(tokens, 16).long(), HIDDEN, BF16),
+        ("of weights", launches.sum_places, meta(tokens, 6).long(), SLOTS, torch.float32),
     ):
         yield from launches_of(name, functools.partial(run, *given))

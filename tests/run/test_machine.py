@@ -13,8 +13,8 @@ import torch
 from graphmoe.config.schema import ConfigError, HostConfig
 from graphmoe.run import machine
 from graphmoe.run.machine import check_processes, describe
-from graphmoe.runtime.host import tuning
 from graphmoe.runtime.host.signals import ELASTIC, LAUNCHER_PID
+from tests.runtime.host.machine import Machine
 
 CPU = torch.device("cpu")
 V1 = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"
@@ -32,24 +32,19 @@ V1 = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"
 def test_control_groups_bound_the_memory_of_a_cpu(tmp_path, monkeypatch, group, files, whole, free):
     sizes = SimpleNamespace(total=9000, available=9000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: sizes)
-    for name, folder in (("SYS", tmp_path), ("PROC", tmp_path / "proc")):
-        monkeypatch.setattr(tuning, name, folder)
-    found = {f"fs/cgroup/{path}": text for path, text in files.items()}
-    found["proc/self/cgroup"] = f"1:name=systemd:/\n{group}\n"
-    found["fs/cgroup/memory.stat"] = "anon 3\ninactive_file 300"
-    for path, text in found.items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+    system = Machine(tmp_path, monkeypatch)
+    system.write("proc/self/cgroup", f"1:name=systemd:/\n{group}\n")
+    system.write("fs/cgroup/memory.stat", "anon 3\ninactive_file 300")
+    for path, text in files.items():
+        system.write(f"fs/cgroup/{path}", text)
     assert (machine.memory_of(CPU), machine.free_memory_of(CPU)) == (whole, free)
 
 
 def test_more_threads_or_processes_than_the_machine_can_serve_are_refused(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     check_processes(HostConfig(threads=32), 32)
-    for host, nproc, named in (
-        (HostConfig(threads=33), 1, "host.threads=33"),
-        (HostConfig(), 33, "launch.nproc=33"),
-    ):
+    threads, many = HostConfig(threads=33), HostConfig()
+    for host, nproc, named in ((threads, 1, "host.threads=33"), (many, 33, "launch.nproc=33")):
         with pytest.raises(ConfigError, match=f"{named} is more than 16 for each CPU of .* at most 32"):
             check_processes(host, nproc)
 

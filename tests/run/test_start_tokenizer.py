@@ -35,17 +35,15 @@ def weights(tmp_path):
 
 
 def test_the_printed_command_goes_on_with_the_tokenizer_of_the_folder(weights, tmp_path):
-    words = shlex.split(weights["command"])[3:]
-    small = ["data.seq_len=16", "train.steps=2", "train.val_batches=0", "run.device=cpu", "log.report=false"]
-    own_text = ["data=files", f"data.paths=[{tmp_path}]", "compile=none", "hydra.run.dir=run"]
-    run = command(tmp_path, *words, *own_text, *small)
+    words = f"data=files data.paths=[{tmp_path}] data.seq_len=16 train.steps=2 train.val_batches=0"
+    words += " compile=none run.device=cpu log.report=false hydra.run.dir=run"
+    run = command(tmp_path, *shlex.split(weights["command"])[3:], *words.split())
     assert run.wait() == 0, run.err.read_text()
     data = yaml.safe_load((tmp_path / "run" / "resolved.yaml").read_text())["data"]
     assert data["tokenizer"] == f"{tmp_path}/own/tokenizer.json" and data["eod_token"] is None
     ours, theirs = (load_tokenizer(tmp_path / name) for name in ("run", "hf"))
     assert ours.get_vocab() == theirs.get_vocab()
-    # and from that run on, whose folder has no tokenizer_config.json
-    assert run_tokenizer(tmp_path / "run")[2] == "<stop>"
+    assert run_tokenizer(tmp_path / "run")[2] == "<stop>"  # of a folder that has no tokenizer_config.json
     for key in ("init_from", "resume_from"):
         start = (f"checkpoint.{key}={tmp_path}/run", "data.source=files", f"data.paths=[{tmp_path}]")
         found = config(*start).data

@@ -13,7 +13,6 @@ from graphmoe.runtime.cache.work import WorkFolder
 
 FACTS = {"base.torch": "2.13.0", "model.num_experts": 8, "passes.enabled": ["fuse_loss"]}
 KERNEL = "triton/ABC/kernel.cubin"
-GROUP = "triton/ABC/__grp__kernel.json"
 
 
 def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
@@ -23,6 +22,11 @@ def empty_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
     (folder / "temporary").mkdir()
     monkeypatch.setattr(work_folders.tempfile, "tempdir", str(folder / "temporary"))
     return CompileCache(folder / "cache")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompileCache:
+    return empty_cache(tmp_path, monkeypatch)
 
 
 def write(work: WorkFolder, **contents: str) -> None:
@@ -57,5 +61,5 @@ def blob_of(cache: CompileCache, path: str, facts: Facts = FACTS) -> Path:
     return cache.blobs.path(cache.entries.read(key_of(facts)).files[path])
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -4,9 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -17,49 +17,45 @@ from graphmoe.plan.layout import Layout
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.compile import job_cache as job
 from graphmoe.runtime.compile.code import CompileTurns
-from graphmoe.runtime.compile.job_cache import JobCache
 from graphmoe.runtime.ranks import Ranks
 from graphmoe.runtime.torch_compat import fake_mode, make_fx, set_key_tag
 from tests.runtime.cache.cache_contents import FACTS
 
 
-def opened(cache, monkeypatch, ranks: Ranks, layout: Layout | None = None) -> JobCache:
+@pytest.fixture
+def opened(cache, monkeypatch) -> Iterator:
     for name in ("set_key_tag", "tune_each_kernel_once"):
         monkeypatch.setattr(job, name, lambda *arguments: None)
-    return JobCache(cache, FACTS, ranks, layout)
-
-
-def test_each_place_of_a_layout_has_graphs_of_its_own_where_code_is_kept(cache, monkeypatch):
     with mock.patch.dict(os.environ):
-        folders = [
-            opened(cache, monkeypatch, Ranks(), layout).graphs
-            for layout in (Layout(), Layout(tp=2), Layout())
-        ]
-        assert len({folder.name for folder in folders}) == 2 and folders[0].name == folders[2].name
-        assert {folder.parent.name for folder in folders} == {"graphs"}
-        assert opened(cache, monkeypatch, Ranks(), None).graphs is None
-        assert opened(CompileCache(None), monkeypatch, Ranks(), Layout()).graphs is None
+        yield lambda layout=None, of=cache: job.JobCache(of, FACTS, Ranks(), layout)
 
 
-def test_kernels_that_run_before_inductors_first_are_assembled_as_those_after_it(
-    cache, monkeypatch, tmp_path
-):
+def test_each_place_of_a_layout_has_graphs_of_its_own_where_code_is_kept(opened):
+    folders = [opened(layout).graphs for layout in (Layout(), Layout(tp=2), Layout())]
+    assert len({folder.name for folder in folders}) == 2 and folders[0].name == folders[2].name
+    assert {folder.parent.name for folder in folders} == {"graphs"}
+    assert opened(None).graphs is None and opened(Layout(), CompileCache(None)).graphs is None
+
+
+def test_kernels_before_inductors_first_are_assembled_alike(opened, monkeypatch, tmp_path):
     """Keys must agree, or the next job, which finds Inductor's kernels in the cache, would compile again."""
-    for folder in ("torch", "torch/_inductor"):  # 2.13 looks in the second, 2.11 and 2.15 in the first
-        Path(tmp_path, folder, "bin").mkdir(parents=True)
-        Path(tmp_path, folder, "bin", "ptxas").touch(0o755)
-    place = Path(tmp_path, "torch", "_inductor", "runtime", "compile_tasks.py")
+    for folder in (
+        "torch/bin",
+        "torch/_inductor/bin",
+    ):  # 2.13 looks in the second, 2.11 and 2.15 in the first
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "ptxas").touch(0o755)
+    place = tmp_path / "torch" / "_inductor" / "runtime" / "compile_tasks.py"
     monkeypatch.setattr(compile_tasks, "__file__", str(place))
-    with mock.patch.dict(os.environ):
-        os.environ.pop("TRITON_PTXAS_PATH", None)
-        os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"
-        compile_tasks._set_triton_ptxas_path.cache_clear()
-        opened(cache, monkeypatch, Ranks())
-        assert os.environ["TRITON_PTXAS_PATH"].startswith(str(tmp_path))
-        assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"  # the user's
-        del os.environ["TRITON_DEFAULT_FP_FUSION"]
-        opened(cache, monkeypatch, Ranks())
-        assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
+    os.environ.pop("TRITON_PTXAS_PATH", None)
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "0"
+    compile_tasks._set_triton_ptxas_path.cache_clear()
+    opened()
+    assert os.environ["TRITON_PTXAS_PATH"].startswith(str(tmp_path))
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "0"  # the user's
+    del os.environ["TRITON_DEFAULT_FP_FUSION"]
+    opened()
+    assert os.environ["TRITON_DEFAULT_FP_FUSION"] == "1"
     compile_tasks._set_triton_ptxas_path.cache_clear()
 
 
@@ -83,10 +79,9 @@ def test_a_compile_worker_has_the_tag_too():
 
 def test_a_tag_takes_the_place_of_the_last_one_and_keeps_the_users(monkeypatch):
     monkeypatch.setenv(VARIABLE, "mine")
-    set_key_tag("one")
-    assert torch.compiler.config.cache_key_tag == os.environ[VARIABLE] == "mine graphmoe one"
-    set_key_tag("two")
-    assert torch.compiler.config.cache_key_tag == os.environ[VARIABLE] == "mine graphmoe two"
+    for name in ("one", "two"):
+        set_key_tag(name)
+        assert torch.compiler.config.cache_key_tag == os.environ[VARIABLE] == f"mine graphmoe {name}"
     monkeypatch.delenv(VARIABLE)
     set_key_tag("three")
     assert torch.compiler.config.cache_key_tag.strip() == "graphmoe three"
@@ -98,24 +93,16 @@ def graph(width: int = 4, factor: float = 2.0):
 
 
 def test_the_second_waits_until_the_first_is_done(tmp_path):
-    order: list[str] = []
-    begun = threading.Event()
+    def compiled_elsewhere(code) -> bool:
+        with CompileTurns(tmp_path).turn(code) as turn:
+            return turn.elsewhere
 
-    def first() -> None:
+    with ThreadPoolExecutor(1) as rank:
         with CompileTurns(tmp_path).turn(graph()) as turn:
-            assert not turn.elsewhere
-            begun.set()
+            second = rank.submit(compiled_elsewhere, graph())
             time.sleep(0.2)
-            order.append("first")
-
-    rank = threading.Thread(target=first)
-    rank.start()
-    assert begun.wait(10)
-    with CompileTurns(tmp_path).turn(graph()) as turn:
-        assert turn.elsewhere
-        order.append("second")
-    rank.join()
-    assert order == ["first", "second"]
+            assert not turn.elsewhere and not second.done()
+        assert second.result(10)
 
 
 def test_who_fails_or_dies_or_compiles_another_graph_is_not_waited_for(tmp_path):

@@ -14,42 +14,28 @@ from graphmoe.runtime.cache.folders import point_torch_at
 from graphmoe.runtime.cache.store import CompileCache
 from graphmoe.runtime.host.files import is_dead
 from tests.damage import dead_pid
-from tests.runtime.cache.cache_contents import (
-    FACTS,
-    KERNEL,
-    blob_of,
-    kept,
-    read,
-    warnings_of,
-    write,
-    write_kernel,
-)
-
-
-def read_only(monkeypatch, folder: Path) -> None:
-    def refuse(function):
-        def call(path, *arguments, **named):
-            if Path(path).is_relative_to(folder):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-            return function(path, *arguments, **named)
-
-        return call
-
-    for name in ("mkdir", "write_bytes", "write_text", "rename", "replace", "touch", "unlink"):
-        monkeypatch.setattr(Path, name, refuse(getattr(Path, name)))
+from tests.runtime.cache.cache_contents import FACTS, KERNEL, blob_of, kept, read, warned, write, write_kernel
 
 
 def test_a_read_only_cache_is_read_and_the_work_folder_lies_elsewhere(cache, monkeypatch, caplog):
     kept(cache, a="1", b="2")
     blob_of(cache, "inductor/ab/b.so").write_bytes(b"?")
     with monkeypatch.context() as patch:
-        read_only(patch, cache.folder)
+        names = ("mkdir", "write_bytes", "write_text", "rename", "replace", "touch", "unlink")
+        for name, real in {name: getattr(Path, name) for name in names}.items():
+
+            def call(path, *arguments, real=real, **named):
+                if Path(path).is_relative_to(cache.folder):
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+                return real(path, *arguments, **named)
+
+            patch.setattr(Path, name, call)
         work = cache.open(FACTS)
         assert not work.path.is_relative_to(cache.folder) and read(work) == {"a": "1"}
         write(work, b="2")
         assert work.publish() == 0 and not work.keeps
         assert cache.remember("fastest", FACTS, "one") == "one"
-    assert "cannot be written (Read-only file system); compiled" in warnings_of(caplog)[0]
+    assert "cannot be written (Read-only file system); compiled" in warned(caplog)[0]
     work.close()
     assert not work.path.exists()
 
@@ -61,10 +47,9 @@ def fill(monkeypatch, folder: Path, room: int = 0) -> None:
         if not path.is_relative_to(folder):
             return write_bytes(path, content)
         written.append(path)
-        if len(written) <= room:
-            return write_bytes(path, content)
-        write_bytes(path, content[:0])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_bytes(path, content if len(written) <= room else b"")
+        if len(written) > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "write_bytes", write)
 
@@ -139,33 +124,23 @@ def test_a_folder_that_the_user_has_set_stays_and_is_neither_filled_nor_kept(cac
     assert read(cache.open(FACTS)) == {"a": "1"}
 
 
-def old(folder: Path, days: float = 1.0) -> Path:
-    then = time.time() - days * 86400
-    os.utime(folder, (then, then))
-    return folder
-
-
 def test_work_folders_of_dead_processes_are_removed_and_others_stay(cache):
-    work, host, dead = cache.folder / "work", socket.gethostname(), dead_pid()
-    held = cache.open(FACTS)
-    disguised = held.path.rename(work / f"{host}-{dead}-ff")  # alive, whatever its name says
-    names = {
-        f"{host}-{dead}-aa": 1.0,
-        f"{host}-{dead}-bb": 0.0,  # young: its process may not have locked it yet
-        f"{host}-{os.getpid()}-cc": 1.0,
-        f"other-host-{dead}-dd": 1.0,
-        f"other-host-{dead}-ee": 8.0,
-        "not-a-work-folder": 8.0,
+    work, host, dead, held = cache.folder / "work", socket.gethostname(), dead_pid(), cache.open(FACTS)
+    folders = {  # days since the last change, and whether they stay
+        f"{host}-{dead}-aa": (1.0, False),
+        f"{host}-{dead}-bb": (0.0, True),  # young: its process may not have locked it yet
+        f"{host}-{os.getpid()}-cc": (1.0, True),
+        f"other-host-{dead}-dd": (1.0, True),
+        f"other-host-{dead}-ee": (8.0, False),
+        "not-a-work-folder": (8.0, True),
+        f"{host}-{dead}-ff": (8.0, True),  # alive, whatever its name says
     }
-    for name, days in names.items():
-        (work / name / "inductor").mkdir(parents=True)
-        old(work / name, days)
-    old(disguised, 8.0)
+    disguised = held.path.rename(work / f"{host}-{dead}-ff")
+    for name, (days, _) in folders.items():
+        (work / name).mkdir(exist_ok=True)
+        os.utime(work / name, (time.time() - days * 86400,) * 2)
     live = cache.open(FACTS)
-    left = {path.name for path in work.iterdir()}
-    assert left == {
-        f"{host}-{dead}-bb", f"{host}-{os.getpid()}-cc", f"other-host-{dead}-dd", "not-a-work-folder",
-        disguised.name, live.path.name,
-    }  # fmt: skip
+    stay = {name for name, (_, stays) in folders.items() if stays}
+    assert {path.name for path in work.iterdir()} == stay | {live.path.name}
     held._lock.release()
     assert is_dead(disguised)

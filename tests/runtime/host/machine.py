@@ -14,7 +14,7 @@ class Machine:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.allowed, self.num_threads = folder, set(range(8)), 8
-        self._shown: list[int] | None = None
+        self.first_shown = 0  # GPU that the process sees as its first
         monkeypatch.setattr(tuning, "SYS", folder)
         monkeypatch.setattr(tuning, "PROC", folder / "proc")
         self.write("proc/self/cgroup", "0::/\n")
@@ -34,12 +34,6 @@ class Machine:
         for gpu, node in node_of_gpu.items():
             self.write(f"bus/pci/devices/0000:{0xA0 + gpu:02x}:00.0/numa_node", f"{node}\n")
 
-    def allows(self, cpus: set[int]) -> None:
-        self.allowed = cpus
-
-    def shows_only(self, *gpus: int) -> None:
-        self._shown = list(gpus)
-
     def _properties(self, device: torch.device) -> SimpleNamespace:
-        gpu = self._shown[device.index] if self._shown else device.index
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0xA0 + gpu, pci_device_id=0)
+        bus = 0xA0 + self.first_shown + device.index
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)

@@ -36,24 +36,44 @@ def texts(host: HostConfig, device: DeviceChoice = AUTO) -> list[str]:
 
 
 def added(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables beside the marker, which is there only where others are."""
+    """Return the variables beside the marker, which is there only if others are."""
     found = {k: v for k, v in environment.items() if k not in ("PATH", "PYTEST_CURRENT_TEST")}
     marked = json.loads(found.pop(MARKER, "{}"))
     assert (MARKER in environment) == bool(marked) and marked.items() <= found.items()
     return found
 
 
-def test_on_cuda_multicast_is_off(environment, build):
+KEY = "host.nvlink_multicast=false"
+NVLS, SYMM, NVSHMEM = (f"{name}={value}" for name, value in MULTICAST.items())
+
+
+def test_on_cuda_multicast_is_off_if_nobody_else_has_set_it(environment, build):
     build("cuda")
+    assert texts(HostConfig()) == [f"{NVLS}, {SYMM}, {NVSHMEM} ({KEY})"] and added(environment) == MULTICAST
+    users = {"NCCL_NVLS_ENABLE": "1", "NVSHMEM_DISABLE_NVLS": "0"}
+    del environment[MARKER]
+    environment |= users
     assert texts(HostConfig()) == [
-        "NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1, NVSHMEM_DISABLE_NVLS=1 "
-        "(host.nvlink_multicast=false)"
+        f"NCCL_NVLS_ENABLE=1 is set already and stays ({KEY} would set 0)",
+        f"{SYMM} is set already ({KEY} would do the same)",
+        f"NVSHMEM_DISABLE_NVLS=0 is set already and stays ({KEY} would set 1)",
     ]
-    assert added(environment) == MULTICAST
+    environment |= {"NCCL_NVLS_ENABLE": "0"}
+    said = "host.nvlink_multicast=true has no effect on what is set already: "
+    assert texts(HostConfig(nvlink_multicast=True)) == [f"{said}{NVLS}, {SYMM}"]
+    assert added(environment) == {**MULTICAST, "NVSHMEM_DISABLE_NVLS": "0"}
 
 
-def test_on_rocm_the_pool_and_the_queues_are_set_and_nothing_of_nvlink(environment, build):
+def test_host_env_goes_before_the_other_keys(environment, build):
+    build("cuda")
+    env = {"NCCL_NVLS_ENABLE": "2", "NCCL_DEBUG": "INFO"}
+    lines = ["NCCL_NVLS_ENABLE, NCCL_DEBUG (host.env)", f"{SYMM}, {NVSHMEM} ({KEY})"]
+    assert texts(HostConfig(env=env)) == lines and added(environment) == MULTICAST | env
+
+
+def test_on_rocm_pool_and_queues_are_set_anew_for_each_job(environment, build):
     build("rocm")
+    texts(HostConfig(kernarg_pool_mb=24, max_hw_queues=4))
     assert texts(HostConfig(max_hw_queues=2)) == [
         "HSA_KERNARG_POOL_SIZE=12582912 (host.kernarg_pool_mb=12)",
         "GPU_MAX_HW_QUEUES=2 (host.max_hw_queues=2)",
@@ -63,52 +83,25 @@ def test_on_rocm_the_pool_and_the_queues_are_set_and_nothing_of_nvlink(environme
 
 
 @pytest.mark.parametrize("name", ["cuda", "rocm", "cpu"])
-def test_a_run_on_a_cpu_sets_nothing_by_default_and_says_nothing(environment, build, name):
+def test_a_cpu_run_sets_nothing_and_takes_gpu_variables_back(environment, build, name):
     build(name)
     assert texts(HostConfig(), CPU) == [] and added(environment) == {}
+    host = HostConfig(env={"A": "1"})
+    texts(host)
+    assert texts(host, CPU) == ["A (host.env)"] and added(environment) == {"A": "1"}
 
 
-def test_a_variable_that_is_set_stays_and_the_line_says_so(environment, build):
-    build("cuda")
-    environment |= {"NCCL_NVLS_ENABLE": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-    lines = texts(HostConfig(env={"NCCL_DEBUG": "INFO"}))
-    assert "NCCL_NVLS_ENABLE=1 is set already and stays (host.nvlink_multicast=false would set 0)" in lines
-    assert "NVSHMEM_DISABLE_NVLS=1 is set already (host.nvlink_multicast=false would do the same)" in lines
-    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 (host.nvlink_multicast=false)" in lines
-    assert environment["NCCL_NVLS_ENABLE"] == "1" and environment["NCCL_DEBUG"] == "INFO"
-
-
-NO_ROCM, NO_CUDA = "torch is not built for ROCm", "torch is not built for CUDA"
-
-
-@pytest.mark.parametrize(
-    ("build_name", "device", "key", "value", "reason"),
-    [
-        ("cuda", AUTO, "kernarg_pool_mb", 24, NO_ROCM),
-        ("cuda", GPU, "max_hw_queues", 2, NO_ROCM),
-        ("rocm", GPU, "nvlink_multicast", True, NO_CUDA),
+def test_a_changed_key_without_effect_warns_with_the_reason(build):
+    no_rocm, no_cuda = (f"torch is not built for {name}" for name in ("ROCm", "CUDA"))
+    for name, device, key, value, reason in (
+        ("cuda", AUTO, "kernarg_pool_mb", 24, no_rocm),
+        ("cuda", GPU, "max_hw_queues", 2, no_rocm),
+        ("rocm", GPU, "nvlink_multicast", True, no_cuda),
         ("rocm", CPU, "max_hw_queues", 2, "the run is on a CPU"),
-    ],
-)
-def test_a_changed_key_without_effect_warns_with_the_reason(build, build_name, device, key, value, reason):
-    build(build_name)
-    warned = [line.text for line in set_environment(HostConfig(**{key: value}), device) if line.warns]
-    assert f"host.{key}={str(value).lower()} has no effect: {reason}" in warned
-
-
-def test_multicast_cannot_be_had_against_variables_that_are_set(environment, build):
-    build("cuda")
-    environment |= {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "0"}
-    assert texts(HostConfig(nvlink_multicast=True)) == [
-        "host.nvlink_multicast=true has no effect on what is set already: NCCL_NVLS_ENABLE=0"
-    ]
-
-
-def test_host_env_goes_before_the_other_keys(environment, build):
-    build("cuda")
-    lines = texts(HostConfig(env={"NCCL_NVLS_ENABLE": "2", "NCCL_DEBUG": "INFO"}))
-    assert lines[0] == "NCCL_NVLS_ENABLE, NCCL_DEBUG (host.env)"
-    assert environment["NCCL_NVLS_ENABLE"] == "2" and environment["NVSHMEM_DISABLE_NVLS"] == "1"
+    ):
+        build(name)
+        warned = [line.text for line in set_environment(HostConfig(**{key: value}), device) if line.warns]
+        assert f"host.{key}={str(value).lower()} has no effect: {reason}" in warned
 
 
 @pytest.mark.parametrize("name", ["", "A=B", "MY-NAME", "1A"])
@@ -139,20 +132,6 @@ def test_a_masked_value_is_that_of_the_environment_and_never_set(environment, bu
     assert "hunter2" not in str(texts(HostConfig(env={"TOKEN": "hunter2"}), CPU))
 
 
-def test_a_worker_on_a_cpu_takes_the_variables_of_gpus_back(environment, build):
-    build("cuda")
-    host = HostConfig(env={"A": "1"})
-    texts(host)
-    assert texts(host, CPU) == ["A (host.env)"] and added(environment) == {"A": "1"}
-
-
-def test_the_next_job_of_a_sweep_has_values_of_its_own(environment, build):
-    build("rocm")
-    texts(HostConfig(kernarg_pool_mb=24, max_hw_queues=4))
-    assert texts(HostConfig(max_hw_queues=2))[1] == "GPU_MAX_HW_QUEUES=2 (host.max_hw_queues=2)"
-    assert added(environment) == {"HSA_KERNARG_POOL_SIZE": str(12 * 2**20), "GPU_MAX_HW_QUEUES": "2"}
-
-
 def test_a_variable_that_someone_changed_after_us_stays(environment, build):
     build("cuda")
     texts(HostConfig())
@@ -161,17 +140,15 @@ def test_a_variable_that_someone_changed_after_us_stays(environment, build):
     assert "NCCL_NVLS_ENABLE" not in json.loads(environment[MARKER])
 
 
-def test_variables_that_change_after_cuda_has_started_are_warned_about(environment, build, monkeypatch):
+def test_variables_changed_after_a_gpu_has_started_are_warned_of(environment, build, monkeypatch):
     build("cuda")
     texts(HostConfig())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not any("too late" in line for line in texts(HostConfig(), GPU))
-    assert not any("too late" in line for line in texts(HostConfig(), CPU)), "taking back does no harm"
+    assert "too late" not in str([texts(HostConfig(), device) for device in (GPU, CPU)])  # taking back
     (late,) = [line for line in set_environment(HostConfig(env={"A": "1"}), GPU) if line.warns]
     assert "too late" in late.text and environment["A"] == "1"
-
-
-def test_variables_set_after_inductor_has_asked_rocm_for_gpus_are_warned_about(build, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     build("rocm")
+    assert "too late" not in str(texts(HostConfig()))
     monkeypatch.setitem(sys.modules, "torch._inductor.runtime.benchmarking", object())
-    assert any("too late" in line for line in texts(HostConfig()))
+    assert "too late" in str(texts(HostConfig(kernarg_pool_mb=24)))

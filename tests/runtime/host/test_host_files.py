@@ -4,9 +4,13 @@ import errno
 import fcntl
 import json
 import logging
+import multiprocessing
 import os
+import re
 import subprocess
 import sys
+import time
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -61,46 +65,40 @@ def no_flock(monkeypatch, request):
     files._say_once.cache_clear()
 
 
+def taken(folder: Path) -> FileLock:
+    lock = FileLock.acquire(folder / "run.lock")
+    assert lock is not None
+    return lock
+
+
 def test_a_lock_without_flock_excludes_others_until_it_is_released(tmp_path, no_flock, caplog):
-    first = FileLock.acquire(tmp_path / "run.lock")
-    assert first is not None and FileLock.acquire(tmp_path / "run.lock") is None
+    first = taken(tmp_path)
+    assert FileLock.acquire(tmp_path / "run.lock") is None
     first.release()
-    again = FileLock.acquire(tmp_path / "run.lock")
-    assert again is not None
-    again.release()
+    taken(tmp_path).release()
     assert caplog.text.count("has no file locks") == 1
     assert not list(tmp_path.glob("*.held*"))
 
 
-RACE = """
-import errno, fcntl, sys, time
-from pathlib import Path
-def refuse(descriptor, operation):
-    raise OSError(errno.ENOLCK, "no locks")
-fcntl.flock = refuse
-from graphmoe.runtime.host.files import FileLock
-path, mine = Path(sys.argv[1]), Path(sys.argv[2])
-for number in range(200):
-    lock = FileLock.acquire(path)
-    if lock is not None:
-        inside = [*path.parent.glob("*.inside")]
-        assert not inside, inside
-        mine.touch()
-        time.sleep(0.0005)
-        mine.unlink()
-        lock.release()
-"""
+def test_processes_that_race_without_flock_exclude_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
 
+    def race(number: int) -> None:
+        for _ in range(200):
+            if lock := FileLock.acquire(tmp_path / "run.lock"):
+                assert not [*tmp_path.glob("*.inside")]
+                (mine := tmp_path / f"{number}.inside").touch()
+                time.sleep(0.0005)
+                mine.unlink()
+                lock.release()
 
-def test_processes_that_race_without_flock_exclude_each_other(tmp_path):
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", RACE, str(tmp_path / "run.lock"), str(tmp_path / f"{n}.inside")],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        for n in range(4)
-    ]
-    assert [process.wait(60) for process in started] == [0] * 4
+    fork = multiprocessing.get_context("fork")
+    racers = [fork.Process(target=race, args=(number,)) for number in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(60)
+    assert [racer.exitcode for racer in racers] == [0] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
 
 
@@ -108,8 +106,7 @@ def test_the_file_of_a_dead_process_counts_for_nothing(tmp_path, no_flock):
     for pid, started in ((dead_pid(), "1 of x"), (os.getpid(), "another start")):
         holder = {**files._holder(pid), "started": started}
         (tmp_path / "run.lock.held").write_text(json.dumps(holder))
-        lock = FileLock.acquire(tmp_path / "run.lock")
-        assert lock is not None
+        lock = taken(tmp_path)
         assert json.loads((tmp_path / "run.lock.held").read_text())["pid"] == os.getpid()
         lock.release()
 
@@ -124,7 +121,7 @@ def test_the_file_of_another_host_or_container_stays_and_is_named(tmp_path, no_f
 
 
 def test_a_forked_child_leaves_its_parents_file(tmp_path, no_flock):
-    lock = FileLock.acquire(tmp_path / "run.lock")
+    lock = taken(tmp_path)
     child = os.fork()
     if child == 0:
         lock.release()
@@ -139,9 +136,7 @@ def test_a_disk_that_takes_no_more_is_not_held(tmp_path, no_flock, monkeypatch):
         full.setattr(json, "dumps", Mock(side_effect=OSError(28, "No space left")))
         with pytest.raises(OSError, match="No space"):
             FileLock.acquire(tmp_path / "run.lock")
-    lock = FileLock.acquire(tmp_path / "run.lock")
-    assert lock is not None
-    lock.release()
+    taken(tmp_path).release()
 
 
 def test_another_error_of_flock_is_not_passed_over(tmp_path, monkeypatch):
@@ -151,31 +146,41 @@ def test_another_error_of_flock_is_not_passed_over(tmp_path, monkeypatch):
 
 
 def test_a_log_file_on_a_full_disk_says_so_on_the_console_and_goes_on(tmp_path, capsys):
-    handler, path = LogFile(tmp_path / "rank0.log"), tmp_path / "rank0.log"
-    logger = logging.Logger("mine")
-    logger.addHandler(handler)
-    logger.info("one")
-    with no_file_beyond(path.stat().st_size + 5):
-        logger.info("two")
-        logger.info("three")
-    logger.info("four")
+    path = tmp_path / "rank0.log"
+    handler = LogFile(path)
+    with no_file_beyond(0):
+        handler.handle(logging.makeLogRecord({"msg": "one"}))
+    handler.handle(logging.makeLogRecord({"msg": "two"}))
     handler.close()
-    assert [line.split()[-1] for line in path.read_text().splitlines()] == ["one", "four"]
+    (line,) = path.read_text().splitlines()
+    assert line.endswith(" two")
     first, again = capsys.readouterr().err.splitlines()
-    assert (
-        first.startswith(f"{path} takes no more lines (") and again == f"{path} takes lines again; lost are 2"
-    )
+    assert first.startswith(f"{path} takes no more lines (")
+    assert again == f"{path} takes lines again; lost are 1"
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["closed", "full"])
-def test_a_console_that_takes_no_more_is_named_once_in_the_log_and_ends_nothing(tmp_path, full):
-    code = f"""
+def run_without_console(folder: Path, *words: str, why: str = "Broken pipe") -> str:
+    """Run Python, whose stdout and stderr take nothing, to its end; its log file without the times."""
+    reader, closed = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full, open(closed, "w") as pipe:
+        device = pipe if why == "Broken pipe" else full
+        line = [sys.executable, *words]
+        done = subprocess.run(line, cwd=folder, env=environment, stdout=device, stderr=device, check=False)
+    assert done.returncode == 0
+    (log,) = folder.rglob("rank0.log")
+    return re.sub(r"(?m)^\S+ \S+ ", "", log.read_text())
+
+
+@pytest.mark.parametrize("why", ["Broken pipe", "No space left on device"])
+def test_a_console_that_takes_no_more_is_named_once_in_the_log_and_ends_nothing(tmp_path, why):
+    code = """
 import logging, sys
 from pathlib import Path
 from graphmoe.config.progress import console
 from graphmoe.runtime.host.logs import Progress, start_logging
-start_logging(Path({str(tmp_path)!r}), "rank0", on_console=True)
-sys.stdin.readline()
+start_logging(Path(), "rank0", on_console=True)
 with Progress(console(), 3, wanted=True):
     logging.info("one")
     logging.warning("two")
@@ -183,37 +188,14 @@ print("three", file=sys.stderr)
 print("four", flush=True)
 logging.info("five")
 """
-    with open("/dev/full", "w") as device:
-        ours = device if full else subprocess.PIPE
-        with subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=ours, stderr=ours
-        ) as run:
-            for stream in filter(None, (run.stdout, run.stderr)):
-                stream.close()
-            run.communicate(b"\n")
-    assert run.returncode == 0
-    lines = [line.split(" ", 2)[-1] for line in (tmp_path / "rank0.log").read_text().splitlines()]
-    why = "No space left on device" if full else "Broken pipe"
     gone = [f"WARNING {name} cannot be written ({why}); the run goes on" for name in ("stderr", "stdout")]
+    lines = run_without_console(tmp_path, "-c", code, why=why).splitlines()
     assert lines == [gone[0], "INFO one", "WARNING two", gone[1], "INFO five"]
 
 
 @pytest.mark.slow
-def test_a_run_whose_output_goes_to_head_is_trained_to_its_end(tmp_path):
-    words = [*TINY, "hydra.run.dir=run"]
-    line = [sys.executable, "-m", "graphmoe.train", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        line, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as run:
-        assert run.stdout is not None
-        while b"run folder: run" not in (said := run.stdout.readline()):
-            assert said == b"graphmoe.train: starting\n" or b": at work (" in said
-        run.stdout.close()
-    assert run.returncode == 0
-    folder = tmp_path / "run"
-    assert (folder / "checkpoints/step_00000006/manifest.json").exists() and (
-        folder / "summary.json"
-    ).exists()
-    log = (folder / "logs/rank0.log").read_text()
+def test_a_run_whose_output_nobody_reads_is_trained_to_its_end(tmp_path):
+    log = run_without_console(tmp_path, "-m", "graphmoe.train", *TINY, "hydra.run.dir=run")
     assert log.count("stderr cannot be written (Broken pipe)") == 1 and "step 6/6" in log
+    for name in ("checkpoints/step_00000006/manifest.json", "summary.json"):
+        assert (tmp_path / "run" / name).exists()

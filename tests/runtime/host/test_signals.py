@@ -8,16 +8,8 @@ import time
 
 import pytest
 
-from graphmoe.runtime.host.signals import (
-    ELASTIC,
-    LAUNCHER_PID,
-    NOTICES,
-    SIGNALS,
-    Interrupted,
-    StopSignal,
-    ends_at_signals,
-    heard,
-)
+from graphmoe.runtime.host import signals
+from graphmoe.runtime.host.signals import NOTICES, SIGNALS, StopSignal, ends_at_signals, heard
 from graphmoe.runtime.launch.elastic import _Forwarding
 
 
@@ -44,7 +36,6 @@ def test_each_signal_that_asks_to_stop_is_remembered(number, ended):
 def test_notices_never_end_a_process_at_once_and_a_second_demand_does(ended):
     with StopSignal() as stop:
         send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)  # as Slurm does at the end
-        assert not ended
         send(signal.SIGUSR2)
         assert not ended
         send(signal.SIGINT)
@@ -52,7 +43,7 @@ def test_notices_never_end_a_process_at_once_and_a_second_demand_does(ended):
 
 
 def test_a_signal_that_reaches_a_worker_twice_at_once_counts_once(monkeypatch, ended):
-    monkeypatch.setenv(ELASTIC, "x")
+    monkeypatch.setenv(signals.ELASTIC, "x")
     monkeypatch.setattr("graphmoe.runtime.host.signals._heard._at", -2.0)
     with StopSignal() as stop:
         send(signal.SIGTERM, signal.SIGINT)
@@ -71,7 +62,7 @@ def test_what_nohup_ignores_stays_ignored():
 
 def test_workers_leave_notices_to_their_launcher(monkeypatch):
     assert [*heard()] == [*SIGNALS, *NOTICES]
-    monkeypatch.setenv(LAUNCHER_PID, str(os.getppid()))
+    monkeypatch.setenv(signals.LAUNCHER_PID, str(os.getppid()))
     assert [*heard()] == [*SIGNALS]
 
 
@@ -88,7 +79,7 @@ def test_a_signal_whose_exception_was_dropped_stops_the_run_at_its_first_step():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_before_the_first_step_a_signal_raises_and_a_notice_does_not_end_the_tidying_up(number, ended):
     before, tidied = signal.getsignal(number), False
-    with pytest.raises(Interrupted, match=number.name) as interrupted, ends_at_signals():
+    with pytest.raises(signals.Interrupted, match=number.name) as interrupted, ends_at_signals():
         try:
             send(number)
         finally:
@@ -98,18 +89,15 @@ def test_before_the_first_step_a_signal_raises_and_a_notice_does_not_end_the_tid
     assert interrupted.value.status == 128 + number and signal.getsignal(number) is before
 
 
-def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(monkeypatch):
+def test_the_launcher_passes_a_notice_on_once_and_ends_at_the_second_demand(ended):
     workers = [subprocess.Popen(["sleep", "60"], start_new_session=True) for _ in range(2)]
-    ended: list[int] = []
-    monkeypatch.setattr("graphmoe.runtime.launch.elastic.os._exit", ended.append)
     with _Forwarding(["sleep", "60"]) as forwarding:
         while len(forwarding._workers()) < 2:  # a new process has no command line at once
             time.sleep(0.001)
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
-            os.kill(os.getpid(), number)
+        send(signal.SIGUSR1, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM)
         assert forwarding.received == "SIGUSR1" and not ended
         assert [worker.wait(5) for worker in workers] == [-signal.SIGTERM] * 2
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
     assert ended == [128 + signal.SIGTERM]
 
 
@@ -118,7 +106,7 @@ def test_a_notice_that_submitit_waits_for_reaches_it_when_the_workers_are_done()
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     try:
         with _Forwarding(["sleep", "60"]) as forwarding:
-            os.kill(os.getpid(), signal.SIGUSR2)
+            send(signal.SIGUSR2)
             assert forwarding.received == "SIGUSR2" and not told
         assert told == [signal.SIGUSR2]
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from graphmoe.runtime.launch import failures
+from graphmoe.runtime.launch import failures, hangs
 from graphmoe.runtime.launch.failures import NAME, ask_for_dumps, dumps_since, set_flight_recorder
 from graphmoe.runtime.launch.hangs import HangWatch, watching
 from graphmoe.runtime.launch.stamps import SLOW_S, STAMPS, Heartbeat
@@ -26,63 +26,42 @@ exec(compile(f"print('there', flush=True); {sys.argv[3]}", sys.argv[2], "exec"))
 """
 
 
-@pytest.fixture
-def limits(monkeypatch) -> Iterator[list[tuple[str, float]]]:
-    """The signs of life of this process: what it does, and how long it may take. Its clock is ``now``."""
+def test_work_has_a_limit_once_the_time_of_its_kind_is_known(monkeypatch):
     found: list[tuple[str, float]] = []
-    monkeypatch.setattr(
-        "graphmoe.runtime.launch.stamps.put_stamp",
-        lambda phase, limit_s, step: found.append((phase, limit_s)),
-    )
-    return found
+    name = "graphmoe.runtime.launch.stamps.put_stamp"
+    monkeypatch.setattr(name, lambda phase, limit_s, step: found.append((phase, limit_s)))
+    beat = Heartbeat(45, first_steps=1)
+    error = RuntimeError("the cause")
+    for now, call, words, expected in (
+        (0, beat.validation, (), ("the validation after step 0", SLOW_S)),
+        (20, beat.step, (1,), ("step 1", SLOW_S)),  # compiles for five minutes
+        (320, beat.step, (2,), ("step 2", SLOW_S)),  # whose metrics nobody reads
+        (321, beat.step, (3,), ("step 3", SLOW_S)),
+        (322, beat.step, (4,), ("step 4", 45)),
+        (323, beat.validation, (), ("the validation after step 4", 60)),
+        (324, beat.restart, ("step 4, with more room",), ("step 4, with more room", SLOW_S)),
+        (624, beat.step, (5,), ("step 5", SLOW_S)),
+        (924, beat.step, (6,), ("step 6", SLOW_S)),
+        (925, beat.step, (7,), ("step 7", 45)),
+        (926, beat.leave, (RuntimeError, error, None), ("what follows RuntimeError: the cause", 45)),
+    ):
+        monkeypatch.setattr("time.monotonic", lambda now=now: float(now))
+        call(*words)
+        assert found[-1] == expected
+        if call == beat.step and words != (2,):
+            beat.has_read()
 
 
 @pytest.fixture
-def at(monkeypatch):
-    return lambda now: monkeypatch.setattr("time.monotonic", lambda: float(now))
-
-
-def test_steps_have_a_limit_once_metrics_of_a_step_without_compilation_were_read(limits, at):
-    heartbeat = Heartbeat(45, first_steps=1)
-    for number, began in enumerate((0, 300, 301, 302), start=1):  # the first compiles for five minutes
-        at(began)
-        heartbeat.step(number)
-        if number in (1, 3):
-            heartbeat.has_read()
-    assert limits == [("step 1", SLOW_S), ("step 2", SLOW_S), ("step 3", SLOW_S), ("step 4", 45)]
-
-
-def test_steps_that_begin_anew_have_no_limit_until_metrics_of_a_later_one_were_read(limits, at):
-    heartbeat = Heartbeat(45, first_steps=1)
-    for number in (1, 2, 3):
-        at(number)
-        heartbeat.step(number)
-        heartbeat.has_read()
-    heartbeat.restart("step 2, again with more room")  # compiles for five minutes
-    for number, began in enumerate((304, 305, 306), start=4):
-        at(began)
-        heartbeat.step(number)
-        heartbeat.has_read()
-    assert [limit for _, limit in limits] == [SLOW_S, SLOW_S, 45, SLOW_S, SLOW_S, SLOW_S, 45]
-
-
-def test_a_validation_has_a_limit_from_the_second_on_and_an_error_must_get_out_soon(limits, at):
-    heartbeat = Heartbeat(45, first_steps=1)
-    at(0)
-    heartbeat.validation()
-    at(20)
-    heartbeat.step(1)
-    heartbeat.validation()
-    heartbeat.leave(RuntimeError, RuntimeError("the cause"), None)
-    assert limits[0] == ("the validation after step 0", SLOW_S)
-    assert limits[2:] == [("the validation after step 1", 60), ("what follows RuntimeError: the cause", 45)]
+def logs(tmp_path) -> Path:
+    for name in ("stamps", "logs"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "logs"
 
 
 @pytest.fixture
-def stamps(tmp_path) -> Path:
-    folder = tmp_path / "stamps"
-    folder.mkdir()
-    return folder
+def stamps(logs) -> Path:
+    return logs.with_name("stamps")
 
 
 @pytest.fixture
@@ -91,14 +70,10 @@ def workers(stamps) -> Iterator:
 
     def start(rank: int, file: str, limit_s: float, call: str = "time.sleep(600)") -> subprocess.Popen[str]:
         environment = {**os.environ, STAMPS: str(stamps), "RANK": str(rank), "PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-c", WORKER, str(limit_s), file, call]
-        pipe = subprocess.PIPE
-        worker = subprocess.Popen(
-            words, env=environment, stdout=pipe, text=True, start_new_session=True, cwd=ROOT
-        )
-        started.append(worker)
-        assert worker.stdout is not None and worker.stdout.readline() == "there\n"
-        return worker
+        words, pipe = [sys.executable, "-c", WORKER, str(limit_s), file, call], subprocess.PIPE
+        started.append(subprocess.Popen(words, env=environment, stdout=pipe, text=True, process_group=0))
+        assert started[-1].stdout.readline() == "there\n"
+        return started[-1]
 
     yield start
     for worker in started:
@@ -106,15 +81,20 @@ def workers(stamps) -> Iterator:
         worker.wait()
 
 
-def test_the_hanging_rank_that_waits_for_nobody_is_named(tmp_path, stamps, workers):
-    (logs := tmp_path / "logs").mkdir()
-    both = [workers(0, "/x/sums.py", 0.2, "wait_for(lambda: time.sleep(600))"), workers(1, "/x/mine.py", 600)]
-    watch = HangWatch(stamps, timeout_s=0.2)
-    while both[0].poll() is None:
+def watched(stamps: Path, logs: Path, worker: subprocess.Popen[str], timeout_s: float) -> failures.Failure:
+    watch = HangWatch(stamps, timeout_s)
+    while worker.poll() is None:
         watch.look("job/0", logs)
-    assert [worker.wait(10) for worker in both] == [-9, -9]
     first = failures.first_failure({}, logs, "job/0")
-    assert first is not None and first.rank == 1 and not first.suffered
+    assert first is not None
+    return first
+
+
+def test_the_hanging_rank_that_waits_for_nobody_is_named(stamps, logs, workers):
+    both = [workers(0, "/x/sums.py", 0.2, "wait_for(lambda: time.sleep(600))"), workers(1, "/x/mine.py", 600)]
+    first = watched(stamps, logs, both[0], 0.2)
+    assert [worker.wait(10) for worker in both] == [-9, -9]
+    assert first.rank == 1 and not first.suffered
     assert not first.was_killed  # which could be taken for the end of a job that was asked to stop
     one, other = first.message.splitlines()
     assert one.endswith(" in step 3: it is at /x/mine.py:1 (<module>)"), one
@@ -123,19 +103,15 @@ def test_the_hanging_rank_that_waits_for_nobody_is_named(tmp_path, stamps, worke
     assert "most recent call first" in (logs / "rank0.log").read_text()
 
 
-def test_a_process_that_is_stopped_hangs_whatever_it_does(tmp_path, stamps, workers):
-    (logs := tmp_path / "logs").mkdir()
+def test_a_process_that_is_stopped_hangs_whatever_it_does(stamps, logs, workers, monkeypatch):
+    monkeypatch.setattr(hangs, "_STACKS_S", 0.5)  # which it does not write
     worker = workers(0, "/x/mine.py", 600)
     psutil.Process(worker.pid).suspend()
-    watch = HangWatch(stamps, timeout_s=0.5)
-    while worker.poll() is None:
-        watch.look("job/0", logs)
-    first = failures.first_failure({}, logs, "job/0")
-    assert first is not None and first.message.endswith(": its process is stopped, as SIGSTOP does")
+    said = watched(stamps, logs, worker, 0.5).message
+    assert said.endswith(": its process is stopped, as SIGSTOP does")
 
 
-def test_no_worker_counts_as_hanging_once_another_is_gone(tmp_path, stamps, workers):
-    (logs := tmp_path / "logs").mkdir()
+def test_no_worker_counts_as_hanging_once_another_is_gone(stamps, logs, workers):
     gone, late = workers(0, "/x/mine.py", 600), workers(1, "/x/mine.py", 0.0)
     watch = HangWatch(stamps, timeout_s=0.2)
     watch.look("job/0", logs)
@@ -146,24 +122,21 @@ def test_no_worker_counts_as_hanging_once_another_is_gone(tmp_path, stamps, work
     assert late.poll() is None and not failures.error_file(logs, 1).exists()
 
 
-def test_time_in_which_the_watch_was_suspended_counts_for_nobody(tmp_path, stamps, workers, monkeypatch):
-    (logs := tmp_path / "logs").mkdir()
-    worker = workers(0, "/x/mine.py", 30)
-    watch = HangWatch(stamps, timeout_s=30)
+def test_time_in_which_the_watch_was_suspended_counts_for_nobody(stamps, logs, workers, monkeypatch):
+    worker, watch = workers(0, "/x/mine.py", 30), HangWatch(stamps, timeout_s=30)
     watch.look("job/0", logs)
-    began = watch._looked
-    monkeypatch.setattr("time.monotonic", lambda: began + 3600)
+    monkeypatch.setattr("time.monotonic", lambda began=watch._looked: began + 3600)
     watch.look("job/0", logs)
     assert worker.poll() is None
 
 
 def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    script = (
-        "import os\n"
-        "from graphmoe.runtime.launch.hangs import watching\n"
-        "with watching(9.0): os.kill(os.getpid(), 9)"
-    )
+    script = """
+import os
+from graphmoe.runtime.launch.hangs import watching
+with watching(9.0): os.kill(os.getpid(), 9)
+"""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, check=False)
@@ -176,86 +149,46 @@ def test_the_folder_of_a_launcher_that_was_killed_is_removed_by_the_next_one(tmp
     assert [*tmp_path.iterdir()] == [young]
 
 
-NAMES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_FR_DUMP_TEMP_FILE",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
-    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
-)
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    for name in (*NAMES, STAMPS):
-        monkeypatch.setenv(name, "")  # so that it is taken away afterwards, whoever sets it
-        del os.environ[name]
-
-
-def found() -> dict[str, str]:
-    return {name: os.environ[name] for name in NAMES if name in os.environ}
-
-
-def test_the_file_is_named_when_the_folder_is_known(tmp_path, monkeypatch):
-    monkeypatch.setenv(STAMPS, "/dev/shm/stamps")
+def test_the_recorder_is_set_but_for_what_the_user_has_set(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", found := {STAMPS: "/dev/shm/stamps"})
     set_flight_recorder(None)
     before = {
+        STAMPS: "/dev/shm/stamps",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/dev/shm/stamps/flight_recorder.",
     }
-    assert found() == before
-    set_flight_recorder(tmp_path)
-    assert found() == {**before, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight_recorder.rank"}
-
-
-def test_what_the_user_has_set_by_either_name_stays(tmp_path, monkeypatch):
+    assert found == before
+    set_flight_recorder(tmp_path)  # the folder is known now
+    assert found == {**before, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight_recorder.rank"}
     mine = {
         "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine/rank_",
     }
-    for name, value in mine.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.environ", found := dict(mine))
     set_flight_recorder(tmp_path)
-    assert found() == mine
+    assert found == mine
 
 
-class Worker(threading.Thread):
-    """Thread that makes the pipe as torch does, and dumps when something comes."""
+def test_workers_with_a_pipe_dump_when_they_are_asked(stamps, logs, monkeypatch):
+    monkeypatch.setattr("os.environ", {})
 
-    def __init__(self, stamps: Path, log_dir: Path, rank: int, takes_s: float = 0.0) -> None:
-        super().__init__(daemon=True)
-        pipe = stamps / f"flight_recorder.{rank}.pipe"
-        os.mkfifo(pipe)
-        self.pipe = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        self.takes_s = takes_s
-        self.dump, self.stop = log_dir / f"{NAME}{rank}", threading.Event()
+    def dump_when_asked(pipe: int, dump: Path) -> None:
+        os.read(pipe, 128)
+        dump.write_bytes(b"dump")
 
-    def run(self) -> None:
-        while not self.stop.wait(0.05):
-            if os.read(self.pipe, 128):
-                time.sleep(self.takes_s)
-                self.dump.write_bytes(b"dump")
-                break
-        os.close(self.pipe)
-
-
-def test_workers_with_a_pipe_dump_when_they_are_asked(tmp_path):
-    (stamps := tmp_path / "stamps").mkdir()
-    (logs := tmp_path / "logs").mkdir()
-    workers = [Worker(stamps, logs, rank) for rank in (0, 2)]
-    for worker in workers:
-        worker.start()
-    os.mkfifo(stamps / "flight_recorder.1.pipe")  # of a worker that is gone
+    for rank in (0, 1, 2):
+        os.mkfifo(pipe := stamps / f"flight_recorder.{rank}.pipe")
+        if rank != 1:  # that one is of a worker that is gone
+            asked = os.open(pipe, os.O_RDWR), logs / f"{NAME}{rank}"
+            threading.Thread(target=dump_when_asked, args=asked, daemon=True).start()
     ask_for_dumps(stamps, range(4), logs)
-    assert dumps_since(0.0, logs) == {0: workers[0].dump, 2: workers[1].dump}
-    for worker in workers:
-        worker.join(5)
+    assert dumps_since(0.0, logs) == {rank: logs / f"{NAME}{rank}" for rank in (0, 2)}
 
 
-def test_an_error_names_the_dumps_of_its_job_in_the_order_of_ranks(tmp_path):
+def test_an_error_names_the_dumps_of_its_job_in_the_order_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.environ", {})
     for rank in (10, 2, 0):
         (tmp_path / f"{NAME}{rank}").write_bytes(b"dump")
     os.utime(tmp_path / f"{NAME}0", (100, 100))  # of a job before

@@ -16,7 +16,7 @@ from graphmoe.runtime import ranks as places
 from graphmoe.runtime.launch import meeting
 from graphmoe.runtime.launch.failures import RunFailed
 from graphmoe.runtime.launch.meeting import store_of_nodes, store_of_ranks
-from graphmoe.runtime.launch.nodes import Nodes, find_nodes, num_pods, started_by
+from graphmoe.runtime.launch.nodes import Nodes, find_nodes, is_first_node, num_nodes, num_pods, started_by
 from tests.runs import config
 
 FORK = multiprocessing.get_context("fork")
@@ -53,20 +53,22 @@ def join(name: str, folder: Path, environment: dict[str, str]) -> None:
 
 def results(folder: Path, ranks: dict[str, dict[str, str]]) -> dict[str, tuple[int, str]]:
     """Start ranks one after the other; return status and output of each: whom it met, else what it said."""
-    processes = {}
-    for name, environment in ranks.items():
-        processes[name] = FORK.Process(target=join, args=(name, folder, environment), daemon=True)
-        processes[name].start()
-        processes[name].join(0.2)  # whoever hosts a store does before the next one looks for it
+    processes = {name: FORK.Process(target=join, args=(name, folder, each)) for name, each in ranks.items()}
+    for process in processes.values():
+        process.daemon = True
+        process.start()
+        process.join(0.2)  # whoever hosts a store does before the next one looks for it
     end = time.monotonic() + 30
     while any(process.is_alive() and not (folder / name).exists() for name, process in processes.items()):
         assert time.monotonic() < end
         time.sleep(0.01)
     (folder / "end").touch()
-    for process in processes.values():
+    found = {}
+    for name, process in processes.items():
         process.join(10)
-    files = {name: folder / name if (folder / name).exists() else folder / f"{name}.err" for name in ranks}
-    return {name: (processes[name].exitcode, file.read_text()) for name, file in files.items()}
+        met, said = folder / name, folder / f"{name}.err"
+        found[name] = process.exitcode, (met if met.exists() else said).read_text()
+    return found
 
 
 @pytest.mark.parametrize("at_one_port", [False, True])
@@ -104,19 +106,16 @@ def test_a_store_of_others_or_none_is_one_line(endpoint, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
     store = store_of_ranks(0, 2, endpoint, "", "go elsewhere")
     assert store_of_ranks(1, 2, endpoint, "", "go elsewhere").get("graphmoe/run") == store.get("graphmoe/run")
+    another = f"another run meets at {endpoint}: without a name of 2 ranks, and this is"
     for size, run, said in (
-        (2, "", "two processes are rank 1 of the run that meets at {}; go elsewhere"),
-        (3, "", "another run meets at {}: without a name of 2 ranks, and this is without a name of 3 ranks"),
-        (
-            2,
-            "b",
-            "another run meets at {}: without a name of 2 ranks, and this is b of 2 ranks; go elsewhere",
-        ),
+        (2, "", f"two processes are rank 1 of the run that meets at {endpoint}; go elsewhere"),
+        (3, "", f"{another} without a name of 3 ranks"),
+        (2, "b", f"{another} b of 2 ranks; go elsewhere"),
     ):
-        with pytest.raises(RunFailed) as error:
+        with pytest.raises(RunFailed, match=f"^{said}"):
             store_of_ranks(1, size, endpoint, run, "go elsewhere")
-        assert str(error.value).startswith(said.format(endpoint))
-    monkeypatch.setattr(meeting, "_ANSWER_S", 0.3)
+    for limit in ("_ANSWER_S", "_SILENT_S"):
+        monkeypatch.setattr(meeting, limit, 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RunFailed, match=f"what listens at {at} is not the store of a run .*; elsewhere"):
@@ -139,6 +138,10 @@ def test_nodes_say_within_seconds_what_they_wait_for(endpoint, monkeypatch, capl
             other.__enter__()
 
 
+ALONE = {"WORLD_SIZE": ""}
+OF_STEP = {**ALONE, "SLURM_STEP_NUM_NODES": "2"}
+
+
 @pytest.mark.parametrize(
     ("variables", "launch", "found"),
     [
@@ -147,12 +150,16 @@ def test_nodes_say_within_seconds_what_they_wait_for(endpoint, monkeypatch, capl
         ({"RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2"}, LaunchConfig(nproc=8), (2, False, "127.")),
         ({"SLURM_STEP_NUM_NODES": ""}, LaunchConfig(nodes=2), (2, False, "127.0.0.1:23456")),
         ({"WORLD_SIZE": "1", "RANK": "0"}, LaunchConfig(nproc=8), (1, True, "127.0.0.1:0")),
-        ({"WORLD_SIZE": "", "SLURM_STEP_NUM_NODES": ""}, LaunchConfig(), (1, True, "127.0.0.1:0")),
+        ({**ALONE, "SLURM_STEP_NUM_NODES": ""}, LaunchConfig(), (1, True, "127.0.0.1:0")),
+        (ALONE, LaunchConfig(nodes=2, endpoint="127.0.0.1:1"), (2, True, "127.0.0.1:1")),
+        (ALONE, LaunchConfig(nodes=2, endpoint="nowhere.invalid:1"), (2, False, "nowhere.invalid:1")),
+        ({**OF_STEP, "SLURM_NODEID": "0"}, LaunchConfig(endpoint="localhost:1"), (2, True, "localhost:1")),
+        ({**OF_STEP, "SLURM_NODEID": "1"}, LaunchConfig(endpoint="localhost:1"), (2, False, "localhost:1")),
         ({"WORLD_SIZE": "16", "PET_NNODES": "2"}, LaunchConfig(), "on 2 pods, .*; use launch.nproc=8"),
         ({}, LaunchConfig(nodes=4), "launch.nodes=4, but the job has 2 pods"),
         ({"WORLD_SIZE": "two"}, LaunchConfig(), "WORLD_SIZE=two in the environment must be a number"),
-        ({"SLURM_STEP_NUM_NODES": "2", "WORLD_SIZE": ""}, LaunchConfig(), "SLURM_NODEID is not set"),
-        ({"SLURM_STEP_NUM_NODES": "2", "WORLD_SIZE": ""}, LaunchConfig(nodes=4), "the Slurm step has 2"),
+        (OF_STEP, LaunchConfig(), "SLURM_NODEID is not set"),
+        (OF_STEP, LaunchConfig(nodes=4), "the Slurm step has 2"),
     ],
 )
 def test_nodes_are_those_of_a_slurm_step_or_pods(monkeypatch, variables, launch, found):
@@ -163,6 +170,8 @@ def test_nodes_are_those_of_a_slurm_step_or_pods(monkeypatch, variables, launch,
         return
     nodes = find_nodes(launch)
     assert (nodes.count, nodes.is_first) == found[:2] and nodes.endpoint.startswith(found[2])
+    assert launch.nodes != "auto" or (num_nodes(), is_first_node()) == found[:2]
+    assert nodes.count == 1 or "SLURM_NODEID" in variables or nodes.job == f"graphmoe-{nodes.endpoint}"
 
 
 def test_a_worker_of_a_pod_is_its_only_rank(monkeypatch):

@@ -7,22 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from graphmoe.config.schema import LaunchConfig
-from graphmoe.runtime.launch.nodes import (
-    find_nodes,
-    interface_of,
-    is_first_node,
-    listen_at,
-    num_nodes,
-    run_name,
-    set_meeting_place,
-)
+from graphmoe.runtime.launch import nodes
 from tests.faults import STEP_S
 from tests.faults import WORDS as FAULTY
 from tests.runs import ROOT, TINY, summary
@@ -49,9 +41,6 @@ class Network:
         ip(f"-n {self.name} link set {self.name}b up")
         ip(f"-n {self.name} link set lo up")
 
-    def remove(self) -> None:
-        ip(f"netns delete {self.name}")
-
     def inside(self, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.name, *command]
 
@@ -71,31 +60,28 @@ def network() -> Iterator[Network]:
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespace can be made here: {error}")
     yield made
-    made.remove()
+    ip(f"netns delete {made.name}")
 
 
 @pytest.fixture
-def started(tmp_path) -> Iterator[list[subprocess.Popen]]:
-    processes: list[subprocess.Popen] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def start(tmp_path) -> Iterator:
+    started: list[subprocess.Popen] = []
+
+    def begin(*words: str, prefix: Sequence[str] = ()) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_S: "0.05"}
+        line, pipe = [*prefix, sys.executable, "-m", "graphmoe.train", *WORDS, *words], subprocess.PIPE
+        started.append(subprocess.Popen(line, cwd=tmp_path, env=environment, stderr=pipe, text=True))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.terminate()  # nothing if it has ended
+        process.wait(60)
 
 
-def start(folder: Path, *words: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), STEP_S: "0.05"}
-    command = [*prefix, sys.executable, "-m", "graphmoe.train", *WORDS, *words]
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_rows(folder: Path, count: int, *processes: subprocess.Popen) -> None:
+def wait_for_two_rows(folder: Path, *processes: subprocess.Popen) -> None:
     path, end = folder / "run" / "metrics.jsonl", time.monotonic() + 90
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
+    while not path.exists() or path.read_bytes().count(b"\n") < 2:
         ended = [process for process in processes if process.poll() is not None]
         assert not ended and time.monotonic() < end, [process.communicate()[1] for process in ended]
         time.sleep(0.05)
@@ -109,9 +95,9 @@ def ports_of(process: subprocess.Popen) -> set[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, started, restarts):
-    started.append(run := start(tmp_path, f"launch.max_restarts={restarts}"))
-    wait_for_rows(tmp_path, 2, run)
+def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, start, restarts):
+    run = start(f"launch.max_restarts={restarts}")
+    wait_for_two_rows(tmp_path, run)
     listening = ports_of(run)
     assert listening and {host for host, _ in listening} == {"127.0.0.1"}
     for _, port in listening:
@@ -120,25 +106,23 @@ def test_nobody_outside_reaches_a_run_on_one_node(tmp_path, network, started, re
 
 
 @pytest.mark.slow
-def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, started):
+def test_two_nodes_listen_at_the_address_that_is_named_only(tmp_path, network, start):
     words = ("launch.nodes=2", f"launch.endpoint={network.here}:{PORT}", "train.global_batch_size=8")
-    inside = tuple(network.inside())
-    started.append(first := start(tmp_path, *words))
-    started.append(second := start(tmp_path, *words, prefix=inside))
-    wait_for_rows(tmp_path, 2, first, second)
+    first, second = nodes = start(*words), start(*words, prefix=network.inside())
+    wait_for_two_rows(tmp_path, *nodes)
     listening = ports_of(first)
     assert (network.here, PORT) in listening and {host for host, _ in listening} == {network.here}
     assert network.reaches(network.here, PORT)
     assert not any(network.reaches(network.beside, port) for _, port in listening)
-    for process in started:
-        process.send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=60)[1] for process in started]
-    assert [process.returncode for process in started] == [128 + signal.SIGTERM, 0], said
+    for node in nodes:
+        node.terminate()
+    said = [node.communicate(timeout=60)[1] for node in nodes]
+    assert (first.returncode, second.returncode) == (128 + signal.SIGTERM, 0), said
     assert summary(tmp_path / "run")["stopped_by"] == "SIGTERM"
 
 
 def nodes_at(endpoint: str):
-    return find_nodes(LaunchConfig(nodes=2, endpoint=endpoint))
+    return nodes.find_nodes(LaunchConfig(nodes=2, endpoint=endpoint))
 
 
 def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, monkeypatch):
@@ -146,7 +130,7 @@ def test_a_node_is_reached_at_its_address_on_the_way_to_the_endpoint(network, mo
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     there = nodes_at(f"{network.there}:{PORT}")
     assert (there.address, there.is_first) == (network.here, False)
-    assert interface_of(network.here) == f"{network.name}a"
+    assert nodes.interface_of(network.here) == f"{network.name}a"
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", f"{network.name}a")
     assert nodes_at(f"127.0.0.1:{PORT}").address == network.here
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -157,31 +141,13 @@ def test_a_name_that_stands_for_loopback_on_its_own_machine_names_no_address(mon
     real = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **named: real("127.0.1.1", *rest, **named))
     monkeypatch.setattr(socket, "gethostname", lambda: "node0")
-    nodes = nodes_at("node0:0")
-    assert (nodes.address, nodes.is_first) == (None, True)
-    with listen_at("node0:0") as listener:
+    here = nodes_at("node0:0")
+    assert (here.address, here.is_first) == (None, True)
+    with nodes.listen_at("node0:0") as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
     assert "node0:0 stands for no address of this node" in caplog.text
-    with listen_at("localhost:0") as listener:
+    with nodes.listen_at("localhost:0") as listener:
         assert listener.getsockname()[0] == "127.0.1.1"
-
-
-POD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod0", "MASTER_PORT": "1"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "found"),
-    [
-        ({"SLURM_STEP_NUM_NODES": "", "SLURM_NODEID": ""}, (1, True)),
-        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0"}, (2, True)),
-        ({"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}, (2, False)),
-        (POD, (2, False)),
-        ({**POD, "RANK": "0"}, (2, True)),
-    ],
-)
-def test_the_first_node_is_known_by_its_variables(monkeypatch, variables, found):
-    monkeypatch.setattr("os.environ", variables)
-    assert (num_nodes(), is_first_node()) == found
 
 
 def test_empty_variables_of_starters_count_as_not_set(monkeypatch):
@@ -189,5 +155,5 @@ def test_empty_variables_of_starters_count_as_not_set(monkeypatch):
     places = []
     for empty in ((), ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE")):
         monkeypatch.setattr("os.environ", {**ranks, **dict.fromkeys(empty, "")})
-        places.append((set_meeting_place(LaunchConfig()), run_name()))
+        places.append((nodes.set_meeting_place(LaunchConfig()), nodes.run_name()))
     assert places[0] == places[1]

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -20,20 +21,12 @@ FULL = ("graph.scope=full_iteration",)
 LAYERS = pytest.param(("graph.scope=layer", *COMPILED, "compile.cache=false"), marks=pytest.mark.slow)
 
 
-class CountingMaker(GraphMaker):
-    """Maker of graphs with as many nodes as are given here, one after the other."""
-
-    def __init__(self, *counts: int | None) -> None:
-        self.counts = list(counts)
-
-    def make(self, run, given=(), pool=0):
-        return SimpleNamespace(nodes=self.counts.pop(0))
-
-
 def span_of(unit: str, *counts: int | None) -> Span:
-    span, maker = Span(unit, (unit,)), CountingMaker(*counts)
-    for _ in counts:
-        span.make(maker, lambda: ())
+    """A span of graphs with so many nodes each."""
+    span = Span(unit, (unit,))
+    for count in counts:
+        graph = SimpleNamespace(nodes=count)
+        span.make(SimpleNamespace(make=lambda *_, graph=graph: graph), lambda: ())
     return span
 
 
@@ -74,11 +67,8 @@ def test_tensors_may_move_before_the_capture_and_not_after_and_the_error_names_t
     norm, router = model.layers[1].attn.norm, model.routers()[0]
     gradient = vars(optimizer.gradient_of(norm.weight))
 
-    def as_parameter(old: torch.Tensor) -> nn.Parameter:
-        return nn.Parameter(old.detach().clone())
-
     moves = {
-        "layers.1.attn.norm.weight": (norm._parameters, "weight", as_parameter),
+        "layers.1.attn.norm.weight": (norm._parameters, "weight", lambda old: nn.Parameter(old.clone())),
         r"layers\.1\..*selection_bias": (router._buffers, "selection_bias", torch.clone),
         "the gradient of layers.1.attn.norm.weight": (gradient, "total", torch.clone),
         "the optimizer's exp_avg_sq": (optimizer.families[0].moments, "exp_avg_sq", torch.clone),
@@ -96,9 +86,8 @@ def test_tensors_may_move_before_the_capture_and_not_after_and_the_error_names_t
         trainer._train_step()
     gradient["total"] = gradient["total"].clone()
     del optimizer.applied
-    with pytest.raises(
-        RuntimeError, match=r"^the .* and 1 more moved .* change tensors in place, such as by copy_$"
-    ):
+    message = r"^the .* and 1 more moved .* change tensors in place, such as by copy_$"
+    with pytest.raises(RuntimeError, match=message):
         trainer._train_step()
     trainer.loader.close()
 
@@ -145,16 +134,16 @@ def test_a_new_program_warms_up_and_ends_the_graph_before_it_and_one_without_gra
 
 
 def test_graphs_that_are_dropped_give_their_pools_back_and_later_ones_have_pools_of_their_own(monkeypatch):
-    said, maker = [], GraphMaker(torch.device("cuda"))
+    said, maker, handles = [], GraphMaker(torch.device("cuda")), iter("abc")
 
+    @dataclass(eq=False)
     class Recorded:
-        def __init__(self, run, pool) -> None:
-            self.pool = pool
+        run: object
+        pool: str
 
         def release(self) -> None:
             said.append(f"end a graph of {self.pool}")
 
-    handles = iter("abc")
     monkeypatch.setattr(graphs, "DeviceGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
@@ -179,15 +168,12 @@ def test_a_step_that_reads_what_it_was_given_and_not_the_buffers_is_found_out():
 
 
 def test_metrics_are_written_a_step_late_and_completely(tmp_path):
-    words = ("train.steps=7", "train.val_batches=0", "checkpoint.interval=0", "train.log_interval=2")
-    trainer = trainer_in(tmp_path, *words, *FULL)
-    written = []
-    for _ in range(7):
+    trainer = trainer_in(tmp_path, *UNREAD[1:3], *FULL, "train.steps=7", "train.log_interval=2")
+    for written in (0, 1, 2, 2, 4, 4, 7):  # the last step is written at once
         trainer._train_step()
-        written.append(len(metrics(tmp_path)))
-    assert written == [0, 1, 2, 2, 4, 4, 7]  # the last step is written at once
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 8))
-    assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in metrics(tmp_path))
+        assert len(rows := metrics(tmp_path)) == written
+    assert [row["step"] for row in rows] == list(range(1, 8))
+    assert all(row["tokens"] == 4 * 16 * row["step"] and row["step_s"] > 0 for row in rows)
     trainer.loader.close()
 
 
@@ -230,8 +216,5 @@ def test_a_run_with_bad_steps_validations_and_a_signal_goes_on_as_if_nothing_was
     assert sorted(row["step"] for row in rows if "val_loss" in row) == [1, 3, 6, 9, 10]
     assert len({row["lr"] for row in steps}) == 8  # a skipped step does not advance the schedule
     assert numbers(tmp_path / "captured") == numbers(tmp_path / "plain")
-    plain, replayed = (
-        final_state(tmp_path / name / "checkpoints", tmp_path / f"{name}_scratch", *words)
-        for name in ("plain", "captured")
-    )
-    assert_same_state(plain, replayed)
+    folders = [(tmp_path / name / "checkpoints", tmp_path / f"{name}_") for name in ("plain", "captured")]
+    assert_same_state(*(final_state(*each, *words) for each in folders))

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from graphmoe.ops.gradients import Gradient
 from graphmoe.passes import PASSES, select_passes
 from graphmoe.passes.base import PassRunner
 from graphmoe.runtime.compile import graphs as unit_graphs
+from graphmoe.runtime.compile import report as unit_report
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.torch_compat import joint_graph
 from graphmoe.segments import Segment, run_segments
@@ -28,14 +30,15 @@ def model_of(*overrides: str) -> nn.Module:
     return build_model(run.model, device=torch.device("cpu"), dtype=torch.float32, seed=0, execution=run.moe)
 
 
-def batch(seq_len: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(0, 64, (2, seq_len + 1), generator=torch.Generator().manual_seed(1))
+def batch(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 64, (2, 16 + 1), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def executor(*overrides: str) -> CompiledSegments:
+def executor(*overrides: str, **named: Any) -> CompiledSegments:
+    """An executor with the passes of a run; ``named`` is for it."""
     passes = config(*overrides).passes
-    return CompiledSegments(PassRunner(select_passes(passes, {})))
+    return CompiledSegments(PassRunner(select_passes(passes, {})), **named)
 
 
 def gradients(model: nn.Module, *execute: CompiledSegments):
@@ -84,8 +87,7 @@ def test_a_balance_loss_beside_a_large_bias_has_the_gradient_of_the_plain_router
     (_, of_plain, expected), (_, of_compiled, gradient) = found
     assert_forward_close(of_compiled, of_plain)
     assert_gradient_close(gradient, expected)
-    (report,) = made.reports
-    matches = {row.name: row.matches for row in report.passes}
+    matches = {row.name: row.matches for report in made.reports for row in report.passes}
     assert matches.get("fuse_router", 0) == (not words)
 
 
@@ -102,32 +104,27 @@ def test_layers_alike_share_one_compilation_and_nothing_is_compiled_after_the_fi
     used = {report.unit: report.shared_by for report in compiled.reports}
     assert used["attn..moe_combine"] == 3 * used["attn..mlp"] > 0
     model, before = model_of("model.num_layers=4"), len(compiled.reports)
-    torch.compiler.set_stance("fail_on_recompile")  # should Dynamo take part one day
-    try:
+    with torch.compiler.set_stance("fail_on_recompile"):  # should Dynamo take part one day
         for _ in range(3):
             gradients(model, compiled)
-    finally:
-        torch.compiler.set_stance("default")
     assert len(compiled.reports) == before and not compiled.recompiled
 
 
-def test_another_shape_compiles_again_and_says_which_tensor_changed(caplog):
+def test_another_shape_compiles_again_and_says_which_tensor_changed(caplog, as_traced):
     made = executor()
     head = model_of().loss_head
     for seq_len in (4, 4, 5):
         tensors = {"x": torch.randn(2, seq_len, 16), "labels": torch.zeros(2, seq_len, dtype=torch.long)}
         with torch.no_grad():
             made(head.segments(head.norm), tensors, ("cross_entropy",))
-    assert made.recompiled == 1
-    assert (
-        "loss is compiled again: x was torch.float32 [2, 4, 16] and is torch.float32 [2, 5, 16]"
-        in caplog.text
-    )
+    said = "loss is compiled again: x was torch.float32 [2, 4, 16] and is torch.float32 [2, 5, 16]"
+    assert made.recompiled == 1 and said in caplog.text
 
 
 @pytest.mark.slow
 def test_each_graph_is_differentiated_once(monkeypatch):
     traced = []
+    monkeypatch.setattr(unit_report, "compile_graph", lambda graph: graph)
     monkeypatch.setattr(unit_graphs, "joint_graph", lambda *given: traced.append(1) or joint_graph(*given))
     made = executor()
     model_of().loss(*batch(), made)
@@ -135,22 +132,28 @@ def test_each_graph_is_differentiated_once(monkeypatch):
     assert len(traced) == len(made.reports) + sum(row.matches > 0 for row in rows)
 
 
-def test_no_cache_of_torch_is_bypassed(compiled):
+def test_caches_are_used_and_the_last_pass_counts_kept_bytes(compiled):
     for report in compiled.reports:
         assert report.cache["fx_bypasses"] == report.cache["aot_bypasses"] == 0, report.unit
         assert report.cache["fx_hits"] + report.cache["fx_misses"] == report.graphs, report.unit
+        fusions = [row.saved_bytes_after for row in report.passes if row.saved_bytes_after is not None]
+        assert fusions[-1:] in ([], [report.kept_bytes]), report.unit  # measured in test_recompute
+        assert report.kept_bytes > 0 or report.unit == "embed" or not fusions
 
 
 SECOND_PROCESS = """
 import json, torch
 torch.set_num_threads(1)
-from tests.runtime.test_compiled import executor, gradients, model_of
+from tests.runtime.test_compiled import executor, gradients, model_of, passes_of
 made = executor()
 with torch._functorch.config.patch(strict_autograd_cache=True):
     gradients(model_of("model.num_layers=4"), made)
-rows = [[r.unit, r.cache, [[p.name, p.matches, p.nodes_after] for p in r.passes]] for r in made.reports]
-print(json.dumps([made.runner.uuid(), rows]))
+print(json.dumps([made.runner.uuid(), passes_of(made), [r.cache for r in made.reports]]))
 """
+
+
+def passes_of(made: CompiledSegments) -> list[object]:
+    return [[r.unit, *([p.name, p.matches, p.nodes_after] for p in r.passes)] for r in made.reports]
 
 
 @pytest.mark.slow
@@ -158,32 +161,9 @@ def test_a_second_process_finds_everything_in_the_caches_and_reports_the_same_pa
     line = [sys.executable, "-c", SECOND_PROCESS]
     run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    uuid, rows = json.loads(run.stdout.splitlines()[-1])
-    assert uuid == compiled.runner.uuid()
-    first = compiled.reports
-    assert [unit for unit, _, _ in rows] == [report.unit for report in first]
-    for (unit, cache, passes), report in zip(rows, first, strict=True):
-        assert cache["fx_misses"] == cache["aot_misses"] == 0 < cache["fx_hits"], unit
-        assert passes == [[p.name, p.matches, p.nodes_after] for p in report.passes]
-
-
-def test_the_bytes_that_the_report_counts_are_those_that_the_forward_keeps(compiled):
-    for code, report in compiled._codes.values():
-        fusions = [row for row in report.passes if row.saved_bytes_after is not None]
-        if not fusions:
-            continue
-        nodes = code.graphs.forward.graph.find_nodes(op="placeholder")
-        inputs = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in nodes]
-        with torch.no_grad():
-            results = code.graphs.forward(*inputs)
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in inputs}
-        kept = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in results[code.graphs.num_outputs :]
-        }
-        measured = sum(size for pointer, size in kept.items() if pointer not in held)
-        assert measured == fusions[-1].saved_bytes_after, report.unit
-        assert measured > 0 or report.unit == "embed"
+    assert json.loads(run.stdout.splitlines()[-1])[:2] == [compiled.runner.uuid(), passes_of(compiled)]
+    for cache in json.loads(run.stdout.splitlines()[-1])[2]:
+        assert cache["fx_misses"] == cache["aot_misses"] == 0 < cache["fx_hits"]
 
 
 class Scale(nn.Module):
@@ -200,58 +180,63 @@ class Scale(nn.Module):
 SPLIT = [spec for spec in PASSES if spec.name == "split_backward"]
 
 
+def executor_of(*gradients: tuple[Scale, Gradient]) -> CompiledSegments:
+    """An executor that only splits backwards, and whose units add to these gradients, if there are any."""
+    found = {id(scale.weight): gradient for scale, gradient in gradients}
+    return CompiledSegments(PassRunner(SPLIT), (lambda p: found[id(p)]) if gradients else None)
+
+
+def of(scale: nn.Module, name: str = "attn", **named: str) -> Segment:
+    return Segment(name, scale, ("x",), ("x",), **named)
+
+
+def full_of_nan() -> Gradient:
+    return Gradient(torch.full((4,), math.nan))
+
+
+UNITS = {"one unit": {}, "two units": {"stream": "comm"}}
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_weight_of_two_segments_gets_both_gradients(accumulates):
-    scale = Scale()
-    segments = [Segment("attn", scale, ("x",), ("x",)), Segment("mlp", scale, ("x",), ("x",))]
-    gradient = Gradient(torch.full((4,), math.nan))
-    made = CompiledSegments(PassRunner(SPLIT), (lambda p: gradient) if accumulates else None)
+@pytest.mark.parametrize("units", UNITS)
+def test_a_weight_of_two_segments_gets_both_gradients(request, units, accumulates):
+    if units == "two units":
+        request.getfixturevalue("as_traced")
+    sums = {scale: full_of_nan() for scale in (Scale(), Scale())}
+    shared, own = sums
+    segments = [of(nn.Sequential(shared, own)), of(shared, "mlp", **UNITS[units])]
+    made = executor_of(*sums.items()) if accumulates else executor_of()
     x = torch.randn(3, 5, 4, requires_grad=True)
     (expected,) = run_segments(segments, {"x": x}, ("x",))
-    of_weight, of_x = torch.autograd.grad(expected.square().sum(), (scale.weight, x))
+    of_x, *of_weights = torch.autograd.grad(expected.square().sum(), (x, shared.weight, own.weight))
     for micro_batches in (1, 3, 2):
         for _ in range(micro_batches):
             (y,) = made(segments, {"x": x}, ("x",))
-            x.grad = scale.weight.grad = None
-            y.square().sum().backward()
+            x.grad = shared.weight.grad = own.weight.grad = None
+            y.square().sum().backward()  # that of mlp comes first
         assert_forward_close(y, expected)
         assert_gradient_close(x.grad, of_x)
-        assert (scale.weight.grad is None) == accumulates
-        if accumulates:
-            assert_gradient_close(gradient.total / micro_batches, of_weight)
+        for (scale, gradient), wanted in zip(sums.items(), of_weights, strict=True):
+            assert (scale.weight.grad is None) == accumulates
+            found = gradient.total / micro_batches if accumulates else scale.weight.grad
+            assert_gradient_close(found, wanted)
             gradient.finish()
-    assert [report.graphs for report in made.reports] == [4 if accumulates else 3]  # W again, to add
+    graphs = 4 if accumulates else 3  # W again, to add
+    assert [each.graphs for each in made.reports] == [graphs] * (1 + (units == "two units"))
 
 
-def test_a_unit_adds_to_the_gradient_that_another_unit_began_and_begins_its_own():
-    shared, own = Scale(), Scale()
-    segments = [
-        Segment("attn", nn.Sequential(shared, own), ("x",), ("x",)),
-        Segment("mlp", shared, ("x",), ("x",), stream="comm"),
-    ]
-    gradients = {id(m.weight): Gradient(torch.full((4,), math.nan)) for m in (shared, own)}
-    made = CompiledSegments(PassRunner(SPLIT), lambda p: gradients[id(p)])
+def test_a_gradient_that_could_not_be_made_leaves_nothing_to_be_added_to(as_traced):
+    scale, gradient = Scale(), full_of_nan()
+    made = executor_of((scale, gradient))
     x = torch.randn(3, 5, 4)
-    (expected,) = run_segments(segments, {"x": x}, ("x",))
-    wanted = torch.autograd.grad(expected.square().sum(), (shared.weight, own.weight))
-    (y,) = made(segments, {"x": x}, ("x",))
-    y.square().sum().backward()  # that of mlp comes first
-    for module, gradient in zip((shared, own), wanted, strict=True):
-        assert_gradient_close(gradients[id(module.weight)].total, gradient)
-
-
-def test_a_gradient_that_could_not_be_made_leaves_nothing_to_be_added_to():
-    scale, gradient = Scale(), Gradient(torch.full((4,), math.nan))
-    made = CompiledSegments(PassRunner(SPLIT), lambda p: gradient)
-    x = torch.randn(3, 5, 4)
-    (y,) = made([Segment("attn", scale, ("x",), ("x",))], {"x": x}, ("x",))
+    (y,) = made([of(scale)], {"x": x}, ("x",))
     ((code, _),) = made._codes.values()
     works = code._weights[False]
     code._weights[False] = None  # calling it raises
     with pytest.raises(TypeError):
         y.sum().backward()
     code._weights[False] = works
-    (y,) = made([Segment("attn", scale, ("x",), ("x",))], {"x": x}, ("x",))
+    (y,) = made([of(scale)], {"x": x}, ("x",))
     y.sum().backward()
     (wanted,) = torch.autograd.grad(scale(x).sum(), scale.weight)
     assert_gradient_close(gradient.total, wanted)
@@ -265,18 +250,16 @@ def test_only_graphs_that_change_their_inputs_are_not_timed(monkeypatch):
         return graph
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compiler)
-    made = CompiledSegments(PassRunner(SPLIT), lambda p: Gradient(torch.zeros(4)))
-    x = torch.randn(3, 5, 4, requires_grad=True)
-    (y,) = made([Segment("attn", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
+    scale, x = Scale(), torch.randn(3, 5, 4, requires_grad=True)
+    (y,) = executor_of((scale, full_of_nan()))([of(scale)], {"x": x}, ("x",))
     y.sum().backward()
     untimed = {"triton.autotune_pointwise": False}
     assert patches == [{}, {}, untimed]  # F, I and W
     assert set(untimed) <= set(torch._inductor.config.get_config_copy())
 
 
-def test_gradients_of_gradients_are_refused():
-    made = CompiledSegments(PassRunner([]))
+def test_gradients_of_gradients_are_refused(as_traced):
     x = torch.randn(3, 5, 4, requires_grad=True)
-    (y,) = made([Segment("mlp", Scale(), ("x",), ("x",))], {"x": x}, ("x",))
+    (y,) = executor_of()([of(Scale())], {"x": x}, ("x",))
     with pytest.raises(RuntimeError, match="no gradients of gradients; use compile.enabled=false"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphmoe.config.schema import RecomputeConfig, RunConfig
 from graphmoe.model.build import build_model
 from graphmoe.ops.fp8 import Stored
 from graphmoe.ops.fp8_mlp import reference
@@ -22,7 +23,6 @@ from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.weight_forms import STEPS, DelayedScales, WeightForm, WeightForms
 from graphmoe.runtime.overlap import Backward, Overlap
 from graphmoe.training.executor import pass_runner
-from graphmoe.training.trainer import Trainer
 from tests.distributed.training import as_traced as units_as_traced
 from tests.ops.test_fp8_mlp import decibels
 from tests.runs import COMPILED, QUIET, config, numbers, slow_but, train_in, trainer_in
@@ -37,77 +37,73 @@ SIZES = (
 RUN = config(*COMPILED, *SIZES, "precision.fp8=rowwise")
 
 
-def model_of() -> nn.Module:
+def model_of(run: RunConfig = RUN) -> nn.Module:
     cpu = torch.device("cpu")
-    return build_model(RUN.model, device=cpu, dtype=torch.float32, seed=0, execution=RUN.moe)
+    return build_model(run.model, device=cpu, dtype=torch.float32, seed=0, execution=run.moe)
 
 
-PRODUCTS = {"rowwise": (7, 14), "mxfp8": (4, 12)}
-"""Products of the dense layer whose sides are multiples of 16, or of 32; the least signal over noise."""
-Made = tuple[dict[str, Tensor], CompiledSegments, tuple[str, ...]]
+def executor_of(run: RunConfig, *arguments, **named) -> CompiledSegments:
+    return CompiledSegments(pass_runner(plan_of(run, 1), "torch"), *arguments, **named)
 
 
-@pytest.fixture(scope="module", params=PRODUCTS)
+BLOCKS = *(f"{word.partition('=')[0]}=128" for word in SIZES[1:]), "precision.fp8_products=[attn,mlp]"
+RECIPES = {
+    "rowwise": ((), 7, 14, ["fp8_rows", "fp8_columns"]),
+    "mxfp8": ((), 4, 12, ["mx_rows", "mx_columns"]),
+    "blockwise": (BLOCKS, 7, 14, ["fp8_squares", "fp8_squares_turned"]),
+}
+"""Words; products of the dense layer whose sides are multiples of 16, 32 or 128; the least signal over noise;
+operations that store weights."""
+Made = tuple[dict[str, Tensor], CompiledSegments, RunConfig]
+
+
+@pytest.fixture(scope="module", params=RECIPES)
 def of_fp8(request) -> Made:
-    """Gradients in 8 bits, what computed them, and the words of the run."""
-    words = *COMPILED, *SIZES, f"precision.fp8={request.param}"
-    made = CompiledSegments(pass_runner(plan_of(config(*words), 1), "torch"))
+    """Gradients in 8 bits, what computed them, and the run."""
+    run = config(*COMPILED, *SIZES, f"precision.fp8={request.param}", *RECIPES[request.param][0])
+    made = executor_of(run)
     with units_as_traced():
-        return gradients(model_of(), made)[1], made, words
+        return gradients(model_of(run), made)[1], made, run
 
 
 @pytest.mark.slow
 def test_gradients_are_close_to_those_of_the_plain_model(of_fp8):
-    found, made, (*_, recipe) = of_fp8
-    (_, wanted), (products, least) = gradients(model_of()), PRODUCTS[recipe.partition("=")[2]]
+    found, made, run = of_fp8
+    wanted, (_, products, least, _) = gradients(model_of(run))[1], RECIPES[run.precision.fp8]
     for name, gradient in found.items():
         assert decibels(gradient, wanted[name]) > least, name
     matches = {(r.unit, p.name): p.matches for r in made.reports for p in r.passes}
-    assert matches["attn..mlp", "fp8_linear"] == products
-    assert matches["attn..moe_combine", "fp8_experts"] == 1 and matches["loss", "fp8_linear"] == 0
-
-
-@pytest.mark.slow  # compiles a model
-def test_gradients_by_blocks_are_close_to_those_of_the_plain_model():
-    words = (*(f"{word.partition('=')[0]}=128" for word in SIZES[1:]), "precision.fp8_products=[attn,mlp]")
-    run = config(*COMPILED, "model.mtp_depth=0", *words, "precision.fp8=blockwise")
-    forms = WeightForms()
-    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)
-    given = {"device": torch.device("cpu"), "dtype": torch.float32, "seed": 0, "execution": run.moe}
-    models = [build_model(run.model, **given) for _ in range(2)]
-    found, wanted = gradients(models[0], made)[1], gradients(models[1])[1]
-    for name, gradient in found.items():
-        assert decibels(gradient, wanted[name]) > 14, name
-    matches = {(r.unit, p.name): p.matches for r in made.reports for p in r.passes}
-    weights = [w for w in models[0].layers[0].parameters() if w.dim() == 2]
-    even = sum(not any(size % 128 for size in w.shape) for w in weights)
-    assert matches["attn..mlp", "fp8_linear"] == even > 4
-    assert {operation for _, operation in forms._held} == {"fp8_squares", "fp8_squares_turned"}
+    assert matches["attn..mlp", "fp8_linear"] == products and matches["loss", "fp8_linear"] == 0
+    assert matches.get(("attn..moe_combine", "fp8_experts"), 0) == (run.precision.fp8 != "blockwise")
 
 
 @pytest.mark.slow
 def test_sums_over_micro_batches_are_those_of_the_gradients(of_fp8, as_traced):
-    model = model_of()
+    one, _, run = of_fp8
+    model, forms = model_of(run), WeightForms()
     sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
-    run, forms = config(*of_fp8[2]), WeightForms()
-    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), lambda p: sums[id(p)], weight_forms=forms)
+    made = executor_of(run, lambda p: sums[id(p)], weight_forms=forms)
     for _ in range(2):
         model.loss(*batch(), made).total.backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(sums[id(parameter)].total, 2 * of_fp8[0][name], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(sums[id(parameter)].total, 2 * one[name], rtol=1e-5, atol=1e-7)
     experts = {id(parameter) for parameter in model.parameters() if parameter.dim() == 3}
+    names = RECIPES[run.precision.fp8][-1]
+    assert {operation for _, operation in forms._held} >= {*names}
     stored = [operation for weight, operation in forms._held if weight in experts]
-    names = {"rowwise": ["fp8_rows", "fp8_columns"], "mxfp8": ["mx_rows", "mx_columns"]}
-    assert sorted(stored) == sorted(2 * names[run.precision.fp8]) and len(experts) == 2
+    assert sorted(stored) == (sorted(2 * names) if run.precision.fp8 != "blockwise" else [])
 
 
 @pytest.mark.slow
 def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8, as_traced):
-    again = config(*of_fp8[2], "recompute.segments=[attn,mlp,moe_experts,shared_experts]")
-    made = CompiledSegments(pass_runner(plan_of(again, 1), "torch"), recompute=Recompute.of(again.recompute))
-    _, found = gradients(model_of(), made)
-    assert all(gradient.equal(of_fp8[0][name]) for name, gradient in found.items())
-    kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, of_fp8[1])]
+    one, before, run = of_fp8
+    segments = RecomputeConfig(segments=["attn", "mlp", "moe_experts", "shared_experts"])
+    made = executor_of(run, recompute=Recompute.of(segments))
+    _, found = gradients(model_of(run), made)
+    assert all(gradient.equal(one[name]) for name, gradient in found.items())
+    if run.precision.fp8 == "blockwise":  # not of experts
+        return
+    kept = [{r.unit: r.kept_bytes for r in each.reports} for each in (made, before)]
     assert kept[0]["attn..moe_combine"] < kept[1]["attn..moe_combine"] / 3
     halves = [code.graphs.backward.inputs for code, _ in made._codes.values() if code.graphs.backward]
     both = Counter(node.target for half in halves for node in half.graph.nodes)
@@ -119,11 +115,8 @@ def test_gradients_of_a_forward_that_is_computed_again_have_the_same_bits(of_fp8
 def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp8(as_traced):
     words = (*COMPILED, *SIZES, "model.num_layers=4", "model.num_dense_layers=0", "precision.fp8=rowwise")
     runs = {"skips": config(*words, "precision.fp8_skip_layers=[0,-1]"), "plain": config(*words[:-1])}
-    made = {name: CompiledSegments(pass_runner(plan_of(run, 1), "torch")) for name, run in runs.items()}
-    cpu = torch.device("cpu")
-    model = build_model(
-        runs["skips"].model, device=cpu, dtype=torch.float32, seed=0, execution=runs["skips"].moe
-    )
+    made = {name: executor_of(run) for name, run in runs.items()}
+    model = model_of(runs["skips"])
     made["skips"].expect(model.segment_lists())
     gradients(model, made["skips"])
     assert made["skips"].num_expected == 1 + 4  # the update, embed, loss, and layers in two forms
@@ -136,7 +129,7 @@ def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp
     def of_layer(number: int, execute: CompiledSegments) -> list[Tensor]:
         layer, x = model.layers[number], torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
         layer.zero_grad()
-        y = layer(x.requires_grad_(), *model.rope(16, cpu), execute, number).x_BSD
+        y = layer(x.requires_grad_(), *model.rope(16, x.device), execute, number).x_BSD
         y.square().mean().backward()
         return [y.detach(), x.grad, *(weight.grad for weight in layer.parameters())]
 
@@ -146,17 +139,19 @@ def test_skipped_layers_have_code_of_their_own_with_the_bits_of_a_run_without_fp
 
 
 TRAINED = (
-    *(*COMPILED, *SIZES, "precision.fp8=rowwise", "compile.cache=false"),
-    *("train.micro_batch_size=1", "train.global_batch_size=2"),
-)
+    *COMPILED, *SIZES, "precision.fp8=rowwise", "compile.cache=false",
+    "train.micro_batch_size=1", "train.global_batch_size=2",
+)  # fmt: skip
 NUM_WEIGHTS = 7 + 9
 """Weights of the dense and of the MoE layer that are in products of 8 bits."""
+EARLY, AGAIN = "graph.warmup_steps=1", "recompute.segments=[attn,mlp,moe_experts]"
+STEP, LAYERS = ("graph.scope=full_iteration", EARLY), ("graph.scope=layer", EARLY, AGAIN)
 VARIANTS = {
-    "step": ("graph.scope=full_iteration", "graph.warmup_steps=1"),
-    "layers, again": (
-        *("graph.scope=layer", "graph.warmup_steps=1"),
-        "recompute.segments=[attn,mlp,moe_experts]",
-    ),
+    "rows": ("rowwise",),
+    "rows, step": ("rowwise", *STEP),
+    "rows, layers, again": ("rowwise", *LAYERS),
+    "tensors, step": ("tensorwise", *STEP),
+    "tensors, layers, again": ("tensorwise", *LAYERS),
 }
 
 
@@ -173,75 +168,44 @@ def stored(as_traced, monkeypatch) -> list[int]:
     return addresses
 
 
-def num_weights(stored: list[int], trainer: Trainer) -> int:
-    weights = {weight.data_ptr() for weight in trainer.optimizer.weights}
-    found = sum(address in weights for address in stored)
-    stored.clear()
-    return found
-
-
-def test_each_weight_is_stored_along_either_axis_once_a_step_and_once_a_validation(tmp_path, stored):
-    trainer = trainer_in(tmp_path, *TRAINED, *QUIET, "train.val_batches=2", "train.val_interval=0")
-    for count in (2, 1, 1):  # the first step, and the validation after it
-        trainer._train_step()
-        assert num_weights(stored, trainer) == count * 2 * NUM_WEIGHTS
-        assert trainer.plan.num_micro_batches == 2
-    trainer._validate()
-    assert num_weights(stored, trainer) == 2 * NUM_WEIGHTS
+TENSORWISE = (*TRAINED, "precision.fp8=tensorwise")
 
 
 @pytest.fixture(scope="module")
-def of_each_micro_batch(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("each") / "run"
-    with units_as_traced(), mock.patch.object(unit_graphs, "take_out_forms", lambda *_: ()):
-        train_in(folder, *TRAINED)
-    return folder
-
-
-@pytest.mark.parametrize("words", slow_but(VARIANTS, "layers, again"))
-def test_a_run_has_the_bits_of_one_that_stores_weights_in_each_micro_batch(
-    tmp_path, stored, of_each_micro_batch, words
-):
-    trainer = train_in(tmp_path / "run", *TRAINED, *words)
-    assert num_weights(stored, trainer) == 2 * NUM_WEIGHTS * (6 + 3)  # steps and validations
-    assert numbers(tmp_path / "run") == numbers(of_each_micro_batch)
-
-
-@pytest.fixture(scope="module")
-def of_tensors(tmp_path_factory) -> Path:
-    """A run whose products have one scale for a whole tensor, without a capture."""
-    folder = tmp_path_factory.mktemp("tensors") / "run"
+def plain(tmp_path_factory) -> dict[str, Path]:
+    """Runs without a capture: by scales of rows, which stores weights in each micro-batch, and of tensors."""
+    folders = {recipe: tmp_path_factory.mktemp(recipe) for recipe in ("tensorwise", "rowwise")}
     with units_as_traced():
-        train_in(folder, *TRAINED, "precision.fp8=tensorwise")
-    return folder
+        train_in(folders["tensorwise"], *TENSORWISE)
+        with mock.patch.object(unit_graphs, "take_out_forms", lambda *_: ()):
+            train_in(folders["rowwise"], *TRAINED)
+    return folders
 
 
-def test_a_run_by_scales_of_tensors_learns_as_one_by_scales_of_rows(of_tensors, of_each_micro_batch):
-    found, wanted = (
-        [row["loss"] for row in numbers(folder) if "loss" in row]
-        for folder in (of_tensors, of_each_micro_batch)
-    )
+@pytest.mark.parametrize("case", slow_but(VARIANTS, "rows", "rows, layers, again", "tensors, step"))
+def test_weights_are_stored_once_a_step_with_the_same_bits(tmp_path, stored, plain, case):
+    recipe, *words = case
+    trainer = train_in(tmp_path, *TRAINED, f"precision.fp8={recipe}", *words)
+    assert numbers(tmp_path) == numbers(plain[recipe])
+    if recipe == "rowwise":  # along either axis, in steps and validations
+        weights = {weight.data_ptr() for weight in trainer.optimizer.weights}
+        assert sum(address in weights for address in stored) == 2 * NUM_WEIGHTS * (6 + 3)
+
+
+def test_a_run_by_scales_of_tensors_learns_as_one_by_scales_of_rows(plain):
+    found, wanted = ([row["loss"] for row in numbers(each) if "loss" in row] for each in plain.values())
     assert found == pytest.approx(wanted, rel=5e-3) and found != wanted
 
 
-@pytest.mark.parametrize("words", slow_but(VARIANTS, "step"))
-def test_delayed_scales_are_the_same_in_graphs_and_where_a_forward_is_computed_again(
-    tmp_path, as_traced, of_tensors, words
-):
-    train_in(tmp_path / "run", *TRAINED, "precision.fp8=tensorwise", *words)
-    assert numbers(tmp_path / "run") == numbers(of_tensors)
-
-
 @pytest.mark.slow
-def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_tensors):
-    words = (*TRAINED, "precision.fp8=tensorwise")
-    first = trainer_in(tmp_path / "run", *words)
+def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, plain):
+    first = trainer_in(tmp_path, *TENSORWISE)
     for _ in range(3):
         first._train_step()
     first._validate()  # counts for nothing
     first.saves.store.wait()
-    resumed = train_in(tmp_path / "run", *words)
-    rows = [[row for row in numbers(folder) if row["step"] > 3] for folder in (tmp_path / "run", of_tensors)]
+    resumed = train_in(tmp_path, *TENSORWISE)
+    rows = [[row for row in numbers(folder) if row["step"] > 3] for folder in (tmp_path, plain["tensorwise"])]
     assert rows[0] == rows[1] and len(rows[0]) == 4
     values = resumed.optimizer.scales.values()
     assert all(len(history) == 1 + STEPS for history in values.values())
@@ -251,10 +215,9 @@ def test_a_resumed_run_has_the_history_of_its_scales(tmp_path, as_traced, of_ten
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced, of_each_micro_batch):
-    shutil.copytree(of_each_micro_batch, tmp_path / "run")  # 6 steps by scales of rows
-    words = ("precision.fp8=tensorwise", "checkpoint.resume=true", "train.steps=8")
-    resumed = train_in(tmp_path / "run", *TRAINED, *words)
+def test_a_checkpoint_without_scales_goes_on_with_the_first_ones(tmp_path, as_traced, plain):
+    shutil.copytree(plain["rowwise"], tmp_path / "run")  # 6 steps by scales of rows
+    resumed = train_in(tmp_path / "run", *TENSORWISE, "checkpoint.resume=true", "train.steps=8")
     assert resumed._first == 7
     steps = [sum(amax > 0 for amax in history) for _, *history in resumed.optimizer.scales.values().values()]
     assert {*steps} == {0, 2}  # from the first new step on, of what products read
@@ -287,9 +250,8 @@ def test_scales_follow_the_largest_numbers_of_steps_that_were_done():
 
 @pytest.mark.slow  # compiles a model
 def test_gradients_by_delayed_scales_are_close_to_those_of_the_plain_model():
-    run = config(*COMPILED, *SIZES, "precision.fp8=tensorwise")
     model, forms = model_of(), WeightForms()
-    made = CompiledSegments(pass_runner(plan_of(run, 1), "torch"), weight_forms=forms)
+    made = executor_of(config(*COMPILED, *SIZES, "precision.fp8=tensorwise"), weight_forms=forms)
     matrices = {name: weight for name, weight in model.named_parameters() if weight.dim() > 1}
     forms.keep(scales := DelayedScales(matrices, batch()[0].numel(), None))
     wanted, levels = gradients(model_of())[1], []
@@ -308,8 +270,8 @@ WITHIN["mxfp8"] = ("full_iteration", "mxfp8", 4 + 6)
 @pytest.mark.parametrize("case", slow_but(WITHIN))
 def test_forms_in_the_memory_of_their_weights_change_no_bit(tmp_path, as_traced, case):
     scope, recipe, count = case
-    words = (*TRAINED, f"precision.fp8={recipe}", "precision.compute=bf16", f"graph.scope={scope}")
-    words = (*words, "graph.warmup_steps=1")
+    words = f"precision.fp8={recipe}", "precision.compute=bf16", f"graph.scope={scope}", EARLY
+    words = (*TRAINED, *words)
     with mock.patch.object(Optimizer, "_restorable", lambda self: {}):
         apart = train_in(tmp_path / "apart", *words)
     within = train_in(tmp_path / "within", *words)
@@ -338,34 +300,31 @@ def test_forms_are_made_anew_of_weights_that_were_written():
         forms.of([WeightForm("fp8_rows", 0)], [weight])
 
 
-def test_a_run_without_a_product_that_its_recipe_can_take_warns(tmp_path, as_traced, caplog):
-    dense = "precision.fp8_products=[attn,mlp,shared_experts]"
-    words = ("precision.fp8=blockwise", dense, "compile.cache=false", "train.steps=1")
-    train_in(tmp_path, *COMPILED, *SIZES, *QUIET, *words)
-    assert "precision.fp8=blockwise has no effect: none of the GEMMs can run in fp8" in caplog.text
+DENSE = "precision.fp8_products=[attn,mlp,shared_experts]"
+WARNINGS = {
+    "precision.fp8=blockwise has no effect: none of the GEMMs can run in fp8": ("blockwise", DENSE),
+    "moe.experts=torch has no effect with precision.fp8=rowwise of experts, which runs": (
+        "rowwise", "moe.experts=torch"
+    ),
+}  # fmt: skip
 
 
-def test_a_run_says_that_experts_in_8_bits_do_not_run_on_kernels_of_bf16(tmp_path, as_traced, caplog):
-    words = ("precision.fp8=rowwise", "moe.experts=torch", "compile.cache=false", "train.steps=1")
-    train_in(tmp_path, *COMPILED, *SIZES, *QUIET, *words)
-    assert "moe.experts=torch has no effect with precision.fp8=rowwise of experts, which runs" in caplog.text
+@pytest.mark.parametrize("warning", WARNINGS)
+def test_a_run_says_which_of_its_settings_have_no_effect(tmp_path, as_traced, caplog, warning):
+    recipe, word = WARNINGS[warning]
+    train_in(tmp_path, *TRAINED, *QUIET, f"precision.fp8={recipe}", word, "train.steps=1")
+    assert warning in caplog.text
 
 
 @pytest.mark.slow
 def test_two_micro_batches_in_turns_and_kept_graphs_have_the_same_sums(tmp_path, as_traced, monkeypatch):
     monkeypatch.setattr(kept, "own_sources", list)
-    found, cpu = [], torch.device("cpu")
+    found = []
     for forms in (None, WeightForms(), WeightForms()):
-        model, overlap = model_of(), Overlap(cpu)
+        model, overlap = model_of(), Overlap(torch.device("cpu"))
         sums = {id(p): Gradient(torch.empty_like(p)) for p in model.parameters()}
-        made = CompiledSegments(
-            pass_runner(plan_of(RUN, 1), "torch"),
-            lambda p, sums=sums: sums[id(p)],
-            unit_turns=overlap,
-            weight_forms=forms,
-        )
-        made.kept = tmp_path
-        tape = None
+        made = executor_of(RUN, lambda p, sums=sums: sums[id(p)], unit_turns=overlap, weight_forms=forms)
+        made.kept, tape = tmp_path, None
         for _ in range(2):
             beside, like = (Backward(tape), tape.units) if tape else (None, ())
             output, tape = overlap.record(lambda m=model, e=made: m.loss(*batch(), e), beside, like)

@@ -4,7 +4,6 @@ Memory that graphs share is simulated at its worst: each replay spoils all resul
 since, and every buffer that is filled for one replay only.
 """
 
-import functools
 import gc
 import weakref
 from collections import Counter
@@ -28,8 +27,9 @@ from graphmoe.runtime.compile.code import UnitCode
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.overlap import Backward, Overlap
 from graphmoe.segments import Segment
+from tests.runs import slow_but
 
-CPU = torch.device("cpu")
+CPU, IDS = torch.device("cpu"), torch.arange(3)
 pytestmark = pytest.mark.usefixtures("unmeasured", "graphs_as_they_are")
 SPLIT = [spec for spec in PASSES if spec.name == "split_backward"]
 ALL = ("embed", "attn", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine", "mlp")
@@ -75,13 +75,12 @@ class Stage:
     def __init__(
         self, names: tuple[str, ...] = (), times: int = 1, device: torch.device = CPU, **more: Any
     ) -> None:
-        """The layer runs so many ``times`` in each micro-batch; ``more`` is for the executor."""
         torch.manual_seed(0)
         self.device = device
         embed, first, experts, last = (m.to(device) for m in (nn.Embedding(7, 4), Scale(), Mix(), Scale()))
         self.parameters = [p for module in (embed, first, experts, last) for p in module.parameters()]
         self.shift = torch.full((4,), 0.5, device=device)
-        self.times = times
+        self.times = times  # that the layer runs in each micro-batch
         compute, comm = {"layer": 0}, {"layer": 0, "stream": "comm"}
         self.segments = [
             Segment("embed", embed, ("ids",), ("e",), **compute),
@@ -99,8 +98,8 @@ class Stage:
         self.execute = CompiledSegments(
             PassRunner(SPLIT), lambda p: self.gradients[id(p)], self.units if names else None, **more
         )
+        # results of each pool's graphs, in the order in which they are made
         self.made: dict[object, list[list[torch.Tensor]]] = {}
-        """Results of each pool's graphs, in the order in which they are made."""
         self.graphs = Counter[object]()
         self._make = self.capture.maker.make
         self.capture.maker.make = self._spoiling
@@ -163,8 +162,18 @@ class Stage:
         y, deferring = x, nullcontext() if later is None else self.execute.deferring(later)
         with self.execute.lane(lane), deferring:
             for _ in range(self.times):
-                (y,) = self.execute(self.segments, {"x": y, "ids": ids, "shift": self.shift}, ("x",))
+                y = self.layer(y, ids)
         return x, y
+
+    def layer(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        (y,) = self.execute(self.segments, {"x": x, "ids": ids, "shift": self.shift}, ("x",))
+        return y
+
+
+def assert_same(captured: Stage, plain: Stage, schedule: str, seed: int, reverse: bool = False) -> None:
+    wanted = plain.step(schedule.replace("I", "B").replace("W", "_"), seed)
+    found = captured.step(schedule, seed, reverse)
+    assert all(map(torch.equal, found, wanted)), f"step {seed}: {schedule}"
 
 
 def assert_bitwise(
@@ -172,21 +181,18 @@ def assert_bitwise(
 ) -> Stage:
     plain, captured = Stage((), times), Stage(names, times, **more)
     for seed, schedule in enumerate(schedules):
-        wanted = plain.step(schedule.replace("I", "B").replace("W", "_"), seed)
-        found = captured.step(schedule, seed, reverse)
-        assert all(map(torch.equal, found, wanted)), f"step {seed}: {schedule}"
+        assert_same(captured, plain, schedule, seed, reverse)
     assert captured.capture.ready and bool(captured.graphs) == bool(names)
     return captured
 
 
-SOME_SCOPES = [
-    pytest.param(names, marks=[pytest.mark.slow] * (n in (1, 3))) for n, names in enumerate(SCOPES)
-]
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (ONE_F_ONE_B, ZERO_BUBBLE, W_AT_THE_END)]
+SCOPES_BY_NAME = {"-".join(names): names for names in SCOPES}
+SOME_SCOPES = slow_but(SCOPES_BY_NAME, *[*SCOPES_BY_NAME][::2])
+SCHEDULES = slow_but((ONE_F_ONE_B, ZERO_BUBBLE, W_AT_THE_END, MIXED), MIXED)
 
 
-@pytest.mark.parametrize("schedule", [*SLOW, MIXED])
-@pytest.mark.parametrize("names", [(), *SOME_SCOPES], ids="-".join)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("names", [(), *SOME_SCOPES])
 def test_every_schedule_gives_the_bits_of_the_compiled_units(names, schedule):
     assert_bitwise(names, [schedule] * 4)
 
@@ -198,8 +204,7 @@ def test_a_new_program_has_units_of_its_own_and_lets_go_of_those_before():
     def run(*programs: int | None) -> int:
         for seed, program in enumerate(programs):
             captured.capture.use(program)
-            wanted = plain.step(MIXED.replace("I", "B").replace("W", "_"), seed)
-            assert all(map(torch.equal, captured.step(MIXED, seed), wanted))
+            assert_same(captured, plain, MIXED, seed)
         return captured.capture.report.sums()["graphs"]
 
     num_graphs = run(0, 0, 0)
@@ -219,7 +224,7 @@ def test_schedules_may_change_and_a_w_that_adds_may_run_first_when_all_else_is_c
     assert_bitwise(names, [*first, ZERO_BUBBLE, *then], reverse)
 
 
-@pytest.mark.parametrize("names", SOME_SCOPES, ids="-".join)
+@pytest.mark.parametrize("names", SOME_SCOPES)
 def test_a_unit_may_run_twice_in_a_micro_batch(names):
     stage = assert_bitwise(names, [ZERO_BUBBLE, ONE_F_ONE_B] * 3, times=2)
     assert set(stage.graphs) == {(lane, number) for lane in range(3) for number in range(2)}
@@ -240,7 +245,7 @@ def test_no_graph_is_made_twice_without_need(schedule, lanes):
 
 
 @pytest.mark.parametrize("names", [(), ("attn", "moe_dispatch")], ids="-".join)
-def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run(names):
+def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run(names, monkeypatch):
     stage, seen = Stage(names), []
     for seed in range(3):
         stage.step(ZERO_BUBBLE, seed)
@@ -252,11 +257,10 @@ def test_nothing_of_a_micro_batch_is_held_outside_of_graphs_when_its_w_has_run(n
         seen.extend(StorageWeakRef(t.untyped_storage()) for t in handed if t.data_ptr() not in lasting)
         return run_weights(self, handed, gradients)
 
+    monkeypatch.setattr(UnitCode, "backward_weights", noting)
     gc.disable()
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(UnitCode, "backward_weights", noting)
-            stage.step(ZERO_BUBBLE, 3)
+        stage.step(ZERO_BUBBLE, 3)
         assert len(seen) >= 2 * 5 and all(storage.expired() for storage in seen)  # of embed and moe_experts
     finally:
         gc.enable()
@@ -274,10 +278,8 @@ def test_only_forwards_inside_leave_their_w_and_an_overlap_has_a_list_of_its_own
     assert len(later) == 4
     overlapped = Stage(unit_turns=(overlap := Overlap(CPU)))
     later.clear()
-    values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
     with overlapped.execute.deferring(later):
-        forward = functools.partial(overlapped.execute, overlapped.segments, values, ("x",))
-        loss, tape = overlap.record(lambda: forward()[0].sum())
+        loss, tape = overlap.record(lambda: overlapped.layer(torch.randn(3, 4), IDS).sum())
         tape.start([loss])
         overlap.run_backward(Backward(tape))
     assert not later and all(gradient.begun for gradient in overlapped.gradients.values())
@@ -293,7 +295,9 @@ def test_a_dynamic_unit_makes_its_weight_gradients_with_i():
 
 @pytest.mark.parametrize("names", [pytest.param(("moe_experts",), marks=pytest.mark.slow), ALL], ids="-".join)
 def test_a_captured_unit_computes_again_inside_its_graph(names):
-    kept = {report.unit: report.kept_bytes for report in assert_bitwise(names, [MIXED] * 4).execute.reports}
+    plain = Stage(names)
+    plain.step(MIXED, 0)
+    kept = {report.unit: report.kept_bytes for report in plain.execute.reports}
     stage = assert_bitwise(names, [MIXED] * 4, recompute=Recompute(all=True))
     again = {report.unit: report.kept_bytes for report in stage.execute.reports if report.recomputed}
     assert again == {"moe_experts": 0, "mlp": 0} and kept["moe_experts"] > 0
@@ -313,7 +317,7 @@ def test_lasting_tensors_are_read_where_they_lie_and_must_stay_there():
         if seed == 3:  # in place: seen by the next replay
             for stage in (plain, captured):
                 stage.shift.fill_(0.25)
-        assert all(map(torch.equal, captured.step(ONE, seed), plain.step(ONE, seed)))
+        assert_same(captured, plain, ONE, seed)
     captured.shift = captured.shift.clone()
     with pytest.raises(RuntimeError, match="attn: shift moved after the unit was captured"):
         captured.step(ONE, 4)
@@ -337,19 +341,11 @@ def test_what_a_micro_batch_on_another_lane_has_made_is_copied():
                 x, y = stage.forward(step, ("first", step // 2 % 2), None)
                 between = y.detach().requires_grad_()
                 with stage.execute.lane(("second", step % 2)):
-                    values = {"x": between, "ids": torch.arange(3), "shift": stage.shift}
-                    (z,) = stage.execute(stage.segments, values, ("x",))
+                    z = stage.layer(between, IDS)
                 z.sum().backward()
                 y.backward(between.grad)
             found.append([y.detach().clone(), z.detach().clone(), x.grad.clone()])
         assert all(map(torch.equal, *found)), step
-
-
-def test_captured_units_run_on_a_lane_only():
-    stage = Stage(ALL)
-    values = {"x": torch.randn(3, 4), "ids": torch.arange(3), "shift": stage.shift}
-    with pytest.raises(AssertionError, match="the micro-batch has no slot"):
-        stage.execute(stage.segments, values, ("x",))
 
 
 def test_a_lane_is_not_taken_before_the_last_w_has_run():

@@ -1,7 +1,7 @@
 """Messages between ranks: sums, objects, and errors of one rank that all raise."""
 
+import functools
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,9 @@ class Picky(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def refuse(error: Exception) -> None:
-    raise error
-
-
-def caught(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def refuse(error: Exception | None) -> None:
+    if error:
+        raise error
 
 
 def summed(ranks: Ranks, folder: Path) -> tuple[torch.Tensor, ...]:
@@ -42,25 +35,29 @@ def summed(ranks: Ranks, folder: Path) -> tuple[torch.Tensor, ...]:
 
 def objects(ranks: Ranks, folder: Path) -> dict[str, Any]:
     ranks.barrier()
-    found = {
-        "places": ranks.gather((ranks.rank, ranks.size, ranks.local_index, ranks.is_first)),
-        "first": ranks.on_first(lambda: f"rank {ranks.rank}"),
-        "one node": ranks.on_first_of_node(lambda: f"rank {ranks.rank}"),
-    }
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     two_nodes = Ranks()
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    found["two nodes"] = two_nodes.on_first_of_node(lambda: f"rank {ranks.rank}")
-    return found
+    return {
+        "places": ranks.gather((ranks.rank, ranks.size, ranks.local_index, ranks.is_first)),
+        "first": ranks.on_first(lambda: ranks.rank),
+        "one node": ranks.on_first_of_node(lambda: ranks.rank),
+        "two nodes": two_nodes.on_first_of_node(lambda: ranks.rank),
+    }
 
 
 def errors(ranks: Ranks, folder: Path) -> list[str]:
-    return [
-        caught(lambda: ranks.on_first(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
-        caught(lambda: ranks.on_first(lambda: refuse(Picky(1, 2)))),
-        caught(lambda: ranks.on_first_of_node(lambda: refuse(ConfigError(f"of rank {ranks.rank}")))),
-        caught(lambda: ranks.on_each(lambda: refuse(ConfigError("of rank 1")) if ranks.rank else None)),
-    ]
+    own, found = ConfigError(f"of rank {ranks.rank}"), []
+    for collective, error in (
+        (ranks.on_first, own),
+        (ranks.on_first, Picky(1, 2)),
+        (ranks.on_first_of_node, own),
+        (ranks.on_each, own if ranks.rank else None),
+    ):
+        with pytest.raises(Exception) as caught:
+            collective(functools.partial(refuse, error))
+        found.append(f"{caught.typename}: {caught.value}")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +74,14 @@ def test_sums_are_exact_for_counts_and_keep_shape_and_dtype(two):
 
 
 def test_every_rank_knows_what_all_said_and_what_the_first_did(two):
-    for rank, found in enumerate(two["objects"]):
-        assert found["places"] == [(0, 2, 0, True), (1, 2, 1, False)]
-        assert found["first"] == found["one node"] == "rank 0"
-        assert found["two nodes"] == f"rank {rank}"
+    places = [(0, 2, 0, True), (1, 2, 1, False)]
+    same = {"places": places, "first": 0, "one node": 0}
+    assert two["objects"] == [{**same, "two nodes": rank} for rank in range(2)]
 
 
 def test_an_error_of_one_rank_is_raised_on_every_rank_even_if_it_cannot_be_pickled(two):
     of_first, of_second = "ConfigError: of rank 0", "ConfigError: of rank 1"
-    for found in two["errors"]:
-        assert found == [of_first, "RuntimeError: Picky: 1 and 2", of_first, of_second]
+    assert two["errors"] == [[of_first, "RuntimeError: Picky: 1 and 2", of_first, of_second]] * 2
 
 
 @pytest.mark.parametrize(

@@ -31,17 +31,14 @@ class Steps:
     """A ladder of three layers, and steps that run on it."""
 
     def __init__(self, memory: Callable[[tuple[Load, ...]], bool] = lambda rooms: True, layers: int = 3):
-        self.used: list[int | None] = []
-        """Programs that were taken into use."""
+        self.used: list[int | None] = []  # programs
         self.num_void, self.slow = 0, list[int]()
-        levels = [SimpleNamespace(capacity=room) for room in ROOMS]
-        self.ladder = ReceiveLadder(
-            levels,
-            SimpleNamespace(capacity=None),
-            layers,
-            self._use,
-            lambda now, then: memory(tuple(each.capacity for each in then)),
-        )
+        *levels, last = (SimpleNamespace(capacity=room) for room in (*ROOMS, None))
+
+        def has_memory(now, then) -> bool:
+            return memory(tuple(each.capacity for each in then))
+
+        self.ladder = ReceiveLadder(levels, last, layers, self._use, has_memory)
         self._use([levels[0]] * layers, 0)
 
     def _use(self, dispatchers, program: int | None) -> None:
@@ -104,8 +101,7 @@ def test_without_memory_a_step_runs_alone_with_the_counts_of_the_host(caplog):
 def test_rooms_rise_after_the_last_rung_where_its_exact_loads_find_the_memory():
     steps = Steps(lambda rooms: rooms[0] == ROOMS[0])
     steps.ladder.climb(1, [LARGE, LARGE, SMALL])
-    assert steps.used == [0, None]
-    assert steps.ladder.passed(1, [Load(1, 1), LARGE, SMALL])
+    assert steps.used == [0, None] and steps.ladder.passed(1, [Load(1, 1), LARGE, SMALL])
     assert steps.rooms == [ROOMS[0], ROOMS[1], ROOMS[1]] and steps.used == [0, None, 1]
 
 
@@ -155,19 +151,23 @@ def test_programs_are_bounded_where_there_is_memory_for_some_layers_only():
     assert {*steps.used} == {None, *range(receive_ladder.MOST_ALONE + 1)} and len(steps.slow) > 20
 
 
-def test_steps_that_fit_count_on_the_last_rung_where_they_come_in_a_row():
+def without_memory(needs: Sequence[bool]) -> Steps:
+    """Steps of one layer, which need more room or not."""
     steps = Steps(lambda rooms: False, layers=1)
-    for step, tight in enumerate([*[True] * 15, False, True, False, False, False]):
+    for step, tight in enumerate(needs):
         steps.run(step, LARGE if tight else SMALL)
+    return steps
+
+
+def test_steps_that_fit_count_on_the_last_rung_where_they_come_in_a_row():
+    steps = without_memory([*[True] * 15, False, True, False, False, False])
     assert steps.slow == [*range(19)]  # two of the last three: 15 others needed it lately
 
 
 def test_without_memory_a_slow_step_in_50_is_all_that_one_void_step_in_50_costs():
     """In general slow steps that would have fitted are no more than 5 behind each that would not."""
     for needs in sequences():
-        steps = Steps(lambda rooms: False, layers=1)
-        for step, tight in enumerate(needs):
-            steps.run(step, LARGE if tight else SMALL)
+        steps = without_memory(needs)
         tight = [step for step, needed in enumerate(needs) if needed]
         assert {*tight} <= {*steps.slow} and steps.num_void <= len(tight)
         gaps = [after - before for before, after in itertools.pairwise(tight)]
@@ -176,16 +176,6 @@ def test_without_memory_a_slow_step_in_50_is_all_that_one_void_step_in_50_costs(
         idle = "".join("s" if step in steps.slow and not needed else " " for step, needed in enumerate(needs))
         assert max(map(len, idle.split(" "))) <= 5
         assert len(steps.slow) <= 6 * len(tight)
-
-
-def test_an_opponent_who_sees_the_ladder_gains_no_more():
-    steps = Steps(lambda rooms: False, layers=1)
-    for step in range(3000):
-        steps.run(step, SMALL if steps.ladder.on_last else LARGE)
-    assert len(steps.slow) <= 3 * steps.num_void
-    for step in range(3000, 3100):
-        steps.run(step, SMALL)
-    assert max(steps.slow) < 3005
 
 
 def test_the_rung_without_limit_is_used_for_a_while_only():
@@ -213,27 +203,25 @@ def test_levels_rise_by_a_quarter_from_the_budget_to_the_worst_case():
     assert rooms(1.5) == [(128, 192), (128, 240), (128, 300), (128, 375), (128, 469), worst]
 
 
-def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(monkeypatch):
+@pytest.mark.parametrize("free", [5, 70])
+def test_memory_is_what_a_step_took_at_most_and_the_growth_beside_what_lasts(monkeypatch, free):
     gib, device = 2**30, torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, 139 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 132 * gib - free)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free * gib, 139 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: (132 - free) * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 40 * gib)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: peak)
-    for unused in (5 * gib, 70 * gib):
-        free = unused
-        peak = int(92.36 * gib)
-        assert has_bytes(int(17.33 * gib), device, pool_unused=55 * gib)
-        assert not has_bytes(40 * gib, device, pool_unused=55 * gib)
-        assert not has_bytes(int(17.33 * gib), device, pool_unused=80 * gib)  # a pool that is full of holes
-        peak = 42 * gib  # since the last measured step: replays allocate nothing
-        assert not has_bytes(int(17.33 * gib), device, pool_unused=80 * gib)
-        assert has_bytes(int(17.33 * gib), device, pool_unused=0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: int(peak * gib))
+    more, peak = int(17.33 * gib), 92.36
+    assert has_bytes(more, device, pool_unused=55 * gib)
+    assert not has_bytes(40 * gib, device, pool_unused=55 * gib)
+    assert not has_bytes(more, device, pool_unused=80 * gib)  # a pool that is full of holes
+    peak = 42  # since the last measured step: replays allocate nothing
+    assert not has_bytes(more, device, pool_unused=80 * gib)
+    assert has_bytes(more, device, pool_unused=0)
     assert has_bytes(10**15, torch.device("cpu"), pool_unused=0)
 
 
 def test_graphs_end_and_give_their_memory_back_before_there_is_more_room(monkeypatch):
-    words = "parallel.ep=2", "moe.dispatcher=symm", "moe.balance=none"
-    plan, said = plan_of(config(*words), 2), list[object]()
+    plan, said = plan_of(run_config(), 4), list[object]()
     monkeypatch.setattr(build, "forget_graphs", lambda: said.append("forget"))
     monkeypatch.setattr(build, "make_room", lambda *_: said.append("room"))
     model = SimpleNamespace(dispatcher=levels_of(plan)[0], num_moe_layers=2, use=lambda rooms: None)
@@ -286,48 +274,42 @@ def launches(voids: set[tuple[int, int]], memory=lambda rooms: True) -> tuple[Tr
     return launched, said, rows
 
 
-def start(run: TrainSteps, *steps: int) -> Iterator[None]:
-    for step in steps:
-        run(step, (torch.tensor(number) for number in (step,)))
+NO_MEMORY = {"memory": lambda rooms: False}
+LAUNCHES = {  # void steps by their program, memory, steps, and what is said until all are settled
+    "room for all": (
+        set(), {}, 3,
+        "launch 1 on 0; launch 2 on 0; wait 1 on 0; launch 3 on 0; wait 2 on 0; settle; wait 3 on 0",
+    ),
+    "void twice": (
+        {(2, 0), (2, 1)}, {}, 3,
+        "launch 1 on 0; launch 2 on 0; wait 1 on 0; launch 3 on 0; wait 2 on 0; "
+        "step 2, again with more room; launch 2 on 1; launch 3 on 1; wait 2 on 1; "
+        "step 2, again with more room; launch 2 on 2; launch 3 on 2; wait 2 on 2; settle; wait 3 on 2",
+    ),
+    "the last step is void": (
+        {(2, 0)}, {}, 2,
+        "launch 1 on 0; launch 2 on 0; wait 1 on 0; settle; wait 2 on 0; "
+        "step 2, again with more room; launch 2 on 1; wait 2 on 1",
+    ),
+    "the last rung is confirmed before planned room": (
+        {(2, 0)}, NO_MEMORY, 4,
+        "launch 1 on 0; launch 2 on 0; wait 1 on 0; launch 3 on 0; wait 2 on 0; "
+        "step 2, again with more room; launch 2 on None; wait 2 on None; launch 3 on 0; "
+        "launch 4 on 0; wait 3 on 0; settle; wait 4 on 0",
+    ),
+}  # fmt: skip
 
 
-def test_the_host_asks_for_a_step_only_when_the_next_was_launched():
-    run, said, _ = launches(set())
-    start(run, 1, 2, 3)
-    assert said == ["launch 1 on 0", "launch 2 on 0", "wait 1 on 0", "launch 3 on 0", "wait 2 on 0"]
-    run.settle()
-    assert said[5:] == ["wait 3 on 0"]
-    run.settle()
-    assert len(said) == 6
-
-
-def test_void_steps_run_again_in_order_on_the_same_tokens():
-    run, said, rows = launches({(2, 0), (2, 1)})
-    start(run, 1, 2, 3)
-    assert said[3:] == [
-        "launch 3 on 0", "wait 2 on 0",
-        "step 2, again with more room", "launch 2 on 1", "launch 3 on 1", "wait 2 on 1",
-        "step 2, again with more room", "launch 2 on 2", "launch 3 on 2", "wait 2 on 2",
-    ]  # fmt: skip
-    run.settle()
-    assert [(row.step, row.values["void"]) for row in rows.read()] == [(1, 0.0), (2, 0.0), (3, 0.0)]
-    run, said, rows = launches({(2, 0)})
-    start(run, 1, 2)
-    run.settle()  # nothing follows the void step
-    assert said[3:] == ["wait 2 on 0", "step 2, again with more room", "launch 2 on 1", "wait 2 on 1"]
-    assert [row.step for row in rows.read()] == [1, 2]
-
-
-def test_a_step_on_the_last_rung_is_confirmed_before_the_next_is_launched_with_planned_room():
-    run, said, rows = launches({(2, 0)}, memory=lambda rooms: False)
-    start(run, 1, 2, 3, 4)
-    run.settle()
-    assert said[3:] == [
-        "launch 3 on 0", "wait 2 on 0",
-        "step 2, again with more room", "launch 2 on None", "wait 2 on None", "launch 3 on 0",
-        "launch 4 on 0", "wait 3 on 0", "wait 4 on 0",
-    ]  # fmt: skip
-    assert [row.step for row in rows.read()] == [1, 2, 3, 4]
+@pytest.mark.parametrize(("voids", "memory", "count", "wanted"), LAUNCHES.values(), ids=LAUNCHES)
+def test_the_host_asks_a_step_late_and_repeats_void_steps(voids, memory, count, wanted):
+    run, said, rows = launches(voids, **memory)
+    for step in range(1, count + 1):
+        run(step, (torch.tensor(step) for _ in range(1)))  # the same tokens again, though read once
+    said.append("settle")
+    for _ in range(2):
+        run.settle()
+    assert "; ".join(said) == wanted
+    assert [(row.step, row.values["void"]) for row in rows.read()] == [(n + 1, 0.0) for n in range(count)]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["in steps", "fused"])
@@ -336,16 +318,12 @@ def test_kept_bytes_grow_with_the_room_by_the_formula(one_peer, dtype, fused):
     run = run_config("model.num_layers=1", "model.num_dense_layers=0")
     rooms = Load(40, 100), Load(60, 100), Load(40, 160)
     kept = [_kept(run.model, dtype, room, fused) for room in rooms]
-    sizes = [_of_one_layer(run.model, room, dtype, fused) for room in rooms]
-    assert kept[1] - kept[0] == sizes[1] - sizes[0] > 0
-    assert kept[2] - kept[0] == sizes[2] - sizes[0] > 0
-
-
-def _of_one_layer(model, room: Load, dtype: torch.dtype, fused: bool) -> int:
     one, two = (
-        room_bytes([room] * layers, model, Layout(), dtype.itemsize, fused=fused) for layers in (1, 2)
+        [room_bytes([room] * layers, run.model, Layout(), dtype.itemsize, fused=fused) for room in rooms]
+        for layers in (1, 2)
     )
-    return two - one
+    for larger in (1, 2):
+        assert kept[larger] - kept[0] == two[larger] - one[larger] - (two[0] - one[0]) > 0
 
 
 def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
@@ -362,9 +340,8 @@ def _kept(model, dtype: torch.dtype, room: Load, fused: bool) -> int:
         experts.planned = planned
     found: dict[int, Tensor] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
-        found[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no other takes its address
-        return tensor
+    def pack(tensor: Tensor) -> Tensor:  # held, so that no other takes its address
+        return found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
 
     x = torch.randn(2, 16, model.hidden_size, dtype=dtype, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

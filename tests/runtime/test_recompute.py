@@ -5,20 +5,17 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphmoe.config.schema import ConfigError, RecomputeConfig
-from graphmoe.passes import select_passes
-from graphmoe.passes.base import PassRunner
 from graphmoe.plan.recompute import Recompute
 from graphmoe.runtime.compile.cut import RecomputedSegments, executor_outside_graphs, root_of
 from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.segments import LAYER_SEGMENTS, Segment, run_segments
-from tests.runs import config
-from tests.runtime.test_compiled import model_of
+from tests.runtime.test_compiled import batch, executor, model_of
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
 B, S, D = 2, 16, 16
@@ -31,16 +28,15 @@ def recompute(**named) -> Recompute:
     return Recompute.of(RecomputeConfig(**named))
 
 
-def executor(wanted: Recompute | None = None, *overrides: str) -> CompiledSegments:
-    passes = config(*overrides).passes
-    return CompiledSegments(PassRunner(select_passes(passes, {})), recompute=wanted)
+def of_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for buffer in module.to(dtype).buffers():
+        buffer.data = buffer.data.float()
+    return module
 
 
 def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float32):
     model = model_of("model.num_layers=2", *overrides)
-    module = model.layers[layer].to(dtype)
-    for buffer in module.buffers():
-        buffer.data = buffer.data.float()
+    module = of_dtype(model.layers[layer], dtype)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(B, S, D, generator=generator).to(dtype).requires_grad_()
     output = module(x, *model.rope(S, x.device), execute, layer)
@@ -50,7 +46,7 @@ def layer_gradients(execute, *overrides: str, layer: int = 1, dtype=torch.float3
 
 @functools.cache
 def kept_without(*overrides: str, layer: int = 1, dtype=torch.float32) -> tuple[int, list[torch.Tensor]]:
-    execute = executor(None, *(word for word in overrides if word.startswith("passes.")))
+    execute = executor(*overrides)
     loss, gradients = layer_gradients(execute, *overrides, layer=layer, dtype=dtype)
     assert execute.reports[0].recomputed == 0
     return execute.reports[0].kept_bytes, [loss, *gradients]
@@ -88,7 +84,7 @@ ROUNDED = pytest.param("all", torch.bfloat16, marks=pytest.mark.slow)
 def test_gradients_are_bitwise_those_of_kept_values_from_fewer_bytes(name, dtype, graphs_as_they_are):
     asked, overrides, layer, less = VARIANTS[name]
     before, expected = kept_without(*overrides, layer=layer, dtype=dtype)
-    execute = executor(recompute(**asked), *(word for word in overrides if word.startswith("passes.")))
+    execute = executor(*overrides, recompute=recompute(**asked))
     loss, gradients = layer_gradients(execute, *overrides, layer=layer, dtype=dtype)
     assert all(torch.equal(a, b) for a, b in zip([loss, *gradients], expected, strict=True))
     (report,) = execute.reports
@@ -100,51 +96,42 @@ def test_gradients_are_bitwise_those_of_kept_values_from_fewer_bytes(name, dtype
         assert report.kept_bytes <= limit and (report.kept_bytes < before or less == 0)
 
 
-def targets(graphs, *halves: str) -> Counter:
-    return Counter(
-        node.target
-        for half in halves
-        for node in getattr(graphs.backward, half).graph.nodes
-        if node.op == "call_function"
-    )
-
-
 def graphs_of(execute: CompiledSegments):
     ((code, _),) = execute._codes.values()
     return code.graphs
 
 
+def calls(module: fx.GraphModule, target) -> list[fx.Node]:
+    return module.graph.find_nodes(op="call_function", target=target)
+
+
 def test_what_is_expensive_is_computed_again_once_and_the_experts_as_far_as_needed(graphs_as_they_are):
-    execute = executor(recompute(all=True))
+    execute = executor(recompute=recompute(all=True))
     layer_gradients(execute)
     ops, graphs = torch.ops.graphmoe, graphs_of(execute)
-    both = targets(graphs, "inputs", "weights")
+    halves = graphs.backward.inputs, graphs.backward.weights
+    inputs, weights = (Counter(node.target for node in half.graph.nodes) for half in halves)
+    both = inputs + weights
     assert graphs.weight_gradients and both[ATTENTION] == both[ops.router.default] == 1
     assert both[ops.grouped_mlp_hidden.default] == 1 and both[ops.grouped_mlp.default] == 0
-    assert targets(graphs, "weights")[ATTENTION] == 0
+    assert weights[ATTENTION] == 0
 
 
 def test_a_border_is_read_where_it_is_kept_and_leaves_no_copy(graphs_as_they_are):
     """The norm's result is kept for the experts, so the logits that are computed again read it there."""
-    execute = executor(recompute(segments=["moe_router"]))
+    execute = executor(recompute=recompute(segments=["moe_router"]))
     layer_gradients(execute)
-    graphs = graphs_of(execute)
-    (router,) = [
-        n for n in graphs.backward.inputs.graph.nodes if n.target is torch.ops.graphmoe.router.default
-    ]
+    (router,) = calls(graphs_of(execute).backward.inputs, torch.ops.graphmoe.router.default)
     logits = router.args[0]
     assert logits.target is torch.ops.aten.mm.default and root_of(logits.args[0]).op == "placeholder"
     plain = executor()
     layer_gradients(plain)
-    copies = [
-        sum(node.target is torch.ops.aten.clone.default for node in each.forward.graph.nodes)
-        for each in (graphs, graphs_of(plain))
-    ]
+    copies = [len(calls(graphs_of(each).forward, torch.ops.aten.clone.default)) for each in (execute, plain)]
     assert copies[0] == copies[1]
 
 
 class Held(TorchDispatchMode):
-    """Mode that measures the storages that operations made and something still holds."""
+    """Measures the storages that operations made and something still holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,16 +150,11 @@ class Held(TorchDispatchMode):
         return sum(size for made, size in self.made.items() if not made.expired())
 
 
-def tokens(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.randint(0, 64, (B, S + 1), generator=torch.Generator().manual_seed(seed))
-    return made[:, :-1], made[:, 1:]
-
-
 def held_bytes(num_layers: int, *execute) -> int:
     model = model_of(f"model.num_layers={num_layers}", "model.mtp_depth=0")
-    model.loss(*tokens())  # makes the rotary tables
+    model.loss(*batch())  # makes the rotary tables
     with Held() as held:
-        total = model.loss(*tokens(), *execute).total
+        total = model.loss(*batch(), *execute).total
     size = held.num_bytes()
     total.backward()
     return size
@@ -188,13 +170,13 @@ def test_an_eager_forward_holds_about_one_hidden_state_for_each_layer():
 
 def test_a_compiled_forward_holds_what_the_report_says(graphs_as_they_are):
     for wanted in (None, recompute(all=True), recompute(segments=["attn"])):
-        execute = executor(wanted)
+        execute = executor(recompute=wanted)
         model = model_of("model.num_layers=2", "model.mtp_depth=0")
-        segments = model.layers[1].segments(1)
         x, (cos, sin) = torch.randn(B, S, D, requires_grad=True), model.rope(S, torch.device("cpu"))
-        execute(segments, {"x": x, "cos": cos, "sin": sin}, ("x", "loss"))  # traces
+        given = model.layers[1].segments(1), {"x": x, "cos": cos, "sin": sin}, ("x", "loss")
+        execute(*given)  # traces
         with Held() as held:
-            outputs = execute(segments, {"x": x, "cos": cos, "sin": sin}, ("x", "loss"))
+            outputs = execute(*given)
         handed_on = sum(output.untyped_storage().nbytes() for output in outputs)
         assert held.num_bytes() - handed_on == execute.reports[0].kept_bytes
 
@@ -208,16 +190,12 @@ EAGER = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("asked", "dtype"),
-    [*((asked, torch.float32) for asked in EAGER), *((asked, torch.bfloat16) for asked in EAGER[::6])],
-    ids=str,
-)
+OF_DTYPES = [(asked, torch.float32) for asked in EAGER] + [(asked, torch.bfloat16) for asked in EAGER[::6]]
+
+
+@pytest.mark.parametrize(("asked", "dtype"), OF_DTYPES, ids=str)
 def test_eager_gradients_are_bitwise_those_of_kept_values(asked, dtype):
-    """Compare three layers and one that predicts later tokens, over one and two micro-batches."""
-    model = model_of("model.num_layers=3").to(dtype)
-    for buffer in model.buffers():
-        buffer.data = buffer.data.float()
+    model = of_dtype(model_of("model.num_layers=3"), dtype)  # and a layer that predicts later tokens
     execute = RecomputedSegments(recompute(**asked))
     for num_batches in (1, 2):
         totals = []
@@ -225,7 +203,7 @@ def test_eager_gradients_are_bitwise_those_of_kept_values(asked, dtype):
             model.zero_grad()
             losses = []
             for number in range(num_batches):
-                losses.append(model.loss(*tokens(number), run).total)
+                losses.append(model.loss(*batch(number), run).total)
                 losses[-1].backward()
             totals.append([*losses, *(p.grad for p in model.parameters())])
         assert all(torch.equal(a, b) for a, b in zip(*totals, strict=True))
@@ -253,10 +231,8 @@ def test_outside_graphs_segments_and_layers_are_computed_again_and_parts_are_not
         return x.sin()
 
     places = [("embed", 0), ("attn", 0), ("mlp", 0), ("attn", 1), ("mlp", 1), ("loss", None)]
-    segments = [
-        Segment(name, functools.partial(called, f"{name} {layer}"), ("x",), ("x",), layer=layer)
-        for name, layer in places
-    ]
+    runs = [functools.partial(called, f"{name} {layer}") for name, layer in places]
+    segments = [Segment(n, run, ("x",), ("x",), layer=i) for (n, i), run in zip(places, runs, strict=True)]
     execute = executor_outside_graphs(recompute(**asked))
     (y,) = execute(segments, {"x": torch.ones(3, requires_grad=True)}, ("x",))
     forward, calls = calls, []
@@ -264,42 +240,29 @@ def test_outside_graphs_segments_and_layers_are_computed_again_and_parts_are_not
     assert len(forward) == len(places) and sorted(calls) == sorted(filter(None, again.split(", ")))
 
 
-def test_validation_is_not_computed_again():
-    model = model_of()
-    with torch.no_grad():
-        total = model.loss(*tokens(), RecomputedSegments(recompute(all=True))).total
-        assert total.equal(model.loss(*tokens()).total) and not total.requires_grad
-
-
 def test_layers_treated_alike_share_a_compilation_and_others_do_not(graphs_as_they_are):
-    execute = executor(recompute(layer_ids=[1, 2, 4]))
+    execute = executor(recompute=recompute(layer_ids=[1, 2, 4]))
     model = model_of("model.num_layers=5", "model.mtp_depth=0")
-    model.loss(*tokens(), execute).total.backward()
+    model.loss(*batch(), execute).total.backward()
     used = {(r.unit, r.recomputed > 0): r.shared_by for r in execute.reports if r.unit.startswith("attn")}
     assert used == {("attn..mlp", False): 1, ("attn..moe_combine", True): 3, ("attn..moe_combine", False): 1}
 
 
-class Noise(nn.Module):
-    """Module that adds random numbers to x."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + torch.rand_like(x)).sin()
-
-
-class Drop(nn.Module):
-    """Attention whose weights are dropped at random."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+RANDOM = {
+    "rand": lambda x: (x + torch.rand_like(x)).sin(),
+    "dropout": nn.Dropout(0.5),
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+}
 
 
-@pytest.mark.parametrize("module", [Noise(), nn.Dropout(0.5), Drop()], ids=["rand", "dropout", "attention"])
+@pytest.mark.parametrize("run", RANDOM.values(), ids=RANDOM)
 @pytest.mark.parametrize("eager", [True, False])
-def test_random_numbers_in_what_is_computed_again_are_refused(module, eager, graphs_as_they_are):
+def test_random_numbers_in_what_is_computed_again_are_refused(run, eager, graphs_as_they_are):
     wanted = recompute(segments=["attn"])
-    execute = RecomputedSegments(wanted) if eager else executor(wanted, "passes.enabled=[split_backward]")
+    split = "passes.enabled=[split_backward]"
+    execute = RecomputedSegments(wanted) if eager else executor(split, recompute=wanted)
     x = torch.randn(1, 2, 3, 4, requires_grad=True)
-    segments = [Segment(name, module, ("x",), ("x",), layer=0) for name in ("attn", "mlp")]
+    segments = [Segment(name, run, ("x",), ("x",), layer=0) for name in ("attn", "mlp")]
     (y,) = execute(segments[1:], {"x": x}, ("x",))  # not covered
     y.sum().backward()
     if eager:

@@ -1,6 +1,5 @@
 """Memory that GPUs share for symm, and the transport that moe.transport=auto picks for its rows."""
 
-import dataclasses
 import functools
 import weakref
 from dataclasses import replace
@@ -62,24 +61,25 @@ def test_parts_of_a_region_are_apart_aligned_and_large_enough():
         assert start % ALIGNMENT == 0 and end - start >= length
 
 
-def test_memory_grows_to_the_largest_of_all_sizes_and_no_further(pair, device):
+def test_rows_and_replicas_have_memories_that_grow_to_the_most(pair, device):
     first = pair.reserve(SIZES)
-    assert pair.reserve(dataclasses.replace(SIZES, tokens=1, rows=2)) is first
-    larger = pair.reserve(dataclasses.replace(SIZES, tokens=1, rows=50))
-    assert larger.sizes == dataclasses.replace(SIZES, rows=50)
-    assert [len(made) for made in device.made] == [2, 2] and device.synchronized == 2
-    assert [len(made[0]) for made in device.made] == [first.num_bytes, larger.num_bytes]
-    assert pair.addresses.tolist() == [buffer.data_ptr() for buffer in device.made[1]]
-    pair.barrier()
-    assert device.met == [2]
-
-
-def test_a_view_is_a_part_of_a_rank_s_memory(pair, device):
-    region = pair.reserve(SIZES)
-    view = pair.view(0, region.sums, (30, 5), torch.float32)
+    assert pair.reserve(replace(SIZES, tokens=1, rows=2)) is first
+    pair.replicas.reserve(100)
+    pair.replicas.reserve(60)
+    larger = pair.reserve(replace(SIZES, tokens=1, rows=50))
+    assert larger.sizes == replace(SIZES, rows=50)
+    sizes = [first.num_bytes, 100, larger.num_bytes]
+    assert [[*map(len, made)] for made in device.made] == [[size] * 2 for size in sizes]
+    assert device.synchronized == 3
+    for memory, number in ((pair, 2), (pair.replicas, 1)):
+        assert memory.addresses.tolist() == [buffer.data_ptr() for buffer in device.made[number]]
+        memory.barrier()
+    assert device.met == [3, 2]
+    view = pair.view(0, larger.sums, (30, 5), torch.float32)
     view.fill_(1.0)
-    assert view.data_ptr() == device.made[0][0].data_ptr() + region.sums
-    assert int((device.made[0][0].view(torch.float32) == 1).sum()) == 150 and not device.made[0][1].any()
+    of_first, of_second = device.made[2]
+    assert view.data_ptr() == of_first.data_ptr() + larger.sums
+    assert int((of_first.view(torch.float32) == 1).sum()) == 150 and not of_second.any()
 
 
 def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, device):
@@ -87,13 +87,16 @@ def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, 
     pair.replicas.reserve(100)
     device.capturing = True
     assert pair.reserve(SIZES).sizes == SIZES
+    pair.replicas.reserve(100)
     pair.barrier()
     pair.replicas.barrier()
     with pytest.raises(RuntimeError, match="a capture cannot allocate"):
-        pair.reserve(dataclasses.replace(SIZES, rows=31))
+        pair.reserve(replace(SIZES, rows=31))
+    with pytest.raises(RuntimeError, match="the traffic of replicas needs 101 shared bytes"):
+        pair.replicas.reserve(101)
     device.capturing = False
-    pair.reserve(dataclasses.replace(SIZES, rows=31))
-    pair.reserve(dataclasses.replace(SIZES, rows=32))
+    for rows in (31, 32):
+        pair.reserve(replace(SIZES, rows=rows))
     pair.replicas.reserve(200)
     rows, replicas, of_no_graph = (weakref.ref(buffers[0]) for buffers in device.made[:3])
     device.made.clear()
@@ -104,34 +107,12 @@ def test_a_capture_cannot_make_more_memory_and_graphs_keep_what_they_hold(pair, 
     assert rows() is replicas() is None
 
 
-def test_replicas_have_a_memory_of_their_own_that_grows_where_it_must(pair, device):
-    region = pair.reserve(SIZES)
-    memory = pair.replicas
-    memory.reserve(100)
-    memory.reserve(60)
-    assert [len(made[0]) for made in device.made] == [region.num_bytes, 100]
-    assert memory.addresses.tolist() == [buffer.data_ptr() for buffer in device.made[1]]
-    pair.barrier()
-    memory.barrier()
-    assert device.met == [1, 2] and pair.reserve(SIZES) is region
-    device.capturing = True
-    memory.reserve(100)
-    with pytest.raises(RuntimeError, match="the traffic of replicas needs 101 shared bytes"):
-        memory.reserve(101)
-
-
 def test_sides_in_turn_take_no_barrier_and_a_capture_begins_with_one(pair, device):
     pair.reserve(SIZES)
     for side, capturing, barriers in (
-        ("out", False, 0),
-        ("back", False, 0),
-        ("out", False, 0),
-        ("out", False, 1),
-        ("back", True, 2),
-        ("out", True, 2),
-        ("out", True, 3),
-        ("back", False, 4),
-    ):
+        ("out", False, 0), ("back", False, 0), ("out", False, 0), ("out", False, 1),
+        ("back", True, 2), ("out", True, 2), ("out", True, 3), ("back", False, 4),
+    ):  # fmt: skip
         device.capturing = capturing
         _take(pair, side)
         assert len(device.met) == barriers
@@ -142,17 +123,19 @@ def test_a_cpu_and_a_rank_alone_need_no_memory_in_common():
     assert isinstance(peers, symm.CollectivePeers) and (peers.rank, peers.size) == (0, 1)
 
 
+EXPERT = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
+
+
 @pytest.mark.parametrize("block", [0, 1, 4])
 def test_a_rank_alone_sends_rows_to_itself(one_peer, block):
     h, weight = torch.randn(3, 5, requires_grad=True), torch.rand(3, 2, requires_grad=True)
-    expert, dy = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32), torch.randn(3, 5)
-    plan = send_plan(expert, 3, 1, 1)
-    sent = torch.ops.graphmoe.symm_dispatch(h, weight, expert, *plan, 6, 3, 1, block)
+    plan, dy = send_plan(EXPERT, 3, 1, 1), torch.randn(3, 5)
+    sent = torch.ops.graphmoe.symm_dispatch(h, weight, EXPERT, *plan, 6, 3, 1, block)
     received, of_slots, numbers, arrivals = sent
     made = received * of_slots.sum(1, keepdim=True)
     out = torch.ops.graphmoe.symm_combine(made, *plan, arrivals, block)
     dh, dweight = torch.autograd.grad(out, (h, weight), dy)
-    assert arrivals.tolist() == [[3]] and numbers.tolist() == [*expert.tolist(), *[[-1, -1]] * 3]
+    assert arrivals.tolist() == [[3]] and numbers.tolist() == [*EXPERT.tolist(), *[[-1, -1]] * 3]
     total = weight.detach().sum(1, keepdim=True)
     assert out.equal(h * total) and dh.equal(dy * total)
     assert torch.allclose(dweight, (h * dy).sum(1, keepdim=True).expand(3, 2))
@@ -160,11 +143,9 @@ def test_a_rank_alone_sends_rows_to_itself(one_peer, block):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_carrier_holds_what_was_sent_and_nan_in_dead_rows_as_torch_is_told(one_peer, dtype):
-    h, weight = torch.randn(3, 32, dtype=dtype), torch.rand(3, 2)
-    expert = torch.tensor([[1, 0], [2, 1], [0, 2]], dtype=torch.int32)
-    q, scale = quantise(h, fp8_dtype())
-    slots = torch.cat([weight, scale], 1), torch.nn.functional.pad(expert, (0, 1), value=-1)
-    sent = q, *slots, *send_plan(expert, 3, 1, 1), 6, 3, 1, 0, dtype
+    q, scale = quantise(torch.randn(3, 32, dtype=dtype), fp8_dtype())
+    slots = torch.cat([torch.rand(3, 2), scale], 1), torch.nn.functional.pad(EXPERT, (0, 1), value=-1)
+    sent = q, *slots, *send_plan(EXPERT, 3, 1, 1), 6, 3, 1, 0, dtype
     carrier = torch.ops.graphmoe.symm_bring_fp8(*sent)[0]
     torch.library.opcheck(torch.ops.graphmoe.symm_bring_fp8, sent, test_utils="test_faketensor")
     torch.library.opcheck(torch.ops.graphmoe.fp8_arrived, (carrier,), test_utils="test_faketensor")
@@ -191,28 +172,27 @@ def test_torch_has_what_symmetric_memory_calls():
 
 SYMM = ("moe.dispatcher=symm", "parallel.ep=2", "launch.nproc=2", "run.device=cuda")
 OVERLAP = ("pipeline.ep_overlap=true", "compile.enabled=true")
-LAYOUT = Layout(dp=2, ep=2)
 
 
 @pytest.mark.parametrize(
     ("hip", "words", "copies"),
     [
-        (None, (*SYMM, *OVERLAP), True),
-        ("6.4", (*SYMM, *OVERLAP), False),
-        (None, (*SYMM, *OVERLAP, "run.device=cpu"), False),
-        (None, (*SYMM, *OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
-        (None, SYMM, False),
-        (None, (*SYMM, *OVERLAP, "moe.balance=none"), True),
-        (None, (*SYMM, *OVERLAP, "moe.transport=pull"), False),
-        ("6.4", (*SYMM, "moe.transport=copy_engine"), True),
+        (None, OVERLAP, True),
+        ("6.4", OVERLAP, False),
+        (None, (*OVERLAP, "run.device=cpu"), False),
+        (None, (*OVERLAP, "run.device=cpu", "moe.transport=copy_engine"), True),
+        (None, (), False),
+        (None, (*OVERLAP, "moe.balance=none"), True),
+        (None, (*OVERLAP, "moe.transport=pull"), False),
+        ("6.4", ("moe.transport=copy_engine",), True),
     ],
 )
 def test_a_run_has_blocks_where_copies_move_rows_and_so_has_its_projection(monkeypatch, hip, words, copies):
     monkeypatch.setattr(torch.version, "hip", hip)
-    run = config(*words)
-    dispatcher = planned_dispatcher(plan_of(run, 2))
+    plan = plan_of(config(*SYMM, *words), 2)
+    dispatcher = planned_dispatcher(plan)
     assert (dispatcher.block > 0) == copies
-    sizes = plan_of(run, 2).with_its_transport().sizes(on_nvidia=hip is None)
+    sizes = plan.with_its_transport().sizes(on_nvidia=hip is None)
     assert (sizes.block, sizes.room) == (dispatcher.block, dispatcher.capacity)
 
 
@@ -233,15 +213,12 @@ def test_the_projected_memory_of_a_run_is_that_of_the_transport_that_it_takes():
 
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_a_dry_run_takes_the_transport_of_the_gpus_that_torch_is_built_for(monkeypatch, hip):
-    """Include machines without such a GPU, where run.device=auto means the device that is there."""
     monkeypatch.setattr(torch.version, "hip", hip)
     found = []
-    for available in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, available))
-        run = config("launch.fake_world=2", "moe.dispatcher=symm", "parallel.ep=2", *OVERLAP)
+    for device in (DeviceChoice.cpu, DeviceChoice.cuda):  # the device that is there
+        monkeypatch.setattr(torch.cuda, "is_available", lambda device=device: device is DeviceChoice.cuda)
+        run = config("launch.fake_world=2", *SYMM[:2], *OVERLAP)
         run = resolve(replace(run, run=replace(run.run, device=DeviceChoice.auto)))
-        assert run.run.device is (DeviceChoice.cuda if available else DeviceChoice.cpu)
-        dispatcher = planned_dispatcher(plan_of(run, 2))
-        assert (dispatcher.block > 0) == (hip is None)
-        found.append(dispatcher)
-    assert found[0] == found[1]
+        assert run.run.device is device
+        found.append(planned_dispatcher(plan_of(run, 2)))
+    assert found[0] == found[1] and (found[0].block > 0) == (hip is None)

@@ -1,5 +1,7 @@
 """Units: where segments are cut, what W adds to, plans that one unit makes and another reads, the report."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,16 +10,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphmoe.ops.grouped_mm import grouped_mm
 from graphmoe.ops.permute import routing_plan
-from graphmoe.passes import select_passes
 from graphmoe.passes.base import PassRunner, PassSpec, Rewrites
 from graphmoe.runtime.compile.code import accumulate_outputs
-from graphmoe.runtime.compile.executor import CompiledSegments
 from graphmoe.runtime.compile.report import UnitReport, to_json, to_text
 from graphmoe.runtime.compile.units import BoundUnit, units_of
 from graphmoe.segments import Segment, run_segments
 from tests.ops.mlp_cases import make_problem
-from tests.runs import config
-from tests.runtime.test_compiled import model_of
+from tests.runtime.test_compiled import executor, model_of
 
 
 def fingerprint(segments, keep=("x",)) -> str:
@@ -109,45 +108,37 @@ def test_a_rounding_at_the_end_is_left_out_and_a_transposed_product_is_one_of_th
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     targets, (buffer,) = accumulated(lambda a: (convert(a * 3, torch.bfloat16),), a)
     assert buffer.equal(1 + a * 3) and convert not in targets
-    _, (buffer,) = accumulated(lambda a, b: (aten.permute(aten.mm(a, b), [1, 0]),), a, b)
+
+    def transposed(a, b):
+        return (aten.permute(aten.mm(a, b), [1, 0]),)
+
+    _, (buffer,) = accumulated(transposed, a, b)
     torch.testing.assert_close(buffer, 1 + (a @ b).T)
-    graph = accumulate_outputs(make_fx(lambda a, b: (aten.permute(aten.mm(a, b), [1, 0]),))(a, b), add=True)
+    graph = accumulate_outputs(make_fx(transposed)(a, b), add=True)
     (product,) = graph.graph.find_nodes(op="call_function", target=aten.mm.default)
     assert product.meta["val"].shape == (3, 5)
 
 
-def grads_of_experts(name: str, dtype: torch.dtype):
+def grads_of_experts(name: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
     p = make_problem(name, dtype)
     h, a = (torch.ones(len(p.plan[0]), w).to(dtype) for w in (p.w_gate_up.shape[1], p.w_down.shape[2]))
     return p.dy_TD, p.x_TD, h, a, *p.plan
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_the_experts_kernels_fill_their_buffers_themselves(add):
-    given = grads_of_experts("skewed, dead rows", torch.bfloat16)
-
-    def gradients(dy, *rest):
-        of_gate_up, of_down = torch.ops.graphmoe.grouped_mlp_wgrad(dy, *rest, "torch")
-        return of_down, dy * 2, of_gate_up
-
-    targets, buffers = accumulated(gradients, *given, add=add)
-    for buffer, value in zip(buffers, gradients(*given), strict=True):
-        assert torch.equal(buffer, value.float() + add)
-    assert torch.ops.graphmoe.grouped_mlp_wgrad_into.default in targets
-    assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_they_fill_them_with_what_came_home_from_replicas(add, one_peer):
-    given = grads_of_experts("skewed, dead rows", torch.float32)
-    expert_RS = torch.tensor([[1, 0]], dtype=torch.int32)
+@pytest.mark.parametrize("replicas", [[], [[1, 0]]], ids=["without replicas", "with replicas"])
+def test_the_experts_kernels_fill_their_buffers_themselves(replicas, add, one_peer):
+    given = grads_of_experts("skewed, dead rows", torch.float32 if replicas else torch.bfloat16)
+    given += tuple(torch.tensor([expert_S], dtype=torch.int32) for expert_S in replicas)
 
     def gradients(*given):
-        return torch.ops.graphmoe.grouped_mlp_wgrad(*given[:-1], "torch", given[-1])
+        of_gate_up, of_down = torch.ops.graphmoe.grouped_mlp_wgrad(*given[:7], "torch", *given[7:])
+        return of_down, given[0] * 2, of_gate_up
 
-    targets, buffers = accumulated(gradients, *given, expert_RS, add=add)
-    for buffer, value in zip(buffers, gradients(*given, expert_RS), strict=True):
-        torch.testing.assert_close(buffer, value + add, rtol=1e-6, atol=1e-5)
+    targets, buffers = accumulated(gradients, *given, add=add)
+    near = {"rtol": 1e-6, "atol": 1e-5} if replicas else {"rtol": 0, "atol": 0}
+    for buffer, value in zip(buffers, gradients(*given), strict=True):
+        torch.testing.assert_close(buffer, value.float() + add, **near)
     assert torch.ops.graphmoe.grouped_mlp_wgrad_into.default in targets
     assert torch.ops.graphmoe.grouped_mlp_wgrad.default not in targets
 
@@ -172,16 +163,14 @@ pytestmark = pytest.mark.usefixtures("graphs_as_they_are")
 class Plan(nn.Module):
     """ends, row and slot, each after a change."""
 
-    def __init__(self, ends=None, row=None, slot=None) -> None:
+    def __init__(self, **changes) -> None:
         super().__init__()
-        self.changes = (ends, row, slot)
+        self.changes = changes
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         plan = routing_plan(ids, E)
-        parts = (plan.ends_E, plan.row_TK, plan.slot_R)
-        return tuple(
-            p if change is None else change(p) for p, change in zip(parts, self.changes, strict=True)
-        )
+        parts = {"ends": plan.ends_E, "row": plan.row_TK, "slot": plan.slot_R}
+        return tuple(self.changes.get(name, lambda part: part)(part) for name, part in parts.items())
 
 
 class Experts(nn.Module):
@@ -205,7 +194,7 @@ def matches_of(segments: list[Segment]) -> dict[str, int]:
     torch.manual_seed(0)
     ids = torch.stack([torch.randperm(E)[:K] for _ in range(T)]).int()
     given = {"x": torch.randn(T, D), "weight": torch.rand(T, K), "ids": ids, "other_ids": ids.flip(0)}
-    execute = CompiledSegments(PassRunner(select_passes(config("compile.enabled=true").passes, {})))
+    execute = executor()
     modules = [segment.run for segment in segments if isinstance(segment.run, nn.Module)]
     parameters = [p for module in modules for p in module.parameters()]
 
@@ -217,8 +206,10 @@ def matches_of(segments: list[Segment]) -> dict[str, int]:
 
     for plain, found in zip(gradients(run_segments), gradients(execute), strict=True):
         torch.testing.assert_close(found, plain)
-    counted = [(p.name, p.matches) for report in execute.reports for p in report.passes]
-    return {name: sum(n for other, n in counted if other == name) for name, _ in counted}
+    counted = Counter[str]()
+    for row in (row for report in execute.reports for row in report.passes):
+        counted[row.name] += row.matches
+    return counted
 
 
 def layer(plan: Plan, experts: Experts) -> list[Segment]:
@@ -234,19 +225,19 @@ def test_a_plan_keeps_its_meaning_from_unit_to_unit():
     assert matches["fuse_permutation"] >= 3 and matches["fuse_experts"] == 1
 
 
-@pytest.mark.parametrize(
-    "plan, rows_of",
-    [
-        (Plan(row=lambda row: row.t().contiguous()), lambda row: row.t()),
-        (Plan(row=lambda row: row.t()), lambda row: row.t()),
-        (Plan(row=lambda row: row[:, :1]), lambda row: row),
-        (Plan(row=lambda row: row.long()), lambda row: row),
-        (Plan(ends=lambda ends: torch.cat([ends[:-1], ends[-1:]])), lambda row: row),
-    ],
-    ids=["copied across", "transposed", "a part", "wider", "made anew"],
-)
-def test_what_is_not_the_plan_itself_is_read_as_it_is(passes_may_miss, plan, rows_of):
-    matches = matches_of(layer(plan, Experts(rows_of)))
+CHANGED = {  # in the unit that makes the plan, and in the one that reads it
+    "copied across": ({"row": lambda row: row.t().contiguous()}, torch.t),
+    "transposed": ({"row": torch.t}, torch.t),
+    "a part": ({"row": lambda row: row[:, :1]},),
+    "wider": ({"row": torch.Tensor.long},),
+    "made anew": ({"ends": lambda ends: torch.cat([ends[:-1], ends[-1:]])},),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_is_not_the_plan_itself_is_read_as_it_is(passes_may_miss, name):
+    changes, *rows_of = CHANGED[name]
+    matches = matches_of(layer(Plan(**changes), Experts(*rows_of)))
     assert matches["fuse_permutation"] == 1 and matches["fuse_experts"] == 0
 
 
@@ -260,9 +251,6 @@ def test_parts_of_two_plans_are_not_one(passes_may_miss):
         Segment("moe_experts", Experts(), ("x", "weight", "ends", "other_row", "slot"), ("y",)),
     ]
     assert matches_of(segments)["fuse_experts"] == 0
-
-
-CACHE = {"fx_hits": 0}
 
 
 def one_of_two(graph: fx.Graph) -> Rewrites:
@@ -281,7 +269,7 @@ SPECS = [
 
 def report(unit: str) -> UnitReport:
     rows = PassRunner(SPECS).run("forward", fx.symbolic_trace(lambda x: x + x), unit, (unit,))
-    return UnitReport(unit, 3, 0.5, CACHE, rows)
+    return UnitReport(unit, 3, 0.5, {"fx_hits": 0}, rows)
 
 
 def row(text: str, name: str) -> list[str]:
@@ -290,19 +278,16 @@ def row(text: str, name: str) -> list[str]:
 
 
 def test_what_units_leave_is_counted_and_explained():
-    text = to_text([report("mlp"), report("attn")])
-    assert row(text, "one_of_two")[:3] == ["2", "of", "4"]
+    reports = [report("mlp"), report("attn")]
+    text = to_text(reports)
+    assert row(text, "one_of_two")[:3] == ["2", "of", "4"] and row(text, "no_candidates")[:1] == ["0"]
     reasons = [line for line in text.splitlines() if "left by" in line]
     assert reasons == [f"left by one_of_two in {unit}: sin_1: it has 2 users" for unit in ("mlp", "attn")]
+    for unit in to_json(reports, 0, "")["units"]:
+        assert [row["left"] for row in unit["passes"]] == [("sin_1: it has 2 users",), ()]
 
 
-def test_a_pass_without_candidates_is_mentioned_only_where_it_should_have_some(passes_may_miss):
-    assert row(to_text([report("mlp")]), "no_candidates")[:1] == ["0"]
+def test_a_pass_without_expected_candidates_is_mentioned(passes_may_miss):
     text = to_text([report("moe_experts")])
     assert row(text, "no_candidates")[:3] == ["0", "of", "1"]
     assert "left by no_candidates in moe_experts: 0 sorts, none of expert ids" in text
-
-
-def test_the_document_has_the_reasons_of_every_unit():
-    (unit,) = to_json([report("mlp")], 0, "")["units"]
-    assert [row["left"] for row in unit["passes"]] == [("sin_1: it has 2 users",), ()]

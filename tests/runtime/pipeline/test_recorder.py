@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,24 +17,17 @@ F0, B0 = Action("F", 0, 0), Action("B", 0, 0)
 CPU = torch.device("cpu")
 
 
-def step(recorder):
-    recorder.start()
-    for action in (F0, B0):
-        with recorder.span("comm", action):
-            time.sleep(0.002)
-        with recorder.span("compute", action):
-            time.sleep(0.004)
-
-
 def test_spans_have_the_times_of_their_blocks_from_the_last_start_behind_the_barrier():
     calls = []
     recorder = Recorder(CPU, lambda: calls.append(time.time_ns()))
+    steps = [(track, action) for action in (F0, B0) for track in ("comm", "compute")]
     for _ in range(2):
-        step(recorder)
+        recorder.start()
+        for track, action in steps:
+            with recorder.span(track, action):
+                time.sleep(0.002 if track == "comm" else 0.004)
     spans = recorder.spans(3)
-    assert [(s.rank, s.track, s.step) for s in spans] == [
-        (3, track, action) for action in (F0, B0) for track in ("comm", "compute")
-    ]
+    assert [(s.rank, s.track, s.step) for s in spans] == [(3, *step) for step in steps]
     assert all(s.end - s.start >= (2000 if s.track == "comm" else 4000) for s in spans)  # microseconds
     ends = [0.0, *(s.end for s in spans)]
     assert all(before <= s.start for before, s in zip(ends, spans, strict=False))
@@ -48,20 +40,13 @@ def simulated(name: str, *, overlap: bool = False) -> Timeline:
     return simulate(table, costs)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv", "interleaved", "turns", "folded"])
-def test_what_is_written_is_read_again(name, tmp_path):
-    makers = {"turns": lambda: simulated("interleaved", overlap=True), "folded": folded_in_turns}
-    timeline = makers.get(name, lambda: simulated(name))()
+def test_what_is_written_is_read_again(tmp_path):
     path = tmp_path / FILE_NAME
-    write_timelines(path, {3: timeline, 7: timeline})
-    assert list(found := read_timelines(path)) == [3, 7] and [*tmp_path.iterdir()] == [path]
-    for read in found.values():
-        assert replace(read.table, ranks=()) == replace(timeline.table, ranks=())
-        assert set(read.spans) == set(timeline.spans) and read.peak_bytes == timeline.peak_bytes
-        assert read.makespan == timeline.makespan and read.bubble == pytest.approx(timeline.bubble)
-    if name not in makers:
-        assert read.peak_activations == timeline.peak_activations
-        assert read.table == make_table(name, 3, 5)
+    timelines = [simulated(name) for name in ("1f1b", "zb1p", "zbv", "interleaved")]
+    for timeline in (*timelines, simulated("interleaved", overlap=True), folded_in_turns()):
+        write_timelines(path, {3: timeline, 7: timeline})
+        assert read_timelines(path) == {3: timeline, 7: timeline}
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_the_file_has_the_words_of_its_description(tmp_path):
@@ -84,29 +69,19 @@ def test_times_count_from_the_first_start_and_spans_are_put_in_order():
     assert timeline.peak_bytes is None
 
 
-def test_a_file_that_is_not_there_names_the_key_that_makes_it(tmp_path):
-    with pytest.raises(ConfigError, match="there is no .*pipeline.json; a run with profile.pipeline=true"):
-        read_timelines(tmp_path / FILE_NAME)
-
-
-GOOD = {
-    "schedule": "1f1b",
-    "rank_of": [0],
-    "num_micro_batches": 1,
-    "steps": [{"step": 1, "spans": [[0, "compute", "0F0", 0.0, 1.0]]}],
-}
-
-
 def with_span(*span: object) -> dict:
-    return {**GOOD, "steps": [{"step": 1, "spans": [list(span)]}]}
+    steps = [{"step": 1, "spans": [span]}]
+    return {"schedule": "1f1b", "rank_of": [0], "num_micro_batches": 1, "steps": steps}
 
 
+GOOD = with_span(0, "compute", "0F0", 0.0, 1.0)
 OTHER = " is not a recording of a pipeline: "
 
 
 @pytest.mark.parametrize(
     "document, problem",
     [
+        (None, "there is no .*pipeline.json; a run with profile.pipeline=true writes it"),
         ("{", " is not JSON: Expecting property name"),
         ([], ": expected object, found array"),
         ({}, ": object missing required field schedule"),
@@ -123,6 +98,8 @@ OTHER = " is not a recording of a pipeline: "
 )
 def test_another_file_is_refused_with_what_is_wrong(document, problem, tmp_path):
     path = tmp_path / FILE_NAME
-    path.write_text(document if isinstance(document, str) else json.dumps(document))
-    with pytest.raises(ConfigError, match=f"pipeline.json{problem}"):
+    if document is not None:
+        path.write_text(document if isinstance(document, str) else json.dumps(document))
+        problem = f"pipeline.json{problem}"
+    with pytest.raises(ConfigError, match=problem):
         read_timelines(path)

@@ -176,17 +176,13 @@ def in_8_bits(x: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
 
 def product(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """``a[r] @ b[e(r)]``, computed in fp64; NaN in dead rows."""
-    y, end = a.new_full((len(a), b.shape[2]), float("nan")), 0
-    for expert, count in enumerate(counts.tolist()):
-        start, end = end, end + count
-        y[start:end] = (a[start:end].double() @ b[expert].double()).to(a.dtype)
-    return y
+    parts = a.double().split([*counts.tolist(), len(a) - int(counts.sum())])
+    results = [rows @ w for rows, w in zip(parts, b.double(), strict=False)]
+    dead = parts[-1].new_full((len(parts[-1]), b.shape[2]), float("nan"))
+    return torch.cat([*results, dead]).to(a.dtype)
 
 
 def outer_products(left: torch.Tensor, right: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """``left[rows of e].T @ right[rows of e]``, computed in fp64."""
-    results, end = [], 0
-    for count in counts.tolist():
-        start, end = end, end + count
-        results.append((left[start:end].double().T @ right[start:end].double()).to(left.dtype))
-    return torch.stack(results)
+    parts = (side[: int(counts.sum())].double().split(counts.tolist()) for side in (left, right))
+    return torch.stack([one.T @ other for one, other in zip(*parts, strict=True)]).to(left.dtype)

@@ -3,15 +3,13 @@
 Suffixes as in graphmoe/ops/grouped_mlp. Expected values: fp64, expert by expert, without a plan.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 
-from graphmoe.ops.grouped_mlp import wgrad_in_two
-from graphmoe.ops.grouped_mlp.reference import TORCH, Experts, Plan
+from graphmoe.ops import grouped_mlp
+from tests.ops.interpreted import INTERPRETING
 from tests.ops.row_cases import NAN, brute_force_plan, fresh_memory_is_nan, pattern_of_experts, values
 from tests.tolerances import TOLERANCES, relative_error
 
@@ -36,8 +34,6 @@ NAMES = ("dx", "dw_gate_up", "dw_down", "dweight")
 
 
 class Problem(NamedTuple):
-    """One layer's inputs, and the gradient of its output."""
-
     x_TD: torch.Tensor
     w_gate_up: torch.Tensor
     w_down: torch.Tensor
@@ -52,76 +48,35 @@ class Problem(NamedTuple):
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.x_TD, self.w_gate_up, self.w_down, self.weight_TK
 
+    @property
+    def has_none_E(self) -> torch.Tensor:
+        """Experts without rows."""
+        return torch.diff(self.plan[2], prepend=self.plan[2].new_zeros(1)) == 0
+
 
 class Directions(NamedTuple):
     """Calls of a backend, with the arguments of the ops but no backend."""
 
     forward: Callable[..., Any]
     dgrad: Callable[..., Any]
-    wgrad: Callable[..., Any]
     hidden: Callable[..., Any]
     wgrad_into: Callable[..., Any]
+    wgrad: Callable[..., Any] | None = None
+
+
+if INTERPRETING:
+    grouped_mlp.BACKENDS["interpreted"] = grouped_mlp.triton_backend  # "triton" is torch on a CPU
 
 
 def ops_of(backend: str) -> Directions:
-    """The registered ops with one backend; for "interpreted" the kernels themselves, for "cuda" triton."""
-    if backend == "interpreted":
-        from graphmoe.ops.grouped_mlp import triton_backend as kernels
-
-        return Directions(
-            lambda x, *experts: kernels.forward(x, Experts(*experts)),
-            lambda dy, h, *experts: kernels.dgrad(dy, h, Experts(*experts)),
-            lambda *given: kernels.wgrad(*given[:4], Plan(*given[4:])),
-            lambda x, w_gate_up, *plan: kernels.hidden(x, w_gate_up, Plan(*plan)),
-            lambda *given: kernels.wgrad(*given[:4], Plan(*given[4:7]), given[7:9], given[9]),
-        )
+    """The registered ops with one backend."""
     ops, name = torch.ops.graphmoe, {"plain": "torch", "cuda": "triton"}.get(backend, backend)
     return Directions(
         lambda *args: ops.grouped_mlp(*args, name),
         lambda *args: ops.grouped_mlp_dgrad(*args, name),
-        lambda *args: ops.grouped_mlp_wgrad(*args, name),
         lambda *args: ops.grouped_mlp_hidden(*args, name),
         lambda *args: ops.grouped_mlp_wgrad_into(*args[:-1], name, args[-1]),
-    )
-
-
-def in_two_lists(backend: str, own: int, by_torch: bool = False) -> Directions:
-    """A backend's calls with the weights from ``own`` on as a second list, whose gradients are fp32.
-
-    What these leave as it is must be of experts without rows, and is 0 in the results.
-    """
-    from graphmoe.ops.grouped_mlp import triton_backend
-
-    kernels = TORCH if backend == "plain" else triton_backend
-    of_weights, reason = TORCH if by_torch else kernels, "plain" if backend == "plain" else None
-
-    def experts(w_gate_up: Any, w_down: Any, *rest: Any) -> Experts:
-        return Experts(w_gate_up[:own], w_down[:own], *rest, w_gate_up[own:], w_down[own:])
-
-    def wgrad_into(*given: Any) -> None:
-        totals, add, plan = given[7:9], given[9], Plan(*given[4:7])
-        dtype = given[0].dtype if of_weights is TORCH else totals[0].dtype  # as they travel
-        of_more = [torch.full_like(total[own:], NAN, dtype=dtype) for total in totals]
-        with mock.patch.object(triton_backend, "reason_against", lambda *_: reason):
-            wgrad_in_two(of_weights, given[:4], plan, tuple(total[:own] for total in totals), add, of_more)
-        is_empty = torch.diff(plan.ends_E, prepend=plan.ends_E.new_zeros(1))[own:] == 0
-        for total, more in zip(totals, of_more, strict=True):
-            more[is_empty] = more[is_empty].nan_to_num(0.0)
-            total[own:] = total[own:] + more if add else more
-
-    def wgrad(*given: Any) -> tuple[torch.Tensor, ...]:
-        (H, D), F = (given[2].shape[1], given[1].shape[1]), given[3].shape[1]
-        sizes, wide = ((H, D), (D, F)), torch.promote_types(given[2].dtype, torch.float32)
-        totals = [given[2].new_empty(len(given[6]), *size, dtype=wide) for size in sizes]
-        wgrad_into(*given, *totals, False)
-        return tuple(total.to(given[2].dtype) for total in totals)
-
-    return Directions(
-        lambda x, *layer: kernels.forward(x, experts(*layer)),
-        lambda dy, h, *layer: kernels.dgrad(dy, h, experts(*layer)),
-        wgrad,
-        lambda x, w_gate_up, *plan: kernels.hidden(x, w_gate_up[:own], Plan(*plan), w_gate_up[own:]),
-        wgrad_into,
+        lambda *args: ops.grouped_mlp_wgrad(*args, name),
     )
 
 
@@ -134,7 +89,8 @@ def make_problem(case, dtype, device="cpu"):
     sizes = ((T, D), (E, 2 * F, D), (E, D, F), (T, D))
     x, w_gate_up, w_down, dy = (values(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(sizes))
     unrouted_TK = (expert_TK < 0).to(device)
-    weight_TK = values(T, K, device=device, seed=9).abs().masked_fill(unrouted_TK, NAN)
+    wide = torch.promote_types(dtype, torch.float32)
+    weight_TK = values(T, K, dtype=wide, device=device, seed=9).abs().masked_fill(unrouted_TK, NAN)
     x[unrouted_TK.all(dim=1)] = NAN
     routed = (plan.slot_R, plan.row_TK, plan.ends_E)
     return Problem(x, w_gate_up, w_down, weight_TK, dy, expert_TK.to(device), routed, plan.live)
@@ -154,9 +110,7 @@ def exact_result(p):
 
 def written_out(x_TD, w_gate_up, w_down, weight_TK, expert_TK):
     y_TD = x_TD * 0
-    for expert in expert_TK.unique().tolist():
-        if expert < 0:
-            continue
+    for expert in expert_TK[expert_TK >= 0].unique().tolist():
         gate_TF, up_TF = (x_TD @ w_gate_up[expert].T).chunk(2, dim=1)
         out_TD = (gate_TF / (1 + torch.exp(-gate_TF)) * up_TF) @ w_down[expert].T
         share_T1 = (weight_TK * (expert_TK == expert)).sum(1, keepdim=True)
@@ -164,26 +118,29 @@ def written_out(x_TD, w_gate_up, w_down, weight_TK, expert_TK):
     return y_TD
 
 
-def assert_directions_match(run: Directions, p: Problem, slack: float = 1.0) -> None:
-    """Run the three directions one by one, with NaN in all dead rows between them, and compare with fp64.
+def until_wgrad(run: Directions, p: Problem) -> tuple[torch.Tensor, ...]:
+    """y, h, dx, dweight, dh and a, with NaN in all dead rows between the directions."""
+    with fresh_memory_is_nan():
+        y_TD, h_RH = run.forward(*p.inputs, *p.plan)
+        poison(p, h_RH)
+        of_rows = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
+    poison(p, *of_rows[2:])
+    return y_TD, h_RH, *of_rows
 
-    Computing only h must give the same bits as the forward.
-    """
-    y_TD, h_RH = run.forward(*p.inputs, *p.plan)
+
+def assert_directions_match(run: Directions, p: Problem, slack: float = 1.0) -> None:
+    """Run the three directions one by one and compare with fp64; h computed alone has the same bits."""
+    y_TD, h_RH, dx_TD, dweight_TK, *made = until_wgrad(run, p)
     with fresh_memory_is_nan():
         alone_RH = run.hidden(*p.inputs[:2], *p.plan)
     assert alone_RH.shape == h_RH.shape and torch.equal(alone_RH[: p.live], h_RH[: p.live])
-    poison(p, h_RH)
-    dx_TD, dweight_TK, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
-    poison(p, dh_RH, a_RF)
-    dw_gate_up, dw_down = run.wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
+    dw_gate_up, dw_down = run.wgrad(p.dy_TD, p.x_TD, *made, *p.plan)
     gradients = (dx_TD, dw_gate_up, dw_down, dweight_TK)
     for name, source, actual in zip(("y", *NAMES), (p.x_TD, *p.inputs), (y_TD, *gradients), strict=True):
         assert (actual.shape, actual.dtype) == (source.shape, source.dtype), name
         assert actual.is_contiguous(), name
     assert_results_match(p, y_TD, gradients, slack)
-    has_none_E = torch.diff(p.plan[2], prepend=p.plan[2].new_zeros(1)) == 0
-    assert not bool(dw_gate_up[has_none_E].any()) and not bool(dw_down[has_none_E].any())
+    assert not any(bool(dw[p.has_none_E].any()) for dw in (dw_gate_up, dw_down))
 
 
 def assert_results_match(p: Problem, y_TD, gradients, slack: float = 1.0) -> None:
@@ -205,4 +162,4 @@ def poison(p: Problem, *buffers: torch.Tensor) -> None:
 
 def interpreter_slack(dtype: torch.dtype) -> float:
     """Triton's interpreter cuts fp32 to bf16, where devices round: a bias, in each of four steps."""
-    return 5.0 if dtype == torch.bfloat16 and os.environ.get("TRITON_INTERPRET") == "1" else 1.0
+    return 5.0 if dtype == torch.bfloat16 and INTERPRETING else 1.0

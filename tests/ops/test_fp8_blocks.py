@@ -1,6 +1,7 @@
 """Recipes with a scale for each block: scales and products of the plain form, kernels against it."""
 
 import functools
+from itertools import product as product_of
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from graphmoe.config.formats import FORMATS
 from graphmoe.ops import formats
-from graphmoe.ops.fp8 import BLOCK, INPUT, quantise, reason_against, recipes_of
+from graphmoe.ops.fp8 import BLOCK, INPUT, block_values, quantise, quantise_blocks, reason_against, recipes_of
 from graphmoe.ops.fp8_blocks import launches, product, squares, squares_turned, turned
 from graphmoe.ops.fp8_blocks.reference import (
     KIND,
@@ -62,7 +63,7 @@ def test_scales_of_mxfp8_are_bitwise_those_of_the_written_rule():
     assert q[1, 5] == -LARGEST  # 449 of a scale of 1, which holds 448
 
 
-def test_blocks_of_both_recipes_have_scales_of_their_own():
+def test_blocks_have_scales_of_their_own():
     x = random(6, 256)
     x[:, :BLOCK] *= 1e4
     for name, store in QUANTISE.items():
@@ -70,6 +71,9 @@ def test_blocks_of_both_recipes_have_scales_of_their_own():
         assert q.dtype == KIND and values(q, scale).double().equal(fp64_of(q, scale))
         assert decibels(values(q, scale)[:, BLOCK:], x[:, BLOCK:]) > 28, name
     assert scale.shape == (6, 8) and quantise_blockwise(x)[1].shape == (2, 6)
+    q, scale = quantise_blocks(x[:, :250], KIND)  # of h in rowwise fp8, the last block narrower
+    assert q.shape == (6, 250) and scale.shape == (6, 2)
+    assert decibels(block_values(q, scale)[:, BLOCK:], x[:, BLOCK:250]) > 30
 
 
 def test_a_weight_has_the_same_numbers_in_either_direction():
@@ -111,25 +115,22 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
     if recipe == "tensorwise":
         x, dy = x / 8, dy / 8  # for which the first scale has room
     w = (torch.randn(n, k, generator=torch.Generator().manual_seed(2)) / 16).to(dtype)
-    stored, gradient = (by.quantize(each, w, INPUT) for each in (x, dy))
-    along, turned = by.weight(w), by.transposed(w)
-    plain = {
-        "y": x.double() @ w.double().t(),
-        "dx": dy.double() @ w.double(),
-        "dw": dy.double().t() @ x.double(),
-    }
+    ops, stored, gradient = torch.ops.graphmoe, *(by.quantize(each, w, INPUT) for each in (x, dy))
     found = {
-        "y": torch.ops.graphmoe.fp8_linear(x, w, "fp8", recipe),
-        "dx": torch.ops.graphmoe.fp8_linear_dgrad(dy, w, recipe),
-        "dw": torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "fp8", recipe),
+        "y": ops.fp8_linear(x, w, "fp8", recipe),
+        "dx": ops.fp8_linear_dgrad(dy, w, recipe),
+        "dw": ops.fp8_linear_wgrad(dy, x, w, "fp8", recipe),
     }
-    of_dx = 24 if recipe == "tensorwise" else 25  # dy in e5m2
-    for name, least in {"y": 25, "dx": of_dx, "dw": 22}.items():
-        assert found[name].dtype == dtype and decibels(found[name], plain[name]) > least, name
+    in_bf16 = ops.fp8_linear_wgrad(dy, x, w, "bf16", recipe)
+    torch.testing.assert_close(in_bf16, dy.t() @ by.values(stored).to(dtype))
+    plain = x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double()
+    least = 25, 24 if recipe == "tensorwise" else 25, 22  # dy in e5m2
+    for (name, one), other, level in zip(found.items(), plain, least, strict=True):
+        assert one.dtype == dtype and decibels(one, other) > level, name
     if recipe in BY_ROWS:
         return
+    along, turned = by.weight(w), by.transposed(w)
     of_weight = (lambda q, s: square_values(q, s).double()) if recipe == "blockwise" else fp64_of
-    ops = torch.ops.graphmoe
     sides = [fp64_of(*ops.fp8_blocks_turned(*each)) for each in (gradient, stored)]
     exact = {
         "y": (by.product(stored, along, torch.float32), fp64_of(*stored) @ of_weight(*along).t()),
@@ -137,17 +138,14 @@ def test_each_product_is_that_of_the_stored_numbers_and_close_to_that_of_the_pla
         "dw": (by.wgrad(gradient, stored), sides[0] @ sides[1].t()),
     }
     for name, (of_stored, wanted) in exact.items():
-        torch.testing.assert_close(
-            of_stored.double(), wanted, rtol=1e-5, atol=float(wanted.abs().amax()) * 1e-6
-        )
+        assert_sums_close(of_stored, wanted)
         assert found[name].equal(of_stored.to(dtype)), name
 
 
-@pytest.mark.parametrize("recipe", FORMATS)
-def test_a_gradient_in_bf16_takes_the_stored_rows(recipe):
-    by, x, dy, w = formats.KERNELS[recipe], random(R, K), random(R, N, seed=1), torch.ones(N, K)
-    found = torch.ops.graphmoe.fp8_linear_wgrad(dy, x, w, "bf16", recipe)
-    torch.testing.assert_close(found, dy.t() @ by.values(by.quantize(x, w, INPUT)))
+def assert_sums_close(found: Tensor, wanted: Tensor) -> None:
+    """Compare sums in fp32 with those in fp64."""
+    atol = float(wanted.abs().amax()) * 1e-6
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=atol)
 
 
 def products(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
@@ -253,26 +251,20 @@ def test_torch_is_given_scales_as_it_wants_them():
 def test_numbers_and_scales_of_kernels_are_bitwise_those_of_the_plain_form(backend, dtype):
     device, w, x = device_of(backend), of_all_sizes(random(N, K)).to(dtype), random(R, K, dtype=dtype)
     w[128:168, :40] *= 1e-3
-    stored = {name: QUANTISE[name](x) for name in QUANTISE}
-    wanted = {
-        "squares": squares(w),
-        "squares turned": squares_turned(w),
-        "rows": quantise_mx(w),
-        "columns": quantise_mx(w.t()),
-        **{name: turned(*each) for name, each in stored.items()},
+    experts = torch.stack([w, w * 1e-3])[:, :224, :352]
+    on, experts_on = w.to(device), experts.to(device)
+    cases = {  # behind these blocks of scales is padding
+        "squares": (squares(w), launches.squares(on, turned=False), 3),
+        "squares turned": (squares_turned(w), launches.squares(on, turned=True), 2),
+        "rows": (quantise_mx(experts), launches.quantise_mx(experts_on), None),
+        "columns": (quantise_mx(experts.mT.contiguous()), launches.turned(experts_on, None), None),
     }
-    on = w.to(device)
-    found = {
-        "squares": launches.squares(on, turned=False),
-        "squares turned": launches.squares(on, turned=True),
-        "rows": launches.quantise_mx(on),
-        "columns": launches.turned(on, None),
-        **{name: launches.turned(*(each.to(device) for each in both)) for name, both in stored.items()},
-    }
-    for name, (q, scale) in wanted.items():
-        blocks = slice(None, {"squares": 3, "squares turned": 2}.get(name))  # those behind are padding
-        same(found[name][0].cpu(), q)
-        same(found[name][1].cpu()[:, blocks], scale[:, blocks])
+    for name, store in QUANTISE.items():
+        stored = store(x)
+        cases[name] = turned(*stored), launches.turned(*(each.to(device) for each in stored)), None
+    for (q, scale), found, blocks in cases.values():
+        same(found[0].cpu(), q)
+        same(found[1].cpu()[:, :blocks], scale[:, :blocks])
 
 
 @pytest.mark.parametrize("backend", ["interpreted"] if KERNELS == ["interpreted"] else [])
@@ -281,7 +273,7 @@ def test_the_kernel_of_products_in_mxfp8_is_that_of_the_stored_numbers(backend, 
     x, w = quantise_mx(random(70, columns)), quantise_mx(random(80, columns, seed=1))
     found = launches.mx_product(*x, *w, torch.float32)
     wanted = fp64_of(*x) @ fp64_of(*w).t()
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=float(wanted.abs().amax()) * 1e-6)
+    assert_sums_close(found, wanted)
     assert found.equal(product(*x, *w, False, torch.float32)) or decibels(found, wanted) > 100
 
 
@@ -311,8 +303,9 @@ def test_products_of_a_gpu_are_those_of_the_stored_numbers(recipe, rows):
 def ahead_of_time_cases() -> list[dict[str, Any]]:
     """The kernels of a layer of DeepSeek-V2-Lite, and products in mxfp8 for the GPUs that have them."""
     meta = functools.partial(torch.empty, device="meta")
+    bytes_of = functools.partial(meta, dtype=torch.uint8)
     x, w = meta(16384, 2048, dtype=torch.bfloat16), meta(2816, 2048, dtype=torch.bfloat16)
-    q, bytes_RB = meta(16384, 2048, dtype=KIND), meta(16384, 64, dtype=torch.uint8)
+    q, bytes_RB = meta(16384, 2048, dtype=KIND), bytes_of(16384, 64)
     calls = {
         "": lambda: launches.squares(w, turned=False),
         "turned": lambda: launches.squares(w, turned=True),
@@ -322,20 +315,14 @@ def ahead_of_time_cases() -> list[dict[str, Any]]:
         "mxfp8": lambda: launches.turned(q, bytes_RB),
     }
     cases = [case for name, call in calls.items() for case in launches_of(name, call)]
-    sides = q, bytes_RB, meta(2816, 2048, dtype=KIND), meta(2816, 64, dtype=torch.uint8)
-    odd = (
-        x[:, :576].to(KIND),
-        bytes_RB[:, :18],
-        meta(2816, 576, dtype=KIND),
-        meta(2816, 18, dtype=torch.uint8),
-    )
-    for name, given in {"even": sides, "uneven": odd}.items():
-        for kind, target in {"hopper": "sm_100", "instinct": "gfx950"}.items():
-            with mock.patch.object(launches, "kind_of", lambda device, kind=kind: kind):
-                for dtype in (torch.bfloat16, torch.float32):
-                    call = functools.partial(launches.mx_product, *given, dtype)
-                    (case,) = launches_of(f"{name} {dtype} {kind}", call)
-                    cases.append(
-                        case | {"constexprs": case["constexprs"] | {"UPCAST": False}, "only": (target,)}
-                    )
+    even = q, bytes_RB, meta(2816, 2048, dtype=KIND), bytes_of(2816, 64)
+    uneven = x[:, :576].to(KIND), bytes_RB[:, :18], meta(2816, 576, dtype=KIND), bytes_of(2816, 18)
+    sides = {"even": even, "uneven": uneven}
+    targets = {"hopper": "sm_100", "instinct": "gfx950"}
+    for name, kind, dtype in product_of(sides, targets, (torch.bfloat16, torch.float32)):
+        call = functools.partial(launches.mx_product, *sides[name], dtype)
+        with mock.patch.object(launches, "kind_of", lambda device, kind=kind: kind):
+            (case,) = launches_of(f"{name} {dtype} {kind}", call)
+        case["constexprs"]["UPCAST"] = False
+        cases.append(case | {"only": (targets[kind],)})
     return cases

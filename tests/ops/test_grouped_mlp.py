@@ -1,8 +1,8 @@
 """The grouped MLP on all backends and the model's experts: values, gradients, dead rows, fakes, kernels."""
 
 import functools
-import itertools
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -11,16 +11,13 @@ import torch
 
 from graphmoe.config.schema import ConfigError, ModelConfig
 from graphmoe.model.moe_segments import Experts
-from graphmoe.ops import grouped_mlp as module
-from graphmoe.ops.grouped_mlp import reference, vendor
+from graphmoe.ops.grouped_mlp import reference, tuning, vendor
 from graphmoe.ops.grouped_mlp import triton_backend as kernels
-from graphmoe.ops.grouped_mlp.choice import MlpShape, choose_backends
-from graphmoe.ops.grouped_mlp.reference import Products, Stepwise
 from graphmoe.ops.grouped_mlp.triton_backend import row_tiles
 from graphmoe.ops.grouped_mlp.weight_grad_kernel import into
 from tests.ops import grouped_mlp_fakes
 from tests.ops.ahead_of_time import launches_of
-from tests.ops.interpreted import BACKENDS, INTERPRETING, KERNELS, device_of
+from tests.ops.interpreted import BACKENDS, KERNELS, device_of
 from tests.ops.mlp_cases import (
     CASES,
     COUNTS,
@@ -32,7 +29,6 @@ from tests.ops.mlp_cases import (
     leaves_of,
     make_problem,
     ops_of,
-    poison,
 )
 from tests.ops.row_cases import fresh_memory_is_nan
 from tests.ops.seen_ops import SeenOps
@@ -40,7 +36,6 @@ from tests.ops.seen_ops import SeenOps
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 HALF_OF = {"turbo": "primus_turbo", "te": "transformer_engine"}
 """Vendors' backends, which take bf16 and fp16 only, with their packages."""
-VENDORS = [] if INTERPRETING else [*HALF_OF]
 ops = torch.ops.graphmoe
 
 
@@ -55,11 +50,6 @@ def fakes(monkeypatch):
 EACH_DTYPE = [(case, DTYPES[number % 2]) for number, case in enumerate([*CASES, *COUNTS])]
 EACH_DTYPE += [(case, DTYPES[(number + 1) % 2]) for number, case in enumerate(CASES) if case in IMPORTANT]
 """Every case in fp32 or bf16, the important ones in both."""
-EACH_VENDOR = [
-    (vendor, case)
-    for number, case in enumerate(CASES)
-    for vendor in (VENDORS if case in IMPORTANT else VENDORS[number % 2 :][:1])
-]
 
 
 @pytest.mark.parametrize(("case", "dtype"), EACH_DTYPE, ids=str)
@@ -73,55 +63,45 @@ def test_each_direction_matches_fp64_with_nan_in_dead_rows(backend, case, dtype)
         assert_directions_match(ops_of("torch"), p)
 
 
-@pytest.mark.parametrize(("backend", "case"), EACH_VENDOR)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", HALF_OF)
 def test_each_direction_of_vendors_matches_fp64_in_bf16(backend, case, fakes):
     assert_directions_match(ops_of(backend), make_problem(case, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("backend", VENDORS)
+@pytest.mark.parametrize("backend", HALF_OF)
 def test_vendors_refuse_what_is_not_16_bits(backend, dtype, fakes):
     p = make_problem("random", dtype)
     with pytest.raises(ConfigError, match=f"moe.experts={backend} has bf16 .* precision.compute=bf16"):
         ops.grouped_mlp(*p.inputs, *p.plan, backend)
 
 
-def experts_of_model(w_gate_up, w_down):
-    """The module of the model, with weights that may be leaves of autograd."""
+RUNS = ("op", "model", "planned", "received", "received_fused")
+
+
+def run_as(name, p, x, w_gate_up, w_down, weight_TK):
+    """y by the op, or by a method of the model's module, whose weights may be leaves of autograd."""
+    slot_R, row_TK, ends_E = p.plan
+    if name == "op":
+        return ops.grouped_mlp(x, w_gate_up, w_down, weight_TK, *p.plan, "torch")[0]
     E, D, F = w_down.shape
     experts = Experts(ModelConfig(hidden_size=D, num_experts=E, expert_ffn_size=F))
     del experts.w_gate_up, experts.w_down
     experts.w_gate_up, experts.w_down = w_gate_up, w_down
-    return experts
+    if name == "received":
+        return experts.received(x, weight_TK, p.expert_TK)
+    if name == "received_fused":
+        return experts.received_fused("torch", (), x, weight_TK, p.expert_TK)
+    if name == "planned":
+        return experts.planned(x, weight_TK, ends_E, row_TK, slot_R)
+    return experts(x, weight_TK, ends_E, row_TK, slot_R[: p.live])
 
 
-def by_the_op(p, *leaves):
-    return ops.grouped_mlp(*leaves, *p.plan, "torch")[0]
-
-
-def by_the_model(p, x, w_gate_up, w_down, weight):
-    slot_R, row_TK, ends_E = p.plan
-    return experts_of_model(w_gate_up, w_down)(x, weight, ends_E, row_TK, slot_R[: p.live])
-
-
-def by_a_plan(p, x, w_gate_up, w_down, weight):
-    slot_R, row_TK, ends_E = p.plan
-    return experts_of_model(w_gate_up, w_down).planned(x, weight, ends_E, row_TK, slot_R)
-
-
-def as_received(p, x, w_gate_up, w_down, weight):
-    return experts_of_model(w_gate_up, w_down).received(x, weight, p.expert_TK)
-
-
-def as_received_fused(p, x, w_gate_up, w_down, weight):
-    return experts_of_model(w_gate_up, w_down).received_fused("torch", (), x, weight, p.expert_TK)
-
-
-RUNS = (by_the_op, by_the_model, by_a_plan, as_received, as_received_fused)
 NOT_RUN = {  # all experts of the model are here, and what is received is for an expert here
-    by_the_model: ("some slots are not routed here", "no slot is routed here"),
-    as_received: ("no slot is routed here",),
-    as_received_fused: ("no slot is routed here",),
+    "model": ("some slots are not routed here", "no slot is routed here"),
+    "received": ("no slot is routed here",),
+    "received_fused": ("no slot is routed here",),
 }
 BY_AUTOGRAD = [
     (run, case, DTYPES[(at + number) % 3])
@@ -132,66 +112,32 @@ BY_AUTOGRAD = [
 """Each important case by every run, the others by two, in one dtype."""
 
 
-@pytest.mark.parametrize(
-    ("run", "case", "dtype"), BY_AUTOGRAD, ids=lambda value: getattr(value, "__name__", str(value))
-)
+@pytest.mark.parametrize(("run", "case", "dtype"), BY_AUTOGRAD, ids=str)
 def test_autograd_gives_the_gradients_of_all_four_inputs(run, case, dtype):
     p = make_problem(case, dtype)
-    if dtype == torch.float64:
-        p = p._replace(weight_TK=p.weight_TK.double())
     leaves = leaves_of(p)
     with fresh_memory_is_nan():
-        y_TD = run(p, *leaves)
+        y_TD = run_as(run, p, *leaves)
         gradients = torch.autograd.grad(y_TD, leaves, p.dy_TD)
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype)
     # bf16 rounds the two inner activations too, which the table's rows for one product leave out.
-    assert_results_match(p, y_TD, gradients, 2.0 if dtype == torch.bfloat16 and run is not by_the_op else 1.0)
+    assert_results_match(p, y_TD, gradients, 2.0 if dtype == torch.bfloat16 and run != "op" else 1.0)
 
 
 @torch.no_grad()
 def test_the_model_does_not_round_the_weight_of_a_slot_to_bf16():
     p = make_problem(("random", 1300, 7, 5, 6, 3, 0), torch.bfloat16)
     one, more = (
-        by_the_model(p, *p.inputs[:3], torch.full_like(p.weight_TK, weight)).double()
+        run_as("model", p, *p.inputs[:3], torch.full_like(p.weight_TK, weight)).double()
         for weight in (1.0, 1.003)  # the outputs are rounded to bf16: many show the weight behind
     )
     assert float((one * more).sum() / one.square().sum()) == pytest.approx(1.003, abs=3e-4)  # 1.0 in bf16
 
 
-INTO = [("odd sizes", torch.bfloat16), ("empty experts", torch.float32)]
-INTO += [("skewed, dead rows", dtype) for dtype in DTYPES[:2]]
-
-
-@pytest.mark.parametrize(("case", "dtype"), INTO[1:] if INTERPRETING else INTO, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_weight_gradients_are_stored_in_fp32_or_added_to_it(backend, case, dtype):
-    p, run = make_problem(case, dtype, device_of(backend)), ops_of(backend)
-    _, h_RH = run.forward(*p.inputs, *p.plan)
-    _, _, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
-    poison(p, dh_RH, a_RF)
-    given = (p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan)
-    totals = tuple(torch.full(w.shape, torch.nan, device=w.device) for w in (p.w_gate_up, p.w_down))
-    rounding = 0.0 if dtype == torch.float32 or backend == "plain" else 2**-7  # kernels add in fp32
-    for factor in (1, 2):  # NaN must be overwritten; then the same sums on top
-        run.wgrad_into(*given, *totals, factor == 2)
-        for total, rounded in zip(totals, run.wgrad(*given), strict=True):
-            torch.testing.assert_close(total / factor, rounded.float(), rtol=rounding, atol=0.0)
-
-
-def test_a_backend_from_outside_the_package_is_one_line_in_the_table(monkeypatch):
-    products = Products(ops.grouped_mm, ops.grouped_mm_dgrad, ops.grouped_mm_wgrad)
-    toy = Stepwise(lambda dtype: products, lambda *_: None)
-    monkeypatch.setitem(module.BACKENDS, "toy", toy)
-    p = make_problem("skewed, dead rows", torch.float32)
-    assert_directions_match(ops_of("torch,toy,toy"), p)
-    shape = MlpShape(T=8, D=4, F=4, E=2, K=1)
-    assert choose_backends("toy", shape, torch.device("cpu"), None) == "toy,toy,toy"
-
-
 def test_weight_gradients_are_computed_only_where_wanted():
     p = make_problem("random", torch.float32)
-    for wanted in itertools.product((True, False), repeat=4):
+    for wanted in product((True, False), repeat=4):
         leaves = leaves_of(p, wanted)
         with SeenOps() as seen:
             y_TD, _ = ops.grouped_mlp(*leaves, *p.plan, "torch")
@@ -265,8 +211,6 @@ def test_turbo_gets_the_weights_as_they_are_stored(fakes):
 )
 @pytest.mark.parametrize("backend", KERNELS)
 def test_every_way_to_launch_gives_the_same_results(backend, fields, monkeypatch):
-    from graphmoe.ops.grouped_mlp import tuning
-
     monkeypatch.setattr(tuning, "_INTERPRETER", replace(tuning._INTERPRETER, **fields))
     case = "odd sizes" if fields == {"descriptors": "both"} else "skewed, dead rows"  # loaded by pointer
     assert_directions_match(ops_of(backend), make_problem(case, torch.float32, device_of(backend)))
@@ -293,10 +237,9 @@ def test_kernels_leave_dead_rows_alone_and_give_the_same_bits_again(backend, cas
 def test_a_bf16_gradient_is_stored_in_fp32_or_added(backend, size):
     device = device_of(backend)
     gradient, total = torch.randn(size, device=device).bfloat16(), torch.full(size, torch.nan, device=device)
-    into(total, gradient, add=False)
-    assert torch.equal(total, gradient.float())
-    into(total, gradient, add=True)
-    assert torch.equal(total, 2 * gradient.float())
+    for factor in (1, 2):
+        into(total, gradient, add=factor == 2)
+        assert torch.equal(total, factor * gradient.float())
 
 
 @pytest.mark.parametrize(("live", "ends"), [(0, [7, 7, 7, 7]), (2, [7, 8, 9, 9]), (3, [3, 5, 6, 8])])
@@ -317,14 +260,11 @@ def test_gradients_of_experts_behind_the_last_with_rows_are_not_stored(backend, 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_the_table_of_row_tiles_covers_each_expert_once(backend, counts, height):
     ends_E = torch.tensor(counts, device=device_of(backend)).cumsum(0).int()
-    table = row_tiles(ends_E, sum(counts) + 7)(height).tolist()
-    bound, expected = len(table) // 2, []
-    for expert, (end, count) in enumerate(zip(ends_E.tolist(), counts, strict=True)):
-        expected += [(expert, row) for row in range(end - count, end, height)]
-    assert table[0] == len(expected) <= bound
-    assert (
-        list(zip(table[1 : 1 + len(expected)], table[1 + bound :], strict=False))[: len(expected)] == expected
-    )
+    count, *table = row_tiles(ends_E, sum(counts) + 7)(height).tolist()
+    bound, ends = len(table) // 2, zip(ends_E.tolist(), counts, strict=True)
+    tiles = [(e, row) for e, (end, rows) in enumerate(ends) for row in range(end - rows, end, height)]
+    assert count == len(tiles) <= bound
+    assert [*zip(table[:count], table[bound : bound + count], strict=True)] == tiles
 
 
 TARGETS_OF = {"hopper": ("sm_90", "sm_100"), "instinct": ("gfx942", "gfx950"), "small": ("sm_90",)}

@@ -1,16 +1,16 @@
 """grouped_mm: values, gradients, dead rows, fakes, and what compilation sees."""
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
 
 from graphmoe.ops.grouped_mm import _pad, grouped_mm
+from tests.ops.row_cases import NAN, values
 from tests.ops.seen_ops import SeenOps
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-NAN = float("nan")
 CASES = {  # name: (rows of each expert, dead rows, N, K)
     "odd sizes": ([3, 9, 11, 1, 5], 0, 7, 13),
     "aligned sizes": ([16, 8, 24], 0, 32, 16),
@@ -26,22 +26,20 @@ CASES = {  # name: (rows of each expert, dead rows, N, K)
 }
 
 
-def make_inputs(counts, dead, N, K, dtype, device="cpu", seed=0):
+def make_inputs(counts, dead, N, K, dtype, device="cpu"):
     """Return x, w, ends and the gradient of y; rows beyond the last offset are NaN."""
-    generator = torch.Generator().manual_seed(seed)
     live, E = sum(counts), len(counts)
     sizes = ((live + dead, K), (E, N, K), (live + dead, N))
-    x, w, dy = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+    x, w, dy = (values(*s, dtype=dtype, device=device, seed=i) for i, s in enumerate(sizes))
     x[live:], dy[live:] = NAN, NAN
     ends = torch.tensor(counts).cumsum(0).int().to(device)
     return x.requires_grad_(), w.requires_grad_(), ends, dy
 
 
 def looped(x, w, ends):
-    """The same product in fp64, one row after the other; live rows only."""
+    """The same product, one row after the other; live rows only."""
     owner = [e for e, n in enumerate(torch.diff(ends.cpu(), prepend=torch.zeros(1)).int()) for _ in range(n)]
-    rows = [w[e].double() @ x[r].double() for r, e in enumerate(owner)]
-    return torch.stack(rows) if rows else x.new_zeros(0, w.shape[1]).double()
+    return torch.stack([w[e] @ x[r] for r, e in enumerate(owner)])
 
 
 def assert_matches_the_loop(x, w, ends, dy):
@@ -68,7 +66,7 @@ def test_values_and_gradients_match_a_loop_over_rows(case, dtype):
     assert_matches_the_loop(*make_inputs(*CASES[case], dtype))
 
 
-@pytest.mark.parametrize(("x_wants", "w_wants"), list(itertools.product((True, False), repeat=2)))
+@pytest.mark.parametrize(("x_wants", "w_wants"), list(product((True, False), repeat=2)))
 def test_only_the_gradients_that_are_wanted_are_computed(x_wants, w_wants):
     x, w, ends, dy = make_inputs([3, 0, 2], 1, 5, 4, torch.float32)
     x.requires_grad_(x_wants), w.requires_grad_(w_wants)
@@ -79,7 +77,7 @@ def test_only_the_gradients_that_are_wanted_are_computed(x_wants, w_wants):
             y.backward(dy)
     wanted = ["graphmoe::grouped_mm_dgrad"] * x_wants + ["graphmoe::grouped_mm_wgrad"] * w_wants
     assert seen.names == ["graphmoe::grouped_mm", *wanted]
-    assert ((x.grad is not None), (w.grad is not None)) == (x_wants, w_wants)
+    assert (x.grad is not None, w.grad is not None) == (x_wants, w_wants)
 
 
 def test_torch_accepts_the_three_ops():

@@ -2,31 +2,19 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 from graphmoe.ops import swiglu as _registers_the_ops  # noqa: F401
+from graphmoe.ops import swiglu_kernels as kernels
 from tests.ops.ahead_of_time import launches_of
-from tests.ops.interpreted import BACKENDS, device_of
+from tests.ops.interpreted import BACKENDS, INTERPRETING, device_of
 from tests.ops.row_cases import NAN, fresh_memory_is_nan, values
 from tests.tolerances import assert_forward_close, assert_gradient_close
 
 ops = torch.ops.graphmoe
+forward = kernels.forward if INTERPRETING else ops.swiglu
+backward = kernels.backward if INTERPRETING else ops.swiglu_backward
 DTYPES = (torch.float32, torch.bfloat16)
-ENDS_E = torch.tensor([2, 2, 7], dtype=torch.int32)
-LIVE, ROWS = 7, 10
-
-
-def swiglu(backend):
-    if backend != "interpreted":
-        return ops.swiglu, ops.swiglu_backward
-    from graphmoe.ops import swiglu_kernels
-
-    return swiglu_kernels.forward, swiglu_kernels.backward
-
-
-def with_dead_rows(x):
-    return torch.cat([x, x.new_full((ROWS - LIVE, *x.shape[1:]), NAN)])
 
 
 def swiglu_in_fp64(h_RH, weight_R):
@@ -53,13 +41,13 @@ def test_values_and_gradients_match_fp64_and_dead_rows_stay(backend, live, rows,
 
 
 def assert_matches_fp64(backend, live, rows, width, dtype, weighted, dead):
-    (forward, backward), device = swiglu(backend), device_of(backend)
+    device = device_of(backend)
     h_RH = 3 * values(rows, 2 * width, dtype=dtype, device=device)  # beyond the near-linear part of silu
     da_RF = values(rows, width, dtype=dtype, device=device, seed=1)
     weight_R = values(rows, device=device, seed=2) if weighted else None
-    for tensor in (h_RH, da_RF, weight_R):
-        if tensor is not None:
-            tensor[live:] = dead
+    given = [t for t in (h_RH, weight_R) if t is not None]
+    for tensor in (*given, da_RF):
+        tensor[live:] = dead
     ends_E = torch.tensor([0, live // 3, live // 3, live], dtype=torch.int32, device=device)
     with fresh_memory_is_nan():
         a_RF = forward(h_RH, weight_R, ends_E)
@@ -68,21 +56,22 @@ def assert_matches_fp64(backend, live, rows, width, dtype, weighted, dead):
     assert a_RF.is_contiguous() and dh_RH.is_contiguous()
     assert a_RF.shape == (rows, width) and dh_RH.shape == h_RH.shape
     assert dweight_R.shape == ((rows,) if weighted else (0,))
-    for tensor in (a_RF, dh_RH, dweight_R):
-        assert bool(tensor[live:].isnan().all())
-    if live == 0:
-        return
-    exact = [t[:live].double().requires_grad_() for t in (h_RH, weight_R) if t is not None]
-    expected = swiglu_in_fp64(exact[0], exact[1] if weighted else None)
+    assert all(bool(tensor[live:].isnan().all()) for tensor in (a_RF, dh_RH, dweight_R))
+    if live:
+        assert_live_rows_match_fp64(live, given, da_RF, a_RF, dh_RH, dweight_R)
+
+
+def assert_live_rows_match_fp64(live, given, da_RF, a_RF, *gradients):
+    exact = [t.detach()[:live].double().requires_grad_() for t in given]
+    expected = swiglu_in_fp64(*exact, *[None] * (2 - len(exact)))
     assert_forward_close(a_RF[:live], expected)
-    gradients = torch.autograd.grad(expected, exact, da_RF[:live].double())
-    for actual, wanted in zip((dh_RH, dweight_R), gradients, strict=False):
-        assert_gradient_close(actual[:live], wanted)
+    wanted = torch.autograd.grad(expected, exact, da_RF[:live].double())
+    for actual, each in zip(gradients, wanted, strict=False):
+        assert_gradient_close(actual[:live], each)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_gates_keep_values_and_gradients_finite(backend):
-    forward, backward = swiglu(backend)
     h = torch.tensor([[-200.0, 200.0, 1.0, 2.0]], device=device_of(backend))
     ends = torch.tensor([1], dtype=torch.int32, device=h.device)
     assert forward(h, None, ends).tolist() == [[0.0, 400.0]]
@@ -90,38 +79,28 @@ def test_large_gates_keep_values_and_gradients_finite(backend):
     assert dh.tolist() == [[0.0, 2.0, 0.0, 200.0]]
 
 
-@pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1)], ids=["R", "R1"])
+@pytest.mark.parametrize("shape", [(10,), (10, 1)], ids=["R", "R1"])
 def test_autograd_gives_the_gradients_in_the_shapes_of_the_inputs(shape):
-    h = with_dead_rows(values(LIVE, 12)).requires_grad_()
-    weight = with_dead_rows(values(LIVE, seed=1)).view(shape).requires_grad_()
-    da = with_dead_rows(values(LIVE, 6, seed=2))
-    dh, dweight = torch.autograd.grad(ops.swiglu(h, weight, ENDS_E), (h, weight), da)
-    assert dweight.shape == weight.shape
-    exact = [t.detach()[:LIVE].double().requires_grad_() for t in (h, weight)]
-    expected = torch.autograd.grad(swiglu_in_fp64(*exact), exact, da[:LIVE].double())
-    for actual, wanted in zip((dh, dweight), expected, strict=True):
-        assert_gradient_close(actual[:LIVE], wanted)
+    given, da = [values(10, 12), values(*shape, seed=1)], values(10, 6, seed=2)
+    for tensor in (*given, da):
+        tensor[7:] = NAN
+    leaves, ends_E = [t.requires_grad_() for t in given], torch.tensor([2, 2, 7], dtype=torch.int32)
+    a = ops.swiglu(*leaves, ends_E)
+    gradients = torch.autograd.grad(a, leaves, da)
+    assert gradients[1].shape == shape
+    assert_live_rows_match_fp64(7, given, da, a, *gradients)
 
 
 @pytest.mark.parametrize(("dtype", "weighted"), [(torch.bfloat16, True), (torch.float64, False)], ids=str)
-def test_torch_accepts_the_ops_and_fakes_are_like_real_tensors(dtype, weighted):
-    def results(h, weight, ends, da):
-        return ops.swiglu(h, weight, ends), *ops.swiglu_backward(da, h, weight, ends)
-
-    h, weight, da = values(LIVE, 14, dtype=dtype), values(LIVE, 1) if weighted else None, values(LIVE, 7)
-    inputs = (h, weight, ENDS_E, da.to(dtype))
-    with FakeTensorMode() as mode:
-        fakes = results(*[None if t is None else mode.from_tensor(t) for t in inputs])
-    for fake, real in zip(fakes, results(*inputs), strict=True):
-        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-    opcheck(ops.swiglu_backward.default, (inputs[3], *inputs[:3]))
-    opcheck(ops.swiglu.default, (h.requires_grad_(), weight, ENDS_E))
+def test_torch_accepts_the_ops(dtype, weighted):
+    h, weight, da = values(7, 14, dtype=dtype), values(7, 1) if weighted else None, values(7, 7, dtype=dtype)
+    ends_E = torch.tensor([2, 2, 7], dtype=torch.int32)
+    opcheck(ops.swiglu_backward.default, (da, h, weight, ends_E))
+    opcheck(ops.swiglu.default, (h.requires_grad_(), weight, ends_E))
 
 
 def ahead_of_time_cases():
     """bf16 rows whose width is a multiple of 16."""
-    from graphmoe.ops import swiglu_kernels as kernels
-
     with torch.device("meta"):
         h, da = torch.empty(1000, 2816).bfloat16(), torch.empty(1000, 1408).bfloat16()
         weight, ends = torch.empty(1000), torch.empty(64, dtype=torch.int32)

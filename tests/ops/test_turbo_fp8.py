@@ -10,8 +10,7 @@ from graphmoe.plan.plan import plan_of
 from graphmoe.training import executor
 from graphmoe.training.products import describe_products, fp8_passes
 from tests.ops import grouped_mlp_fakes
-from tests.ops.mlp_cases import exact_result, make_problem, ops_of, poison
-from tests.ops.row_cases import fresh_memory_is_nan
+from tests.ops.mlp_cases import exact_result, make_problem, ops_of, until_wgrad
 from tests.ops.test_fp8_mlp import decibels
 from tests.runs import COMPILED, config, metrics, train_in, trainer_in
 from tests.runtime.test_fp8_model import SIZES
@@ -31,40 +30,26 @@ def turbo(monkeypatch):
     return grouped_mlp_fakes.install_turbo(monkeypatch)
 
 
-def directions(p, backend):
-    run = ops_of(backend)
-    with fresh_memory_is_nan():
-        y_TD, h_RH = run.forward(*p.inputs, *p.plan)
-        dx_TD, dweight_TK, dh_RH, a_RF = run.dgrad(p.dy_TD, h_RH, *p.inputs[1:], *p.plan)
-    poison(p, dh_RH, a_RF)
-    return y_TD, dx_TD, *run.wgrad(p.dy_TD, p.x_TD, dh_RH, a_RF, *p.plan), dweight_TK
-
-
-def problem():
-    """Weights as in a trained layer, so that no activation is saturated."""
-    p = make_problem(CASE, torch.bfloat16)
-    return p._replace(w_gate_up=p.w_gate_up * 128**-0.5, w_down=p.w_down * 256**-0.5)
+def signals(backend):
+    """dB of y and gradients, with weights as in a trained layer, so that no activation is saturated."""
+    p, run = make_problem(CASE, torch.bfloat16), ops_of(backend)
+    p = p._replace(w_gate_up=p.w_gate_up * 128**-0.5, w_down=p.w_down * 256**-0.5)
+    y_TD, _, dx_TD, dweight_TK, *made = until_wgrad(run, p)
+    found = (y_TD, dx_TD, *run.wgrad(p.dy_TD, p.x_TD, *made, *p.plan), dweight_TK)
+    exact_TD, gradients = exact_result(p)
+    pairs = zip(found, (exact_TD.detach(), *gradients), strict=True)
+    return [decibels(each.double(), exact) for each, exact in pairs]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_are_multiplied_by_the_recipe_and_weight_gradients_are_in_bf16(recipe, turbo):
-    directions(problem(), f"turbo.{recipe}")
-    found = [call["config"] for call in turbo.calls if "config" in call]
-    wanted = RECIPES[recipe]
-    assert [(c.granularity.name, c.block_size, c.scale_dtype.name) for c in found] == [wanted] * 4
-    turned = [call["trans_b"] for call in turbo.calls if "config" in call]
-    assert turned == [True, True, *[recipe == "mxfp8"] * 2]
+    assert all(20 < signal < 38 for signal in signals(f"turbo.{recipe}"))
     assert ["trans_c" in call for call in turbo.calls] == [False] * 4 + [True] * 2
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_each_gradient_has_the_signal_of_8_bits(recipe, turbo):
-    p = problem()
-    y_TD, gradients = exact_result(p)
-    for found, exact in zip(directions(p, f"turbo.{recipe}"), (y_TD, *gradients), strict=True):
-        assert 20 < decibels(found.double(), exact.detach()) < 38
-    for found, exact in zip(directions(p, "turbo"), (y_TD, *gradients), strict=True):
-        assert decibels(found.double(), exact.detach()) > 40
+    configs = [call["config"] for call in turbo.calls[:4]]
+    assert [(c.granularity.name, c.block_size, c.scale_dtype.name) for c in configs] == [RECIPES[recipe]] * 4
+    assert [call["trans_b"] for call in turbo.calls[:4]] == [True, True, *[recipe == "mxfp8"] * 2]
+    assert not any("config" in call for call in turbo.calls[4:])
+    assert min(signals("turbo")) > 40
 
 
 def test_passes_hand_experts_to_the_library_and_dense_products_stay_ours():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from graphmoe.ops import IN_USE
 from graphmoe.ops.symm.peers import before_products
 from graphmoe.runtime.overlap import (
     Backward,
@@ -129,20 +130,21 @@ def test_gradients_of_all_units_that_read_the_same_are_added_and_zeros_where_not
     assert torch.equal(unread, torch.zeros_like(y)) and unread.dtype == y.dtype
 
 
+def exchange(gpu, number):
+    gpu.queue(f"reserve {number}")
+    with before_products():
+        gpu.queue(f"pack {number}")
+    gpu.queue(f"copy {number}")
+    return "received"
+
+
 def test_transfers_follow_each_other_and_only_their_readers_wait_for_them(monkeypatch):
     gpu = use_streams(monkeypatch)
     transfers = TransferStream(torch.device("cuda"))
 
-    def exchange(number):
-        gpu.queue(f"reserve {number}")
-        with before_products():
-            gpu.queue(f"pack {number}")
-        gpu.queue(f"copy {number}")
-        return "received"
-
     gpu.queue("earlier products")
     for number in ("a", "b"):
-        assert transfers.run(number, functools.partial(exchange, number), reads="held") == "received"
+        assert transfers.run(number, functools.partial(exchange, gpu, number), reads="held") == "received"
         gpu.queue(f"products beside {number}")
     transfers.wait(["a", "not under way"])
     gpu.queue("reader of a")
@@ -154,3 +156,14 @@ def test_transfers_follow_each_other_and_only_their_readers_wait_for_them(monkey
     assert {"copy a", "products beside a"} <= gpu.behind["pack b"]  # so it waits for the transfer before it
     assert "copy a" not in gpu.behind["products beside a"] and "copy b" not in gpu.behind["reader of a"]
     assert "copy a" in gpu.behind["reader of a"] and "copy b" in gpu.behind["reader of b"]
+
+
+def test_an_error_in_a_transfer_leaves_the_current_stream_and_no_products(monkeypatch):
+    gpu = use_streams(monkeypatch)
+    products, transfers = gpu.current, TransferStream(torch.device("cuda"))
+    with pytest.raises(ZeroDivisionError):
+        transfers.run("a", lambda: 1 // 0, reads=None)
+    assert gpu.current is products and IN_USE.products is None
+    transfers.wait(["a"])
+    transfers.run("a", lambda: exchange(gpu, "a"), reads=None)
+    assert gpu.on == {"reserve a": "second", "pack a": "first", "copy a": "second"}
